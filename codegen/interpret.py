@@ -1,0 +1,134 @@
+"""Triton's interpreter in a process that was started without TRITON_INTERPRET, and that may compile kernels as well.
+
+Triton (3.6 and 3.7) decides at *decoration* time: `triton.jit` makes an interpreted function while
+`knobs.runtime.interpret` is set. That is enough for the functions of a generated module, and leaves two difficulties:
+
+1. Functions that Triton itself decorates (`tl.max`, `tl.sum`, `tl.cdiv`, ...: the modules `standard` and `random`) were
+   decorated at import, for the compiler, and refuse to be called. We execute these two files once more, with the knob
+   set, as private modules, and put their functions in place during a launch.
+2. During a launch the interpreter replaces the builtins of `triton.language` by its own, and calls between jitted
+   functions leave some of these behind, which would break the next compilation in this process. We note the
+   contents of every namespace that it touches, and put them back after the launch.
+
+A private second import of the whole of triton was the alternative. It costs another 0.3 s, and functions in it
+that import at call time would still find the first copy.
+"""
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, ModuleType
+
+import triton
+import triton.experimental.gluon  # a launch imports it, and must not do so while triton.language is patched
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction
+
+_JITTED_MODULES = ("standard", "random")
+_NAMESPACES = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+_Override = tuple[object, str, object]  # holder, attribute, value
+
+# the interpreter's builtins live in global state, so one launch at a time
+_launch = threading.RLock()
+
+
+def execute_interpreted(code: CodeType, module: ModuleType) -> None:
+    """Execute a module so that its kernels run in the interpreter when launched as `kernel[grid](...)`."""
+    with _knob_set():
+        exec(code, module.__dict__)
+    for value in vars(module).values():
+        if isinstance(value, InterpretedFunction):
+            value.run = _isolated(value.run)
+
+
+def _isolated(run: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(run)
+    def launch(*args, **kwargs):  # the signature is the kernel's own
+        with _launch, _restored(), _builtins_patched_once():
+            for holder, name, value in _interpreted_library():
+                setattr(holder, name, value)
+            run(*args, **kwargs)
+
+    return launch
+
+
+@contextmanager
+def _knob_set() -> Iterator[None]:
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        yield
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    before = [dict(vars(holder)) for holder in _NAMESPACES]
+    try:
+        yield
+    finally:
+        for holder, attributes in zip(_NAMESPACES, before, strict=True):
+            _restore(holder, attributes)
+
+
+def _restore(holder: object, attributes: dict[str, object]) -> None:
+    now = dict(vars(holder))
+    for name in now.keys() - attributes.keys():
+        delattr(holder, name)
+    for name, value in attributes.items():
+        if now.get(name) is not value:
+            setattr(holder, name, value)
+
+
+@contextmanager
+def _builtins_patched_once() -> Iterator[None]:
+    """Builtins are replaced here for the whole launch.
+
+    The interpreter would do it again at each call of one jitted function by another, which takes longer than the call.
+    """
+    patch = interpreter._patch_lang
+    patch(_sees_all_of_the_language)
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+
+
+_core = tl.core
+
+
+def _sees_all_of_the_language() -> None:
+    """The interpreter patches the language modules that it finds among the globals of a function: here `tl`, `_core`."""
+
+
+@functools.cache
+def _interpreted_library() -> tuple[_Override, ...]:
+    """What to put in place during a launch; nothing if Triton was imported under TRITON_INTERPRET."""
+    if isinstance(tl.max, InterpretedFunction):
+        return ()
+    return tuple(override for name in _JITTED_MODULES for override in _overrides(name))
+
+
+def _overrides(name: str) -> Iterator[_Override]:
+    original = getattr(tl, name)
+    with _restored():  # the file also attaches its functions to tl.tensor as methods
+        before = dict(vars(tl.tensor))
+        private = _execute_again(original)
+        methods = {key: value for key, value in vars(tl.tensor).items() if before.get(key) is not value}
+    yield tl, name, private  # the interpreter knows `tl.standard._elementwise_max` and others by identity
+    yield from ((tl.tensor, key, value) for key, value in methods.items())
+    for key, value in vars(private).items():
+        if isinstance(value, InterpretedFunction) and getattr(tl, key, None) is getattr(original, key):
+            yield tl, key, value
+
+
+def _execute_again(original: ModuleType) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(original.__name__, original.__file__)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{original.__name__} has no source file, so the target `interpret` cannot run")
+    private = importlib.util.module_from_spec(spec)
+    with _knob_set():
+        spec.loader.exec_module(private)
+    return private

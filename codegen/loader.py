@@ -1,0 +1,67 @@
+"""Generated source -> Python module, compiled by Triton or run by Triton's interpreter."""
+
+import hashlib
+import linecache
+import re
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+from ..ir.errors import WeftError
+
+_modules: dict[tuple[str, str, bool], ModuleType] = {}
+_lock = threading.RLock()
+
+
+def load(path: Path, interpret: bool = False, source: str | None = None) -> ModuleType:
+    """The module of one generated file, loaded once per (path, content, interpret).
+
+    source: the file's text if it was read before, as the cache does to check it. What runs is this text, whatever
+    happens to the file afterwards; it need not be on disk at all.
+    interpret: kernels of the module run in Triton's interpreter, on CPU tensors, in any process.
+
+    Raises WeftError if the file cannot be read. Errors in the source itself are raised as they are, with a note.
+    """
+    text = _read(path) if source is None else source
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    identity = (str(path), digest, interpret)
+    with _lock:
+        if identity not in _modules:
+            _modules[identity] = _execute(path, text, digest, interpret)
+        return _modules[identity]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeftError(f"{path}: expected a generated module to load, got {error}") from error
+
+
+def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
+    module = ModuleType(_module_name(path, digest, interpret))
+    module.__file__ = str(path)
+    # triton.jit asks inspect for the source of each kernel. An entry without a time stamp is never read again from
+    # disk, so what is compiled is the text that was checked, also if the file is edited or gone.
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    sys.modules[module.__name__] = module  # dataclasses and Gluon's aggregates look their module up by name
+    try:
+        code = compile(text, str(path), "exec")
+        if interpret:
+            from .interpret import execute_interpreted  # imports triton, which the cpu target does without
+
+            execute_interpreted(code, module)
+        else:
+            exec(code, module.__dict__)
+    except BaseException as error:
+        del sys.modules[module.__name__]
+        error.add_note(f"while loading the generated module {path}")
+        raise
+    return module
+
+
+def _module_name(path: Path, digest: str, interpret: bool) -> str:
+    """The same in every process, because Triton's own cache of compiled kernels sees it."""
+    label = re.sub(r"\W", "_", path.parent.name or path.stem)
+    return f"weft_generated_{label}_{digest[:8]}{'_interpreted' if interpret else ''}"

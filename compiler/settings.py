@@ -1,0 +1,87 @@
+"""The settings of Weft, read in this one place.
+
+| setting | environment | `weft.settings(...)` | meaning |
+| --- | --- | --- | --- |
+| debug level | `WEFT_DEBUG` | `debug=` | 0 quiet, 1 the plan, 2 and the cache, 3 and the IR after each stage, 4 and the source |
+| cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; the user's cache folder if not given |
+| target | `WEFT_TARGET` | `target=` | the target of calls that name none; chosen from the operands' device if not given |
+
+A block (`with weft.settings(debug=2):`) goes before the environment, and an argument of a call before both. Blocks follow
+`contextvars`: they hold for the thread or task that opened them, so settings are read where a call is made and not
+inside a backward pass, which autograd may run in another thread.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from ..ir.errors import WeftError
+
+PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is in force for one call."""
+
+    debug: int = 0  # cumulative: see the table above
+    cache_dir: Path | None = None  # None: the user's cache folder
+    target: str | None = None  # None: from the device of the operands
+
+    def __post_init__(self) -> None:
+        if self.debug not in range(SOURCE + 1):
+            raise WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {self.debug!r}")
+
+
+_block: ContextVar[Settings | None] = ContextVar("weft_settings", default=None)
+
+
+def current() -> Settings:
+    """The settings in force here: those of the innermost block, else those of the environment."""
+    block = _block.get()
+    if block is not None:
+        return block
+    get = os.environ.get
+    return _from_text(get("WEFT_DEBUG", ""), get("WEFT_CACHE_DIR", ""), get("WEFT_TARGET", ""))
+
+
+@contextmanager
+def settings(
+    *, debug: int | None = None, cache_dir: str | os.PathLike[str] | None = None, target: str | None = None
+) -> Iterator[Settings]:
+    """Change settings inside a block; what is not given stays as it is outside.
+
+    >>> with settings(debug=1), settings(target="cpu") as now:
+    ...     now.debug, now.target
+    (1, 'cpu')
+    """
+    now = current()
+    inner = replace(
+        now,
+        debug=now.debug if debug is None else debug,
+        cache_dir=now.cache_dir if cache_dir is None else Path(cache_dir),
+        target=now.target if target is None else target,
+    )
+    token = _block.set(inner)
+    try:
+        yield inner
+    finally:
+        _block.reset(token)
+
+
+def trace(level: int, text: str) -> None:
+    """Print text to stderr if the debug level in force is at least `level`."""
+    if current().debug >= level:
+        print(f"weft: {text}", file=sys.stderr)
+
+
+@lru_cache(maxsize=16)
+def _from_text(debug: str, cache_dir: str, target: str) -> Settings:
+    if debug and not debug.isdecimal():
+        raise WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {debug!r}")
+    return Settings(int(debug or 0), Path(cache_dir) if cache_dir else None, target or None)

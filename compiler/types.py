@@ -1,0 +1,220 @@
+"""The records that cross stages: small, frozen, a comment on every field.
+
+Letters: B batch, Hq/Hkv query and key heads, L queries, T keys, D width of query and key, Dv width of value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..ir.expr import Expr, Load
+
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+# -- Facts: what analysis proved about a variant --------------------------------------------------------------------
+@dataclass(frozen=True)
+class Interval:
+    """Positions [lo, hi) outside which a tile of the other axis sees nothing; in [full_lo, full_hi) it sees everything.
+
+    Expressions over the ends of the tile (`q_first`, `q_last` or `kv_first`, `kv_last`, positions, inclusive),
+    lengths, heads, batch and operands; any order of the ends may hold at run time (empty when lo >= hi).
+    """
+
+    lo: Expr
+    hi: Expr
+    full_lo: Expr
+    full_hi: Expr
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a tile must look. Sound: nothing visible lies outside the intervals, nothing hidden in their full parts."""
+
+    axis: Literal["kv", "q"]  # the axis that the intervals lie on
+    intervals: tuple[Interval, ...]  # may overlap at run time; the tile program makes them disjoint
+    notes: tuple[str, ...]  # the parts of the mask without a closed form, for `explain`
+
+    @property
+    def closed_form(self) -> bool:
+        return not self.notes
+
+
+@dataclass(frozen=True)
+class Assign:
+    """One line of a tile program: `name = value`, integers only."""
+
+    name: str
+    value: Expr
+    comment: str = ""
+
+
+@dataclass(frozen=True)
+class TileProgram:
+    """Straight-line integer code that turns a tile's ends into ranges of tile indices on the other axis.
+
+    Symbols it reads besides those of Bounds: `block` (tile size on the axis), `length` (kv_len, or q_len), and for the
+    q axis `q_offset`. Names it defines: n_edge, n_full, and lo<k>, full_lo<k>, full_hi<k>, hi<k> for each interval.
+    """
+
+    axis: Literal["kv", "q"]
+    body: tuple[Assign, ...]
+    outputs: tuple[str, ...]  # ("lo0", "full_lo0", "full_hi0", "hi0", "lo1", ...)
+    edge_tile: Expr  # over symbol `i` and the outputs: index of the i-th edge tile
+    full_tile: Expr  # likewise: index of the i-th full tile
+
+
+@dataclass(frozen=True)
+class OperandGradient:
+    """How the gradient of one read of a float tensor is reduced inside the kernels."""
+
+    load: Load
+    kind: Literal["total", "row", "column"]  # indexed by heads and batch only; by q too; by kv too
+    derivative: Expr  # d score' / d load, over qk
+
+
+# -- The problem ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call."""
+
+    batch: int  # B
+    heads: int  # Hq
+    kv_heads: int  # Hkv
+    q_len: int  # L
+    kv_len: int  # T
+    head_dim: int  # D, of query and key as the kernel sees them
+    value_dim: int  # Dv
+    dtype: str = "bf16"  # "bf16", "fp16" or "fp32"
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of head-dimension columns that a kernel holds as one power-of-two tile."""
+
+    start: int  # first column in its tensor
+    width: int  # columns that exist
+    source: Literal["key", "rope", "value"] = "key"  # "rope": a tensor of its own with its own heads
+
+    @property
+    def block(self) -> int:
+        """Columns of the tile: a power of two, at least 16, of which `width` hold data."""
+        return max(16, 1 << (self.width - 1).bit_length())
+
+
+# -- Schedule and plan ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes and launch settings of one kernel."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}w{self.num_warps}s{self.num_stages}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the scheduler chose: the algorithm, the target, and a tiling for each kernel."""
+
+    algorithm: Literal["standard", "streaming", "flash"]
+    target: Literal["hopper", "triton", "interpret", "cpu"]
+    forward: Tiling
+    backward_q: Tiling  # the kernel that owns query tiles (dQ); `streaming` and `standard` use it for their one pass
+    backward_kv: Tiling  # the kernel that owns key tiles (dK, dV)
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}/{self.target}/{self.forward}/{self.backward_q}/{self.backward_kv}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with the formula it came from."""
+
+    formula: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a kernel as a person reads it."""
+
+    kind: Literal["load", "keep", "compute", "store"]
+    what: str  # "K tile [128, 128]"
+    moves: str = ""  # "HBM -> SRAM", "SRAM -> registers", "registers -> HBM"
+    per: str = ""  # "query tile", "kv tile", "kernel"
+
+
+@dataclass(frozen=True)
+class TileCounts:
+    """Tiles of the whole problem by class."""
+
+    empty: int  # never visited
+    edge: int  # the mask or the length check is evaluated
+    full: int  # no mask code
+
+    @property
+    def visited(self) -> int:
+        return self.edge + self.full
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One generated kernel: its loops, stages and predicted cost."""
+
+    name: str  # "forward", "backward_preprocess", "backward_dq", "backward_dkv", "standard_scores", ...
+    direction: Literal["forward", "backward"]
+    tiling: Tiling
+    programs: Quantity  # size of the grid
+    loop: str  # what one program iterates over
+    tiles: TileCounts
+    stages: tuple[Stage, ...]
+    sram_bytes: Quantity  # of one program
+    hbm_read: Quantity  # bytes of the whole kernel
+    hbm_written: Quantity
+    flops: Quantity
+    seconds: float  # predicted
+    bound: Literal["matrix", "memory", "exp", "latency"]
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per HBM byte."""
+        return self.flops.value / max(1.0, self.hbm_read.value + self.hbm_written.value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule as data: everything code generation and `explain` need."""
+
+    name: str
+    shape: Shape
+    hardware: str  # name of the Hardware record
+    schedule: Schedule
+    qk_segments: tuple[Segment, ...]
+    v_segments: tuple[Segment, ...]
+    value_is_key: bool  # absorbed latent attention: the value tile is key segment 0
+    kernels: tuple[KernelPlan, ...]
+    notes: tuple[str, ...] = field(default=())  # why a target or closed form was not used
+
+    def _of(self, direction: str) -> tuple[KernelPlan, ...]:
+        return tuple(k for k in self.kernels if k.direction == direction)
+
+    def hbm_bytes(self, direction: str) -> float:
+        """Predicted bytes read and written, "forward" or "backward"."""
+        return sum(k.hbm_read.value + k.hbm_written.value for k in self._of(direction))
+
+    def seconds(self, direction: str) -> float:
+        """Predicted time, "forward" or "backward"."""
+        return sum(k.seconds for k in self._of(direction))

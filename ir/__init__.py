@@ -1,0 +1,1 @@
+"""The language: expressions, the Attention variant, its verifier, printer and reference evaluator."""

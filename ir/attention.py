@@ -1,0 +1,152 @@
+"""The variant as a value: what is scored, what is masked, and nothing about how it is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from .canonical import canonical
+from .errors import WeftError
+from .expr import Const, Expr, Load, Operand, Scalar, TensorOperand, call, expression, source_line, symbol
+from .verify import verify
+from .walk import loads, scalars, substitute, tensors
+
+Self = TypeVar("Self", bound="Attention")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): one cached vector a token, `rank` wide, is key and value of
+    all heads, followed by `rope` rotary columns that only the key has."""
+
+    rank: int  # width of the latent vector
+    rope: int  # width of the rotary part of the key, already rotated
+
+    def __post_init__(self) -> None:
+        for name, value in (("rank", self.rank), ("rope", self.rope)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < (name == "rank"):
+                raise WeftError(f"Latent: expected {name} to be a positive int, got {value!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """softmax(score) over the keys that the mask lets a query see, times the values.
+
+    score: expression of `score` (= scale * q.k), positions, heads and operands; what the softmax is taken of.
+    mask: bool expression of positions, heads and operands; True where a query may see a key.
+    scale: expression of lengths, heads and operands; 1 / sqrt(head_dim) when not given.
+    sink, dropout: reserved; anything but the default is refused for now.
+    latent: how keys and values come from one latent vector a token.
+    name: an identifier, for messages, kernels and cache entries.
+
+    Raises WeftError that lists every problem of the declaration with the line that wrote it.
+    """
+
+    score: Operand = dataclasses.field(default_factory=lambda: symbol("score"))
+    mask: Operand = True
+    _: dataclasses.KW_ONLY
+    scale: Operand | None = None
+    sink: Operand | None = None
+    dropout: float = 0.0
+    latent: Latent | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        where = source_line()
+        for item in ("score", "mask", "scale"):
+            value = getattr(self, item)
+            if value is not None:
+                object.__setattr__(self, item, expression(value))
+        if self.name is None:
+            object.__setattr__(self, "name", "attention")
+        verify(self, where)
+
+    # -- derived, for the compiler ----------------------------------------------------------------------------------
+    @cached_property
+    def folded_score(self) -> Expr:
+        """The canonical score over the raw dot product `qk`, with the scale folded in."""
+        scale = call("rsqrt", symbol("head_dim")) if self.scale is None else expression(self.scale)
+        return canonical(substitute(expression(self.score), {"score": call("mul", symbol("qk"), scale)}))
+
+    @cached_property
+    def folded_mask(self) -> Expr:
+        """The canonical mask; Const(True) where nothing is masked."""
+        return canonical(expression(self.mask))
+
+    @cached_property
+    def is_masked(self) -> bool:
+        return not (isinstance(self.folded_mask, Const) and self.folded_mask.value is True)
+
+    @cached_property
+    def scalars(self) -> tuple[Scalar, ...]:
+        """Scalar operands of the call, by name."""
+        found = {s.name: s for e in self._expressions for s in scalars(e)}
+        return tuple(found[k] for k in sorted(found))
+
+    @cached_property
+    def tensors(self) -> tuple[TensorOperand, ...]:
+        """Tensor operands of the call, by name."""
+        found = {t.name: t for e in self._expressions for t in tensors(e)}
+        return tuple(found[k] for k in sorted(found))
+
+    @cached_property
+    def gradient_loads(self) -> tuple[Load, ...]:
+        """The reads of float tensors in the score: where gradients of operands come from."""
+        return tuple(load for load in loads(self.folded_score) if load.dtype == "float")
+
+    @property
+    def _expressions(self) -> tuple[Expr, ...]:
+        return (self.folded_score, self.folded_mask)
+
+    # -- identity ---------------------------------------------------------------------------------------------------
+    def _declarations(self, expressions: tuple[Expr, ...]) -> list[str]:
+        scalar_lines = {s.name: f'{s.name} = weft.scalar("{s.name}", {s.dtype})' for e in expressions for s in scalars(e)}
+        tensor_lines = {
+            t.name: f'{t.name} = weft.tensor("{t.name}", {t.rank}, {t.dtype})' for e in expressions for t in tensors(e)
+        }
+        lines = {**scalar_lines, **tensor_lines}
+        return [lines[k] for k in sorted(lines)]
+
+    def _options(self) -> str:
+        parts = []
+        if self.latent is not None:
+            parts.append(f"latent=weft.Latent(rank={self.latent.rank}, rope={self.latent.rope})")
+        return "".join(f", {p}" for p in (*parts, f'name="{self.name}"'))
+
+    def __str__(self) -> str:
+        score, mask = expression(self.score), expression(self.mask)
+        scale = () if self.scale is None else (expression(self.scale),)
+        lines = self._declarations((score, mask, *scale))
+        scaled = f", scale={scale[0]}" if scale else ""
+        return "\n".join([*lines, f"weft.Attention(score={score}, mask={mask}{scaled}{self._options()})"])
+
+    def __repr__(self) -> str:
+        return str(self).splitlines()[-1]
+
+    @cached_property
+    def canonical_text(self) -> str:
+        """Text shared by all variants that are equal, however they were written."""
+        lines = self._declarations(self._expressions)
+        return "\n".join([*lines, f"score={self.folded_score}, mask={self.folded_mask}{self._options()}"])
+
+    @cached_property
+    def digest(self) -> str:
+        """Eight hex digits of the canonical text."""
+        return hashlib.sha256(self.canonical_text.encode()).hexdigest()[:8]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attention) and self.canonical_text == other.canonical_text
+
+    def __hash__(self) -> int:
+        return hash(self.canonical_text)
+
+    def replace(self: Self, **changes: Any) -> Self:
+        """A copy with some fields changed: `causal.replace(score=50 * weft.tanh(score / 50), name="capped")`."""
+        known = {f.name for f in dataclasses.fields(self)}
+        unknown = sorted(set(changes) - known)
+        if unknown:
+            raise WeftError(f"replace: expected some of {sorted(known)}, got {', '.join(unknown)}")
+        return dataclasses.replace(self, **changes)

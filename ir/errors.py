@@ -1,0 +1,26 @@
+"""The two families of errors: the user's mistakes and ours."""
+
+
+class WeftError(Exception):
+    """A mistake in a declaration or a call: what was expected, what was got, where, and what to do."""
+
+
+class InternalError(Exception):
+    """A defect in Weft itself: please report it with the message."""
+
+
+class UnavailableError(WeftError):
+    """A target or capability that cannot be used here; the message says why and what to use instead."""
+
+
+def collected(title: str, problems: list[str]) -> WeftError:
+    """One error that lists several independent problems, so that a user fixes them in one round.
+
+    >>> print(collected("alibi", ["mask: expected bool", "scale: expected a number"]))
+    alibi:
+      - mask: expected bool
+      - scale: expected a number
+    """
+    if len(problems) == 1:
+        return WeftError(f"{title}: {problems[0]}")
+    return WeftError(f"{title}:\n" + "\n".join(f"  - {p}" for p in problems))

@@ -1,0 +1,322 @@
+"""The expression language on one page: five kinds of node, a table of operators, and Python's operators on them.
+
+A node never changes and never compares by value: `a == b` *writes* a comparison. Two nodes mean the same when their
+`str` is the same; `str(node)` is valid text of the language and `parse` reads it back.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NoReturn, Union
+
+from .errors import InternalError, WeftError
+
+DType = Literal["int", "float", "bool"]
+Number = Union[int, float, bool]
+_PACKAGE_FOLDERS = tuple(str(Path(__file__).parent.parent / folder) for folder in ("ir", "api", "compiler", "codegen"))
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator: how many operands, what it takes and gives, and how it is written."""
+
+    name: str
+    arity: int
+    takes: Literal["int", "number", "bool", "any"]
+    gives: Literal["int", "float", "bool", "same"]  # "same": int when every operand is int, else float
+    symbol: str | None = None  # infix or prefix sign; None: written as a function
+    precedence: int = 9
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("or", 2, "bool", "bool", "|", 2),
+        Op("xor", 2, "bool", "bool", "^", 3),
+        Op("and", 2, "bool", "bool", "&", 4),
+        Op("lt", 2, "number", "bool", "<", 1),
+        Op("le", 2, "number", "bool", "<=", 1),
+        Op("gt", 2, "number", "bool", ">", 1),
+        Op("ge", 2, "number", "bool", ">=", 1),
+        Op("eq", 2, "any", "bool", "==", 1),
+        Op("ne", 2, "any", "bool", "!=", 1),
+        Op("add", 2, "number", "same", "+", 6),
+        Op("sub", 2, "number", "same", "-", 6),
+        Op("mul", 2, "number", "same", "*", 7),
+        Op("div", 2, "number", "float", "/", 7),
+        Op("floordiv", 2, "int", "int", "//", 7),
+        Op("mod", 2, "int", "int", "%", 7),
+        Op("neg", 1, "number", "same", "-", 8),
+        Op("not", 1, "bool", "bool", "~", 8),
+        Op("where", 3, "any", "same"),
+        Op("minimum", 2, "number", "same"),
+        Op("maximum", 2, "number", "same"),
+        Op("abs", 1, "number", "same"),
+        Op("floor", 1, "number", "int"),
+        *(Op(n, 1, "number", "float") for n in (
+            "exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")),
+    )
+}  # fmt: skip
+
+# Public symbols: what they stand for, and their type. Positions are positions in the sequence, not row numbers.
+SYMBOLS: dict[str, DType] = {
+    "q_pos": "int", "kv_pos": "int", "head": "int", "kv_head": "int", "group": "int", "batch": "int",
+    "q_len": "int", "kv_len": "int", "head_dim": "int", "score": "float",
+}  # fmt: skip
+# Symbols that only the compiler writes: the raw dot product, the ends (inclusive) of a tile, and what bounds need.
+INTERNAL_SYMBOLS: dict[str, DType] = {
+    "qk": "float", "q_first": "int", "q_last": "int", "kv_first": "int", "kv_last": "int", "q_offset": "int",
+}  # fmt: skip
+CALL_OPTIONS = frozenset(
+    "query key value cache return_lse target schedule deterministic q_offset kv_lens q_lens cu_seqlens_q cu_seqlens_kv"
+    " block_table uk uv form device score mask scale sink dropout latent name self".split()
+)
+INT32_MAX = 2**31 - 1
+
+_NO_TRUTH = (
+    "an expression has no truth value while it is being declared; write `a & b` for `and`, `a | b` for `or`, "
+    "`~a` for `not`, `weft.where(c, a, b)` for `if`, and `(a < b) & (b < c)` for `a < b < c`"
+)
+
+
+def source_line() -> str:
+    """`file:line` of the innermost caller outside the package, for error messages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE_FOLDERS) and name != "<string>":
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "<unknown>"
+
+
+def fail(message: str, where: str | None = None) -> NoReturn:
+    raise WeftError(f"{message}\n  at {where or source_line()}")
+
+
+class Node:
+    """Python's operators, written down instead of computed."""
+
+    dtype: DType
+    where: str
+    __hash__ = object.__hash__  # identity: `==` writes a comparison, so containers must never use it
+    __iter__ = None
+    __contains__ = None
+
+    def __add__(self, other: Operand) -> Expr: return call("add", self, other)
+    def __radd__(self, other: Operand) -> Expr: return call("add", other, self)
+    def __sub__(self, other: Operand) -> Expr: return call("sub", self, other)
+    def __rsub__(self, other: Operand) -> Expr: return call("sub", other, self)
+    def __mul__(self, other: Operand) -> Expr: return call("mul", self, other)
+    def __rmul__(self, other: Operand) -> Expr: return call("mul", other, self)
+    def __truediv__(self, other: Operand) -> Expr: return call("div", self, other)
+    def __rtruediv__(self, other: Operand) -> Expr: return call("div", other, self)
+    def __floordiv__(self, other: Operand) -> Expr: return call("floordiv", self, other)
+    def __rfloordiv__(self, other: Operand) -> Expr: return call("floordiv", other, self)
+    def __mod__(self, other: Operand) -> Expr: return call("mod", self, other)
+    def __rmod__(self, other: Operand) -> Expr: return call("mod", other, self)
+    def __neg__(self) -> Expr: return call("neg", self)
+    def __pos__(self) -> Expr: return expression(self)
+    def __abs__(self) -> Expr: return call("abs", self)
+    def __lt__(self, other: Operand) -> Expr: return call("lt", self, other)
+    def __le__(self, other: Operand) -> Expr: return call("le", self, other)
+    def __gt__(self, other: Operand) -> Expr: return call("gt", self, other)
+    def __ge__(self, other: Operand) -> Expr: return call("ge", self, other)
+    def __eq__(self, other: Operand) -> Expr: return call("eq", self, other)  # type: ignore[override]
+    def __ne__(self, other: Operand) -> Expr: return call("ne", self, other)  # type: ignore[override]
+    def __and__(self, other: Operand) -> Expr: return call("and", self, other)
+    def __rand__(self, other: Operand) -> Expr: return call("and", other, self)
+    def __or__(self, other: Operand) -> Expr: return call("or", self, other)
+    def __ror__(self, other: Operand) -> Expr: return call("or", other, self)
+    def __xor__(self, other: Operand) -> Expr: return call("xor", self, other)
+    def __rxor__(self, other: Operand) -> Expr: return call("xor", other, self)
+    def __invert__(self) -> Expr: return call("not", self)
+
+    def __pow__(self, other: Operand) -> NoReturn:
+        fail("`**` is not part of the language; write x * x, or weft.exp2(y * weft.log2(x))")
+
+    def __bool__(self) -> bool: fail(_NO_TRUTH)
+    def __index__(self) -> int: fail("an expression is not a number yet; use it inside another expression")
+    def __float__(self) -> float: fail("an expression is not a number yet; use it inside another expression")
+    def __len__(self) -> int: fail("an expression has no length; use weft.q_len or weft.kv_len")
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    @cached_property
+    def text(self) -> str:
+        from .printer import print_expr
+
+        return print_expr(self)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Const(Node):
+    value: Number
+    where: str = field(default="", kw_only=True)
+
+    @property
+    def dtype(self) -> DType:  # type: ignore[override]
+        return "bool" if isinstance(self.value, bool) else "int" if isinstance(self.value, int) else "float"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Symbol(Node):
+    name: str
+    dtype: DType
+    where: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Scalar(Node):
+    """A number given when the variant is called; changing it compiles nothing."""
+
+    name: str
+    dtype: DType
+    where: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class TensorOperand:
+    """A tensor given when the variant is called, read by `operand[index, ...]`."""
+
+    name: str
+    rank: int
+    dtype: DType = "float"
+    where: str = field(default="", kw_only=True, compare=False)
+
+    def __getitem__(self, index: Operand | tuple[Operand, ...]) -> Load:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.rank:
+            fail(f"{self.name}: expected {self.rank} indices, got {len(index)}")
+        nodes = tuple(expression(i) for i in index)
+        for node in nodes:
+            if node.dtype != "int":
+                fail(f"{self.name}[{node}]: expected an int index, got {node.dtype}; weft.floor gives an int")
+        return Load(self, nodes, where=source_line())
+
+    def __iter__(self) -> NoReturn:
+        fail(f"{self.name}: a tensor operand is read by index expressions, not iterated")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Load(Node):
+    tensor: TensorOperand
+    index: tuple[Expr, ...]
+    where: str = field(default="", kw_only=True)
+
+    @property
+    def dtype(self) -> DType:  # type: ignore[override]
+        return self.tensor.dtype
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Call(Node):
+    op: str
+    args: tuple[Expr, ...]
+    dtype: DType
+    where: str = field(default="", kw_only=True)
+
+
+Expr = Union[Const, Symbol, Scalar, Load, Call]
+Operand = Union[Expr, Number, Node]
+
+
+def expression(value: Operand) -> Expr:
+    """A node for a Python number, or the node itself."""
+    match value:
+        case Const() | Symbol() | Scalar() | Load() | Call():
+            return value
+        case bool() | int() | float():
+            if isinstance(value, int) and abs(value) > INT32_MAX:
+                fail(f"integer overflow: the constant {value} does not fit in 32 bits")
+            if isinstance(value, float) and math.isnan(value):
+                fail("expected a number, got NaN")
+            return Const(value, where=source_line())
+        case TensorOperand():
+            fail(f"{value.name} is a tensor: index it, e.g. {value.name}[{', '.join(['head'] * value.rank)}]")
+        case _:
+            fail(f"expected an expression or a number, got {type(value).__name__}")
+
+
+def _result(op: Op, args: tuple[Expr, ...], where: str) -> DType:
+    """Type of an operator applied to these operands; raises at the line that wrote it."""
+    if op.name == "where":
+        if args[0].dtype != "bool":
+            fail(f"where: expected a bool condition, got {args[0].dtype} `{args[0]}`", where)
+        args = args[1:]
+        if {a.dtype for a in args} == {"bool"}:
+            return "bool"
+    for arg in args:
+        allowed = {"int": ("int",), "bool": ("bool",), "number": ("int", "float"), "any": ("int", "float", "bool")}
+        if arg.dtype not in allowed[op.takes]:
+            hint = " (weft.floor gives an int)" if op.takes == "int" and arg.dtype == "float" else ""
+            sign = op.symbol or op.name
+            fail(f"`{sign}`: expected {' or '.join(allowed[op.takes])}, got {arg.dtype} `{arg}`{hint}", where)
+    kinds = {a.dtype for a in args}
+    if "bool" in kinds and len(kinds) > 1:
+        fail(f"`{op.symbol or op.name}`: cannot mix bool and {(kinds - {'bool'}).pop()}", where)
+    if op.gives == "same":
+        return "int" if kinds == {"int"} else "float"
+    return op.gives
+
+
+def call(name: str, *operands: Operand) -> Expr:
+    """Write operator `name` applied to operands; checks types and remembers the source line."""
+    if name not in OPS:
+        raise InternalError(f"unknown operator {name}")
+    where = source_line()
+    args = tuple(expression(x) for x in operands)
+    return Call(name, args, _result(OPS[name], args, where), where=where)
+
+
+def symbol(name: str) -> Symbol:
+    """The symbol of that name, public or internal."""
+    return Symbol(name, SYMBOLS.get(name) or INTERNAL_SYMBOLS[name])
+
+
+def _check_name(name: str) -> str:
+    # Names reach generated source: nothing but a plain ASCII identifier may pass.
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        fail(f"expected a Python identifier as a name, got {name!r}")
+    if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPS:
+        fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
+    if name.startswith("_"):
+        fail(f"the name {name!r} starts with an underscore; choose another")
+    return name
+
+
+def scalar(name: str, dtype: type = float) -> Scalar:
+    """Declare a number that is given at each call, `variant(q, k, v, name=...)`; a new value compiles nothing.
+
+    name: a Python identifier. dtype: int (32 bits) or float (float32 in kernels).
+
+    >>> scalar("window", int)
+    window
+    """
+    if dtype not in (int, float):
+        fail(f"scalar {name!r}: expected dtype int or float, got {dtype!r}")
+    return Scalar(_check_name(name), "int" if dtype is int else "float", where=source_line())
+
+
+def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
+    """Declare a tensor that is given at each call and read by index: `slopes[head]`, `doc[batch, q_pos]`.
+
+    name: a Python identifier. rank: number of dimensions, 1 to 4. dtype: float (gradients flow), int or bool.
+
+    >>> tensor("slopes", 1)[symbol("head")]
+    slopes[head]
+    """
+    if dtype not in (int, float, bool):
+        fail(f"tensor {name!r}: expected dtype float, int or bool, got {dtype!r}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 4:
+        fail(f"tensor {name!r}: expected a rank from 1 to 4, got {rank!r}")
+    kind: DType = "bool" if dtype is bool else "int" if dtype is int else "float"
+    return TensorOperand(_check_name(name), rank, kind, where=source_line())

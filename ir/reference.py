@@ -1,0 +1,139 @@
+"""The definition: every variant evaluated densely in plain torch, differentiable, in any dtype. Slow and obvious."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from .attention import Attention
+from .errors import InternalError
+from .expr import Call, Const, Expr, Load, Scalar, Symbol
+
+Value = Tensor | int | float | bool
+
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide, "neg": torch.neg,
+    "floordiv": torch.floor_divide, "mod": torch.remainder, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
+    "ge": torch.ge, "eq": torch.eq, "ne": torch.ne, "and": torch.logical_and, "or": torch.logical_or,
+    "xor": torch.logical_xor, "not": torch.logical_not, "where": torch.where, "minimum": torch.minimum,
+    "maximum": torch.maximum, "abs": torch.abs, "floor": lambda x: torch.floor(x).long(), "exp": torch.exp,
+    "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "sin": torch.sin, "cos": torch.cos,
+}  # fmt: skip
+_KEEPS_INT = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum", "abs", "where"})
+
+
+def evaluate(root: Expr, env: Mapping[str, Value], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Value of an expression; `env` maps symbol, scalar and tensor names to values that broadcast together.
+
+    Integers are computed in int64, floats in `dtype`.
+    """
+
+    def visit(node: Expr) -> Tensor:
+        match node:
+            case Const(value):
+                return _tensor(value, node.dtype)
+            case Symbol(name) | Scalar(name):
+                return _tensor(env[name], node.dtype)
+            case Load(tensor, index):
+                # Indices of another batch row, or past the end, only occur where the mask hides the pair.
+                places = torch.broadcast_tensors(*(visit(i) for i in index))
+                return _tensor(_operand(env, tensor.name)[places], node.dtype)
+            case Call(op, args):
+                return _apply(op, [visit(a) for a in args], node)
+            case _:
+                raise InternalError(f"reference: unknown node {type(node).__name__}")
+
+    def _tensor(value: Value, kind: str) -> Tensor:
+        wanted = {"int": torch.int64, "float": dtype, "bool": torch.bool}[kind]
+        return torch.as_tensor(value, device=device).to(wanted)
+
+    def _apply(op: str, values: list[Tensor], node: Call) -> Tensor:
+        if op not in _TORCH:
+            raise InternalError(f"reference: no rule for {op}")
+        if node.dtype == "float" or (op not in _KEEPS_INT and any(v.is_floating_point() for v in values)):
+            values = [v if v.dtype == torch.bool else v.to(dtype) for v in values]
+        return _TORCH[op](*values)
+
+    return visit(root)
+
+
+def _operand(env: Mapping[str, Value], name: str) -> Tensor:
+    value = env[name]
+    if not isinstance(value, Tensor):
+        raise InternalError(f"reference: operand {name} is not a tensor")
+    return value
+
+
+def dense_mask(attention: Attention, env: Mapping[str, Value], shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """The mask as a bool tensor [B, Hq, L, T]; only the reference ever makes it."""
+    return evaluate(attention.folded_mask, env, torch.float64, device).expand(shape)
+
+
+def positions(
+    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | Tensor | None, device: torch.device
+) -> dict[str, Value]:
+    """Values of the symbols, shaped to broadcast over [B, Hq, L, T]."""
+    offset = kv_len - q_len if q_offset is None else q_offset
+    if isinstance(offset, Tensor):
+        offset = offset.to(device=device, dtype=torch.int64).view(-1, 1, 1, 1)
+    head = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    return {
+        "q_pos": torch.arange(q_len, device=device).view(1, 1, -1, 1) + offset,
+        "kv_pos": torch.arange(kv_len, device=device).view(1, 1, 1, -1),
+        "batch": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads,
+        "q_len": q_len, "kv_len": kv_len,
+    }  # fmt: skip
+
+
+def reference(
+    attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    operands: Mapping[str, Value],
+    q_offset: int | Tensor | None = None,
+    head_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dense attention from its definition.
+
+    query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], operands by name; any float dtype.
+    head_dim: the value of the symbol `head_dim`, D where not given. Returns out [B, Hq, L, Dv] and lse [B, Hq, L].
+    A row that sees nothing gives out 0 and lse -inf, with zero gradients.
+    """
+    batch, heads, q_len, dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    dtype, device = query.dtype, query.device
+    env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, device)
+    env |= {"head_dim": head_dim or dim, **operands}
+    key = key.repeat_interleave(heads // kv_heads, dim=1)
+    value = value.repeat_interleave(heads // kv_heads, dim=1)
+    env["qk"] = query @ key.transpose(-1, -2)
+    shape = (batch, heads, q_len, kv_len)
+    mask = dense_mask(attention, env, shape, device)
+    score = evaluate(attention.folded_score, env, dtype, device).expand(shape)
+    # A hidden score must not reach the softmax even as NaN, nor its gradient: hide it before and after.
+    score = torch.where(mask, score, -math.inf)
+    sees = mask.any(-1, keepdim=True)
+    weights = torch.where(mask, torch.softmax(torch.where(sees, score, 0.0), dim=-1), 0.0)
+    lse = torch.where(sees[..., 0], torch.logsumexp(torch.where(sees, score, 0.0), dim=-1), -math.inf)
+    return weights @ value, lse
+
+
+def expand_latent(
+    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Latent attention written out: key = [latent @ uk, rope], value = latent @ uv (DeepSeek-V2, section 2.1).
+
+    query [B, H, L, nope + rope], cache [B, 1, T, rank + rope], uk [H, rank, nope], uv [H, rank, Dv];
+    returns query, key [B, H, T, nope + rope] and value [B, H, T, Dv].
+    """
+    assert attention.latent is not None
+    rank = attention.latent.rank
+    latent, rope = cache[..., :rank], cache[..., rank:]
+    key = torch.cat([latent @ uk, rope.expand(-1, uk.shape[0], -1, -1)], dim=-1)
+    return query, key, latent @ uv

@@ -1,0 +1,86 @@
+"""What a variant must satisfy before any pass sees it; every problem is found, then all are raised at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .errors import collected
+from .expr import Expr, Load, Scalar, _check_name, expression
+from .walk import nodes, symbols
+from .errors import WeftError
+
+if TYPE_CHECKING:
+    from .attention import Attention
+
+_POSITIONS = frozenset({"q_pos", "kv_pos"})
+
+
+def verify(attention: Attention, where: str) -> None:
+    """Raise WeftError listing every problem of the declaration, each with the line that wrote it."""
+    problems = list(_problems(attention))
+    if problems:
+        raise collected(f"{attention.name or 'attention'} (declared at {where})", problems)
+
+
+def _problems(attention: Attention) -> Iterator[str]:
+    try:
+        _check_name(attention.name)  # type: ignore[arg-type]
+    except WeftError as error:
+        yield f"name: {str(error).splitlines()[0]}"
+    score, mask = expression(attention.score), expression(attention.mask)
+    if score.dtype == "bool":
+        yield _at("score: expected a number, got a bool; a mask goes into mask=", score)
+    if mask.dtype != "bool":
+        yield _at(f"mask: expected a bool expression (a comparison), got {mask.dtype} `{mask}`", mask)
+    if "score" in symbols(mask):
+        yield _at("mask: `score` cannot be used inside a mask; use where(...) in score=", mask)
+    expressions = [("score", score), ("mask", mask)]
+    if attention.scale is not None:
+        scale = expression(attention.scale)
+        expressions.append(("scale", scale))
+        yield from _scale_problems(scale)
+    for label, root in expressions:
+        yield from _index_problems(label, root)
+    yield from _conflicts([root for _, root in expressions])
+    yield from _refused(attention)
+
+
+def _at(message: str, node: Expr) -> str:
+    return f"{message}\n      at {node.where}" if node.where else message
+
+
+def _scale_problems(scale: Expr) -> Iterator[str]:
+    if scale.dtype == "bool":
+        yield _at("scale: expected a number, got a bool", scale)
+    for name in sorted(symbols(scale) & (_POSITIONS | {"score"})):
+        yield _at(f"scale: expected lengths, heads and operands, got `{name}`; write it into score=", scale)
+
+
+def _index_problems(label: str, root: Expr) -> Iterator[str]:
+    for node in nodes(root):
+        if isinstance(node, Load):
+            if any("score" in symbols(i) for i in node.index):
+                yield _at(f"{label}: `{node}` is indexed by the score; an index may use positions and heads only", node)
+
+
+def _conflicts(roots: list[Expr]) -> Iterator[str]:
+    """Two operands of one name must be the same operand."""
+    seen: dict[str, str] = {}
+    for root in roots:
+        for node in nodes(root):
+            if isinstance(node, Scalar):
+                kind, name = f"scalar {node.dtype}", node.name
+            elif isinstance(node, Load):
+                kind, name = f"tensor of rank {node.tensor.rank}, {node.tensor.dtype}", node.tensor.name
+            else:
+                continue
+            if seen.setdefault(name, kind) != kind:
+                yield _at(f"operand {name!r} is declared twice: as {seen[name]} and as {kind}", node)
+
+
+def _refused(attention: Attention) -> Iterator[str]:
+    if attention.sink is not None:
+        yield "sink: attention sinks are not available yet; leave sink=None"
+    if attention.dropout != 0.0:
+        yield "dropout: attention dropout is not available yet; leave dropout=0.0"
