@@ -1,0 +1,1 @@
+"""From a plan to source text, from source to a module, from a module to torch ops."""

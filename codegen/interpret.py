@@ -100,15 +100,17 @@ _core = tl.core
 
 
 def _sees_all_of_the_language() -> None:
-    """The interpreter patches the language modules that it finds among the globals of a function: here `tl`, `_core`."""
+    """The interpreter patches the language modules that are globals of a function: here `tl` and `_core`."""
 
 
 @functools.cache
 def _interpreted_library() -> tuple[_Override, ...]:
-    """What to put in place during a launch; nothing if Triton was imported under TRITON_INTERPRET."""
+    """What to put in place during a launch. Triton's own functions are right if imported under TRITON_INTERPRET."""
+    # 3.6 makes an int of a 1-element array by a conversion that numpy deprecated, and 2.4 removed
+    index = (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
     if isinstance(tl.max, InterpretedFunction):
-        return ()
-    return tuple(override for name in _JITTED_MODULES for override in _overrides(name))
+        return (index,)
+    return (index, *(override for name in _JITTED_MODULES for override in _overrides(name)))
 
 
 def _overrides(name: str) -> Iterator[_Override]:

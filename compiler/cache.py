@@ -1,8 +1,9 @@
 """The cache of generated modules: source text, kept under a readable key and shared by any number of processes.
 
 One entry is one folder, `<cache>/<key.folder>/`, with `source.py` and `meta.json`. An entry appears by a rename, so a
-process killed at any point leaves either nothing or a staging folder that is swept later. An entry is believed only if
-its files are ours and whole (owner, mode, checksum, the key in full), since loading it runs code; else it is built again.
+process killed at any point leaves either nothing or a staging folder that is swept later. An entry is believed only
+if its files are ours and whole (owner, mode, checksum, the key in full), since loading it runs code; else it is built
+again.
 Nothing here may stop a calculation: where the cache cannot be used, one warning says why, and the source goes to a
 temporary folder of this process.
 """
@@ -191,7 +192,7 @@ def _read_entry(folder: Path) -> tuple[dict[str, str], str]:
     source = _read_ours(folder / SOURCE)
     if not isinstance(meta, dict) or meta.get("sha256") != hashlib.sha256(source).hexdigest():
         raise _Unsound("source and checksum do not match: torn or edited")
-    return meta.get("key"), source.decode()
+    return meta.get("key", {}), source.decode()
 
 
 def _read_ours(path: Path) -> bytes:
@@ -231,7 +232,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _rename_over(staging: Path, final: Path) -> None:
-    """Put staging at final, moving away whatever unsound thing is there (a folder with files cannot be renamed over)."""
+    """Put staging at final. A folder with files cannot be renamed over, so an unsound one is moved away first."""
     try:
         os.rename(staging, final)
     except OSError:
@@ -260,7 +261,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- where the cache is, and where it cannot be ---------------------------------------------------------------------
+# --- where the cache is, and where it cannot be -------------------------------------------------------------------
 
 _RUNS_UNCACHED = "Kernels run, but are generated again in every process; set WEFT_CACHE_DIR to a folder that you own"
 _warned: set[str] = set()
@@ -324,7 +325,7 @@ def _temporary(key: Key, source: str) -> Entry:
     return Entry(path, source, built=True)
 
 
-# --- for the command line -------------------------------------------------------------------------------------------
+# --- for the command line -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 | setting | environment | `weft.settings(...)` | meaning |
 | --- | --- | --- | --- |
-| debug level | `WEFT_DEBUG` | `debug=` | 0 quiet, 1 the plan, 2 and the cache, 3 and the IR after each stage, 4 and the source |
-| cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; the user's cache folder if not given |
-| target | `WEFT_TARGET` | `target=` | the target of calls that name none; chosen from the operands' device if not given |
+| debug level | `WEFT_DEBUG` | `debug=` | prints: 0 nothing, 1 plan, 2 + cache, 3 + IR after each stage, 4 + source |
+| cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; default: the user's cache folder |
+| target | `WEFT_TARGET` | `target=` | target of calls that name none; default: from the operands' device |
 
-A block (`with weft.settings(debug=2):`) goes before the environment, and an argument of a call before both. Blocks follow
-`contextvars`: they hold for the thread or task that opened them, so settings are read where a call is made and not
-inside a backward pass, which autograd may run in another thread.
+A block (`with weft.settings(debug=2):`) goes before the environment, and an argument of a call before both. Blocks
+follow `contextvars`: they hold for the thread or task that opened them, so settings are read where a call is made and
+not inside a backward pass, which autograd may run in another thread.
 """
 
 import os
@@ -35,7 +35,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.debug not in range(SOURCE + 1):
-            raise WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {self.debug!r}")
+            raise _wrong_level(self.debug)
 
 
 _block: ContextVar[Settings | None] = ContextVar("weft_settings", default=None)
@@ -80,8 +80,12 @@ def trace(level: int, text: str) -> None:
         print(f"weft: {text}", file=sys.stderr)
 
 
+def _wrong_level(got: int | str) -> WeftError:
+    return WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {got!r}")
+
+
 @lru_cache(maxsize=16)
 def _from_text(debug: str, cache_dir: str, target: str) -> Settings:
     if debug and not debug.isdecimal():
-        raise WeftError(f"setting debug (WEFT_DEBUG): expected a whole number from 0 to {SOURCE}, got {debug!r}")
+        raise _wrong_level(debug)
     return Settings(int(debug or 0), Path(cache_dir) if cache_dir else None, target or None)

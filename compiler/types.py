@@ -218,3 +218,23 @@ class Plan:
     def seconds(self, direction: str) -> float:
         """Predicted time, "forward" or "backward"."""
         return sum(k.seconds for k in self._of(direction))
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What one generated module is specialised on: never a length, a batch size, a stride or a scalar's value."""
+
+    direction: Literal["forward", "backward"]
+    arch: str  # "sm_90", "gfx942", "cpu"
+    dtype: str  # of query, key and value: "bf16", "fp16", "fp32" or "fp64"
+    head_dim: int  # columns of the query
+    value_dim: int
+    rope_dim: int = 0  # columns of the key that come from a tensor of their own (expanded latent attention)
+    value_is_key: bool = False  # the value is the first columns of the key (absorbed latent attention)
+    gradients: tuple[str, ...] = ()  # tensor operands whose gradient the backward computes
+
+    @property
+    def layout(self) -> str:
+        """A short name for cache folders: "d128-bf16"."""
+        dims = f"d{self.head_dim}" if self.value_dim == self.head_dim else f"d{self.head_dim}v{self.value_dim}"
+        return f"{dims}-{self.dtype}"

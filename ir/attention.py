@@ -26,9 +26,9 @@ class Latent:
     rope: int  # width of the rotary part of the key, already rotated
 
     def __post_init__(self) -> None:
-        for name, value in (("rank", self.rank), ("rope", self.rope)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < (name == "rank"):
-                raise WeftError(f"Latent: expected {name} to be a positive int, got {value!r}")
+        for name, value, least in (("rank", self.rank, 1), ("rope", self.rope, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise WeftError(f"Latent: expected {name} to be an int of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,9 @@ class Attention:
 
     # -- identity ---------------------------------------------------------------------------------------------------
     def _declarations(self, expressions: tuple[Expr, ...]) -> list[str]:
-        scalar_lines = {s.name: f'{s.name} = weft.scalar("{s.name}", {s.dtype})' for e in expressions for s in scalars(e)}
+        scalar_lines = {
+            s.name: f'{s.name} = weft.scalar("{s.name}", {s.dtype})' for e in expressions for s in scalars(e)
+        }
         tensor_lines = {
             t.name: f'{t.name} = weft.tensor("{t.name}", {t.rank}, {t.dtype})' for e in expressions for t in tensors(e)
         }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 
-from .expr import Call, Const, Expr, Number, _result, OPS
+from .expr import INT32_MAX, OPS, Call, Const, Expr, Number, _result
 from .walk import rewrite
 
 _COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor", "eq", "ne", "minimum", "maximum"})
@@ -34,14 +35,14 @@ def _rule(node: Expr) -> Expr | None:
         op, args = _FLIPPED[op], args[::-1]
     if op in _FOLDED and all(isinstance(a, Const) for a in args):
         value = _FOLDED[op](*(a.value for a in args))  # type: ignore[union-attr]
-        if not isinstance(value, int) or abs(value) < 2**31:
+        if not math.isnan(value) and (not isinstance(value, int) or abs(value) <= INT32_MAX):
             return Const(value, where=node.where)
     if op in _COMMUTATIVE:
         args = tuple(sorted(args, key=lambda a: a.text))
     simpler = _identity(op, args)
     if simpler is not None:
         return simpler
-    if op == node.op and all(a is b for a, b in zip(args, node.args)):
+    if op == node.op and all(a is b for a, b in zip(args, node.args, strict=True)):
         return None
     return Call(op, args, _result(OPS[op], args, node.where), where=node.where)
 

@@ -11,14 +11,13 @@ import math
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, NoReturn, Union
 
 from .errors import InternalError, WeftError
 
 DType = Literal["int", "float", "bool"]
 Number = Union[int, float, bool]
-_PACKAGE_FOLDERS = tuple(str(Path(__file__).parent.parent / folder) for folder in ("ir", "api", "compiler", "codegen"))
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ CALL_OPTIONS = frozenset(
 )
 INT32_MAX = 2**31 - 1
 
-_NO_TRUTH = (
+NO_TRUTH = (
     "an expression has no truth value while it is being declared; write `a & b` for `and`, `a | b` for `or`, "
     "`~a` for `not`, `weft.where(c, a, b)` for `if`, and `(a < b) & (b < c)` for `a < b < c`"
 )
@@ -88,9 +87,8 @@ def source_line() -> str:
     """`file:line` of the innermost caller outside the package, for error messages."""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE_FOLDERS) and name != "<string>":
-            return f"{name}:{frame.f_lineno}"
+        if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "<unknown>"
 
@@ -108,6 +106,7 @@ class Node:
     __iter__ = None
     __contains__ = None
 
+    # fmt: off
     def __add__(self, other: Operand) -> Expr: return call("add", self, other)
     def __radd__(self, other: Operand) -> Expr: return call("add", other, self)
     def __sub__(self, other: Operand) -> Expr: return call("sub", self, other)
@@ -136,14 +135,24 @@ class Node:
     def __xor__(self, other: Operand) -> Expr: return call("xor", self, other)
     def __rxor__(self, other: Operand) -> Expr: return call("xor", other, self)
     def __invert__(self) -> Expr: return call("not", self)
+    # fmt: on
 
     def __pow__(self, other: Operand) -> NoReturn:
         fail("`**` is not part of the language; write x * x, or weft.exp2(y * weft.log2(x))")
 
-    def __bool__(self) -> bool: fail(_NO_TRUTH)
-    def __index__(self) -> int: fail("an expression is not a number yet; use it inside another expression")
-    def __float__(self) -> float: fail("an expression is not a number yet; use it inside another expression")
-    def __len__(self) -> int: fail("an expression has no length; use weft.q_len or weft.kv_len")
+    __rpow__ = __pow__
+
+    def __bool__(self) -> bool:
+        fail(NO_TRUTH)
+
+    def __index__(self) -> int:
+        fail("an expression is not a number yet; use it inside another expression")
+
+    def __float__(self) -> float:
+        fail("an expression is not a number yet; use it inside another expression")
+
+    def __len__(self) -> int:
+        fail("an expression has no length; use weft.q_len or weft.kv_len")
 
     def __str__(self) -> str:
         return self.text
@@ -239,7 +248,9 @@ def expression(value: Operand) -> Expr:
                 fail(f"integer overflow: the constant {value} does not fit in 32 bits")
             if isinstance(value, float) and math.isnan(value):
                 fail("expected a number, got NaN")
-            return Const(value, where=source_line())
+            # subclasses (numpy.float64, an enum) print as something else than a number
+            plain = next(kind for kind in (bool, int, float) if isinstance(value, kind))
+            return Const(plain(value), where=source_line())
         case TensorOperand():
             fail(f"{value.name} is a tensor: index it, e.g. {value.name}[{', '.join(['head'] * value.rank)}]")
         case _:
@@ -274,6 +285,8 @@ def call(name: str, *operands: Operand) -> Expr:
         raise InternalError(f"unknown operator {name}")
     where = source_line()
     args = tuple(expression(x) for x in operands)
+    if len(args) != OPS[name].arity:
+        fail(f"{name}: expected {OPS[name].arity} operands, got {len(args)}", where)
     return Call(name, args, _result(OPS[name], args, where), where=where)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Union
 
 from .errors import WeftError
-from .expr import OPS, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
+from .expr import NO_TRUTH, OPS, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
 
 if TYPE_CHECKING:
     from .attention import Attention
@@ -31,9 +31,9 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
     (kv_pos <= q_pos) & (q_pos - kv_pos < window)
     """
     try:
-        tree = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        raise WeftError(f"not an expression of the language: {text!r} ({error.msg})") from None
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        raise WeftError(f"not an expression of the language: {text!r} ({error})") from None
     return expression(_node(tree, operands or {}))
 
 
@@ -41,8 +41,8 @@ def parse_attention(text: str) -> Attention:
     """The variant that `str(attention)` printed: declarations, one a line, then `weft.Attention(...)`."""
     try:
         body = ast.parse(text).body
-    except SyntaxError as error:
-        raise WeftError(f"not a variant: {error.msg} in {text!r}") from None
+    except (SyntaxError, ValueError) as error:
+        raise WeftError(f"not a variant: {text!r} ({error})") from None
     if not body or not isinstance(body[-1], ast.Expr):
         raise WeftError("expected declarations followed by weft.Attention(...)")
     operands: dict[str, Declared] = {}
@@ -57,30 +57,49 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
 
     if not (isinstance(tree, ast.Call) and ast.unparse(tree.func) == "weft.Attention" and not tree.args):
         raise WeftError(f"expected weft.Attention(...), got {ast.unparse(tree)}")
-    values = {}
+    score: Operand = symbol("score")
+    mask: Operand = True
+    scale: Operand | None = None
+    latent: Latent | None = None
+    name: str | None = None
     for item in tree.keywords:
-        if item.arg in ("name", "dropout"):
-            values[item.arg] = ast.literal_eval(item.value)
-        elif item.arg == "latent" and isinstance(item.value, ast.Call):
-            values[item.arg] = Latent(**{k.arg: ast.literal_eval(k.value) for k in item.value.keywords if k.arg})
-        else:
-            values[item.arg] = _node(item.value, operands)
-    return Attention(**values)  # type: ignore[arg-type]
+        match item:
+            case ast.keyword("score", value):
+                score = _node(value, operands)
+            case ast.keyword("mask", value):
+                mask = _node(value, operands)
+            case ast.keyword("scale", value):
+                scale = _node(value, operands)
+            case ast.keyword("name", ast.Constant(value=str() as name)):
+                pass
+            case ast.keyword(
+                "latent",
+                ast.Call(
+                    keywords=[
+                        ast.keyword("rank", ast.Constant(value=int() as rank)),
+                        ast.keyword("rope", ast.Constant(value=int() as rope)),
+                    ]
+                ),
+            ):
+                latent = Latent(rank, rope)
+            case _:
+                raise WeftError(f"weft.Attention: cannot read {ast.unparse(item)}")
+    return Attention(score, mask, scale=scale, latent=latent, name=name)
 
 
 def _declaration(line: ast.stmt) -> Declared:
     match line:
-        case ast.Assign(value=ast.Call(func=ast.Attribute(attr="scalar"), args=[ast.Constant(value=name), ast.Name(id=kind)])):
-            return scalar(name, _TYPES[kind])
+        case ast.Assign(value=ast.Call(ast.Attribute(attr="scalar"), [ast.Constant(str() as name), ast.Name(kind)])):
+            if kind in _TYPES:
+                return scalar(name, _TYPES[kind])
         case ast.Assign(
             value=ast.Call(
-                func=ast.Attribute(attr="tensor"),
-                args=[ast.Constant(value=name), ast.Constant(value=rank), ast.Name(id=kind)],
+                ast.Attribute(attr="tensor"), [ast.Constant(str() as name), ast.Constant(int() as rank), ast.Name(kind)]
             )
         ):
-            return tensor(name, rank, _TYPES[kind])
-        case _:
-            raise WeftError(f"expected a declaration of a scalar or tensor, got {ast.unparse(line)}")
+            if kind in _TYPES:
+                return tensor(name, rank, _TYPES[kind])
+    raise WeftError(f"expected a declaration of a scalar or tensor, got {ast.unparse(line)}")
 
 
 def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
@@ -93,6 +112,8 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
             return symbol(name)
         case ast.Name(id="inf"):
             return float("inf")
+        case ast.UnaryOp(ast.USub(), ast.Name(id="inf")):
+            return float("-inf")
         case ast.BinOp(left, op, right) if type(op) in _BINARY:
             return call(_BINARY[type(op)], _node(left, operands), _node(right, operands))
         case ast.Compare(left, [op], [right]) if type(op) in _BINARY:
@@ -101,11 +122,15 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
             return -value
         case ast.UnaryOp(op, operand) if type(op) in _UNARY:
             return call(_UNARY[type(op)], _node(operand, operands))
-        case ast.Call(ast.Name(id=name) | ast.Attribute(attr=name), args, []) if _is_function(name):
+        case ast.Attribute(ast.Name(id="weft"), name) if name in SYMBOLS:
+            return symbol(name)
+        case ast.Call(ast.Name(id=name) | ast.Attribute(ast.Name(id="weft"), name), args, []) if _is_function(name):
             return call(name, *(_node(a, operands) for a in args))
         case ast.Subscript(ast.Name(id=name), index) if isinstance(operands.get(name), TensorOperand):
             parts = index.elts if isinstance(index, ast.Tuple) else [index]
             return operands[name][tuple(_node(i, operands) for i in parts)]  # type: ignore[index]
+        case ast.BoolOp() | ast.IfExp() | ast.Compare() | ast.UnaryOp(ast.Not()):
+            raise WeftError(f"`{ast.unparse(tree)}`: {NO_TRUTH}")
         case ast.Name(id=name):
             raise WeftError(f"unknown name {name!r}: expected a symbol ({', '.join(SYMBOLS)}) or a declared operand")
         case _:

@@ -26,10 +26,13 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 _KEEPS_INT = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum", "abs", "where"})
 
 
-def evaluate(root: Expr, env: Mapping[str, Value], dtype: torch.dtype, device: torch.device) -> Tensor:
+def evaluate(
+    root: Expr, env: Mapping[str, Value], dtype: torch.dtype, device: torch.device, visible: Tensor | None = None
+) -> Tensor:
     """Value of an expression; `env` maps symbol, scalar and tensor names to values that broadcast together.
 
-    Integers are computed in int64, floats in `dtype`.
+    Integers are computed in int64, floats in `dtype`. Where `visible` is False no operand is read: an index may lie
+    outside its extent there, and no gradient comes back from there, not even a NaN.
     """
 
     def visit(node: Expr) -> Tensor:
@@ -39,9 +42,11 @@ def evaluate(root: Expr, env: Mapping[str, Value], dtype: torch.dtype, device: t
             case Symbol(name) | Scalar(name):
                 return _tensor(env[name], node.dtype)
             case Load(tensor, index):
-                # Indices of another batch row, or past the end, only occur where the mask hides the pair.
-                places = torch.broadcast_tensors(*(visit(i) for i in index))
-                return _tensor(_operand(env, tensor.name)[places], node.dtype)
+                operand = _operand(env, tensor.name)
+                if visible is None:
+                    return _tensor(operand[torch.broadcast_tensors(*(visit(i) for i in index))], node.dtype)
+                places = torch.broadcast_tensors(*(torch.where(visible, visit(i), 0) for i in index))
+                return _tensor(operand[places], node.dtype).masked_fill(~visible, 0)
             case Call(op, args):
                 return _apply(op, [visit(a) for a in args], node)
             case _:
@@ -68,7 +73,9 @@ def _operand(env: Mapping[str, Value], name: str) -> Tensor:
     return value
 
 
-def dense_mask(attention: Attention, env: Mapping[str, Value], shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+def dense_mask(
+    attention: Attention, env: Mapping[str, Value], shape: tuple[int, int, int, int], device: torch.device
+) -> Tensor:
     """The mask as a bool tensor [B, Hq, L, T]; only the reference ever makes it."""
     return evaluate(attention.folded_mask, env, torch.float64, device).expand(shape)
 
@@ -112,12 +119,11 @@ def reference(
     env |= {"head_dim": head_dim or dim, **operands}
     key = key.repeat_interleave(heads // kv_heads, dim=1)
     value = value.repeat_interleave(heads // kv_heads, dim=1)
-    env["qk"] = query @ key.transpose(-1, -2)
     shape = (batch, heads, q_len, kv_len)
     mask = dense_mask(attention, env, shape, device)
-    score = evaluate(attention.folded_score, env, dtype, device).expand(shape)
-    # A hidden score must not reach the softmax even as NaN, nor its gradient: hide it before and after.
-    score = torch.where(mask, score, -math.inf)
+    # A hidden score may be NaN, or have an infinite derivative: it must reach neither softmax nor gradients.
+    env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
+    score = torch.where(mask, evaluate(attention.folded_score, env, dtype, device, mask).expand(shape), -math.inf)
     sees = mask.any(-1, keepdim=True)
     weights = torch.where(mask, torch.softmax(torch.where(sees, score, 0.0), dim=-1), 0.0)
     lse = torch.where(sees[..., 0], torch.logsumexp(torch.where(sees, score, 0.0), dim=-1), -math.inf)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .errors import collected
+from .errors import WeftError, collected
 from .expr import Expr, Load, Scalar, _check_name, expression
 from .walk import nodes, symbols
-from .errors import WeftError
 
 if TYPE_CHECKING:
     from .attention import Attention
@@ -18,7 +17,7 @@ _POSITIONS = frozenset({"q_pos", "kv_pos"})
 
 def verify(attention: Attention, where: str) -> None:
     """Raise WeftError listing every problem of the declaration, each with the line that wrote it."""
-    problems = list(_problems(attention))
+    problems = list(dict.fromkeys(_problems(attention)))
     if problems:
         raise collected(f"{attention.name or 'attention'} (declared at {where})", problems)
 
@@ -59,9 +58,8 @@ def _scale_problems(scale: Expr) -> Iterator[str]:
 
 def _index_problems(label: str, root: Expr) -> Iterator[str]:
     for node in nodes(root):
-        if isinstance(node, Load):
-            if any("score" in symbols(i) for i in node.index):
-                yield _at(f"{label}: `{node}` is indexed by the score; an index may use positions and heads only", node)
+        if isinstance(node, Load) and any("score" in symbols(i) for i in node.index):
+            yield _at(f"{label}: `{node}` is indexed by the score; an index may use positions and heads only", node)
 
 
 def _conflicts(roots: list[Expr]) -> Iterator[str]:

@@ -68,7 +68,7 @@ def rewrite(root: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Apply `rule` bottom-up; a rule returns None to leave a node as it is."""
     before = children(root)
     after = tuple(rewrite(c, rule) for c in before)
-    changed = any(a is not b for a, b in zip(after, before))
+    changed = any(a is not b for a, b in zip(after, before, strict=True))
     node = rebuild(root, after) if changed else root
     result = rule(node)
     return node if result is None else result

@@ -1,0 +1,70 @@
+# One word a check. Every word sets up what it needs first; CI calls the same words.
+#
+#   make demo      train a small GPT with a generated attention op      (two minutes on two cores, uses a GPU if there is one)
+#   make test      all tests that need no GPU
+#   make lint      ruff and mypy                                        make format   rewrite in the project's format
+#   make bench     benchmarks/attention.py, BENCH="..." for its options
+#   make gpu-test  tests that need a GPU, then the benchmark
+#   make clean     remove what the words above made, except .venv
+#
+# Settings: PYTHON=python3.12; WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
+
+PYTHON ?= python3
+WORKERS ?= -n 2
+VENV := .venv
+
+# A machine whose own torch already sees a GPU keeps that torch, and the Triton that came with it: no .venv there.
+ifndef WEFT_SYSTEM_PYTHON
+ifeq ($(wildcard $(VENV)/bin/python),)
+WEFT_SYSTEM_PYTHON := $(shell $(PYTHON) -c 'import torch; print(int(torch.cuda.is_available()))' 2>/dev/null || echo 0)
+endif
+endif
+
+ifeq ($(WEFT_SYSTEM_PYTHON),1)
+RUN := $(PYTHON)
+READY := build/system-python-is-ready
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/is-ready
+endif
+
+.PHONY: demo test lint format bench gpu-test clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(RUN) examples/demo.py
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) -m "not gpu" tests
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed/weft
+	ln -s $(CURDIR)/api/* $(CURDIR)/ir $(CURDIR)/compiler $(CURDIR)/codegen $(CURDIR)/templates build/typed/weft/
+	MYPYPATH=build/typed $(RUN) -m mypy -p weft
+
+format: $(READY)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(READY)
+	$(RUN) benchmarks/attention.py $(BENCH)
+
+gpu-test: $(READY)
+	$(RUN) -m pytest -m gpu tests/gpu
+	$(RUN) benchmarks/attention.py $(BENCH)
+
+clean:
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/is-ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("weft needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels,directories,dev]'
+	touch $@
+
+build/system-python-is-ready: pyproject.toml
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	mkdir -p build && touch $@

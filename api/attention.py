@@ -1,0 +1,211 @@
+"""`weft.Attention`: the variant of `weft.ir` with its methods: call it, define it, plan it, explain it, print it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .codegen.ops import ops_of
+from .codegen.functions import parameters
+from .compiler.settings import current
+from .compiler.targets import check_name
+from .compiler.types import Plan, Schedule, Shape
+from .ir.attention import Attention as Declaration
+from .ir.errors import UnavailableError, WeftError
+from .ir.reference import expand_latent, reference
+from . import planning, validate
+
+Result = Tensor | tuple[Tensor, Tensor]
+Form = Literal["expanded", "absorbed"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attention(Declaration):
+    __doc__ = Declaration.__doc__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Registered here and not at the first call, so that torch.compile finds an op and traces no registration.
+        object.__setattr__(self, "_forward_op", ops_of(self).forward)
+        object.__setattr__(self, "_operand_names", tuple(p.name for p in parameters(self)))
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+        q_offset: int | Tensor | None = None,
+        target: str | None = None,
+        schedule: str | Schedule | None = None,
+        deterministic: bool = True,
+        uk: Tensor | None = None,
+        uv: Tensor | None = None,
+        form: Form | None = None,
+        kv_lens: Tensor | None = None,
+        q_lens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        block_table: Tensor | None = None,
+        **operands: Any,
+    ) -> Result:
+        """Attention of query [B, Hq, L, D] over key [B, Hkv, T, D] and value [B, Hkv, T, Dv]; out [B, Hq, L, Dv].
+
+        bf16, fp16 or fp32 (float64 too on the CPU); any strides with a contiguous last dim; Hq a multiple of Hkv.
+        operands: the variant's own scalars and tensors, by name. With `latent=`: query [B, H, L, nope + rope], cache
+        [B, 1, T, rank + rope] in place of key, `uk` [H, rank, nope] and `uv` [H, rank, Dv]; without uk and uv the
+        query is latent already and the output is [B, H, L, rank].
+
+        return_lse: also give the log-sum-exp of the visible scores, [B, Hq, L], natural log, float32.
+        q_offset: position of query row 0, an int or int32 [B] on the device (which must keep positions within
+          0 .. T - 1 where operands are indexed by q_pos); T - L where not given.
+        target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
+        schedule: "flash", "streaming", "standard", or a Schedule or its text.
+        deterministic: accepted for either value; every kernel's result is bitwise repeatable.
+        form: "expanded" or "absorbed", for latent attention.
+
+        A row that sees no key gives 0 and lse -inf, with zero gradients. Raises WeftError for operands that do not
+        fit, listing every problem, and UnavailableError where a target cannot compute the call.
+        """
+        given = {"kv_lens": kv_lens, "q_lens": q_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+                 "block_table": block_table}  # fmt: skip
+        for name, option in given.items():
+            if option is not None:
+                raise UnavailableError(f"{self.name}: the option {name} is not available; pass padded operands and a mask")
+        if self.latent is not None:
+            return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
+        if uk is not None or uv is not None or form is not None:
+            raise WeftError(f"{self.name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
+        if value is None:
+            raise WeftError(f"{self.name}: value: missing; call it with query, key and value")
+        query, key, value = _autocast(query, key, value)
+        if not torch.compiler.is_compiling():
+            validate.check_tensors(str(self.name), query, key, value)
+        head_dim = query.shape[3]
+        return self._run(query, key, value, None, head_dim, return_lse, q_offset, target, schedule, operands)
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, head_dim: int, return_lse: bool,
+        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
+    ) -> Result:  # fmt: skip
+        if q_offset is None:
+            q_offset = key.shape[2] - query.shape[2]
+        if not torch.compiler.is_compiling():
+            validate.check_operands(self, operands, query.device)
+            validate.check_q_offset(q_offset, query.shape[0], query.device)
+            target = target or current().target
+            check_name(target)
+        elif set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
+            raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
+        values = [operands[n] for n in self._operand_names]  # type: ignore[attr-defined]
+        q_offsets = q_offset if isinstance(q_offset, Tensor) else None
+        out, lse = self._forward_op(  # type: ignore[attr-defined]
+            query, key, value, rope, *values, 0 if q_offsets is not None else q_offset, q_offsets, head_dim,
+            target or "", "" if schedule is None else str(schedule),
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+
+    def _latent(
+        self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
+        form: Form | None, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
+        schedule: str | Schedule | None, operands: Mapping[str, Any],
+    ) -> Result:  # fmt: skip
+        """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders."""
+        assert self.latent is not None
+        if value is not None:
+            raise WeftError(f"{self.name}: value: latent attention takes query and cache only; its values come from the cache")
+        query, cache = _autocast(query, cache)
+        if uk is not None and uv is not None:
+            uk, uv = _autocast(uk, uv)
+        validate.check_latent(self, query, cache, uk, uv)
+        rank, rope_dim = self.latent.rank, self.latent.rope
+        tail = (return_lse, q_offset, target, schedule, operands)
+        if uk is None or uv is None:
+            if form == "expanded":
+                raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
+            return self._run(query, cache, None, None, query.shape[3], *tail)
+        nope = query.shape[3] - rope_dim
+        form = form or planning.latent_form(self, query, cache, uk, uv)
+        if form == "expanded":
+            latent, rope = cache[..., :rank], cache[..., rank:]
+            rope = rope if rope_dim else None
+            return self._run(query, latent @ uk, latent @ uv, rope, query.shape[3], *tail)
+        if form != "absorbed":
+            raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
+        absorbed = torch.cat([query[..., :nope] @ uk.transpose(1, 2), query[..., nope:]], dim=-1)
+        result = self._run(absorbed, cache, None, None, query.shape[3], *tail)
+        if return_lse:
+            return result[0] @ uv, result[1]
+        assert isinstance(result, Tensor)
+        return result @ uv
+
+    def reference(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+        q_offset: int | Tensor | None = None,
+        uk: Tensor | None = None,
+        uv: Tensor | None = None,
+        **operands: Any,
+    ) -> Result:
+        """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow."""
+        head_dim = query.shape[3]
+        if self.latent is not None:
+            validate.check_latent(self, query, key, uk, uv)
+            if uk is not None and uv is not None:
+                query, key, value = expand_latent(self, query, key, uk, uv)
+            else:
+                value = key[..., : self.latent.rank]
+        elif value is None:
+            raise WeftError(f"{self.name}: value: missing; call it with query, key and value")
+        else:
+            validate.check_tensors(str(self.name), query, key, value)
+        validate.check_operands(self, operands, query.device)
+        result = reference(self, query, key, value, operands, q_offset, head_dim)
+        return result if return_lse else result[0]
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+    def plan(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
+             schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> Plan:  # fmt: skip
+        """The schedule as data, for these tensors or for `weft.shape(...)`; needs no GPU.
+
+        device: "h100"-style name of a hardware record; the operands' device or this machine where not given.
+        options: values of scalar operands (for the tile counts), or any operand of the call.
+        """
+        return planning.plan(self, operands, device, target, schedule, form, options)
+
+    def explain(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
+                schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> str:  # fmt: skip
+        """The plan for a person: stages, loops, tile classes, bytes as formula and number, predicted time and its bound."""
+        return planning.explain(self, operands, device, target, schedule, form, options)
+
+    def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
+               device: str | None = None, target: str | None = None, schedule: str | Schedule | None = None,
+               form: Form | None = None, **options: Any) -> str:  # fmt: skip
+        """The generated module of one direction as text: Python that can be read, edited and loaded."""
+        return planning.source(self, operands, direction, device, target, schedule, form, options)
+
+    def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128, path: str | Path | None = None,
+                  q_offset: int | None = None, head: int = 0, batch: int = 0, **options: Any) -> str:  # fmt: skip
+        """A picture of the tile classes: which tiles are skipped, masked or full. Text for a terminal; a PNG at `path` too."""
+        return planning.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors)
+
+

@@ -1,0 +1,226 @@
+"""The methods of an attention variant that need no operands: plan, explain, source, show_mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from .compiler import driver, hardware, segments, targets
+from .compiler.facts import facts_of
+from .compiler.types import Plan, Schedule, Shape, Specialisation, TileCounts
+from .ir import parse
+from .ir.errors import WeftError
+
+if TYPE_CHECKING:
+    from .attention import Attention, Form
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def shape(
+    *, batch: int = 1, heads: int, kv_heads: int | None = None, q_len: int, kv_len: int | None = None,
+    head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
+) -> Shape:  # fmt: skip
+    """The sizes of a call, in place of its tensors: kv_heads, kv_len and value_dim default to heads, q_len, head_dim.
+
+    dtype: "bf16", "fp16" or "fp32". For latent attention head_dim is the query's nope + rope and value_dim is Dv.
+    """
+    made = Shape(batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim, dtype)
+    if dtype not in ("bf16", "fp16", "fp32"):
+        raise WeftError(f"shape: dtype: expected bf16, fp16 or fp32, got {dtype!r}")
+    sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,
+             "head_dim": head_dim, "value_dim": made.value_dim}  # fmt: skip
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WeftError(f"shape: {name}: expected a positive int, got {value!r}")
+    if heads % made.kv_heads:
+        raise WeftError(f"shape: heads: expected a multiple of kv_heads {made.kv_heads}, got {heads}")
+    return made
+
+
+def parse_attention(text: str) -> Attention:
+    """The variant that `str(variant)` printed."""
+    from .attention import Attention
+
+    declared = parse.parse_attention(text)
+    return Attention(declared.score, declared.mask, scale=declared.scale, latent=declared.latent, name=declared.name)
+
+
+# -- what a request means -----------------------------------------------------------------------------------------------
+def _shape_of(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> tuple[Shape, str | None]:
+    """The sizes that the arguments stand for, and the device that tensors are on."""
+    if len(operands) == 1 and isinstance(operands[0], Shape):
+        return operands[0], None
+    tensors = [t for t in operands if isinstance(t, Tensor)]
+    wanted = 2 if attention.latent is not None else 3
+    if len(tensors) != wanted or len(tensors) != len(operands):
+        raise WeftError(f"{attention.name}: expected weft.shape(...) or {wanted} tensors, got {len(operands)} arguments")
+    query, key = tensors[0], tensors[1]
+    uv = options.get("uv")
+    width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
+    kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
+    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], key.shape[2], query.shape[3], width,
+                 _DTYPE_NAMES[query.dtype])  # fmt: skip
+    return made, str(query.device)
+
+
+def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
+    if device is not None:
+        return hardware.by_name(device)
+    return hardware.for_device(tensors_on) if tensors_on else hardware.this_machine()
+
+
+def _specialised(attention: Attention, sizes: Shape, arch: str, form: Form | None) -> tuple[Shape, Specialisation]:
+    """Shape and specialisation as the kernel sees them: latent forms change widths and heads."""
+    latent = attention.latent
+    if latent is None:
+        return sizes, Specialisation("forward", arch, sizes.dtype, sizes.head_dim, sizes.value_dim)
+    form = form or cheaper_form(attention, sizes)
+    if form == "expanded":
+        spec = Specialisation("forward", arch, sizes.dtype, sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
+        return sizes, spec
+    width = latent.rank + latent.rope
+    absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
+    return absorbed, Specialisation("forward", arch, sizes.dtype, width, latent.rank, value_is_key=True)
+
+
+def cheaper_form(attention: Attention, sizes: Shape) -> Form:
+    """The form of latent attention with fewer multiplications.
+
+    Expanded multiplies each key vector by uk and uv once, then attends over nope + rope and Dv columns; absorbed
+    multiplies each query instead and attends over rank + rope and rank columns.
+    """
+    latent = attention.latent
+    assert latent is not None
+    nope = sizes.head_dim - latent.rope
+    projected = latent.rank * (nope + sizes.value_dim)
+    expanded = sizes.kv_len * projected + sizes.q_len * sizes.kv_len * (sizes.head_dim + sizes.value_dim)
+    absorbed = sizes.q_len * projected + sizes.q_len * sizes.kv_len * (2 * latent.rank + latent.rope)
+    return "expanded" if expanded <= absorbed else "absorbed"
+
+
+def latent_form(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor) -> Form:
+    """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, cache, uk, uv)):
+        return "expanded"
+    sizes = Shape(query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2])
+    return cheaper_form(attention, sizes)
+
+
+# -- the methods ----------------------------------------------------------------------------------------------------------
+def _counter(attention: Attention, sizes: Shape, options: Mapping[str, Any]) -> Callable[[str, int, int], TileCounts] | None:
+    """Tile counts of the whole problem; None where they depend on operands that were not given."""
+    facts = facts_of(attention)
+    needed = {s.name for s in attention.scalars if s.dtype == "int"}
+    if not needed <= set(options):
+        return None
+    values = {n: options[n] for n in needed} | {t.name: options.get(t.name) for t in attention.tensors}
+
+    from .compiler.tiles import count_tiles
+
+    def count(axis: str, block_q: int, block_kv: int) -> TileCounts:
+        program = facts.kv_tiles if axis == "kv" else facts.q_tiles
+        return count_tiles(program, sizes, block_q, block_kv, values)
+
+    return count
+
+
+def plan(
+    attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
+    schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+) -> Plan:  # fmt: skip
+    from .compiler.plan import make_plan
+
+    sizes, tensors_on = _shape_of(attention, operands, options)
+    machine = _hardware(device, tensors_on)
+    sizes, spec = _specialised(attention, sizes, machine.arch, form)
+    wanted = None if schedule is None else str(schedule)
+    facts = facts_of(attention)
+    chosen, notes = targets.choose(spec, target, driver.algorithm_of(wanted))
+    parts = driver.segments_of(attention, spec)
+    from .compiler.schedule import resolve
+
+    resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
+    notes = (*notes, *facts.kv_bounds.notes)
+    count = _counter(attention, sizes, options)
+    if count is None:
+        missing = sorted(s.name for s in attention.scalars if s.dtype == "int" and s.name not in options)
+        notes = (*notes, f"tile counts are those without a mask: give {', '.join(f'{n}=...' for n in missing)} for exact ones")
+    return make_plan(str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count, notes=notes)
+
+
+def explain(
+    attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
+    schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+) -> str:  # fmt: skip
+    from .compiler.explain import explain as render
+
+    facts = facts_of(attention)
+    made = plan(attention, operands, device, target, schedule, form, options)
+    return render(made, attention, facts.kv_bounds, facts.q_bounds)
+
+
+def source(
+    attention: Attention, operands: Sequence[Tensor | Shape], direction: Literal["forward", "backward"],
+    device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+) -> str:  # fmt: skip
+    from dataclasses import replace
+
+    from .codegen.generate import generate
+    from .compiler.schedule import resolve
+
+    if direction not in ("forward", "backward"):
+        raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
+    sizes, tensors_on = _shape_of(attention, operands, options)
+    machine = _hardware(device, tensors_on)
+    sizes, spec = _specialised(attention, sizes, machine.arch, form)
+    facts = facts_of(attention)
+    if direction == "backward":
+        names = tuple(sorted({load.tensor.name for load, kind in facts.gradient_kinds if kind != "mixed"}))
+        spec = replace(spec, direction="backward", gradients=names)
+        target = "triton" if target == "hopper" else target
+    wanted = None if schedule is None else str(schedule)
+    chosen, _ = targets.choose(spec, target, driver.algorithm_of(wanted))
+    parts = segments.Segments(*driver.segments_of(attention, spec))
+    resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
+    return generate(facts, spec, resolved, parts)
+
+
+def show_mask(
+    attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
+    q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
+) -> str:  # fmt: skip
+    from .compiler import picture
+    from .compiler.tiles import tile_ranges
+
+    facts = facts_of(attention)
+    missing = sorted(s.name for s in attention.scalars if s.dtype == "int" and s.name not in options)
+    if missing and attention.is_masked:
+        raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
+    offset = kv_len - q_len if q_offset is None else q_offset
+    env = {"q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
+           "batch": batch, "block": block_kv, "length": kv_len, **options}  # fmt: skip
+
+    def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
+        return tile_ranges(facts.kv_tiles, {**env, "q_first": first_row + offset, "q_last": last_row + offset})
+
+    grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
+    title = f"{attention.name}: {q_len} queries, {kv_len} keys"
+    if path is not None:
+        picture.mask_picture(grid, path, title=title, dense=_dense(attention, q_len, kv_len, offset, head, batch, options))
+    return picture.mask_text(grid, title=title)
+
+
+def _dense(attention: Attention, q_len: int, kv_len: int, offset: int, head: int, batch: int, options: Mapping[str, Any]) -> Any:
+    """The mask itself, where it is small enough to draw."""
+    from .ir.reference import dense_mask, positions
+
+    if q_len * kv_len > 1 << 22:
+        return None
+    device = torch.device("cpu")
+    env = positions(batch + 1, head + 1, head + 1, q_len, kv_len, offset, device) | {"head_dim": 1, **options}
+    return dense_mask(attention, env, (batch + 1, head + 1, q_len, kv_len), device)[batch, head].numpy()

@@ -1,0 +1,222 @@
+"""The columns of the benchmark: Weft's targets and what they are compared with, behind one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from bench_rows import Row
+from bench_variants import torch_variant, weft_variant
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Tensor = torch.Tensor
+
+
+class NotOffered(Exception):
+    """The peer has no such variant, or is not installed; the text is shown in the report."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Leaves that require gradients, and the gradient of the output: all [B, H, S, D]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+
+    @property
+    def device(self) -> str:
+        return self.query.device.type
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A column at work on one row."""
+
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, Tensor, Tensor]  # what `forward` reads: query, key, value
+    grad_out: Tensor  # in the layout of what `forward` returns
+    seq_first: bool = False  # [B, S, H, D] instead of [B, H, S, D]
+    setup: Callable[[], object] | None = None  # timed apart: Flex's mask build
+    context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.leaves, self.grad_out, retain_graph=True)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Output and gradients, [B, H, S, D], for comparison."""
+        with self.context():
+            out = self.forward()
+            found = (out, *self.backward(out))
+        return tuple((x.transpose(1, 2) if self.seq_first else x).detach() for x in found)
+
+
+def make_operands(row: Row, device: str, dtype: torch.dtype = torch.bfloat16) -> Operands:
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (row.batch, row.heads, row.length, row.dim)
+    query, key, value, grad_out = (
+        torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)
+    )
+    return Operands(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
+
+
+def contender(column: str, row: Row, operands: Operands) -> Contender:
+    """Raises NotOffered, or whatever the peer raises, where the column cannot do the row."""
+    return COLUMNS[column](row, operands)
+
+
+def _contender(operands: Operands, forward: Callable[[], Tensor]) -> Contender:
+    return Contender(forward, (operands.query, operands.key, operands.value), operands.grad_out)
+
+
+# --- plain torch --------------------------------------------------------------------------------------------------
+
+
+def _math(row: Row, operands: Operands) -> Contender:
+    variant = torch_variant(row, operands.device)
+    scale = 1 / math.sqrt(row.dim)
+
+    def index(size: int, axis: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[axis] = size
+        return torch.arange(size, device=operands.device).view(shape)
+
+    where = index(row.batch, 0), index(row.heads, 1), index(row.length, 2), index(row.length, 3)
+
+    def forward() -> Tensor:
+        scores = operands.query @ operands.key.mT * scale
+        if variant.score_mod:
+            scores = variant.score_mod(scores, *where).to(scores.dtype)
+        if variant.mask_mod:
+            scores = scores.masked_fill(~variant.mask_mod(*where), float("-inf"))
+        return scores.softmax(-1) @ operands.value
+
+    return _contender(operands, forward)
+
+
+# --- SDPA ---------------------------------------------------------------------------------------------------------
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
+    def build(row: Row, operands: Operands) -> Contender:
+        if row.variant not in ("full", "causal"):
+            raise NotOffered("SDPA has no such variant")
+        causal = row.variant == "causal"
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(operands.query, operands.key, operands.value, is_causal=causal)
+
+        leaves = (operands.query, operands.key, operands.value)
+        return Contender(forward, leaves, operands.grad_out, context=lambda: sdpa_kernel(backend))
+
+    return build
+
+
+# --- FlexAttention ------------------------------------------------------------------------------------------------
+
+
+def start_row() -> None:
+    """Forget compiled code between rows, so that no limit on recompilation sends a row down the eager path."""
+    import torch._functorch.config as functorch_config
+
+    torch._dynamo.reset()
+    functorch_config.donated_buffer = False  # a donated buffer forbids retain_graph
+
+
+def flex(backend: str | None, compiled: bool = True) -> Callable[[Row, Operands], Contender]:
+    def build(row: Row, operands: Operands) -> Contender:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        if backend == "FLASH":
+            _import_fa4()
+            if row.variant in ("full", "causal"):
+                raise NotOffered("the kernels of FA4, which has its own column here")
+        variant = torch_variant(row, operands.device)
+
+        def build_mask():
+            size = row.length
+            return variant.mask_mod and create_block_mask(variant.mask_mod, None, None, size, size, operands.device)
+
+        block_mask = build_mask()
+        options = {"BACKEND": backend} if backend else None
+        attend = torch.compile(flex_attention, fullgraph=True, dynamic=False) if compiled else flex_attention
+
+        def forward() -> Tensor:
+            query, key, value = operands.query, operands.key, operands.value
+            return attend(query, key, value, variant.score_mod, block_mask, kernel_options=options)
+
+        leaves = (operands.query, operands.key, operands.value)
+        return Contender(forward, leaves, operands.grad_out, setup=build_mask if variant.mask_mod else None)
+
+    return build
+
+
+# --- FA4 ----------------------------------------------------------------------------------------------------------
+
+
+def _import_fa4() -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    try:
+        from flash_attn.cute import flash_attn_func
+    except Exception as error:  # a package that is there may fail in many ways
+        raise NotOffered(f"flash_attn.cute cannot be imported: {error}") from error
+    return flash_attn_func
+
+
+def _fa4(row: Row, operands: Operands) -> Contender:
+    attend = _import_fa4()
+    if row.variant not in ("full", "causal"):
+        raise NotOffered("FA4 takes variants through FlexAttention: see Flex (FLASH)")
+    query, key, value = (
+        x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (operands.query, operands.key, operands.value)
+    )
+    grad_out = operands.grad_out.transpose(1, 2).contiguous()
+
+    def forward() -> Tensor:
+        out = attend(query, key, value, causal=row.variant == "causal")
+        return out[0] if isinstance(out, tuple) else out
+
+    return Contender(forward, (query, key, value), grad_out, seq_first=True)
+
+
+# --- Weft ---------------------------------------------------------------------------------------------------------
+
+
+def _weft(target: str) -> Callable[[Row, Operands], Contender]:
+    def build(row: Row, operands: Operands) -> Contender:
+        declared, arguments = weft_variant(row, operands.device)
+
+        def forward() -> Tensor:
+            return declared(operands.query, operands.key, operands.value, target=target, **arguments)
+
+        return _contender(operands, forward)
+
+    return build
+
+
+COLUMNS: dict[str, Callable[[Row, Operands], Contender]] = {
+    "math": _math,
+    "fa2": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "flex": flex(None),
+    "flex_flash": flex("FLASH"),
+    "fa4": _fa4,
+    "weft_triton": _weft("triton"),
+    "weft_hopper": _weft("hopper"),
+}
+TITLES = {
+    "math": "plain torch",
+    "fa2": "FA2 (SDPA)",
+    "cudnn": "cuDNN (SDPA)",
+    "flex": "Flex (Triton)",
+    "flex_flash": "Flex (FLASH)",
+    "fa4": "FA4",
+    "weft_triton": "Weft triton",
+    "weft_hopper": "Weft hopper",
+}
+# what results are compared with: the first of these that worked on the row
+REFERENCES = ("cudnn", "flex", "fa2", "math")

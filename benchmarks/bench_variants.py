@@ -1,0 +1,94 @@
+"""Each variant three times: as FlexAttention's functions (which plain torch runs too), and as a Weft declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from bench_rows import Row
+
+if TYPE_CHECKING:
+    import weft
+
+Tensor = torch.Tensor
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # score, batch, head, q, kv -> score
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, q, kv -> bool
+
+
+@dataclass(frozen=True)
+class TorchVariant:
+    """Functions of broadcasting index tensors; None where the score or the mask is left as it is."""
+
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+
+
+def alibi_slopes(heads: int, device: str) -> Tensor:
+    """2 ** (-8 (h + 1) / heads), float32 [heads] (Press et al., 2021)."""
+    return torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device, dtype=torch.float32) / heads)
+
+
+def document_ids(row: Row, device: str) -> Tensor:
+    """int32 [length]: documents of row.parameter tokens each."""
+    return torch.arange(row.length, device=device, dtype=torch.int32) // row.parameter
+
+
+def torch_variant(row: Row, device: str) -> TorchVariant:
+    """The row's variant for FlexAttention and for plain torch."""
+    n = row.parameter
+
+    def causal(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv <= q
+
+    match row.variant:
+        case "full":
+            return TorchVariant()
+        case "causal":
+            return TorchVariant(mask_mod=causal)
+        case "softcap":
+            return TorchVariant(lambda score, _b, _h, _q, _kv: n * torch.tanh(score / n), causal)
+        case "alibi":
+            slopes = alibi_slopes(row.heads, device)
+            return TorchVariant(lambda score, _b, h, q, kv: score + slopes[h] * (kv - q), causal)
+        case "window":
+            return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (q - kv < n))
+        case "documents":
+            doc = document_ids(row, device)
+            return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (doc[kv] == doc[q]))
+        case "prefix":
+            return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) | (kv < n))
+        case other:
+            raise ValueError(f"variant {other!r} has no torch form")
+
+
+def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int | Tensor]]:
+    """The row's variant for Weft, and the operands that a call of it needs."""
+    import weft
+    from weft import head, kv_pos, q_pos, score
+
+    n, causal = row.parameter, kv_pos <= q_pos
+    match row.variant:
+        case "full":
+            return weft.Attention(name="full"), {}
+        case "causal":
+            return weft.Attention(mask=causal, name="causal"), {}
+        case "softcap":
+            return weft.Attention(float(n) * weft.tanh(score / float(n)), causal, name="softcap"), {}
+        case "alibi":
+            slopes = weft.tensor("slopes", 1)
+            declared = weft.Attention(score + slopes[head] * (kv_pos - q_pos), causal, name="alibi")
+            return declared, {"slopes": alibi_slopes(row.heads, device)}
+        case "window":
+            window = weft.scalar("window", int)
+            return weft.Attention(mask=causal & (q_pos - kv_pos < window), name="window"), {"window": n}
+        case "documents":
+            doc = weft.tensor("doc", 1, int)
+            declared = weft.Attention(mask=causal & (doc[kv_pos] == doc[q_pos]), name="documents")
+            return declared, {"doc": document_ids(row, device)}
+        case "prefix":
+            prefix = weft.scalar("prefix", int)
+            return weft.Attention(mask=causal | (kv_pos < prefix), name="prefix_lm"), {"prefix": n}
+        case other:
+            raise ValueError(f"variant {other!r} has no Weft form")

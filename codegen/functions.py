@@ -1,0 +1,238 @@
+"""The functions of a variant that kernels call: scores, visible, kv_tiles, q_tiles and their derivatives, as source.
+
+Every kernel template, whatever its target, calls the same functions; only the dialect they are printed in differs.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+
+from ..compiler.cse import shared
+from ..compiler.facts import Facts
+from ..compiler.symbolic import simplify
+from ..compiler.types import Assign, OperandGradient, TileProgram
+from ..ir.attention import Attention
+from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
+from ..ir.walk import nodes, symbols
+from .dialects import GLUON, TORCH, TRITON, Dialect, Printer
+
+LOG2_E = math.log2(math.e)
+SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
+
+
+def parameters(attention: Attention) -> tuple[Scalar | TensorOperand, ...]:
+    """The variant's operands in the order in which ops and kernels take them: by name."""
+    found = {p.name: p for p in (*attention.scalars, *attention.tensors)}
+    return tuple(found[k] for k in sorted(found))
+
+
+def parameter_names(attention: Attention, strides: bool) -> list[str]:
+    """Names of the kernel arguments that carry the operands; GPU kernels also take a tensor's strides."""
+    names = []
+    for operand in parameters(attention):
+        names.append(f"arg_{operand.name}")
+        if strides and isinstance(operand, TensorOperand):
+            names += [f"arg_{operand.name}_s{d}" for d in range(operand.rank)]
+    return names
+
+
+@dataclass(frozen=True)
+class Language:
+    """What differs between the languages that the functions are printed in, besides expressions."""
+
+    dialect: Dialect
+    decorator: str  # line above each function, "" for none
+    module: str  # "tl", "gl"; "" for plain Python
+    block: str  # annotation of a tile size
+    base2: bool  # scores in units of log 2, as exp2 wants them
+
+    @property
+    def is_gpu(self) -> bool:
+        return bool(self.module)
+
+
+LANGUAGES = {
+    "triton": Language(TRITON, "@triton.jit", "tl", ": tl.constexpr", True),
+    "interpret": Language(TRITON, "@triton.jit", "tl", ": tl.constexpr", True),
+    "hopper": Language(GLUON, "@gluon.jit", "gl", ": gl.constexpr", True),
+    "cpu": Language(TORCH, "", "", "", False),
+}
+
+
+@dataclass(frozen=True)
+class FunctionPrinter:
+    """Prints the functions of one variant in one language."""
+
+    facts: Facts
+    language: Language
+    approximate_tanh: bool = False  # NVIDIA's tanh.approx.f32: for 16-bit operands only
+
+    @property
+    def env(self) -> str:
+        names = parameter_names(self.facts.attention, strides=self.language.is_gpu)
+        return ", ".join((*SYMBOL_ARGUMENTS, *names))
+
+    def forward(self) -> str:
+        """scores or score_scale, visible, kv_tiles, edge_tile, full_tile, and the helpers they need."""
+        parts = [*self._score_parts(), *self._mask_parts(), self.tiles(self.facts.kv_tiles)]
+        return self._join([*parts, *self._tile_lookups(self.facts.kv_tiles)])
+
+    def backward(self, gradients: tuple[OperandGradient, ...]) -> str:
+        """The forward functions, their transpose and the derivatives."""
+        parts = [*self._score_parts(), *self._mask_parts()]
+        if self.facts.linear_scale is None:
+            title = "d score / d (q.k), per natural unit of score."
+            parts.append(self.elementwise("dscores", self.facts.score_derivative, title))
+        for i, gradient in enumerate(gradients):
+            title = f"d score / d {gradient.load}."
+            parts.append(self.elementwise(f"dload_{i}", gradient.derivative, title))
+        for program in (self.facts.kv_tiles, self.facts.q_tiles):
+            parts += [self.tiles(program), *self._tile_lookups(program, prefix=f"{program.axis}_")]
+        return self._join(parts)
+
+    # -- elementwise functions ------------------------------------------------------------------------------------------
+    def _score_parts(self) -> list[str]:
+        scale = self.facts.linear_scale
+        unit = ", times log2(e)" if self.language.base2 else ""
+        if scale is not None:
+            return [self.elementwise("score_scale", self._in_units(scale), f"The score is this times q.k{unit}.", tile=False)]
+        score = self.facts.attention.folded_score
+        return [self.elementwise("scores", self._in_units(score), f"The score{unit}: {score}")]
+
+    def _in_units(self, node: Expr) -> Expr:
+        return simplify(call("mul", node, Const(LOG2_E)) if self.language.base2 else node)
+
+    def _mask_parts(self) -> list[str]:
+        mask = self.facts.attention.folded_mask
+        if not self.facts.attention.is_masked:
+            return []
+        return [self.elementwise("visible", mask, "True where the query at q_pos sees the key at kv_pos.", qk=False)]
+
+    def elementwise(self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True) -> str:
+        """One function from a tile of scores and positions to a tile."""
+        assignments, (result,) = shared([value])
+        printer = Printer(self.language.dialect)
+        lines = [f"{target} = {printer(node)}" for target, node in assignments]
+        first = ("qk, " if qk else "") + "q_pos, kv_pos, " if tile else ""
+        return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {printer(result)}"])
+
+    # -- tile programs --------------------------------------------------------------------------------------------------
+    def tiles(self, program: TileProgram) -> str:
+        """kv_tiles or q_tiles: which tiles of the other axis a tile must visit."""
+        axis, other = ("KV", "q") if program.axis == "kv" else ("Q", "kv")
+        block = f"BLOCK_{axis}" if self.language.is_gpu else "block"
+        length = "kv_len" if program.axis == "kv" else "q_len"
+        printer = Printer(self.language.dialect, {"block": block, "length": length}, scalar_code=True)
+        lines = self._widened(program, printer)
+        for line in program.body:
+            lines += _commented(f"{line.name} = {printer(line.value)}", line.comment)
+        results = ["n_edge", "n_full", *program.outputs]
+        lines += _returned([self._narrowed(program.body, name) for name in results])
+        offset = "q_offset, " if program.axis == "q" else ""
+        signature = f"{program.axis}_tiles({other}_first, {other}_last, {self.env}, {offset}{block}{self.language.block})"
+        what = "keys" if program.axis == "kv" else "queries (by row)"
+        seen = "queries" if program.axis == "kv" else "keys"
+        title = (f"Tiles of {what} that pair with the {seen} at positions {other}_first to {other}_last: how many edge and "
+                 "full tiles, then lo, full_lo, full_hi, hi of each range.")
+        return self._function(signature, title, lines)
+
+    def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
+        """Scalars enter in 64 bits, so that no bound can overflow."""
+        if not self.language.is_gpu:
+            return []
+        local = {line.name for line in program.body}
+        found = {printer(n) for line in program.body for n in nodes(line.value)
+                 if isinstance(n, (Scalar, Symbol)) and not (isinstance(n, Symbol) and n.name in (*local, "block"))}
+        return [f"{name} = {self.language.module}.cast({name}, {self.language.module}.int64)" for name in sorted(found)]
+
+    def _narrowed(self, body: tuple[Assign, ...], name: str) -> str:
+        values = {line.name: line.value for line in body}
+        if not self.language.is_gpu or _is_constant(values[name], values):
+            return name
+        return f"{self.language.module}.cast({name}, {self.language.module}.int32)"
+
+    def _tile_lookups(self, program: TileProgram, prefix: str = "") -> list[str]:
+        printer = Printer(self.language.dialect, scalar_code=True)
+        arguments = ", ".join(("i", *program.outputs))
+        return [
+            self._function(f"{prefix}edge_tile({arguments})", "Index of the i-th tile that needs the mask.",
+                           [f"return {printer(program.edge_tile)}"]),
+            self._function(f"{prefix}full_tile({arguments})", "Index of the i-th tile that needs no mask.",
+                           [f"return {printer(program.full_tile)}"]),
+        ]
+
+    # -- text -------------------------------------------------------------------------------------------------------------
+    def _function(self, signature: str, title: str, lines: list[str]) -> str:
+        head = f"def {signature}:"
+        if len(head) > 118:
+            name, arguments = signature.split("(", 1)
+            wrapped = textwrap.fill(arguments[:-1], 110, initial_indent="    ", subsequent_indent="    ")
+            head = f"def {name}(\n{wrapped},\n):"
+        doc = textwrap.fill(f'"""{title}"""', 116, subsequent_indent="", break_long_words=False)
+        body = textwrap.indent("\n".join([doc, *lines]), "    ")
+        decorator = f"{self.language.decorator}\n" if self.language.decorator else ""
+        return f"{decorator}{head}\n{body}\n"
+
+    def _join(self, parts: list[str]) -> str:
+        text = "\n\n".join(parts)
+        return "\n\n".join([*self._helpers(text), text])
+
+    def _helpers(self, text: str) -> list[str]:
+        helpers = []
+        if not self.language.is_gpu:
+            return helpers
+        if "floor_div(" in text or "floor_mod(" in text:
+            helpers.append(_FLOOR_DIV.format(jit=self.language.decorator, m=self.language.module))
+        if "floor_mod(" in text:
+            helpers.append(_FLOOR_MOD.format(jit=self.language.decorator))
+        if " tanh(" in text or "(tanh(" in text:
+            body = _TANH_APPROXIMATE if self.approximate_tanh else _TANH
+            helpers.append(body.format(jit=self.language.decorator, m=self.language.module))
+        return helpers
+
+
+def _commented(line: str, comment: str) -> list[str]:
+    """The comment behind the line where it fits, else above it."""
+    if not comment:
+        return [line]
+    together = f"{line}  # {comment}"
+    return [together] if len(together) <= 112 else [f"# {comment}", line]
+
+
+def _returned(values: list[str]) -> list[str]:
+    """A return statement, one value a line where it would be long."""
+    line = f"return {', '.join(values)}"
+    return [line] if len(line) <= 112 else ["return (", *(f"    {v}," for v in values), ")"]
+
+
+def _is_constant(node: Expr, values: dict[str, Expr]) -> bool:
+    """A result that is a plain number whatever the call: Python keeps it as such."""
+    if isinstance(node, Symbol) and node.name in values:
+        return _is_constant(values[node.name], values)
+    return isinstance(node, Const) or not (symbols(node) or any(isinstance(n, Scalar) for n in nodes(node)))
+
+
+_FLOOR_DIV = '''{jit}
+def floor_div(a, b):
+    """a // b rounded towards minus infinity; the hardware's division rounds towards zero."""
+    quotient = a // b
+    remainder = a - quotient * b
+    return {m}.where((remainder != 0) & ((remainder < 0) != (b < 0)), quotient - 1, quotient)
+'''
+_FLOOR_MOD = '''{jit}
+def floor_mod(a, b):
+    """a % b with the sign of b."""
+    return a - floor_div(a, b) * b
+'''
+_TANH = '''{jit}
+def tanh(x):
+    """tanh through one exponential; exact at both ends because exp2 saturates to 0 and infinity."""
+    return 1.0 - 2.0 / (1.0 + {m}.exp2(2.8853900817779268 * x))
+'''
+_TANH_APPROXIMATE = '''{jit}
+def tanh(x):
+    """The hardware's tanh: relative error up to 2**-11, about that of the 16-bit operands."""
+    return {m}.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], {m}.float32, is_pure=True, pack=1)
+'''

@@ -1,0 +1,125 @@
+"""A schedule and the facts about a variant -> source text of one module, through the templates of its target."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..compiler.facts import Facts
+from ..compiler.segments import Segments
+from ..compiler.types import Schedule, Segment, Specialisation
+from ..ir.errors import InternalError
+from .functions import LANGUAGES, FunctionPrinter, parameter_names
+
+if TYPE_CHECKING:
+    import jinja2
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+Context = dict[str, object]
+
+
+def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> str:
+    """Source of the module that computes one direction of a variant on one target.
+
+    Precondition: the schedule fits the hardware. Guarantee: the text parses, and equal inputs give equal bytes.
+    """
+    language = LANGUAGES[schedule.target]
+    printer = FunctionPrinter(facts, language, approximate_tanh=_has_fast_tanh(spec))
+    gradients = facts.operand_gradients(frozenset(spec.gradients)) if spec.direction == "backward" else ()
+    functions = printer.backward(gradients) if spec.direction == "backward" else printer.forward()
+    context: Context = {
+        "name": facts.attention.name,
+        "title": facts.attention.name,
+        "attention_text": str(facts.attention),
+        "schedule_text": str(schedule),
+        "functions": functions,
+        "env": printer.env,
+        "params": ", ".join(parameter_names(facts.attention, strides=language.is_gpu)),
+        "masked": facts.attention.is_masked,
+        "linear": facts.linear_scale is not None,
+        "bounds": ", ".join(facts.kv_tiles.outputs),
+        "q_bounds": ", ".join(facts.q_tiles.outputs),
+        "grads": [{"i": i, "kind": g.kind, "name": g.load.tensor.name} for i, g in enumerate(gradients)],
+        **_segment_context(segments),
+        **_target_context(facts, spec, schedule),
+    }
+    name = f"{_family(schedule.target)}/{schedule.algorithm}_{spec.direction}.py.jinja"
+    return _tidy(_environment().get_template(name).render(context), name)
+
+
+def _family(target: str) -> str:
+    """The folder of a target's templates: the interpreter runs the portable Triton source."""
+    return "triton" if target == "interpret" else target
+
+
+def _has_fast_tanh(spec: Specialisation) -> bool:
+    return spec.arch.startswith("sm_") and spec.dtype in ("bf16", "fp16")
+
+
+def _segment_context(segments: Segments) -> Context:
+    """Segments as templates see them: `start` counts columns of the query and of the tensor they lie in."""
+
+    def rows(items: tuple[Segment, ...]) -> list[dict[str, object]]:
+        start, out = 0, []
+        for i, s in enumerate(items):
+            own = s.source == "rope"
+            out.append({"i": i, "start": start, "width": s.width, "block": s.block, "own": own})
+            start += s.width
+        return out
+
+    return {"qk_segments": rows(segments.qk), "v_segments": rows(segments.v), "v_is_k0": segments.value_is_key,
+            "value_is_key": segments.value_is_key}  # fmt: skip
+
+
+def _target_context(facts: Facts, spec: Specialisation, schedule: Schedule) -> Context:
+    match schedule.target:
+        case "hopper":
+            return {"config": hopper_config(spec, facts.attention.is_masked)}
+        case "cpu":
+            return {"bounds": list(facts.kv_tiles.outputs), "q_bounds": list(facts.q_tiles.outputs),
+                    "per_head_bounds": facts.bounds_differ_by_head}  # fmt: skip
+        case "triton" | "interpret":
+            return {}
+        case _:
+            raise InternalError(f"generate: unknown target {schedule.target}")
+
+
+def hopper_config(spec: Specialisation, masked: bool) -> dict[str, object]:
+    """The forms of the Hopper kernel that measured best (docs/performance.md)."""
+    if spec.head_dim == 64:
+        return dict(head_dim=64, block_kv=128, consumers=3, stages=2, query_buffers=2, query_in_registers=False,
+                    lazy_rescale=masked, pair_maximum=True, take_turns=True)  # fmt: skip
+    return dict(head_dim=128, block_kv=128, consumers=2, stages=2, query_buffers=1, query_in_registers=True,
+                lazy_rescale=True, pair_maximum=False, take_turns=True)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _tidy(text: str, template: str) -> str:
+    """Blank lines as PEP 8 has them; and what does not parse is our mistake."""
+    text = re.sub(r"[ \t]+\n", "\n", text)
+    text = re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        numbered = "\n".join(f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines()))
+        around = "\n".join(numbered.splitlines()[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
+        raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
+    return text
+
+

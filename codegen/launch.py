@@ -1,0 +1,123 @@
+"""Run a generated module on tensors: what each target's entry points want, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compiler.driver import Compiled
+from ..compiler.types import Tiling
+from ..ir.errors import InternalError
+
+Operand = Tensor | int | float
+HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
+
+
+@dataclass(frozen=True)
+class CallTensors:
+    """Operands of one call, checked: shapes as in the public call, value None where it is part of the key."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    rope: Tensor | None
+    operands: Sequence[Operand]  # the variant's own, by name
+    q_offset: int | Tensor
+    head_dim: int  # the value of the symbol head_dim
+
+    @property
+    def keys(self) -> list[Tensor]:
+        return [self.key] if self.rope is None else [self.key, self.rope]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[-1] if self.value is not None else 0
+
+
+def empty_like_rows(tensor: Tensor, heads: int, width: int) -> Tensor:
+    """An empty [B, heads, rows, width] tensor in the memory order of `tensor` ([B, L, H, D] views stay such)."""
+    batch, _, rows, _ = tensor.shape
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.new_empty((batch, rows, heads, width)).transpose(1, 2)
+    return tensor.new_empty((batch, heads, rows, width))
+
+
+def forward(compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor) -> None:
+    """Fill out [B, Hq, L, Dv] and lse [B, Hq, L]."""
+    module, tiling = compiled.module, compiled.schedule.forward
+    match compiled.schedule.target:
+        case "cpu":
+            module.forward(*_cpu_arguments(call), out=out, lse=lse, block_q=tiling.block_q, block_kv=tiling.block_kv)
+        case "hopper":
+            module.launch(call.query, call.key, call.value, out, lse, call.q_offset, *_flat(call.operands))
+        case "triton" | "interpret":
+            module.launch_forward(
+                call.query, call.keys, call.value, out, lse, call.q_offset, call.operands,
+                gpu_config(tiling, call.query), call.head_dim,
+            )  # fmt: skip
+        case _:
+            raise InternalError(f"launch: unknown target {compiled.schedule.target}")
+
+
+def backward(
+    compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of query, key, value and rope (where there is one), and the raw sums of operand gradients, one for
+    each of spec's gradient reads: total [B, Hq], row [B, Hq, L], column [B, Hq, T], float32."""
+    assert call.value is not None
+    kv_heads = call.key.shape[1]
+    dquery = empty_like_rows(call.query, call.query.shape[1], call.query.shape[3])
+    dkeys = [empty_like_rows(k, k.shape[1], k.shape[3]) for k in call.keys]
+    dvalue = empty_like_rows(call.value, kv_heads, call.value.shape[3])
+    schedule, module = compiled.schedule, compiled.module
+    match schedule.target:
+        case "cpu":
+            sums = module.backward(
+                dout, dlse, *_cpu_arguments(call), out=out, lse=lse, dquery=dquery, dkeys=dkeys, dvalue=dvalue,
+                block_q=schedule.backward_q.block_q, block_kv=schedule.backward_q.block_kv,
+            )  # fmt: skip
+        case "triton" | "interpret":
+            sums = module.launch_backward(
+                dout, dlse, call.query, call.keys, call.value, out, lse, dquery, dkeys, dvalue, call.q_offset,
+                call.operands, gpu_config(schedule.backward_q, call.query), gpu_config(schedule.backward_kv, call.query),
+                call.head_dim,
+            )  # fmt: skip
+        case _:
+            raise InternalError(f"launch: target {schedule.target} has no backward")
+    return [dquery, dkeys[0], dvalue, *dkeys[1:]], list(sums)
+
+
+def _cpu_arguments(call: CallTensors) -> tuple[object, ...]:
+    return (call.query, call.keys, call.value, call.operands, call.q_offset, call.head_dim)
+
+
+def _flat(operands: Sequence[Operand]) -> list[Operand]:
+    """GPU kernels take a tensor's strides behind it."""
+    flat: list[Operand] = []
+    for operand in operands:
+        flat.append(operand)
+        if isinstance(operand, Tensor):
+            flat += operand.stride()
+    return flat
+
+
+def gpu_config(tiling: Tiling, query: Tensor) -> dict[str, int | str]:
+    """A tiling as the keyword arguments of a Triton launch."""
+    return {
+        "BLOCK_Q": tiling.block_q,
+        "BLOCK_KV": tiling.block_kv,
+        "HEAD_BUNCH": HEAD_BUNCH,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+        # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
+        "DOT_PRECISION": "ieee",
+    }
+
+
+def zero_forward(out: Tensor, lse: Tensor) -> None:
+    """What a call gives when there is nothing to see."""
+    out.zero_()
+    lse.fill_(-torch.inf)

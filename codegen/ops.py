@@ -1,0 +1,262 @@
+"""Each variant as two torch ops, `weft::<name>_<digest>_forward` and `_backward`: schema, fake, autograd, vmap's refusal.
+
+An op takes the variant's operands by name, and finds its generated module by dtype, widths and device when it runs, so
+that a variant is registered once and a graph that holds the op can be exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..compiler.driver import Compiled, compile_kernel
+from ..compiler.facts import facts_of
+from ..compiler.targets import choose, device_arch
+from ..compiler.types import OperandGradient, Specialisation
+from ..ir.attention import Attention
+from ..ir.errors import WeftError
+from ..ir.expr import TensorOperand
+from ..ir.reference import evaluate
+from . import launch
+from .checks import check_indices_and_integers, hopper_misfit
+from .functions import parameters
+from .launch import CallTensors, Operand
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_LIBRARY = torch.library.Library("weft", "FRAGMENT")
+_registered: dict[str, Ops] = {}
+N_FIRST = 4  # query, key, value, rope come before the variant's operands
+
+
+class Ops(NamedTuple):
+    """The two ops of a variant."""
+
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+
+
+def ops_of(attention: Attention) -> Ops:
+    """The ops of a variant, registered when first asked for."""
+    text = attention.canonical_text
+    if text not in _registered:
+        _registered[text] = _register(attention)
+    return _registered[text]
+
+
+# -- schema -----------------------------------------------------------------------------------------------------------
+def _operand_schema(attention: Attention) -> str:
+    kinds = {"int": "SymInt", "float": "float"}
+    parts = [f"{'Tensor' if isinstance(p, TensorOperand) else kinds[p.dtype]} {p.name}" for p in parameters(attention)]
+    return "".join(f"{p}, " for p in parts)
+
+
+def _register(attention: Attention) -> Ops:
+    name = f"{attention.name}_{attention.digest}"
+    tail = f"{_operand_schema(attention)}SymInt q_offset, Tensor? q_offsets, SymInt head_dim, str target, str schedule"
+    first = "Tensor query, Tensor key, Tensor? value, Tensor? rope"
+    forward, backward = f"{name}_forward", f"{name}_backward"
+    _LIBRARY.define(f"{forward}({first}, {tail}) -> (Tensor, Tensor)")
+    _LIBRARY.define(
+        f"{backward}(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {first}, {tail}, str wanted) -> Tensor[]"
+    )
+    variant = _Variant(attention)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(forward, variant.forward, key)
+        _LIBRARY.impl(backward, variant.backward, key)
+    for op, fake in ((forward, variant.fake_forward), (backward, variant.fake_backward)):
+        torch.library.register_fake(f"weft::{op}", fake, lib=_LIBRARY)
+        torch.library.register_vmap(f"weft::{op}", variant.refuse_vmap, lib=_LIBRARY)
+    namespace = torch.ops.weft
+    ops = Ops(getattr(namespace, forward).default, getattr(namespace, backward).default)
+    torch.library.register_autograd(
+        f"weft::{forward}", variant.autograd_of(ops.backward), setup_context=variant.save, lib=_LIBRARY
+    )
+    torch.library.register_autograd(f"weft::{backward}", variant.refuse_double_backward, lib=_LIBRARY)
+    return ops
+
+
+# -- the functions behind the ops ---------------------------------------------------------------------------------------
+class _Variant:
+    """Implementations for one variant; arguments come as the schema lists them."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+        self.parameters = parameters(attention)
+        self.facts = facts_of(attention)
+
+    # forward
+    def forward(self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+        call, target, schedule = self._unpack(query, key, value, rope, rest)
+        check_indices_and_integers(self.facts, self.parameters, call)
+        out, lse = self._empty(query, value)
+        if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+            launch.zero_forward(out, lse)
+            return out, lse
+        with _on_device(query):
+            launch.forward(self._compiled("forward", call, target, schedule), call, out, lse)
+        return out, lse
+
+    def fake_forward(self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+        return self._empty(query, value)
+
+    def _empty(self, query: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        heads = query.shape[1]
+        width = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
+        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        lse = query.new_empty((query.shape[0], heads, query.shape[2]), dtype=lse_dtype)
+        return launch.empty_like_rows(query, heads, width), lse
+
+    # backward
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+        value: Tensor | None, rope: Tensor | None, *rest: object,
+    ) -> list[Tensor]:  # fmt: skip
+        *rest, wanted = rest
+        call, target, schedule = self._unpack(query, key, value, rope, rest)
+        wanted = tuple(n for n in str(wanted).split(",") if n)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+            return [torch.zeros_like(t) for t in self._differentiable(query, key, value, rope, call, wanted)]
+        with _on_device(query):
+            compiled = self._compiled("backward", call, target, schedule, wanted)
+            tensors, sums = launch.backward(compiled, call, out, lse, dout, dlse)
+        gradients = self.facts.operand_gradients(frozenset(wanted)) if wanted else ()
+        return [*tensors, *self._operand_gradients(call, wanted, gradients, sums)]
+
+    def fake_backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+        value: Tensor | None, rope: Tensor | None, *rest: object,
+    ) -> list[Tensor]:  # fmt: skip
+        *rest, wanted = rest
+        call, _, _ = self._unpack(query, key, value, rope, rest)
+        tensors = [t for t in (query, key, value, rope) if t is not None]
+        results = [launch.empty_like_rows(t, t.shape[1], t.shape[3]) for t in tensors]
+        operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
+        return results + [torch.empty_like(operands[n], memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+                          for n in str(wanted).split(",") if n]
+
+    def _differentiable(self, query, key, value, rope, call, wanted):  # type: ignore[no-untyped-def]
+        operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
+        return [t for t in (query, key, value, rope) if t is not None] + [operands[n] for n in wanted]
+
+    def _operand_gradients(
+        self, call: CallTensors, wanted: Sequence[str], gradients: Sequence[OperandGradient], sums: Sequence[Tensor]
+    ) -> list[Tensor]:
+        operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
+        results = {n: torch.zeros(operands[n].shape, dtype=sums[0].dtype, device=sums[0].device) for n in wanted}  # type: ignore[union-attr]
+        for gradient, total in zip(gradients, sums):
+            scatter(gradient, total, call, operands, results[gradient.load.tensor.name])
+        return [results[n].to(operands[n].dtype) for n in wanted]  # type: ignore[union-attr]
+
+    # shared
+    def _unpack(self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, rest: Sequence[object]) -> tuple[CallTensors, str | None, str | None]:
+        *operands, q_offset, q_offsets, head_dim, target, schedule = rest
+        offset = q_offset if q_offsets is None else q_offsets
+        call = CallTensors(query, key, value, rope, operands, offset, head_dim)  # type: ignore[arg-type]
+        return call, target or None, schedule or None  # type: ignore[return-value]
+
+    def _compiled(self, direction: str, call: CallTensors, target: str | None, schedule: str | None, gradients: tuple[str, ...] = ()) -> Compiled:
+        query, value = call.query, call.value
+        spec = Specialisation(
+            direction=direction,  # type: ignore[arg-type]
+            arch=device_arch(query.device),
+            dtype=DTYPES[query.dtype],
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1] if value is not None else self.attention.latent.rank,  # type: ignore[union-attr]
+            rope_dim=0 if call.rope is None else call.rope.shape[-1],
+            value_is_key=value is None,
+            gradients=gradients,
+        )
+        if direction == "backward":
+            if target == "hopper":
+                target = "triton"  # the backward behind the Hopper forward
+            schedule = schedule if schedule and "/hopper/" not in schedule else None
+        elif target in (None, "hopper") and spec.arch == "sm_90":
+            misfit = hopper_misfit(call)
+            if misfit is not None and target == "hopper":
+                raise WeftError(f"target hopper: {misfit}")
+            if misfit is not None and choose(spec, None)[0] == "hopper":
+                target = "triton"
+        return compile_kernel(self.attention, spec, target, schedule)
+
+    # autograd
+    def save(self, ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        names = [p.name for p in self.parameters]
+        needs = ctx.needs_input_grad[N_FIRST : N_FIRST + len(names)]
+        ctx.wanted = ",".join(n for n, need in zip(names, needs) if need)
+        self.facts.check_gradients(frozenset(ctx.wanted.split(",")))
+        if inputs[2] is None and any(ctx.needs_input_grad):
+            raise WeftError(
+                f"{self.attention.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
+            )
+        ctx.set_materialize_grads(False)
+        tensors = [t for t in inputs if isinstance(t, Tensor)]
+        ctx.rest = [None if isinstance(t, Tensor) else t for t in inputs]
+        ctx.is_tensor = [isinstance(t, Tensor) for t in inputs]
+        ctx.save_for_backward(*output, *tensors)
+
+    def autograd_of(self, backward_op: torch._ops.OpOverload) -> Callable[..., tuple[Tensor | None, ...]]:
+        def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+            out, lse, *saved = ctx.saved_tensors
+            tensors = iter(saved)
+            inputs = [next(tensors) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.rest)]
+            dout = torch.zeros_like(out) if dout is None else dout
+            gradients = iter(backward_op(dout, dlse, out, lse, *inputs, ctx.wanted))
+            wanted = ctx.wanted.split(",")
+            names = [None] * N_FIRST + [p.name for p in self.parameters] + [None] * (len(inputs))
+            return tuple(
+                next(gradients) if (i < N_FIRST and inputs[i] is not None) or (n is not None and n in wanted) else None
+                for i, n in zip(range(len(inputs)), names)
+            )
+
+        return backward
+
+    def refuse_double_backward(self, ctx, *grads) -> NoReturn:  # type: ignore[no-untyped-def]
+        raise WeftError(
+            f"{self.attention.name}: second derivatives are not available; use {self.attention.name}.reference(...), "
+            "which torch can differentiate twice"
+        )
+
+    def refuse_vmap(self, info, in_dims, *args) -> NoReturn:  # type: ignore[no-untyped-def]
+        raise WeftError(
+            f"{self.attention.name}: vmap is not available; put the mapped dimension into the batch dimension of the operands"
+        )
+
+
+def scatter(
+    gradient: OperandGradient, total: Tensor, call: CallTensors, operands: dict[str, Operand], result: Tensor
+) -> None:
+    """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
+    batch, heads, q_len = call.query.shape[:3]
+    kv_heads, kv_len = call.key.shape[1:3]
+    device = total.device
+    head = torch.arange(heads, device=device).view(1, -1, 1)
+    offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
+    env = {
+        "batch": torch.arange(batch, device=device).view(-1, 1, 1), "head": head,
+        "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "q_len": q_len, "kv_len": kv_len,
+        "head_dim": call.head_dim, "q_pos": torch.arange(q_len, device=device) + offset,
+        "kv_pos": torch.arange(kv_len, device=device), **operands,
+    }  # fmt: skip
+    sums = total if total.dim() == 3 else total[..., None]
+    index = [evaluate(i, env, torch.float64, device).expand(sums.shape) for i in gradient.load.index]
+    result.index_put_(tuple(index), sums, accumulate=True)  # sorts on a GPU, so the order of additions is fixed
+
+
+class _on_device:
+    """Make the operands' GPU the current one: Triton launches there, whatever the caller's current device is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.guard = torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self.guard is not None:
+            self.guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.guard is not None:
+            self.guard.__exit__(*error)

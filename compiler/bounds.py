@@ -1,0 +1,679 @@
+"""Derive from a mask where a tile must look: intervals of positions that may be visible, and parts that all are.
+
+    kv_bounds((kv_pos <= q_pos) & (q_pos - kv_pos < 4))   -->   [q_first - 3, q_last + 1), full in [q_last - 3, q_first + 1)
+
+Four steps: the mask becomes a disjunction of terms; each comparison in them is solved for the axis (`kv_pos >= e`,
+`kv_pos < e`) or for the other position; `e` is bounded over the tile of the other axis by interval arithmetic; terms
+become intervals, merged where that is certain to be exact. Divisors and coefficients known only at run time are
+assumed positive, and `where(d > 0, ...)` falls back to the whole axis where they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal as Choice
+
+from ..ir.errors import InternalError
+from ..ir.expr import Call, Const, Expr, Symbol, symbol
+from ..ir.walk import nodes, rewrite, symbols
+from .affine import (
+    Sum, all_of, at_most, choose, const, difference, is_positive, make, maximum, minimum, not_above, plus, simplified,
+)  # fmt: skip
+from .types import Bounds, Interval
+
+MAX_INTERVALS = 4
+_MAX_TERMS = 48
+_LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
+_HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one, with tiles in it where nothing is visible"
+_POSITIONS = frozenset({"q_pos", "kv_pos"})
+
+
+def kv_bounds(mask: Expr) -> Bounds:
+    """kv positions that the query positions q_first..q_last (inclusive) can see.
+
+    mask: a canonical bool expression. The result holds for all run-time values of operands and lengths.
+    """
+    return _bounds(mask, _Axis("kv", "kv_pos", "q_pos", symbol("q_first"), symbol("q_last"), const(0), symbol("kv_len")))
+
+
+def q_bounds(mask: Expr) -> Bounds:
+    """q positions that can see the kv positions kv_first..kv_last (inclusive); see `kv_bounds`."""
+    start, end = symbol("q_offset"), simplified(symbol("q_offset") + symbol("q_len"))
+    return _bounds(mask, _Axis("q", "q_pos", "kv_pos", symbol("kv_first"), symbol("kv_last"), start, end))
+
+
+@dataclass(frozen=True)
+class _Axis:
+    name: Choice["kv", "q"]
+    position: str  # the symbol that is solved for
+    other: str  # the symbol that runs over the tile
+    first: Expr  # of the tile
+    last: Expr
+    start: Expr  # of the axis
+    end: Expr
+
+
+@dataclass(frozen=True)
+class _Literal:
+    """One solved condition. `assume` lists what must be positive for it to be right."""
+
+    kind: Choice["from", "until", "other_from", "other_until", "other_sign", "run_time", "open"]
+    # from: position >= value; until: position < value; other_*: the same for the other axis; other_sign: value <= 0;
+    # run_time: value is a bool without positions; open: value has no closed form
+    value: Expr
+    assume: tuple[Expr, ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.kind} {self.value.text} {' '.join(a.text for a in self.assume)}"
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A conjunction; `loose` where something was left out, so that it never proves everything visible."""
+
+    literals: tuple[_Literal, ...] = ()
+    loose: bool = False
+
+    @cached_property
+    def texts(self) -> frozenset[str]:
+        return frozenset(literal.text for literal in self.literals)
+
+    def joined(self, other: _Term) -> _Term:
+        new = tuple(l for l in other.literals if l.text not in self.texts)
+        return _Term(self.literals + new, self.loose or other.loose)
+
+
+_Terms = list[_Term]  # their disjunction; [] is never, [_Term()] is always
+
+
+def _bounds(mask: Expr, axis: _Axis) -> Bounds:
+    solver = _Solver(axis)
+    terms = _absorbed(solver.terms(mask, True))
+    pieces = [_piece(term, solver) for term in terms]
+    intervals = _merged([p for p in pieces if p is not None], axis)
+    if len(intervals) > MAX_INTERVALS:
+        solver.notes.append(_HULL)
+        intervals = _few(intervals)
+    if not intervals:
+        intervals = [Interval(axis.start, axis.start, axis.start, axis.start)]
+    return Bounds(axis.name, tuple(intervals), tuple(dict.fromkeys(solver.notes)))
+
+
+# -- the mask as terms ------------------------------------------------------------------------------------------------
+@dataclass
+class _Solver:
+    """Turns conditions into terms; collects what it could not solve."""
+
+    axis: _Axis
+    notes: list[str] = field(default_factory=list)
+
+    def terms(self, node: Expr, wanted: bool) -> _Terms:
+        """`node`, or its negation where it is not wanted, as a disjunction of terms."""
+        if isinstance(node, Const):
+            return [_Term()] if node.value == wanted else []
+        if not symbols(node) & _POSITIONS:
+            return [_Term((_Literal("run_time", node if wanted else _negated(node)),))]
+        match node:
+            case Call("not", (a,)):
+                return self.terms(a, not wanted)
+            case Call("and" | "or" as op, (a, b)):
+                combine = self.both if (op == "and") == wanted else self.either
+                return combine(self.terms(a, wanted), self.terms(b, wanted))
+            case Call("xor" | "eq" | "ne" as op, (a, b)) if a.dtype == "bool":
+                return self.agreement(a, b, (op == "eq") == wanted)
+            case Call("where", (condition, a, b)):
+                return self.case(condition, self.terms(a, wanted), self.terms(b, wanted))
+            case Call("lt" | "le" | "gt" | "ge" | "eq" | "ne" as op, (a, b)) if {a.dtype, b.dtype} == {"int"}:
+                return self.comparison(op, a, b, wanted, node)
+            case _:
+                return self.open(node)
+
+    def both(self, a: _Terms, b: _Terms) -> _Terms:
+        if len(a) * len(b) > _MAX_TERMS:
+            self.notes.append(_LOOSE)
+            a, b = (_loosened(a), b) if len(a) > len(b) else (a, _loosened(b))
+        joined = [x.joined(y) for x in a for y in b]
+        return _absorbed([t for t in joined if not _impossible(t)])
+
+    def either(self, a: _Terms, b: _Terms) -> _Terms:
+        both = _absorbed([*a, *b])
+        if len(both) > _MAX_TERMS:
+            self.notes.append(_LOOSE)
+            return _loosened(both)
+        return both
+
+    def agreement(self, a: Expr, b: Expr, equal: bool) -> _Terms:
+        same = self.both(self.terms(a, True), self.terms(b, equal))
+        return self.either(same, self.both(self.terms(a, False), self.terms(b, not equal)))
+
+    def case(self, condition: Expr, a: _Terms, b: _Terms) -> _Terms:
+        return self.either(self.both(self.terms(condition, True), a), self.both(self.terms(condition, False), b))
+
+    def open(self, node: Expr) -> _Terms:
+        self.notes.append(_note(node))
+        return [_Term((_Literal("open", node),))]
+
+    # -- comparisons of integers --------------------------------------------------------------------------------------
+    def comparison(self, op: str, a: Expr, b: Expr, wanted: bool, node: Expr) -> _Terms:
+        if not wanted:
+            op = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}[op]
+        choice = _position_choice(node)
+        if choice is not None:
+            a1, a2, b1, b2 = (_branch(x, choice, n) for x in (a, b) for n in (1, 2))
+            return self.case(
+                choice, self.comparison(op, a1, b1, True, make(op, a1, b1)), self.comparison(op, a2, b2, True, make(op, a2, b2))
+            )
+        assume = _divisors(node)
+        if assume is None:
+            return self.open(node)
+        gap = Sum.of(a) - Sum.of(b)
+        return self.sign(op, gap, assume, node)
+
+    def sign(self, op: str, gap: Sum, assume: tuple[Expr, ...], node: Expr) -> _Terms:
+        """`gap op 0`."""
+        low, high = gap.scaled(-1), gap
+        match op:
+            case "le":
+                return self.at_most_zero(high, assume, node)
+            case "lt":
+                return self.at_most_zero(high.shifted(1), assume, node)
+            case "ge":
+                return self.at_most_zero(low, assume, node)
+            case "gt":
+                return self.at_most_zero(low.shifted(1), assume, node)
+            case "eq":
+                if _solvable(gap, self.axis.position):
+                    return self.both(self.at_most_zero(high, assume, node), self.at_most_zero(low, assume, node))
+                return self.open(node)
+            case _:
+                if _solvable(gap, self.axis.position):
+                    return self.either(
+                        self.at_most_zero(high.shifted(1), assume, node), self.at_most_zero(low.shifted(1), assume, node)
+                    )
+                return self.open(node)
+
+    def at_most_zero(self, gap: Sum, assume: tuple[Expr, ...], node: Expr) -> _Terms:
+        """`gap <= 0`, solved for the axis where it occurs, else for the other position."""
+        gap = _gathered(gap)
+        number = gap.value
+        if number is not None:
+            return self.assuming(assume, number <= 0)
+        names = symbols(gap.expr)
+        if self.axis.position in names:
+            return self.solved(self.axis.position, gap, assume, node)
+        if self.axis.other in names:
+            return self.solved(self.axis.other, gap, assume, node)
+        return self.assuming(assume, not_above(gap.expr, const(0)))
+
+    def assuming(self, assume: tuple[Expr, ...], condition: Expr | bool) -> _Terms:
+        """A condition without positions; unknown where an assumption fails."""
+        node = const(condition) if isinstance(condition, bool) else condition
+        unknown = [a for a in assume if not is_positive(a)]
+        if not unknown:
+            return [] if _is(node, False) else [_Term()] if _is(node, True) else [_Term((_Literal("run_time", node),))]
+        return [_Term((_Literal("other_sign", choose(node, const(0), const(1)), tuple(unknown)),))]
+
+    def solved(self, position: str, gap: Sum, assume: tuple[Expr, ...], node: Expr) -> _Terms:
+        isolated = _isolated(gap, position)
+        if isolated is None:
+            if position == self.axis.other:
+                return [_Term((_Literal("other_sign", gap.expr, assume),))]
+            return self.open(node)
+        atom, factor, rest = isolated
+        upper = True
+        if factor.value is None and not is_positive(factor.expr):
+            if _reads_negative(factor):
+                factor, upper = factor.scaled(-1), False
+            assume = _with(assume, factor.expr)
+        elif factor.value is not None and factor.value < 0:
+            factor, upper = factor.scaled(-1), False
+        # upper: factor * atom + rest <= 0; else: rest <= factor * atom
+        divided = (rest.scaled(-1) if upper else rest + factor.shifted(-1)).expr
+        limit = Sum.of(divided) if factor.value == 1 else Sum.of(make("floordiv", divided, factor.expr))
+        return self.limited(position, atom, upper, limit, assume, node)
+
+    def limited(
+        self, position: str, atom: Expr, upper: bool, limit: Sum, assume: tuple[Expr, ...], node: Expr
+    ) -> _Terms:
+        """`atom <= limit` or `atom >= limit`: inverts the atom until the position itself is left."""
+
+        def part(inner: Sum) -> _Terms:
+            return self.at_most_zero(inner - limit if upper else limit - inner, assume, node)
+
+        match atom:
+            case Symbol():
+                prefix = "" if position == self.axis.position else "other_"
+                kind = f"{prefix}{'until' if upper else 'from'}"
+                value = limit.shifted(1) if upper else limit
+                return [_Term((_Literal(kind, value.expr, assume),))]  # type: ignore[arg-type]
+            case Call("floordiv", (a, d)) if position not in symbols(d):
+                # a // d <= u  is  a < d * (u + 1);  a // d >= v  is  a >= d * v   (d > 0)
+                scaled = limit.shifted(1 if upper else 0) * Sum.of(d)
+                return self.at_most_zero(
+                    Sum.of(a) - scaled.shifted(-1) if upper else scaled - Sum.of(a), assume, node
+                )
+            case Call("minimum" | "maximum" as op, (a, b)):
+                combine = self.both if (op == "maximum") == upper else self.either
+                return combine(part(Sum.of(a)), part(Sum.of(b)))
+            case Call("abs", (a,)):
+                combine = self.both if upper else self.either
+                return combine(part(Sum.of(a)), part(Sum.of(a).scaled(-1)))
+            case _ if position == self.axis.other:
+                gap = Sum.of(atom) - limit if upper else limit - Sum.of(atom)
+                return [_Term((_Literal("other_sign", gap.expr, assume),))]
+            case _:
+                return self.open(node)
+
+
+def _is(node: Expr, value: bool) -> bool:
+    return isinstance(node, Const) and node.value is value
+
+
+def _negated(node: Expr) -> Expr:
+    match node:
+        case Call("not", (a,)):
+            return a
+        case Call("lt", (a, b)) if {a.dtype, b.dtype} == {"int"}:
+            return make("le", b, a)
+        case Call("le", (a, b)) if {a.dtype, b.dtype} == {"int"}:
+            return make("lt", b, a)
+        case _:
+            return make("not", node)
+
+
+def _note(node: Expr) -> str:
+    return f"`{node.text}` has no closed form: it skips no tile and makes none full"
+
+
+def _with(assume: tuple[Expr, ...], node: Expr) -> tuple[Expr, ...]:
+    return assume if node.text in {a.text for a in assume} else (*assume, node)
+
+
+def _position_choice(node: Expr) -> Expr | None:
+    """The condition of an integer `where` that reads a position, to be decided before solving."""
+    for n in nodes(node):
+        if isinstance(n, Call) and n.op == "where" and symbols(n.args[0]) & _POSITIONS:
+            return n.args[0]
+    return None
+
+
+def _branch(node: Expr, condition: Expr, branch: int) -> Expr:
+    def rule(n: Expr) -> Expr | None:
+        taken = isinstance(n, Call) and n.op == "where" and n.args[0].text == condition.text
+        return n.args[branch] if taken else None  # type: ignore[union-attr]
+
+    return rewrite(node, rule)
+
+
+def _divisors(node: Expr) -> tuple[Expr, ...] | None:
+    """Divisors under positions that are positive only by assumption; None where one depends on a position or is 0."""
+    found: tuple[Expr, ...] = ()
+    for n in nodes(node):
+        if isinstance(n, Call) and n.op in ("floordiv", "mod") and symbols(n) & _POSITIONS:
+            divisor = Sum.of(n.args[1])
+            if symbols(divisor.expr) & _POSITIONS or divisor.value == 0:
+                return None
+            if divisor.value is None and not is_positive(divisor.expr):
+                found = _with(found, divisor.expr)
+    return found
+
+
+def _units(gap: Sum, position: str) -> dict[str, Expr]:
+    """The different factors that contain the position."""
+    return {f.text: f for _, factors in gap.terms.values() for f in factors if position in symbols(f)}
+
+
+def _isolated(gap: Sum, position: str) -> tuple[Expr, Sum, Sum] | None:
+    """gap = factor * atom + rest with the position in the atom alone, and a factor without positions."""
+    units = _units(gap, position)
+    if len(units) != 1:
+        return None
+    ((text, atom),) = units.items()
+    inside = {k: t for k, t in gap.terms.items() if text in k}
+    factor: dict[tuple[str, ...], tuple[int, tuple[Expr, ...]]] = {}
+    for coefficient, factors in inside.values():
+        others = tuple(f for f in factors if f.text != text)
+        if len(others) != len(factors) - 1 or any(symbols(f) & _POSITIONS for f in others):
+            return None
+        factor[tuple(f.text for f in others)] = (coefficient, others)
+    return atom, Sum(factor), Sum({k: t for k, t in gap.terms.items() if text not in k})
+
+
+def _solvable(gap: Sum, position: str) -> bool:
+    """Whether an equation can be split into two inequalities that are solved exactly."""
+    gap = _gathered(gap)
+    if position not in symbols(gap.expr):
+        return True
+    isolated = _isolated(gap, position)
+    return isolated is not None and not (isinstance(isolated[0], Call) and isolated[0].op == "mod")
+
+
+def _reads_negative(factor: Sum) -> bool:
+    """Whether a run-time factor is written with a minus: `-stride`."""
+    return all(c < 0 for c, _ in factor.terms.values())
+
+
+def _gathered(gap: Sum) -> Sum:
+    """x - x % d is d * (x // d): one position less where both occur."""
+    for coefficient, factors in gap.terms.values():
+        for factor in factors:
+            if isinstance(factor, Call) and factor.op == "mod" and symbols(factor) & _POSITIONS:
+                a, d = factor.args
+                whole = Sum.of(a) - Sum.of(d) * Sum.of(make("floordiv", a, d))
+                others = Sum({(): (coefficient, ())})
+                for other in factors:
+                    if other is not factor:
+                        others = others * Sum.of(other)
+                tried = gap - others * Sum.of(factor) + others * whole
+                if _count_positions(tried) < _count_positions(gap):
+                    return _gathered(tried)
+    return gap
+
+
+def _count_positions(gap: Sum) -> int:
+    return sum(1 for _, factors in gap.terms.values() for f in factors if symbols(f) & _POSITIONS)
+
+
+# -- terms ------------------------------------------------------------------------------------------------------------
+def _absorbed(terms: Iterable[_Term]) -> _Terms:
+    """x | (x & y) is x."""
+    kept: _Terms = []
+    for term in terms:
+        if any(k.texts <= term.texts and (term.loose or not k.loose) for k in kept):
+            continue
+        kept = [k for k in kept if not (term.texts <= k.texts and (k.loose or not term.loose))] + [term]
+    return kept
+
+
+def _loosened(terms: _Terms) -> _Terms:
+    """One weaker term: what all of them share."""
+    shared = frozenset.intersection(*(t.texts for t in terms))
+    return [_Term(tuple(l for l in terms[0].literals if l.text in shared), loose=True)]
+
+
+def _impossible(term: _Term) -> bool:
+    """Whether two conditions exclude each other for every pair of positions."""
+    sure = [l for l in term.literals if not l.assume]
+    for a in sure:
+        for b in sure:
+            if (a.kind, b.kind) in (("from", "until"), ("other_from", "other_until")) and at_most(b.value, a.value):
+                return True
+            if a.kind == b.kind == "run_time" and _negated(a.value).text == b.value.text:
+                return True
+    return False
+
+
+# -- terms as intervals -----------------------------------------------------------------------------------------------
+_Range = tuple[Expr, Expr]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What interval arithmetic knows: the other position, its range, and what is assumed positive."""
+
+    position: str
+    first: Expr
+    last: Expr
+    positive: frozenset[str] = frozenset()
+
+    def of(self, literal: _Literal) -> _Range | None:
+        assumed = frozenset(a.text for a in literal.assume)
+        return _range(literal.value, _Tile(self.position, self.first, self.last, assumed))
+
+
+def _piece(term: _Term, solver: _Solver) -> Interval | None:
+    """The interval of one term; None where it is surely empty."""
+    axis = solver.axis
+    part, seen_if = _tile_part(term, axis)
+    whole = _Tile(axis.other, axis.first, axis.last)
+    all_if: list[Expr] = []
+    lo, hi, full_lo, full_hi = [axis.start], [axis.end], [axis.start], [axis.end]
+    certain = not term.loose
+    for literal in term.literals:
+        some, every = part.of(literal), whole.of(literal)
+        if literal.kind == "open" or some is None or every is None:
+            certain = False
+            if literal.kind != "open":
+                solver.notes.append(_note(_written(literal, axis)))
+            continue
+        match literal.kind:
+            case "run_time":
+                seen_if.append(literal.value)
+                all_if.append(literal.value)
+            case "other_from":
+                all_if.append(_certainly(literal, not_above(literal.value, axis.first)))
+            case "other_until":
+                all_if.append(_certainly(literal, not_above(plus(axis.last, 1), literal.value)))
+            case "other_sign":
+                seen_if.append(_possibly(literal, not_above(some[0], const(0))))
+                all_if.append(_certainly(literal, not_above(every[1], const(0))))
+            case "from":
+                lo.append(_assumed(literal, some[0], axis.start))
+                full_lo.append(_assumed(literal, every[1], axis.end))
+            case "until":
+                hi.append(_assumed(literal, some[1], axis.end))
+                full_hi.append(_assumed(literal, every[0], axis.start))
+            case _:
+                raise InternalError(f"tile bounds: unknown condition {literal.kind}")
+    visible, complete = all_of(seen_if), all_of(all_if)
+    if _is(visible, False):
+        return None
+    low = _limit(maximum, lo, axis.start)
+    high = choose(visible, _limit(minimum, hi, axis.end), axis.start)
+    if not certain or _is(complete, False):
+        return Interval(low, high, axis.start, axis.start)
+    full_high = choose(complete, _limit(minimum, full_hi, axis.end), axis.start)
+    return Interval(low, high, _limit(maximum, full_lo, axis.start), full_high)
+
+
+def _written(literal: _Literal, axis: _Axis) -> Expr:
+    """A solved condition as the user may recognise it."""
+    position, zero = symbol(axis.position), const(0)
+    match literal.kind:
+        case "from":
+            return make("le", literal.value, position)
+        case "until":
+            return make("lt", position, literal.value)
+        case _:
+            return make("le", literal.value, zero)
+
+
+def _limit(choice: object, values: list[Expr], default: Expr) -> Expr:
+    """The tightest of the values; the axis' own end is left out where another is given, tiles are clipped later."""
+    given = [v for v in values if v.text != default.text]
+    return choice(*given) if given else default  # type: ignore[operator]
+
+
+def _certainly(literal: _Literal, condition: Expr) -> Expr:
+    return all_of([*(make("lt", const(0), a) for a in literal.assume), condition])
+
+
+def _possibly(literal: _Literal, condition: Expr) -> Expr:
+    """The condition, or True where an assumption fails."""
+    assumed = all_of(make("lt", const(0), a) for a in literal.assume)
+    if _is(assumed, True) or _is(condition, True):
+        return condition
+    fails = make("not", assumed)
+    return fails if _is(condition, False) else make("or", condition, fails)
+
+
+def _tile_part(term: _Term, axis: _Axis) -> tuple[_Tile, list[Expr]]:
+    """The part of the other axis' tile that a term speaks of, and when it is not empty."""
+    first, last = axis.first, axis.last
+    conditions: list[Expr] = []
+    froms = [l for l in term.literals if l.kind == "other_from"]
+    untils = [l for l in term.literals if l.kind == "other_until"]
+    for l in froms:
+        first = maximum(first, _assumed(l, l.value, axis.first))
+        conditions.append(_possibly(l, not_above(l.value, axis.last)))
+    for l in untils:
+        last = minimum(last, _assumed(l, plus(l.value, -1), axis.last))
+        conditions.append(_possibly(l, not_above(plus(axis.first, 1), l.value)))
+    for a in froms:
+        for b in untils:
+            both = _Literal("run_time", a.value, (*a.assume, *b.assume))
+            conditions.append(_possibly(both, not_above(plus(a.value, 1), b.value)))
+    return _Tile(axis.other, first, last), conditions
+
+
+def _assumed(literal: _Literal, value: Expr, default: Expr) -> Expr:
+    return choose(all_of(make("lt", const(0), a) for a in literal.assume), value, default)
+
+
+# -- interval arithmetic over the tile of the other axis --------------------------------------------------------------
+def _range(node: Expr, tile: _Tile) -> _Range | None:
+    """Least and greatest value of an integer expression while the other position runs over the tile; None if unknown.
+
+    Divisors are positive here: they are numbers, or assumed so by the literal that holds them.
+    """
+    if tile.position not in symbols(node) or node.dtype != "int":
+        return node, node
+    total = Sum.of(node)
+    low, high = Sum({}), Sum({})
+    for coefficient, factors in total.terms.values():
+        part = _product_range(coefficient, factors, tile)
+        if part is None:
+            return None
+        low, high = low + Sum.of(part[0]), high + Sum.of(part[1])
+    return low.expr, high.expr
+
+
+def _product_range(coefficient: int, factors: tuple[Expr, ...], tile: _Tile) -> _Range | None:
+    fixed: Expr = const(coefficient)
+    moving: list[_Range] = []
+    for factor in factors:
+        if tile.position not in symbols(factor):
+            fixed = simplified(make("mul", fixed, factor))
+            continue
+        found = _atom_range(factor, tile)
+        if found is None:
+            return None
+        moving.append(found)
+    result = (fixed, fixed)
+    for n, part in enumerate(moving):
+        result = _times(fixed, part, tile) if n == 0 else _corners(result, part)
+    return result
+
+
+def _times(fixed: Expr, part: _Range, tile: _Tile) -> _Range:
+    low, high = (simplified(make("mul", fixed, p)) for p in part)
+    sign = Sum.of(fixed)
+    if sign.value is not None or _positive(sign, tile):
+        return (low, high) if sign.value is None or sign.value >= 0 else (high, low)
+    return minimum(low, high), maximum(low, high)
+
+
+def _positive(total: Sum, tile: _Tile) -> bool:
+    known = all(c > 0 and all(f.text in tile.positive for f in factors) for c, factors in total.terms.values())
+    return known or total.expr.text in tile.positive or is_positive(total.expr)
+
+
+def _corners(a: _Range, b: _Range) -> _Range:
+    products = [simplified(make("mul", x, y)) for x in a for y in b]
+    return minimum(*products), maximum(*products)
+
+
+def _atom_range(atom: Expr, tile: _Tile) -> _Range | None:
+    if isinstance(atom, Symbol):
+        return tile.first, tile.last
+    if not isinstance(atom, Call):
+        return None
+    match atom.op:
+        case "floordiv":
+            a = _range(atom.args[0], tile)
+            return a and tuple(simplified(make("floordiv", x, atom.args[1])) for x in a)  # type: ignore[return-value]
+        case "mod":
+            a = _range(atom.args[0], tile)
+            return a and _mod_range(a, atom.args[1])
+        case "minimum" | "maximum":
+            a, b = (_range(x, tile) for x in atom.args)
+            choice = minimum if atom.op == "minimum" else maximum
+            return None if a is None or b is None else (choice(a[0], b[0]), choice(a[1], b[1]))
+        case "abs":
+            a = _range(atom.args[0], tile)
+            return a and _abs_range(a)
+        case "where":
+            a, b = (_range(x, tile) for x in atom.args[1:])
+            if a is None or b is None or symbols(atom.args[0]) & _POSITIONS:
+                return None
+            return choose(atom.args[0], a[0], b[0]), choose(atom.args[0], a[1], b[1])
+        case _:
+            return None
+
+
+def _mod_range(a: _Range, d: Expr) -> _Range:
+    """Within one period the remainder grows; over a border it can be anything from 0 to d - 1."""
+    periods = [simplified(make("floordiv", x, d)) for x in a]
+    within = make("eq", *periods) if periods[0].text != periods[1].text else const(True)
+    low, high = (simplified(make("mod", x, d)) for x in a)
+    return choose(within, low, const(0)), choose(within, high, plus(d, -1))
+
+
+def _abs_range(a: _Range) -> _Range:
+    low, high = a
+    minus_low, minus_high = (simplified(make("neg", x)) for x in a)
+    return maximum(low, minus_high, const(0)), maximum(minus_low, high)
+
+
+# -- intervals --------------------------------------------------------------------------------------------------------
+def _merged(intervals: list[Interval], axis: _Axis) -> list[Interval]:
+    """Intervals joined as long as some pair is certain to make one interval whose full part is exact."""
+    for n, a in enumerate(intervals):
+        for m, b in enumerate(intervals):
+            joined = _joined(a, b, axis) if n != m else None
+            if joined is not None:
+                rest = [x for k, x in enumerate(intervals) if k not in (n, m)]
+                return _merged([*rest[:n], joined, *rest[n:]], axis)
+    return intervals
+
+
+def _joined(a: Interval, b: Interval, axis: _Axis) -> Interval | None:
+    """The union of two intervals, where it is surely one interval, and so is the union of their full parts."""
+    if a.lo.text == b.lo.text == axis.start.text:
+        lo, hi = axis.start, _limit_union(maximum, a.hi, b.hi, axis.end)
+    elif a.hi.text == b.hi.text == axis.end.text:
+        lo, hi = _limit_union(minimum, a.lo, b.lo, axis.start), axis.end
+    elif _no_later(a.lo, b.lo, axis) and (a.hi.text == axis.end.text or at_most(b.hi, a.hi)):
+        lo, hi = a.lo, a.hi
+    else:
+        return None
+    if _never_full(b, axis):
+        return Interval(lo, hi, a.full_lo, a.full_hi)
+    if _never_full(a, axis):
+        return Interval(lo, hi, b.full_lo, b.full_hi)
+    if a.full_lo.text == b.full_lo.text == axis.start.text:
+        return Interval(lo, hi, axis.start, _limit_union(maximum, a.full_hi, b.full_hi, axis.end))
+    if a.full_hi.text == b.full_hi.text == axis.end.text:
+        return Interval(lo, hi, _limit_union(minimum, a.full_lo, b.full_lo, axis.start), axis.end)
+    return None
+
+
+def _limit_union(choice: object, a: Expr, b: Expr, unbounded: Expr) -> Expr:
+    return unbounded if unbounded.text in (a.text, b.text) else choice(a, b)  # type: ignore[operator]
+
+
+def _no_later(a: Expr, b: Expr, axis: _Axis) -> bool:
+    return a.text == axis.start.text or at_most(a, b)
+
+
+def _never_full(a: Interval, axis: _Axis) -> bool:
+    return a.full_hi.text == axis.start.text
+
+
+def _few(intervals: list[Interval]) -> list[Interval]:
+    """At most MAX_INTERVALS: the rest joined by their hull, which may hold tiles where nothing is visible."""
+    while len(intervals) > MAX_INTERVALS:
+        intervals = [*intervals[:-2], _hull(intervals[-2], intervals[-1])]
+    return intervals
+
+
+def _hull(a: Interval, b: Interval) -> Interval:
+    """One interval around two; an empty one does not widen it; the longer full part stays."""
+    only_a, only_b = make("le", b.hi, b.lo), make("le", a.hi, a.lo)
+    lo = choose(only_a, a.lo, choose(only_b, b.lo, minimum(a.lo, b.lo)))
+    hi = choose(only_a, a.hi, choose(only_b, b.hi, maximum(a.hi, b.hi)))
+    longer = make("le", difference(b.full_hi, b.full_lo), difference(a.full_hi, a.full_lo))
+    return Interval(lo, hi, choose(longer, a.full_lo, b.full_lo), choose(longer, a.full_hi, b.full_hi))

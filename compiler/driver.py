@@ -1,0 +1,112 @@
+"""The whole path in one flat list of steps: from a variant to a loaded module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+from ..ir.attention import Attention
+from . import cache, hardware, schedule, segments, settings, targets
+from .facts import Facts, facts_of
+from .segments import Segments
+from .types import Schedule, Shape, Specialisation
+
+_built = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A generated module and what it was generated for."""
+
+    module: ModuleType
+    path: Path
+    source: str
+    schedule: Schedule
+    segments: Segments
+    facts: Facts
+    spec: Specialisation
+    notes: tuple[str, ...]  # why another target was not chosen
+
+
+def builds() -> int:
+    """How many modules this process has loaded so far: a new length or scalar value must not change it."""
+    return _built
+
+
+@lru_cache(maxsize=4096)
+def compile_kernel(attention: Attention, spec: Specialisation, target: str | None, wanted: str | None) -> Compiled:
+    """The module that computes one direction of a variant; made once, then found again.
+
+    target: None for the best one on spec.arch. wanted: None, the name of an algorithm, or the text of a Schedule.
+    """
+    # ir.Attention -> Facts
+    facts = facts_of(attention)
+    # Specialisation -> target and reasons
+    chosen, notes = targets.choose(spec, target, algorithm_of(wanted))
+    # widths -> Segments
+    parts = segments_of(attention, spec)
+    # Facts + Shape + Hardware -> Schedule
+    plan = schedule.resolve(
+        wanted, nominal_shape(spec), hardware_of(spec.arch), chosen, segments=parts, traits=facts.traits
+    )
+    settings.trace(settings.PLAN, f"{attention.name} {spec.direction}: {plan}")
+    settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
+    # Schedule -> source, unless the cache has it -> module
+    entry = cache.load_or_build(cache_key(attention, spec, plan), lambda: _generate(facts, spec, plan, parts))
+    settings.trace(settings.SOURCE, entry.source)
+    module = _load(entry.path, entry.source, chosen)
+    return Compiled(module, entry.path, entry.source, plan, parts, facts, spec, notes)
+
+
+def _generate(facts: Facts, spec: Specialisation, plan: Schedule, parts: Segments) -> str:
+    from ..codegen.generate import generate
+
+    return generate(facts, spec, plan, parts)
+
+
+def _load(path: Path, source: str, target: str) -> ModuleType:
+    global _built
+    from ..codegen.loader import load
+
+    _built += 1
+    return load(path, interpret=target == "interpret", source=source)
+
+
+def cache_key(attention: Attention, spec: Specialisation, plan: Schedule) -> cache.Key:
+    """Everything that the generated text depends on."""
+    return cache.Key(
+        name=str(attention.name),
+        kernel=f"{plan.algorithm}_{spec.direction}",
+        target=plan.target,
+        layout=f"{spec.layout}-{spec.arch}",
+        variant=attention.canonical_text,
+        schedule=f"{plan}; {spec}",
+    )
+
+
+def segments_of(attention: Attention, spec: Specialisation) -> Segments:
+    """The head dimensions as the kernel's tiles hold them."""
+    latent = attention.latent
+    if latent is None:
+        return segments.for_heads(spec.head_dim, spec.value_dim)
+    form = "absorbed" if spec.value_is_key else "expanded"
+    nope = spec.head_dim - latent.rope
+    return segments.for_latent(form, latent.rank, latent.rope, nope, spec.value_dim)
+
+
+def nominal_shape(spec: Specialisation) -> Shape:
+    """A shape with these widths: schedules never depend on lengths, batch or heads."""
+    return Shape(1, 1, 1, 4096, 4096, spec.head_dim, spec.value_dim, spec.dtype)
+
+
+def algorithm_of(wanted: str | None) -> str:
+    """The algorithm that a schedule's name or text asks for."""
+    return "flash" if wanted is None else wanted.split("/")[0]
+
+
+def hardware_of(arch: str) -> hardware.Hardware:
+    """The record whose limits hold for code generated for `arch`."""
+    known = (h for h in hardware.KNOWN.values() if h.arch == arch)
+    return next(known, None) or hardware.this_machine()

@@ -1,0 +1,135 @@
+"""What is proven about a variant, each fact worked out when first asked for.
+
+A warm start needs the cheap facts only; the derivatives, which need sympy, are asked for by code generation alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from ..ir.attention import Attention
+from ..ir.errors import WeftError
+from ..ir.expr import Call, Const, Expr, Load, Symbol, symbol
+from ..ir.walk import symbols
+from .bounds import kv_bounds, q_bounds
+from .cost import Traits
+from .tiles import tile_program
+from .types import Bounds, OperandGradient, TileProgram
+
+GradientKind = Literal["total", "row", "column", "mixed"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about one variant; see DESIGN of the symbolic border in docs/design.md."""
+
+    attention: Attention
+
+    @cached_property
+    def linear_scale(self) -> Expr | None:
+        """c when the score is c * qk with a provably positive c that is one number for a head; else None."""
+        return _positive_factor(self.attention.folded_score)
+
+    @cached_property
+    def kv_bounds(self) -> Bounds:
+        return kv_bounds(self.attention.folded_mask)
+
+    @cached_property
+    def q_bounds(self) -> Bounds:
+        return q_bounds(self.attention.folded_mask)
+
+    @cached_property
+    def kv_tiles(self) -> TileProgram:
+        return tile_program(self.kv_bounds)
+
+    @cached_property
+    def q_tiles(self) -> TileProgram:
+        return tile_program(self.q_bounds)
+
+    @cached_property
+    def gradient_kinds(self) -> tuple[tuple[Load, GradientKind], ...]:
+        """Each read of a float tensor in the score, and how its gradient is reduced."""
+        return tuple((load, _gradient_kind(load)) for load in self.attention.gradient_loads)
+
+    @cached_property
+    def score_derivative(self) -> Expr:
+        """d score / d qk."""
+        from .symbolic import derivative
+
+        return derivative(self.attention.folded_score, symbol("qk"))
+
+    def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
+        """Gradients of the reads of these tensor operands; refuses the patterns that have no kernel yet."""
+        from .symbolic import derivative
+
+        self.check_gradients(operands)
+        score = self.attention.folded_score
+        return tuple(
+            OperandGradient(load, kind, derivative(score, load))
+            for load, kind in self.gradient_kinds
+            if load.tensor.name in operands and kind != "mixed"
+        )
+
+    def check_gradients(self, operands: frozenset[str]) -> None:
+        """Raise WeftError where the gradient of one of these operands cannot be reduced."""
+        for load, kind in self.gradient_kinds:
+            if load.tensor.name in operands and kind == "mixed":
+                raise WeftError(
+                    f"{self.attention.name}: the gradient of `{load}` is not available, because its index mixes q_pos "
+                    f"and kv_pos; index it by heads and one of the positions, or pass {load.tensor.name}.detach()\n"
+                    f"  at {load.where}"
+                )
+
+    @cached_property
+    def bounds_differ_by_head(self) -> bool:
+        """Whether the tiles to visit depend on the head or the batch row."""
+        from ..ir.walk import loads
+
+        parts = [e for line in self.kv_tiles.body + self.q_tiles.body for e in (line.value,)]
+        return any(symbols(e) & {"head", "kv_head", "batch"} or loads(e) for e in parts)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """What the scheduler and the cost model need to know."""
+        return Traits(
+            linear=self.linear_scale is not None,
+            masked=self.attention.is_masked,
+            operand_gradients=len(self.attention.gradient_loads),
+        )
+
+
+@lru_cache(maxsize=1024)
+def facts_of(attention: Attention) -> Facts:
+    """The facts of a variant, shared by all its equals."""
+    return Facts(attention)
+
+
+def _positive_factor(score: Expr) -> Expr | None:
+    if isinstance(score, Call) and score.op == "mul":
+        for qk, factor in (score.args, score.args[::-1]):
+            if isinstance(qk, Symbol) and qk.name == "qk" and _is_positive(factor):
+                return factor
+    return None
+
+
+def _is_positive(node: Expr) -> bool:
+    match node:
+        case Const(value):
+            return value > 0
+        case Symbol("head_dim" | "group" | "q_len" | "kv_len"):
+            return True
+        case Call("mul" | "div" | "add", args):
+            return all(map(_is_positive, args))
+        case Call("sqrt" | "rsqrt", args):
+            return _is_positive(args[0])
+        case Call("exp" | "exp2"):
+            return True
+        case _:
+            return False
+
+
+def _gradient_kind(load: Load) -> GradientKind:
+    used = frozenset().union(*(symbols(i) for i in load.index)) & {"q_pos", "kv_pos"}
+    return {0: "total", 2: "mixed"}.get(len(used)) or ("row" if "q_pos" in used else "column")  # type: ignore[return-value]

@@ -1,0 +1,254 @@
+"""What a machine can do, as far as schedules and predicted times need to know.
+
+Peaks are published figures, dense (no sparsity) and at boost clock. Two fractions say how much of a peak a good kernel
+gets for long; they were measured on one H200 (torch 2.11: a bf16 matrix product runs at 794 TFLOP/s, a device copy at
+4240 GB/s) and are assumed of the other accelerators, so that records rank alike.
+
+Sources
+  [A100]   NVIDIA A100 Tensor Core GPU Architecture, whitepaper v1.0, tables 1 and 4
+  [H100]   NVIDIA H100 Tensor Core GPU Architecture, whitepaper v1.04, table 3 and "H100 SM"
+  [H200]   NVIDIA H200 data sheet, 2024 (the GH100 chip of [H100] with HBM3e)
+  [B200]   NVIDIA Blackwell architecture technical brief and DGX B200 data sheet, 2024-2025
+  [MI300X] AMD Instinct MI300X data sheet; AMD CDNA 3 architecture whitepaper, 2023
+  [CUDA]   CUDA C++ Programming Guide: "Technical Specifications per Compute Capability" and "Throughput of Native
+           Arithmetic Instructions" (16 results of ex2.approx per clock and SM for 8.0, 9.0 and 10.0)
+  [CDNA3]  AMD Instinct MI300 Instruction Set Architecture (transcendentals at a quarter of the vector rate)
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ..ir.errors import WeftError
+
+if TYPE_CHECKING:
+    import torch
+
+KIB, MIB = 1024, 1024 * 1024
+MATRIX_SUSTAINED = 794e12 / 989.4e12  # measured on one H200
+HBM_SUSTAINED = 4240e9 / 4800e9  # likewise
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator, or a CPU seen as one: a core is an SM, its L2 cache the SRAM, its last cache the L2."""
+
+    name: str  # what a user writes: "h100"
+    title: str  # what `explain` prints
+    kind: Literal["cuda", "hip", "cpu"]
+    arch: str  # of the compiler: "sm_90", "gfx942", "cpu"
+    capability: int  # 80, 90, 100; 942; 0 for a CPU
+    sms: int
+    sram_per_sm: int  # bytes of shared memory that all programs of an SM share
+    sram_per_block: int  # bytes that one program may use
+    registers_per_sm: int  # of 32 bits
+    l2_bytes: int  # the last cache before HBM
+    hbm_peak: float  # bytes/s
+    matrix_peak_16: float  # FLOP/s of fp16 and bf16 products
+    matrix_peak_32: float  # FLOP/s of fp32 products in full precision (no TF32), so of the ordinary units
+    exp_per_second: float  # results of the special function units
+    hbm_sustained: float = HBM_SUSTAINED  # fraction of hbm_peak
+    matrix_sustained: float = MATRIX_SUSTAINED  # fraction of matrix_peak
+    launch_seconds: float = 3e-6  # from one kernel to the next in a stream
+
+    @property
+    def hbm_bytes_per_second(self) -> float:
+        """What a long copy reaches, bytes read plus bytes written."""
+        return self.hbm_peak * self.hbm_sustained
+
+    def matrix_flops(self, dtype: str) -> float:
+        """FLOP/s that long matrix products of this dtype reach."""
+        return (self.matrix_peak_32 if dtype == "fp32" else self.matrix_peak_16) * self.matrix_sustained
+
+
+A100 = Hardware(
+    name="a100",
+    title="NVIDIA A100 SXM4 80 GB",
+    kind="cuda",
+    arch="sm_80",
+    capability=80,
+    sms=108,  # [A100] table 1
+    sram_per_sm=164 * KIB,  # [CUDA] 8.0
+    sram_per_block=163 * KIB,  # [CUDA] 8.0
+    registers_per_sm=64 * KIB,  # [CUDA] 8.0
+    l2_bytes=40 * MIB,  # [A100] table 4
+    hbm_peak=2039e9,  # NVIDIA A100 80 GB data sheet
+    matrix_peak_16=312e12,  # [A100] table 1
+    matrix_peak_32=19.5e12,  # [A100] table 1
+    exp_per_second=108 * 16 * 1.41e9,  # [CUDA] rate at the boost clock of [A100] table 4
+)
+H100 = Hardware(
+    name="h100",
+    title="NVIDIA H100 SXM5",
+    kind="cuda",
+    arch="sm_90",
+    capability=90,
+    sms=132,  # [H100] table 3
+    sram_per_sm=228 * KIB,  # [CUDA] 9.0
+    sram_per_block=227 * KIB,  # [CUDA] 9.0
+    registers_per_sm=64 * KIB,  # [CUDA] 9.0
+    l2_bytes=50 * MIB,  # [H100] table 3
+    hbm_peak=3352e9,  # [H100] table 3
+    matrix_peak_16=989.4e12,  # [H100] table 3
+    matrix_peak_32=66.9e12,  # [H100] table 3
+    exp_per_second=132 * 16 * 1.83e9,  # [CUDA] rate at 1830 MHz; the 3.9e12/s of FlashAttention-3, arXiv 2407.08608
+)
+H200 = replace(
+    H100,
+    name="h200",
+    title="NVIDIA H200 SXM",
+    hbm_peak=4800e9,  # [H200]
+    l2_bytes=50 * MIB,  # [H200]; the chip has 60 MiB, and the driver's figure is used where there is one
+)
+B200 = Hardware(
+    name="b200",
+    title="NVIDIA B200 SXM",
+    kind="cuda",
+    arch="sm_100",
+    capability=100,
+    sms=148,  # cudaDeviceProp.multiProcessorCount as reported for HGX B200
+    sram_per_sm=228 * KIB,  # [CUDA] 10.0
+    sram_per_block=227 * KIB,  # [CUDA] 10.0
+    registers_per_sm=64 * KIB,  # [CUDA] 10.0
+    l2_bytes=126 * MIB,  # cudaDeviceProp.l2CacheSize as reported for HGX B200
+    hbm_peak=8000e9,  # [B200]
+    matrix_peak_16=2250e12,  # [B200], half of the sparse figure
+    matrix_peak_32=80e12,  # [B200]
+    exp_per_second=148 * 16 * 1.85e9,  # [CUDA] rate at 1850 MHz
+)
+MI300X = Hardware(
+    name="mi300x",
+    title="AMD Instinct MI300X",
+    kind="hip",
+    arch="gfx942",
+    capability=942,
+    sms=304,  # [MI300X] compute units
+    sram_per_sm=64 * KIB,  # [MI300X] LDS of a compute unit
+    sram_per_block=64 * KIB,  # [MI300X]
+    registers_per_sm=128 * KIB,  # [CDNA3] 4 SIMDs x 512 VGPRs x 64 lanes
+    l2_bytes=256 * MIB,  # [MI300X] Infinity Cache, what stands before HBM; the 4 MiB L2 of each die is above it
+    hbm_peak=5300e9,  # [MI300X]
+    matrix_peak_16=1307.4e12,  # [MI300X]
+    matrix_peak_32=163.4e12,  # [MI300X]
+    exp_per_second=304 * 16 * 2.1e9,  # [CDNA3] 64 lanes / 4 per clock at the 2100 MHz of [MI300X]
+)
+
+
+def _cpu(cores: int) -> Hardware:
+    """A desktop or server CPU with AVX2: rough figures, for plans and for choosing between algorithms."""
+    clock = 2.5e9  # a common all-core clock of servers
+    return Hardware(
+        name="cpu",
+        title=f"CPU, {cores} cores",
+        kind="cpu",
+        arch="cpu",
+        capability=0,
+        sms=cores,
+        sram_per_sm=1 * MIB,  # L2 of a core: 0.5 MiB (AMD Zen 4) to 2 MiB (Intel Sapphire Rapids)
+        sram_per_block=1 * MIB,
+        registers_per_sm=16 * 8,  # AVX2: 16 registers of 8 floats
+        l2_bytes=32 * MIB,  # the shared L3 of a common server share
+        hbm_peak=min(cores, 8) * 20e9,  # one DDR4-3200 channel is 25.6 GB/s; a core alone draws about 20
+        matrix_peak_16=cores * clock * 32,  # computed in fp32
+        matrix_peak_32=cores * clock * 32,  # two FMA of 8 lanes a clock
+        exp_per_second=cores * clock / 2,  # a vectorised exp of 8 floats takes about 16 clocks
+        hbm_sustained=0.8,
+        matrix_sustained=0.8,
+        launch_seconds=5e-6,  # one small torch operation
+    )
+
+
+CPU = _cpu(8)  # a record that does not depend on where it is read
+KNOWN = {record.name: record for record in (A100, H100, H200, B200, MI300X, CPU)}
+
+
+def by_name(name: str) -> Hardware:
+    """The record of "a100", "h100", "h200", "b200", "mi300x" or "cpu", in either case.
+
+    Raises WeftError for any other name, listing the known ones.
+    """
+    record = KNOWN.get(name.lower()) if isinstance(name, str) else None
+    if record is None:
+        raise WeftError(f"hardware: expected one of {', '.join(KNOWN)}, got {name!r}")
+    return record
+
+
+class DeviceProperties(Protocol):
+    """The part of torch.cuda.get_device_properties(...) that is read here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def major(self) -> int: ...
+    @property
+    def minor(self) -> int: ...
+    @property
+    def multi_processor_count(self) -> int: ...
+
+
+def of_device(properties: DeviceProperties) -> Hardware:
+    """The record of a card, with the number of SMs, SRAM and L2 that its driver reports.
+
+    A card without a record takes the nearest record of its maker and generation, its peaks scaled by the number of SMs.
+    """
+    gcn = getattr(properties, "gcnArchName", "")
+    kind: Literal["cuda", "hip"] = "hip" if gcn.startswith("gfx") else "cuda"
+    # "NVIDIA A100-SXM4-80GB" names its record inside a longer word.
+    named = next((r for r in KNOWN.values() if r.kind == kind and r.name in properties.name.lower()), None)
+    record = named or _nearest(kind, properties, gcn)
+    return _as_reported(record, properties)
+
+
+def _nearest(kind: Literal["cuda", "hip"], properties: DeviceProperties, gcn: str) -> Hardware:
+    if kind == "hip":
+        base, arch, capability = MI300X, gcn.split(":")[0], 0
+    else:
+        capability = properties.major * 10 + properties.minor
+        # 8.6, 8.9 and 12.x have the small SRAM of consumer chips, which the driver reports below.
+        base, arch = (A100 if capability < 90 else H100 if capability < 100 else B200), f"sm_{capability}"
+    share = properties.multi_processor_count / base.sms
+    return replace(
+        base,
+        name=properties.name.lower().replace(" ", "_"),
+        title=f"{properties.name} (figures scaled from {base.title})",
+        arch=arch,
+        capability=capability,
+        hbm_peak=base.hbm_peak * share,
+        matrix_peak_16=base.matrix_peak_16 * share,
+        matrix_peak_32=base.matrix_peak_32 * share,
+        exp_per_second=base.exp_per_second * share,
+    )
+
+
+def _as_reported(record: Hardware, properties: DeviceProperties) -> Hardware:
+    """`record` with what the driver knows better. torch reports 0 or nothing for what it cannot read."""
+    block = getattr(properties, "shared_memory_per_block_optin", 0) or record.sram_per_block
+    per_sm = getattr(properties, "shared_memory_per_multiprocessor", 0) or record.sram_per_sm
+    # ROCm reports the L2 of one die, and nothing of the Infinity Cache.
+    l2 = (getattr(properties, "L2_cache_size", 0) if record.kind == "cuda" else 0) or record.l2_bytes
+    return replace(
+        record, sms=properties.multi_processor_count, sram_per_block=block, sram_per_sm=max(per_sm, block), l2_bytes=l2
+    )
+
+
+@cache
+def this_machine() -> Hardware:
+    """The record of the first GPU, or of the CPU where there is none."""
+    import torch
+
+    return for_device(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+@cache
+def for_device(device: torch.device) -> Hardware:
+    """The record of a torch device. Raises WeftError for a device that is neither a CPU nor an accelerator of CUDA or ROCm."""
+    import torch
+
+    if device.type == "cpu":
+        return _cpu(os.cpu_count() or 1)
+    if device.type != "cuda":
+        raise WeftError(f"device: expected a cpu or cuda device, got {device}; move the operands to one of these")
+    return of_device(torch.cuda.get_device_properties(device))

@@ -1,0 +1,346 @@
+"""Turn bounds into a short integer program that a kernel runs once a tile: which tiles to visit, and which need no mask.
+
+Rows are clipped to [0, length), rounded outward where something may be visible and inward where everything is, and made
+sorted and disjoint when there are several intervals. What is certain to change nothing is not written, so that the
+program of a simple mask is as short as a person would write it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..ir.errors import InternalError, WeftError
+from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from ..ir.walk import loads, scalars, substitute
+from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
+from .types import Assign, Bounds, Interval, TileCounts, TileProgram
+
+Value = int | float | bool
+MOST_EXACT = 4096  # tiles of the other axis that count_tiles runs one by one
+_ZERO, _BLOCK, _LENGTH, _I = const(0), name("block"), name("length"), name("i")
+
+
+def tile_program(bounds: Bounds) -> TileProgram:
+    """The straight-line program for these bounds.
+
+    After it runs: intervals sorted and disjoint, lo<k> <= full_lo<k> <= full_hi<k> <= hi<k> within
+    [0, ceil(length / block)], no incomplete tile full, n_edge and n_full the numbers of tiles to visit.
+    """
+    writer = _Writer()
+    rows = [_rows(i, bounds.axis) for i in bounds.intervals]
+    rows = [_Rows(_ZERO, _ZERO, _ZERO, _ZERO)] if not rows else rows
+    if len(rows) > 1:
+        rows = _disjoint(rows, writer)
+    tiles = [_tiles(r, k, len(rows) > 1, writer) for k, r in enumerate(rows)]
+    _counts(tiles, writer)
+    outputs = tuple(f"{part}{k}" for k in range(len(tiles)) for part in ("lo", "full_lo", "full_hi", "hi"))
+    return TileProgram(bounds.axis, tuple(writer.lines), outputs, _edge_tile(tiles), _full_tile(tiles))
+
+
+@dataclass
+class _Writer:
+    lines: list[Assign] = field(default_factory=list)
+    used: dict[str, int] = field(default_factory=dict)  # how many names of each label there are
+
+    def assign(self, target: str, value: Expr, comment: str = "") -> Expr:
+        """Write `target = value`; the expression to use in later lines, which is a number where the value is one."""
+        self.lines.append(Assign(target, value, comment))
+        return value if isinstance(value, Const) else name(target)
+
+    def fresh(self, label: str, value: Expr, comment: str = "") -> Expr:
+        """A new name for the value, unless it is a name or a number already."""
+        if isinstance(value, (Const, Symbol)):
+            return value
+        number = self.used.get(label, 0)
+        self.used[label] = number + 1
+        return self.assign(f"{label}{number}", value, comment)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One interval in rows of the axis, clipped: [lo, hi), with everything visible in [full_lo, full_hi)."""
+
+    lo: Expr
+    hi: Expr
+    full_lo: Expr
+    full_hi: Expr
+
+    @property
+    def never_full(self) -> bool:
+        return at_most(self.full_hi, self.full_lo)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+def _rows(interval: Interval, axis: str) -> _Rows:
+    """Positions become rows (row = position - q_offset on the q axis), then are clipped to [0, length)."""
+    own_length = "kv_len" if axis == "kv" else "q_len"
+
+    def row(position: Expr) -> Expr:
+        position = substitute(position, {own_length: _LENGTH})
+        return position if axis == "kv" else _minus(position, symbol("q_offset"))
+
+    ends = (interval.lo, interval.hi, interval.full_lo, interval.full_hi)
+    lo, hi, full_lo, full_hi = (row(e) for e in ends)
+    # A start past the length, or an end before 0, leaves an empty interval: only the other side needs a clip.
+    return _Rows(maximum(lo, _ZERO), minimum(hi, _LENGTH), maximum(full_lo, _ZERO), minimum(full_hi, _LENGTH))
+
+
+def _minus(node: Expr, offset: Expr) -> Expr:
+    """node - offset, taken inside min, max and where so that like terms meet."""
+    match node:
+        case Call("minimum", (a, b)):
+            return minimum(_minus(a, offset), _minus(b, offset))
+        case Call("maximum", (a, b)):
+            return maximum(_minus(a, offset), _minus(b, offset))
+        case Call("where", (condition, a, b)):
+            return choose(condition, _minus(a, offset), _minus(b, offset))
+        case _:
+            return difference(node, offset)
+
+
+# -- several intervals ------------------------------------------------------------------------------------------------
+def _disjoint(rows: list[_Rows], writer: _Writer) -> list[_Rows]:
+    """Name the ends of every interval, sort them, then join or cut neighbours that overlap."""
+    named = [_named(r, k, writer) for k, r in enumerate(rows)]
+    for last in range(len(named) - 1, 0, -1):
+        for k in range(last):
+            named[k], named[k + 1] = _sorted_pair(named[k], named[k + 1], writer)
+    for k in range(len(named) - 1):
+        named[k], named[k + 1] = _separated(named[k], named[k + 1], writer)
+    return named
+
+
+def _named(rows: _Rows, k: int, writer: _Writer) -> _Rows:
+    """Rows with 0 <= lo <= hi <= length, and a full part inside: empty ones too."""
+    lo = writer.fresh("begin", minimum(rows.lo, _LENGTH), f"rows of interval {k} where something may be visible")
+    hi = writer.fresh("end", maximum(rows.hi, lo))
+    if rows.never_full:
+        return _Rows(lo, hi, lo, lo)
+    full_lo = writer.fresh("full_begin", minimum(maximum(rows.full_lo, lo), hi), "rows where everything is")
+    full_hi = writer.fresh("full_end", minimum(maximum(rows.full_hi, full_lo), hi))
+    return _Rows(lo, hi, full_lo, full_hi)
+
+
+def _sorted_pair(a: _Rows, b: _Rows, writer: _Writer) -> tuple[_Rows, _Rows]:
+    """Smaller ends and larger ends: the union of two intervals stays the same when their ends are sorted."""
+    comment = "" if at_most(a.lo, b.lo) else "ends in order"
+    lows, highs = [], []
+    for label, x, y in (
+        ("begin", a.lo, b.lo), ("end", a.hi, b.hi), ("full_begin", a.full_lo, b.full_lo), ("full_end", a.full_hi, b.full_hi)
+    ):  # fmt: skip
+        if not at_most(x, y):
+            x, y = writer.fresh(label, minimum(x, y), comment), writer.fresh(label, maximum(x, y))
+            comment = ""
+        lows.append(x)
+        highs.append(y)
+    return _Rows(*lows), _Rows(*highs)
+
+
+def _separated(a: _Rows, b: _Rows, writer: _Writer) -> tuple[_Rows, _Rows]:
+    """Sorted neighbours made disjoint. Full parts that touch become one, and with them the intervals; intervals that
+    overlap are cut where the second full part begins, so that no tile in a full part is visited as an edge."""
+    touch, apart = make("le", b.full_lo, a.full_hi), make("lt", a.hi, b.lo)
+    cut = minimum(maximum(b.full_lo, a.lo), b.hi)
+    hi = writer.fresh("end", choose(touch, a.lo, choose(apart, a.hi, cut)), "joined where full parts touch, else cut apart")
+    lo = writer.fresh("begin", choose(touch, a.lo, choose(apart, b.lo, cut)))
+    full_hi = writer.fresh("full_end", choose(touch, a.full_lo, a.full_hi))
+    full_lo = writer.fresh("full_begin", choose(touch, a.full_lo, b.full_lo))
+    return _Rows(a.lo, hi, a.full_lo, full_hi), _Rows(lo, b.hi, full_lo, b.full_hi)
+
+
+# -- tiles ------------------------------------------------------------------------------------------------------------
+def _tiles(rows: _Rows, k: int, several: bool, writer: _Writer) -> _Rows:
+    """Rows rounded to tiles: outward where something may be visible, inward where everything is."""
+    comment = f"tiles [lo{k}, hi{k}) may hold something visible"
+    if several:
+        lo, hi = _later_tiles(rows, k, comment, writer)
+    elif _is_zero(rows.lo):
+        lo = writer.assign(f"lo{k}", _ZERO, comment)
+        hi = writer.assign(f"hi{k}", _upward(maximum(rows.hi, _ZERO)))
+    else:
+        begin, end = writer.fresh("begin", rows.lo), writer.fresh("end", rows.hi)
+        hi = writer.assign(f"hi{k}", _upward(maximum(end, _ZERO)), comment)
+        lo = writer.assign(f"lo{k}", choose(make("lt", begin, end), _downward(begin), hi))
+    if rows.never_full:
+        writer.assign(f"full_lo{k}", lo, "no tile is sure to be full")
+        writer.assign(f"full_hi{k}", lo)
+        return _Rows(lo, hi, lo, lo)
+    full_lo, full_hi = _full(rows, lo, hi, k, several, writer)
+    return _Rows(lo, hi, full_lo, full_hi)
+
+
+def _later_tiles(rows: _Rows, k: int, comment: str, writer: _Writer) -> tuple[Expr, Expr]:
+    """Tiles of one of several intervals, without those of the interval before; none where it is empty."""
+    before = name(f"hi{k - 1}") if k else _ZERO
+    some = const(True) if at_most(plus(rows.lo, 1), rows.hi) else make("lt", rows.lo, rows.hi)
+    hi = writer.assign(f"hi{k}", _at_least(choose(some, _upward(rows.hi), _ZERO), before), comment)
+    return writer.assign(f"lo{k}", choose(some, _at_least(_downward(rows.lo), before), hi)), hi
+
+
+def _full(rows: _Rows, lo: Expr, hi: Expr, k: int, several: bool, writer: _Writer) -> tuple[Expr, Expr]:
+    """The full part, within [lo, hi): what follows from the order of the rows is not written."""
+    comment = f"everything is visible in tiles [full_lo{k}, full_hi{k})"
+    starts_later, ends_earlier = (at_most(rows.lo, rows.full_lo), at_most(rows.full_hi, rows.hi)) if not several else (False, False)
+    if _is_zero(rows.full_lo) and _is_zero(lo):
+        full_lo = writer.assign(f"full_lo{k}", _ZERO, comment)
+    else:
+        begin = _upward(rows.full_lo)
+        full_lo = writer.assign(f"full_lo{k}", minimum(begin if starts_later else _at_least(begin, lo), hi), comment)
+    end = _at_least(_downward(maximum(rows.full_hi, _ZERO)), full_lo)
+    return full_lo, writer.assign(f"full_hi{k}", end if ends_earlier else minimum(end, hi))
+
+
+def _is_zero(node: Expr) -> bool:
+    return isinstance(node, Const) and node.value == 0
+
+
+def _at_least(node: Expr, low: Expr) -> Expr:
+    return node if _is_zero(low) else make("maximum", node, low)
+
+
+def _downward(row: Expr) -> Expr:
+    return _ZERO if _is_zero(row) else make("floordiv", row, _BLOCK)
+
+
+def _upward(row: Expr) -> Expr:
+    return _ZERO if _is_zero(row) else make("floordiv", make("sub", make("add", row, _BLOCK), const(1)), _BLOCK)
+
+
+def _counts(tiles: list[_Rows], writer: _Writer) -> None:
+    full = _total(difference(t.full_hi, t.full_lo) for t in tiles)
+    visited = _total(difference(t.hi, t.lo) for t in tiles)
+    writer.assign("n_full", full, "tiles without mask code")
+    writer.assign("n_edge", difference(visited, full), "tiles that evaluate the mask")
+
+
+def _total(parts: Iterable[Expr]) -> Expr:
+    total = Sum({})
+    for part in parts:
+        total = total + Sum.of(part)
+    return total.expr
+
+
+def _edge_tile(tiles: list[_Rows]) -> Expr:
+    """The i-th tile outside the full parts: i plus the gaps that lie before it."""
+    runs = [run for t in tiles for run in ((t.lo, t.full_lo), (t.full_hi, t.hi))]
+    return _nth([r for r in runs if r[0].text != r[1].text] or runs[:1])
+
+
+def _full_tile(tiles: list[_Rows]) -> Expr:
+    runs = [(t.full_lo, t.full_hi) for t in tiles]
+    return _nth([r for r in runs if r[0].text != r[1].text] or runs[:1])
+
+
+def _nth(runs: list[tuple[Expr, Expr]]) -> Expr:
+    """The i-th tile of these runs of tiles, one after the other."""
+    tile = Sum.of(_I) + Sum.of(runs[0][0])
+    before = Sum({})
+    for (begin, end), (following, _) in zip(runs, runs[1:]):
+        before = before + Sum.of(end) - Sum.of(begin)
+        gap = difference(following, end)
+        tile = tile + Sum.of(choose(make("lt", _I, before.expr), _ZERO, gap))
+    return tile.expr
+
+
+# -- the program in Python --------------------------------------------------------------------------------------------
+Environment = Mapping[str, object]  # ints for symbols and scalars, callables of the indices for tensors
+_Compiled = Callable[[dict[str, object]], Value]
+_OPERATORS: dict[str, Callable[..., Value]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "lt": operator.lt,
+    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne, "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor, "not": operator.not_, "abs": abs, "minimum": min, "maximum": max,
+    "div": operator.truediv, "floor": math.floor, "exp": math.exp, "exp2": lambda x: 2.0**x, "log": math.log,
+    "log2": math.log2, "tanh": math.tanh, "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)), "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1.0 / math.sqrt(x), "sin": math.sin, "cos": math.cos,
+    "floordiv": lambda a, b: a // b if b else 0, "mod": lambda a, b: a % b if b else 0,
+}  # fmt: skip
+
+
+def tile_ranges(program: TileProgram, env: Environment) -> tuple[list[int], list[int]]:
+    """Run the program: the edge tiles and the full tiles, in the order in which a kernel visits them.
+
+    env: a value for every symbol and scalar by name; for a tensor operand, a callable of its indices.
+    """
+    values = dict(env)
+    for line in program.body:
+        values[line.name] = _function(line.value)(values)
+    edge, full = _function(program.edge_tile), _function(program.full_tile)
+    return _listed(edge, "n_edge", values), _listed(full, "n_full", values)
+
+
+def _listed(tile: _Compiled, count: str, values: dict[str, object]) -> list[int]:
+    return [int(tile({**values, "i": i})) for i in range(values[count])]  # type: ignore[call-overload]
+
+
+def _function(node: Expr) -> _Compiled:
+    """The expression as a Python function of its environment; division by zero gives 0, as on a GPU nothing traps."""
+    match node:
+        case Const(value):
+            return lambda env: value
+        case Symbol(text) | Scalar(text):
+            return operator.itemgetter(text)
+        case Load(tensor, index):
+            places = [_function(i) for i in index]
+            return lambda env: env[tensor.name](*(p(env) for p in places))  # type: ignore[operator]
+        case Call("where", (condition, a, b)):
+            test, yes, no = _function(condition), _function(a), _function(b)
+            return lambda env: yes(env) if test(env) else no(env)
+        case Call(op, (a,)):
+            apply, only = _OPERATORS[op], _function(a)
+            return lambda env: apply(only(env))
+        case Call(op, (a, b)):
+            apply, left, right = _OPERATORS[op], _function(a), _function(b)
+            return lambda env: apply(left(env), right(env))
+        case _:
+            raise InternalError(f"tile program: no rule for {node}")
+
+
+def count_tiles(
+    program: TileProgram,
+    *,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    block_kv: int,
+    q_offset: int | None = None,
+    env: Environment | None = None,
+) -> TileCounts:
+    """Tiles of one head of one sequence by class.
+
+    q_offset: position of query row 0; bottom right when None. env: values of scalars, and of symbols and tensors that
+    the mask reads (head, batch, group, ... are 0 or 1 when absent). Raises WeftError naming what is missing. Beyond
+    MOST_EXACT tiles of the axis that the program runs over, evenly spaced ones are run and the counts are scaled.
+    """
+    offset = kv_len - q_len if q_offset is None else q_offset
+    values: dict[str, object] = {
+        "batch": 0, "head": 0, "kv_head": 0, "group": 1, "head_dim": 64, **(env or {}),
+        "q_len": q_len, "kv_len": kv_len, "q_offset": offset,
+    }  # fmt: skip
+    over_q = program.axis == "kv"
+    rows, step, block, length = (q_len, block_q, block_kv, kv_len) if over_q else (kv_len, block_kv, block_q, q_len)
+    values |= {"block": block, "length": length}
+    _check_given(program, values)
+    first, last, base = ("q_first", "q_last", offset) if over_q else ("kv_first", "kv_last", 0)
+    lines = [(line.name, _function(line.value)) for line in program.body]
+    tiles = -(-rows // step)
+    chosen = range(tiles) if tiles <= MOST_EXACT else [k * tiles // MOST_EXACT for k in range(MOST_EXACT)]
+    edge = full = 0
+    for k in chosen:
+        values[first], values[last] = base + k * step, base + min((k + 1) * step, rows) - 1
+        for target, value in lines:
+            values[target] = value(values)
+        edge += values["n_edge"]  # type: ignore[operator]
+        full += values["n_full"]  # type: ignore[operator]
+    if tiles > MOST_EXACT:
+        edge, full = round(edge * tiles / MOST_EXACT), round(full * tiles / MOST_EXACT)
+    return TileCounts(empty=max(0, tiles * -(-length // block) - edge - full), edge=edge, full=full)
+
+
+def _check_given(program: TileProgram, values: Mapping[str, object]) -> None:
+    needed = {o.name for line in program.body for o in (*scalars(line.value), *(l.tensor for l in loads(line.value)))}
+    missing = sorted(needed - set(values))
+    if missing:
+        raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")

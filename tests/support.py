@@ -1,0 +1,85 @@
+"""What the kernel tests share: the error rule, random operands, operands surrounded by NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+TILE = 64  # rows over which errors are also compared as norms
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", blhd: bool = False, seed: int = 0) -> Tensor:
+    """A random [B, H, L, D] tensor inside a larger NaN-filled one; `blhd`: memory is [B, L, H, D]."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    batch, heads, length, dim = shape
+    pad = 8  # keeps rows aligned to 16 bytes for every dtype
+    room = (batch + 2, length + 2 * pad, heads + 2, dim + 2 * pad) if blhd else (batch + 2, heads + 2, length + 2 * pad, dim + 2 * pad)
+    whole = torch.full(room, float("nan"), dtype=dtype, device=device)
+    view = whole.transpose(1, 2) if blhd else whole
+    inner = view[1:-1, 1:-1, pad:-pad, pad:-pad]
+    inner.copy_(torch.randn(shape, generator=generator).to(dtype))
+    return inner
+
+
+def check_errors(actual: Tensor, exact: Tensor, plain: Tensor, label: str) -> None:
+    """Error against float64 at most twice that of plain torch in the same dtype plus rounding, per element and tile."""
+    assert actual.shape == exact.shape, f"{label}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    # fp32 kernels recompute softmax weights from a log-sum-exp, which costs a few more roundings of the score's size
+    eps = max(EPS[actual.dtype], EPS[plain.dtype], 8 * EPS[torch.float32] if actual.dtype == torch.float32 else 0.0)
+    actual, exact, plain = actual.double().cpu(), exact.double().cpu(), plain.double().cpu()
+    infinite = torch.isinf(exact)
+    assert torch.equal(torch.isinf(actual), infinite), f"{label}: infinities differ"
+    actual, exact, plain = (torch.where(infinite, 0.0, x) for x in (actual, exact, plain))
+    assert not torch.isnan(actual).any(), f"{label}: {int(torch.isnan(actual).sum())} NaN"
+    error, allowed = (actual - exact).abs(), (plain - exact).abs()
+    size = exact.abs().mean() if exact.numel() else torch.tensor(0.0)
+    limit = 2 * allowed.max() + 2 * eps * (exact.abs() + size) if exact.numel() else allowed
+    worst = (error - limit).max() if exact.numel() else torch.tensor(-1.0)
+    assert worst <= 0, f"{label}: an element is off by {error.max():.3g}, plain torch by {allowed.max():.3g}"
+    for tile_error, tile_allowed, tile in zip(_tiles(error), _tiles(allowed), _tiles(exact)):
+        bound = 2 * tile_allowed.norm() + 2 * eps * (tile.norm() + size * tile.numel() ** 0.5)
+        assert tile_error.norm() <= bound, f"{label}: a tile is off by {tile_error.norm():.3g}, allowed {bound:.3g}"
+
+
+def _tiles(x: Tensor) -> list[Tensor]:
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x.reshape(-1, 1)
+    return list(rows.split(TILE))
+
+
+def check_variant(
+    variant: Any, query: Tensor, key: Tensor, value: Tensor, *, target: str | None = None, operands: dict[str, Any] | None = None,
+    gradients: bool = True, differentiate: tuple[str, ...] = (), q_offset: Any = None, label: str = "", run: Callable[..., Any] | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Compare out, lse and every gradient of a call with the float64 reference and with plain torch in its dtype."""
+    operands = operands or {}
+
+    def compute(call: Callable[..., Any], dtype: torch.dtype, **extra: Any) -> dict[str, Tensor]:
+        tensors = {"query": query, "key": key, "value": value}
+        inputs = {n: t.detach().to(dtype) if t.dtype != dtype else t.detach() for n, t in tensors.items()}
+        mine = {n: v.detach().to(dtype) if isinstance(v, Tensor) and v.is_floating_point() and dtype == torch.float64 else v
+                for n, v in operands.items()}
+        mine = {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in mine.items()}
+        leaves = {**inputs, **{n: mine[n] for n in differentiate}}
+        for leaf in leaves.values():
+            leaf.requires_grad_(gradients)
+        out, lse = call(*inputs.values(), return_lse=True, q_offset=q_offset, **mine, **extra)
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if gradients:
+            generator = torch.Generator().manual_seed(7)
+            dout = torch.randn(out.shape, generator=generator).to(query.dtype).to(out.device, out.dtype)
+            dlse = torch.randn(lse.shape, generator=generator).to(lse.device, lse.dtype)
+            dlse = torch.where(torch.isinf(lse), 0.0, dlse)
+            pairs = torch.autograd.grad([out, lse], list(leaves.values()), [dout, dlse])
+            found |= {f"d{n}": g for n, g in zip(leaves, pairs)}
+        return found
+
+    exact = compute(variant.reference, torch.float64)
+    plain = compute(variant.reference, query.dtype)
+    actual = compute(run or variant, query.dtype, target=target, **options)
+    for name, got in actual.items():
+        check_errors(got, exact[name], plain[name], f"{label or variant.name} {name}")

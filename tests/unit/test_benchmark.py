@@ -1,0 +1,311 @@
+"""The parts of the benchmarks that need no GPU: rows, work, variants, failures, reports."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import attention
+import bench_measure
+import bench_peers
+import bench_report
+import traffic
+from bench_first_call import FirstCall
+from bench_measure import Ceilings, Cell, Effort, RowResult, launch_times, measure_row, relative_error
+from bench_peers import COLUMNS, TITLES, NotOffered
+from bench_report import Report, as_markdown, print_report, speed_grid
+from bench_rows import DENSE, QUICK, ROWS, VARIANTS, Row
+from bench_variants import torch_variant, weft_variant
+
+SMALL = [
+    Row("full", 2, 2, 24, 16),
+    Row("causal", 2, 2, 24, 16),
+    Row("softcap", 1, 2, 24, 16, 20),
+    Row("alibi", 1, 4, 24, 16),
+    Row("window", 1, 2, 24, 16, 7),
+    Row("documents", 1, 2, 24, 16, 8),
+    Row("prefix", 1, 2, 24, 16, 6),
+]
+
+
+def named(row: Row) -> str:
+    return row.variant
+
+
+# --- rows and work ------------------------------------------------------------------------------------------------
+
+
+def test_the_dense_rows_are_those_of_the_published_table():
+    assert [f"D{r.dim} H{r.heads} S{r.length} {r.variant}" for r in DENSE] == [
+        "D64 H32 S2048 causal",
+        "D64 H32 S8192 causal",
+        "D64 H32 S8192 full",
+        "D128 H16 S2048 causal",
+        "D128 H16 S2048 full",
+        "D128 H16 S8192 causal",
+        "D128 H16 S8192 full",
+        "D256 H8 S8192 causal",
+        "D256 H8 S8192 full",
+    ]
+    assert {r.batch * r.length for r in DENSE} == {16384}
+
+
+def test_the_variant_rows_are_those_of_the_published_table():
+    assert {(r.batch, r.heads, r.length, r.dim) for r in VARIANTS} == {(2, 16, 8192, 128)}
+    found = {r.variant: r.parameter for r in VARIANTS}
+    assert found == {"softcap": 20, "alibi": 0, "window": 1024, "documents": 1024, "prefix": 2048}
+    assert len({r.name for r in ROWS}) == len(ROWS) == 14 and set(QUICK) <= set(ROWS)
+
+
+@pytest.mark.parametrize("row", SMALL, ids=named)
+def test_visible_pairs_against_counting(row):
+    mask_mod = torch_variant(row, "cpu").mask_mod
+    position = torch.arange(row.length)
+    zero = torch.zeros((), dtype=torch.long)
+    seen = mask_mod(zero, zero, position[:, None], position[None, :]).sum().item() if mask_mod else row.length**2
+    assert row.visible_pairs == seen
+
+
+def test_flops_follow_the_published_convention():
+    full, causal = Row("full", 2, 16, 8192, 128), Row("causal", 2, 16, 8192, 128)
+    assert full.flops("forward") == 4 * 2 * 16 * 8192**2 * 128
+    assert full.flops("backward") == 2.5 * full.flops("forward")
+    assert causal.flops("forward") == pytest.approx(full.flops("forward") / 2, rel=2e-4)
+
+
+def test_an_unknown_variant_has_no_work():
+    with pytest.raises(ValueError, match="variant 'other': its visible pairs are not known"):
+        _ = Row("other", 1, 1, 8, 16).visible_pairs
+
+
+# --- variants and peers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of eager FlexAttention, about being slow
+@pytest.mark.parametrize("row", SMALL, ids=named)
+def test_plain_torch_and_eager_flex_agree(row):
+    operands = bench_peers.make_operands(row, "cpu", torch.float32)
+    plain = bench_peers.contender("math", row, operands).results()
+    without_gradients = bench_peers.Operands(  # its backward does not run on a CPU
+        *(x.detach() for x in (operands.query, operands.key, operands.value, operands.grad_out))
+    )
+    eager = bench_peers.flex(None, compiled=False)(row, without_gradients)
+    assert relative_error(eager.forward(), plain[0]) < 1e-5
+    assert [x.shape for x in plain] == [(row.batch, row.heads, row.length, row.dim)] * 4
+
+
+@pytest.mark.parametrize("row", SMALL, ids=named)
+def test_weft_declares_the_same_variant(row):
+    operands = bench_peers.make_operands(row, "cpu", torch.float32)
+    declared, given = weft_variant(row, "cpu")
+    expected = bench_peers.contender("math", row, operands).forward()
+    found = declared.reference(operands.query, operands.key, operands.value, **given)
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_every_column_has_a_title_and_a_builder():
+    assert set(COLUMNS) == set(TITLES) and set(bench_measure.REFERENCES) < set(COLUMNS)
+
+
+def test_what_a_peer_cannot_do_is_said():
+    operands = bench_peers.make_operands(SMALL[4], "cpu")
+    for column in ("fa2", "cudnn"):
+        with pytest.raises(NotOffered, match="SDPA has no such variant"):
+            bench_peers.contender(column, SMALL[4], operands)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def broken(*_):
+    raise RuntimeError("\n  out of shared memory\nmore")
+
+
+def works_forward_only(row, operands):
+    made = bench_peers.contender("math", row, operands)
+    detached = made.forward().detach()
+    return bench_peers.Contender(lambda: detached, made.leaves, made.grad_out)
+
+
+def off_by_a_half(row, operands):
+    made = bench_peers.contender("math", row, operands)
+    return bench_peers.Contender(lambda: made.forward() * 1.5, made.leaves, made.grad_out)
+
+
+@pytest.fixture
+def result(monkeypatch) -> RowResult:
+    columns = {"fa4": broken, "weft_triton": works_forward_only, "weft_hopper": off_by_a_half}
+    monkeypatch.setattr(bench_peers, "COLUMNS", {**COLUMNS, **columns})
+    return measure_row(SMALL[1], ("math", "cudnn", "fa4", "weft_triton", "weft_hopper"), Effort(2, 2), "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of SDPA, saying why no backend takes a CPU
+def test_a_row_holds_times_errors_and_reasons(result):
+    assert result.reference == "math" and result.cells["math"].forward_ms > 0 and result.cells["math"].backward_ms > 0
+    assert result.cells["fa4"].forward_reason == "RuntimeError: out of shared memory"
+    assert result.cells["cudnn"].forward_reason
+    forward_only = result.cells["weft_triton"]
+    assert forward_only.forward_ms is not None and forward_only.backward_ms is None
+    assert "does not require grad" in forward_only.backward_reason
+    assert result.cells["weft_hopper"].out_error == pytest.approx(0.5, rel=0.02)
+    assert result.cells["weft_hopper"].is_wrong and not result.cells["math"].is_wrong
+
+
+def test_over_the_time_budget_nothing_is_started_and_it_is_said():
+    result = measure_row(SMALL[0], ("math",), Effort(1, 1, deadline=-1.0), "cpu")
+    assert result.cells["math"].forward_reason == "not run: the time budget was used up"
+
+
+def test_nan_is_wrong():
+    assert Cell(out_error=math.nan, grad_error=0.001).is_wrong
+    assert bench_measure._worst([0.1, math.nan, 0.2]) != bench_measure._worst([0.1, 0.2])
+    assert not Cell(out_error=0.004, grad_error=0.01).is_wrong
+
+
+def test_launches_are_counted():
+    calls = []
+    times = launch_times(lambda: calls.append(1), 3)
+    assert len(times) == 3 and len(calls) >= 3
+
+
+# --- reports ------------------------------------------------------------------------------------------------------
+
+
+def sample() -> Report:
+    row = DENSE[5]
+    cells = {
+        "cudnn": Cell(1.0, 2.5, extra_mib=2.0),
+        "fa4": Cell(forward_reason="NotOffered: not installed", backward_reason="NotOffered: not installed"),
+        "flex": Cell(2.0, None, backward_reason="RuntimeError: x | y", setup_ms=1.25),
+        "weft_triton": Cell(2.0, 5.0, out_error=0.5, grad_error=0.004),
+    }
+    return Report(
+        "one card",
+        tuple(cells),
+        "python benchmarks/attention.py",
+        [RowResult(row, "cudnn", cells)],
+        Ceilings(794.0, 4240.0),
+        {"cudnn": (10.04, 30.0), "fa4": "ImportError: none"},
+        {"weft_triton": FirstCall(3.2, 0.31), "flex": FirstCall(None, None, "TimeoutExpired: 60 s")},
+        12.0,
+    )
+
+
+def test_speed_cells():
+    report = sample()
+    grid = speed_grid(report.rows, report.columns)
+    assert grid.header[1:] == ("cuDNN (SDPA)", "FA4", "Flex (Triton)", "Weft triton", "Flex mask build")
+    assert grid.lines == (("D128 H16 S8192 causal", "550 / 550", "(a)", "275 / (b)", "275 / 275 WRONG", "1.2 ms"),)
+    assert grid.notes == ("(a) NotOffered: not installed", "(b) RuntimeError: x | y")
+
+
+def test_notes_have_letters_for_any_number():
+    notes = bench_report.Notes()
+    marks = [notes.mark(str(number)) for number in range(30)]
+    assert marks[0] == "(a)" and marks[25:28] == ["(z)", "(aa)", "(ab)"] and len(set(marks)) == 30
+    assert notes.mark("3") == "(d)"
+
+
+def test_markdown_has_every_table_and_reason():
+    text = as_markdown(sample())
+    assert "one card. Matrix product 794 TFLOP/s, copy 4240 GB/s. Whole run 12 s." in text
+    assert "| D128 H16 S8192 causal | 550 / 550 | (a) | 275 / (b) | 275 / 275 WRONG | 1.2 ms |" in text
+    assert "- (b) RuntimeError: x | y" in text and "reference" in text
+    assert "| Weft triton |  |  | 3.20 | 0.31 |" in text and "TimeoutExpired: 60 s" in text
+    for table in text.split("###")[1:]:
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) == 1 and len(lines) >= 3
+
+
+def test_terminal_and_json(tmp_path):
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(sample(), console)
+    assert "550 / 550" in (text := console.export_text()) and "(a) NotOffered: not installed" in text
+    bench_report.write_json(sample(), tmp_path / "r.json")
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["rows"][0]["name"] == "D128 H16 S8192 causal"
+    assert data["rows"][0]["cells"]["cudnn"]["forward_tflops"] == pytest.approx(549.8, rel=1e-3)
+    assert data["rows"][0]["cells"]["flex"]["backward_tflops"] is None
+    assert data["first_calls"]["weft_triton"]["warm_s"] == 0.31
+
+
+def test_arguments(capsys):
+    options = attention.arguments(["--rows", "D128.*causal", "--columns", "cudnn,weft_hopper"])
+    assert options.columns == ("cudnn", "weft_hopper")
+    assert [row.length for row in attention.chosen_rows(options)] == [2048, 8192]
+    assert attention.chosen_rows(attention.arguments(["--quick"])) == list(QUICK)
+    for words, message in ((["--columns", "x"], "got x"), (["--rows", "nothing"], "no row matches 'nothing'")):
+        with pytest.raises(SystemExit, match="2"):
+            attention.arguments(words)
+        assert message in capsys.readouterr().err
+
+
+# --- traffic ------------------------------------------------------------------------------------------------------
+
+NCU = """==PROF== Connected to process 12
+PREDICTED {"read": 3000.0, "written": 1000.0}
+==PROF== Disconnected
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_bytes.sum","l1tex__t_bytes.sum"
+"","","","byte","byte","byte","byte"
+"0","12","forward_kernel, (a)","2,048","512","4096","9000"
+"1","12","fill","1024","512.0","0",""
+"""
+
+
+def test_ncu_output_is_read():
+    kernels = traffic.parse_ncu(NCU)
+    assert [kernel[traffic.READ] for kernel in kernels] == [2048.0, 1024.0]
+    assert kernels[1] == {traffic.READ: 1024.0, traffic.WRITTEN: 512.0, traffic.L2: 0.0, traffic.L1: 0.0}
+    assert traffic.parse_ncu("==ERROR== no permission\n") == []
+
+
+def test_traffic_is_set_beside_the_prediction():
+    item = traffic._traffic("flash", "forward", NCU, traffic.parse_ncu(NCU), "")
+    assert (item.measured, item.predicted, item.kernels) == (4096.0, 4000.0, 2)
+
+
+def test_verdicts_of_traffic():
+    def item(schedule, direction, measured, predicted):
+        return traffic.Traffic(schedule, direction, predicted, 0.0, measured, 0.0)
+
+    found = [
+        item("standard", "forward", 1000.0, 1100.0),
+        item("flash", "forward", 150.0, 100.0),
+        item("standard", "backward", 1000.0, 1000.0),
+        item("flash", "backward", 300.0, 100.0),
+        traffic.Traffic("streaming", "forward", 5.0, 5.0, reason="ncu is not on the PATH"),
+    ]
+    assert traffic.verdicts(found) == [
+        "kept: standard forward: 0.909 of the predicted bytes",
+        "NOT KEPT: flash forward: 1.500 of the predicted bytes",
+        "kept: flash forward moves 15.0% of what standard moves",
+        "NOT KEPT: flash backward moves 30.0% of what standard moves",
+    ]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(traffic.as_table(found))
+    assert "15%" in console.export_text()
+
+
+def test_without_ncu_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+    monkeypatch.setattr(traffic, "_output", lambda command, timeout_s: ('PREDICTED {"read": 1, "written": 2}', ""))
+    item = traffic.measure(traffic.Layer(), "flash", "forward", "triton", 1.0)
+    assert (item.predicted, item.measured, item.reason) == (3, None, "ncu is not on the PATH")
+
+
+def test_the_plan_is_summed_by_direction():
+    from types import SimpleNamespace as Record
+
+    def kernel(direction, read, written):
+        return Record(direction=direction, hbm_read=Record(value=read), hbm_written=Record(value=written))
+
+    plan = Record(kernels=[kernel("forward", 1.0, 2.0), kernel("backward", 4.0, 8.0), kernel("backward", 16.0, 32.0)])
+    assert traffic.predicted_bytes(plan, "forward") == {"read": 1.0, "written": 2.0}
+    assert traffic.predicted_bytes(plan, "backward") == {"read": 20.0, "written": 40.0}

@@ -1,0 +1,399 @@
+"""The cache of generated modules, under the accidents that it must survive."""
+
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import weft.compiler.cache as cache
+from filelock import FileLock
+from weft.compiler.cache import Key, load_or_build
+from weft.compiler.settings import settings
+from weft.ir.errors import WeftError
+
+KEY = Key(
+    "gemma_local", "flash_forward", "triton", "d128-bf16", "score=score mask=True", "flash 128x64", "g", "3.6", "2.11"
+)
+TEXT = "answer = 42\n"
+forking = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_warned", set())
+    folder = tmp_path / "cache"
+    with settings(cache_dir=folder):
+        yield folder
+
+
+def build() -> str:
+    return TEXT
+
+
+def never() -> str:
+    raise AssertionError("built again although the entry is sound")
+
+
+def start(function, *arguments) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_folder_is_readable_and_ends_in_a_digest():
+    name, _, digest = KEY.folder.rpartition("-")
+    assert name == "gemma_local-flash_forward-triton-d128-bf16"
+    assert len(digest) == 12 and int(digest, 16) >= 0
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Key)])
+def test_every_component_changes_the_folder(field):
+    assert replace(KEY, **{field: "other"}).folder != KEY.folder
+
+
+def test_equal_keys_share_a_folder_and_moving_text_between_fields_does_not():
+    assert replace(KEY).folder == KEY.folder
+    assert replace(KEY, variant="ab", schedule="c").folder != replace(KEY, variant="a", schedule="bc").folder
+
+
+def test_a_hostile_name_stays_one_path_component(root):
+    key = replace(KEY, name="../../etc/x\n", layout="d" * 500)
+    assert "/" not in key.folder and len(key.folder) < 200
+    assert load_or_build(key, build).path.parent.parent == root
+
+
+def test_versions_and_digest_of_this_installation_are_filled_in():
+    key = Key("a", "b", "c", "d", "e", "f")
+    assert len(key.generator) == 64 and key.torch[0].isdigit()
+    assert key == Key("a", "b", "c", "d", "e", "f")
+
+
+def test_generator_digest_sees_content_and_names_of_code_and_templates(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "compiler" / "cache.py"))
+    template, seen = tmp_path / "templates" / "triton" / "k.py.jinja", set()
+    template.parent.mkdir(parents=True)
+    for change in (
+        lambda: template.write_text("one"),
+        lambda: template.write_text("two"),
+        lambda: template.rename(template.with_name("l.py.jinja")),
+        lambda: (tmp_path / "templates" / "new.py").write_text(""),
+    ):
+        change()
+        seen.add(cache.generator_digest.__wrapped__())
+    assert len(seen) == 4
+    (tmp_path / "templates" / "notes.txt").write_text("not code")
+    assert cache.generator_digest.__wrapped__() in seen
+
+
+# --- the plain path -----------------------------------------------------------------------------------------------
+
+
+def test_built_once_then_found(root):
+    first, second = load_or_build(KEY, build), load_or_build(KEY, never)
+    assert (first.built, second.built) == (True, False)
+    assert first.path == second.path == root / KEY.folder / "source.py"
+    assert first.source == second.source == first.path.read_text() == TEXT
+
+
+def test_folders_and_files_are_private(root):
+    path = load_or_build(KEY, build).path
+    modes = {p: p.stat().st_mode & 0o777 for p in (root, path.parent, path, path.with_name("meta.json"))}
+    assert list(modes.values()) == [0o700, 0o700, 0o600, 0o600]
+
+
+def test_an_error_of_the_builder_is_passed_on_and_leaves_nothing(root):
+    def fails() -> str:
+        raise OSError(errno.ENOENT, "no template")
+
+    with pytest.raises(OSError, match="no template"):
+        load_or_build(KEY, fails)
+    assert cache.entries() == [] and not list(root.glob(".tmp-*"))
+    assert load_or_build(KEY, build).built
+
+
+def test_a_file_edited_by_hand_is_loaded_on_purpose_only(root, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("answer = 43\n")
+    assert cache.load_file(mine).source == "answer = 43\n"
+    with pytest.raises(WeftError, match=r"absent\.py: expected a generated module to load, got .*No such file"):
+        cache.load_file(tmp_path / "absent.py")
+
+
+def test_a_warm_start_is_quick(root):
+    code = f"""
+        import time
+        import weft.compiler.cache as cache
+        start = time.perf_counter()
+        key = cache.Key("a", "b", "c", "d", "e", "f")
+        built = cache.load_or_build(key, lambda: {TEXT!r}).built
+        print(built, time.perf_counter() - start)
+    """
+    environment = {**os.environ, "WEFT_CACHE_DIR": str(root)}
+    for expected in ("True", "False"):
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        built, seconds = subprocess.check_output(command, env=environment, text=True).split()
+        assert built == expected
+    assert float(seconds) < 0.25
+
+
+# --- many processes, killed processes -----------------------------------------------------------------------------
+
+
+@forking
+def test_six_processes_build_once_and_all_get_the_text(root, tmp_path):
+    log, together = tmp_path / "builds", multiprocessing.get_context("fork").Barrier(6)
+
+    def slow_build() -> str:
+        with log.open("a") as file:
+            file.write("built\n")
+        time.sleep(0.2)
+        return TEXT
+
+    def work() -> None:
+        together.wait()
+        assert load_or_build(KEY, slow_build).source == TEXT
+
+    workers = [start(work) for _ in range(6)]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 6
+    assert log.read_text() == "built\n"
+
+
+def die(*_) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(point: str) -> None:
+    """Build in this process and die at the point named."""
+    write, rename, renames = cache._write, os.rename, []
+
+    def torn_write(path: Path, content: bytes) -> None:
+        if path.name == point:
+            path.write_bytes(content[:5])
+            die()
+        write(path, content)
+
+    def dying_rename(source, target) -> None:
+        renames.append(target)
+        if point == "before rename" or (point == "between renames" and len(renames) == 3):
+            die()
+        rename(source, target)
+        if point == "after rename":
+            die()
+
+    cache._write, os.rename = torn_write, dying_rename
+    load_or_build(KEY, die if point == "build" else build)
+
+
+@forking
+@pytest.mark.parametrize(
+    "point", ["build", "source.py", "meta.json", "before rename", "between renames", "after rename"]
+)
+def test_kill_9_leaves_a_usable_cache(root, point):
+    if point == "between renames":  # two renames happen only where an unsound entry is replaced
+        load_or_build(KEY, build).path.write_text("torn")
+    victim = start(die_at, point)
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL
+    begin = time.perf_counter()
+    assert load_or_build(KEY, build).source == TEXT
+    assert time.perf_counter() - begin < 5, "waited for the lock of a dead process"
+    assert load_or_build(KEY, never).source == TEXT
+
+
+def test_old_left_overs_are_swept_and_young_ones_are_not(root):
+    load_or_build(KEY, build)
+    old, young = root / ".tmp-old", root / ".tmp-young"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "source.py").write_text("half")
+    os.utime(old, (0, 0))
+    load_or_build(replace(KEY, name="other"), build)
+    assert not old.exists() and young.exists()
+
+
+def test_a_lock_that_is_never_released_does_not_stop_the_build(root, monkeypatch):
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
+    (root / ".locks").mkdir(parents=True)
+    with FileLock(root / ".locks" / f"{KEY.folder}.lock"):
+        assert load_or_build(KEY, build).source == TEXT
+    assert not load_or_build(KEY, never).built
+
+
+# --- unsound entries ----------------------------------------------------------------------------------------------
+
+
+def replaced_by_link(path: Path, target: Path) -> None:
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+def replaced_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replaced_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+ACCIDENTS = {
+    "torn source": lambda entry, _: (entry / "source.py").write_text(TEXT[:4]),
+    "edited source": lambda entry, _: (entry / "source.py").write_text("answer = 41\n"),
+    "not text": lambda entry, _: (entry / "source.py").write_bytes(b"\xff\xfe\x00"),
+    "no source": lambda entry, _: (entry / "source.py").unlink(),
+    "no meta": lambda entry, _: (entry / "meta.json").unlink(),
+    "torn meta": lambda entry, _: (entry / "meta.json").write_text('{"sha'),
+    "meta of another kind": lambda entry, _: (entry / "meta.json").write_text("[1]"),
+    "source is a link": lambda entry, away: replaced_by_link(entry / "source.py", away),
+    "entry is a link": lambda entry, away: replaced_by_link(entry, away),
+    "entry is a file": lambda entry, _: replaced_by_file(entry),
+    "source is a pipe": lambda entry, _: replaced_by_pipe(entry / "source.py"),
+    "source writable by all": lambda entry, _: (entry / "source.py").chmod(0o666),
+    "entry writable by the group": lambda entry, _: entry.chmod(0o770),
+    "empty entry": lambda entry, _: [path.unlink() for path in entry.iterdir()],
+}
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_an_unsound_entry_is_built_again(root, tmp_path, accident):
+    entry = load_or_build(KEY, build).path.parent
+    ACCIDENTS[accident](entry, tmp_path / "away")
+    again = load_or_build(KEY, build)
+    assert again.built and again.source == TEXT
+    assert load_or_build(KEY, never).source == TEXT
+    assert not list(root.glob(".tmp-*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+@pytest.mark.parametrize("part", ["", "source.py", "meta.json"])
+def test_an_entry_of_another_user_is_built_again(root, part):
+    entry = load_or_build(KEY, build).path.parent
+    os.chown(entry / part, 65534, -1)
+    assert load_or_build(KEY, build).built
+    assert not load_or_build(KEY, never).built
+
+
+def test_a_sound_entry_of_another_key_is_not_used(root):
+    other = load_or_build(replace(KEY, variant="other"), lambda: "answer = 1\n").path.parent
+    other.rename(root / KEY.folder)
+    assert load_or_build(KEY, build).source == TEXT
+
+
+# --- where the cache cannot be used -------------------------------------------------------------------------------
+
+
+def test_a_full_disk_gives_one_warning_and_still_runs(root, monkeypatch):
+    write = cache._write
+
+    def full(path: Path, content: bytes) -> None:
+        if root in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(cache, "_write", full)
+    with pytest.warns(RuntimeWarning, match="cannot be written .No space left on device.*WEFT_CACHE_DIR"):
+        entry = load_or_build(KEY, build)
+    assert entry.path.read_text() == entry.source == TEXT and root not in entry.path.parents
+    assert not list(root.glob(".tmp-*")) and cache.entries() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_or_build(KEY, build).source == TEXT
+
+
+def test_with_every_disk_full_the_source_stays_in_memory(root, monkeypatch):
+    def full(*_) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(cache, "_write", full)
+    with pytest.warns(RuntimeWarning, match="Disk quota exceeded"):
+        entry = load_or_build(KEY, build)
+    assert entry.source == TEXT and not entry.path.exists()
+
+
+def test_a_read_only_folder_serves_what_it_has_and_warns_for_the_rest(root, monkeypatch):
+    load_or_build(KEY, build)
+    shutil.rmtree(root / ".locks")
+
+    def read_only(*_, **__) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for function in ("rename", "mkdir"):
+        monkeypatch.setattr(os, function, read_only)
+    assert not load_or_build(KEY, never).built
+    with pytest.warns(RuntimeWarning, match="Read-only file system"):
+        assert load_or_build(replace(KEY, name="other"), build).source == TEXT
+
+
+def test_a_folder_that_cannot_be_made_gives_a_warning_and_still_runs(root):
+    with settings(cache_dir="/proc/weft"), pytest.warns(RuntimeWarning, match="/proc/weft: cannot be made"):
+        assert load_or_build(KEY, build).path.read_text() == TEXT
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(root):
+    load_or_build(KEY, build)
+    root.chmod(0o777)
+    with pytest.raises(WeftError, match=r"only its owner may write to, got mode 777; .*chmod 700"):
+        cache.cache_dir()
+    with pytest.warns(RuntimeWarning, match="got mode 777"):
+        entry = load_or_build(KEY, build)
+    assert entry.built and root not in entry.path.parents
+
+
+def test_a_folder_of_another_user_is_not_trusted(root, monkeypatch):
+    load_or_build(KEY, build)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(WeftError, match=f"expected a folder of user {me + 1}, got one of user {me}"):
+        cache.cache_dir()
+    with pytest.warns(RuntimeWarning, match="expected a folder of user"):
+        assert load_or_build(KEY, build).built
+
+
+# --- for the command line -----------------------------------------------------------------------------------------
+
+
+def test_entries_size_and_clear(root):
+    load_or_build(KEY, build)
+    bad = load_or_build(replace(KEY, name="bad"), build).path
+    bad.write_text("edited")
+    listed = cache.entries()
+    assert [info.folder.split("-")[0] for info in listed] == ["bad", "gemma_local"]
+    assert [info.problem for info in listed] == ["source and checksum do not match: torn or edited", ""]
+    assert cache.size() == sum(p.stat().st_size for p in root.glob("*/*") if p.parent.name != ".locks")
+    assert time.time() - 60 < listed[0].created <= time.time() + 1
+    assert cache.clear() == 2 and cache.entries() == []
+
+
+def test_clear_keeps_what_is_not_ours(root):
+    load_or_build(KEY, build)
+    mine, similar = root / "notes.txt", root / "branch-0123456789ab"
+    mine.write_text("mine")
+    similar.mkdir()
+    (similar / "work.c").write_text("mine")
+    assert cache.clear() == 1
+    assert sorted(path.name for path in root.iterdir()) == ["branch-0123456789ab", "notes.txt"]
+
+
+def test_debug_level_2_tells_what_the_cache_does(root, capsys):
+    with settings(debug=2):
+        load_or_build(KEY, build)
+        load_or_build(KEY, never)
+    said = capsys.readouterr().err
+    assert f"weft: cache wrote {KEY.folder}" in said and f"weft: cache hit {KEY.folder}" in said
+    load_or_build(KEY, never)
+    assert capsys.readouterr().err == ""
