@@ -112,7 +112,9 @@ def _variant(given: Mapping[str, object]) -> Attention:
             raise WeftError(f"expected {place} or --{' --'.join(texts)}, got both")
         return _declared(place)
     if not texts:
-        raise WeftError("expected a variant: --score and --mask, or the name of a declared one (module:name, file.py:name)")
+        raise WeftError(
+            "expected a variant: --score and --mask, or the name of a declared one (module:name, file.py:name)"
+        )
     operands = _operands(given["scalar"], given["tensor"])  # type: ignore[arg-type]
     parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
     name = str(given["name"])
@@ -189,7 +191,9 @@ def _named_module(name: str) -> ModuleType:
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
-@click.group(cls=_Group, help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Group, help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(importlib.metadata.version("weft"), package_name="weft")
 def main() -> None:
     """Entry point of the command line."""
@@ -265,7 +269,9 @@ def cache_list() -> None:
     from rich.table import Table
 
     found = cache.entries()
-    table = Table(title=f"{len(found)} entries, {cache.size() / 1024:.0f} KiB in {cache.cache_dir()}", title_justify="left")
+    table = Table(
+        title=f"{len(found)} entries, {cache.size() / 1024:.0f} KiB in {cache.cache_dir()}", title_justify="left"
+    )
     for column in ("entry", "KiB", "made", "state"):
         table.add_column(column, overflow="fold")
     for entry in found:

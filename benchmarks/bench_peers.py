@@ -6,12 +6,16 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from bench_rows import Row
 from bench_variants import torch_variant, weft_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 Tensor = torch.Tensor
 
@@ -128,7 +132,7 @@ def start_row() -> None:
     functorch_config.donated_buffer = False  # a donated buffer forbids retain_graph
 
 
-def flex(backend: str | None, compiled: bool = True) -> Callable[[Row, Operands], Contender]:
+def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -138,12 +142,13 @@ def flex(backend: str | None, compiled: bool = True) -> Callable[[Row, Operands]
                 raise NotOffered("the kernels of FA4, which has its own column here")
         variant = torch_variant(row, operands.device)
 
-        def build_mask():
-            size = row.length
-            return variant.mask_mod and create_block_mask(variant.mask_mod, None, None, size, size, operands.device)
+        def build_mask() -> BlockMask | None:
+            if variant.mask_mod is None:
+                return None
+            return create_block_mask(variant.mask_mod, None, None, row.length, row.length, operands.device)
 
         block_mask = build_mask()
-        options = {"BACKEND": backend} if backend else None
+        options: FlexKernelOptions | None = {"BACKEND": backend} if backend else None
         attend = torch.compile(flex_attention, fullgraph=True, dynamic=False) if compiled else flex_attention
 
         def forward() -> Tensor:

@@ -294,7 +294,8 @@ def main(words: Sequence[str] | None = None) -> None:
     options = parser.parse_args(words)
     layer = Layer(causal=not options.full)
     if options.marked:
-        run_marked(layer, *options.marked, options.target)
+        schedule, direction = options.marked
+        run_marked(layer, schedule, direction, options.target)
         return
     console, found = Console(width=None if sys.stdout.isatty() else 160), []
     for schedule in SCHEDULES:

@@ -304,10 +304,20 @@ def _proven(total: Sum, steps: list[int]) -> bool:
     total = _without_quotient_pairs(total, steps)
     if _lower(total, steps) >= 0:
         return True
-    for coefficient, factors in total.terms.values():
-        if len(factors) == 1 and isinstance(factors[0], Call) and factors[0].op in ("minimum", "maximum", "where"):
-            return _by_cases(total, factors[0], coefficient, steps)
-    return False
+    choices = [
+        (factors[0], coefficient)
+        for coefficient, factors in total.terms.values()
+        if len(factors) == 1 and isinstance(factors[0], Call) and factors[0].op in ("minimum", "maximum", "where")
+    ]
+    if not choices:
+        return False
+    # Choices that need a proof of every branch go first: each branch may then pick its own winner of the others.
+    atom, coefficient = min(choices, key=lambda c: _one_branch_is_enough(*c))
+    return _by_cases(total, atom, coefficient, steps)
+
+
+def _one_branch_is_enough(atom: Call, coefficient: int) -> bool:
+    return atom.op != "where" and (atom.op == "maximum") == (coefficient > 0)
 
 
 def _by_cases(total: Sum, atom: Call, coefficient: int, steps: list[int]) -> bool:
@@ -317,7 +327,7 @@ def _by_cases(total: Sum, atom: Call, coefficient: int, steps: list[int]) -> boo
     rest = total + Sum({(atom.text,): (-coefficient, (atom,))})
     cases = [_by_span(rest + Sum.of(a).scaled(coefficient)) for a in atom.args]
     # max >= each of its arguments, so one proof is enough where it is added; a min that is added needs both.
-    enough = any if (atom.op == "maximum") == (coefficient > 0) else all
+    enough = any if _one_branch_is_enough(atom, coefficient) else all
     return enough(_proven(c, steps) for c in cases)
 
 

@@ -632,10 +632,12 @@ def _merged(intervals: list[Interval], axis: _Axis) -> list[Interval]:
 
 def _joined(a: Interval, b: Interval, axis: _Axis) -> Interval | None:
     """The union of two intervals, where it is surely one interval, and so is the union of their full parts."""
-    if a.lo.text == b.lo.text == axis.start.text:
-        lo, hi = axis.start, _limit_union(maximum, a.hi, b.hi, axis.end)
-    elif a.hi.text == b.hi.text == axis.end.text:
-        lo, hi = _limit_union(minimum, a.lo, b.lo, axis.start), axis.end
+    if a.lo.text == b.lo.text:
+        lo, hi = a.lo, _union_end(maximum, a.hi, b.hi, axis.end)
+    elif a.hi.text == b.hi.text:
+        lo, hi = _union_end(minimum, a.lo, b.lo, axis.start), a.hi
+    elif b.hi.text == axis.end.text and (whole := _condition_of(a.lo, a.hi, axis)) is not None:
+        lo, hi = choose(whole, axis.start, b.lo), axis.end
     elif _no_later(a.lo, b.lo, axis) and (a.hi.text == axis.end.text or at_most(b.hi, a.hi)):
         lo, hi = a.lo, a.hi
     else:
@@ -644,14 +646,27 @@ def _joined(a: Interval, b: Interval, axis: _Axis) -> Interval | None:
         return Interval(lo, hi, a.full_lo, a.full_hi)
     if _never_full(a, axis):
         return Interval(lo, hi, b.full_lo, b.full_hi)
-    if a.full_lo.text == b.full_lo.text == axis.start.text:
-        return Interval(lo, hi, axis.start, _limit_union(maximum, a.full_hi, b.full_hi, axis.end))
-    if a.full_hi.text == b.full_hi.text == axis.end.text:
-        return Interval(lo, hi, _limit_union(minimum, a.full_lo, b.full_lo, axis.start), axis.end)
+    if a.full_lo.text == b.full_lo.text:
+        return Interval(lo, hi, a.full_lo, _union_end(maximum, a.full_hi, b.full_hi, axis.end))
+    if a.full_hi.text == b.full_hi.text:
+        return Interval(lo, hi, _union_end(minimum, a.full_lo, b.full_lo, axis.start), a.full_hi)
+    full = _condition_of(a.full_lo, a.full_hi, axis)
+    if b.full_hi.text == axis.end.text and full is not None:
+        return Interval(lo, hi, choose(full, axis.start, b.full_lo), axis.end)
     return None
 
 
-def _limit_union(choice: object, a: Expr, b: Expr, unbounded: Expr) -> Expr:
+def _condition_of(lo: Expr, hi: Expr, axis: _Axis) -> Expr | None:
+    """The condition of an interval that is the whole axis where it holds, and empty where not."""
+    match hi:
+        case Call("where", (condition, yes, no)):
+            whole = (lo.text, yes.text, no.text) == (axis.start.text, axis.end.text, axis.start.text)
+            return condition if whole else None
+        case _:
+            return None
+
+
+def _union_end(choice: object, a: Expr, b: Expr, unbounded: Expr) -> Expr:
     return unbounded if unbounded.text in (a.text, b.text) else choice(a, b)  # type: ignore[operator]
 
 

@@ -2,23 +2,24 @@
 
 The formulas are in kernels.py; here are the numbers of a problem that they need, and the model of the machine:
 
-- **HBM passes** (`passes`). Programs run in order of their number, as many at once as SRAM and registers allow. If what
-  the running ones read again (K and V of their heads; for `streaming` Q and the running rows) fits in L2, it comes from
-  HBM once. If not, programs that share a head still walk over it together, one wave after the other, so it comes once a
-  wave; a program that shares with nobody finds again only the part that fits.
-- **Time** is the largest of four: matrix products, exponentials, bytes (HBM, or L2 for the algorithmic traffic), and the
-  launch. Nothing of one hides behind another for free, so it is a lower limit that ranks schedules.
+- **Repeated reads** (`share_from_hbm`). Programs run in order of their number, as many at once as SRAM and registers
+  allow. If what the running ones read again (K and V of their heads; for `streaming` Q and the running rows) fits in
+  L2, it comes from HBM once. If not, programs that share a head still walk over it together, one wave after the other,
+  so it comes once a wave; a program that shares with nobody sweeps over its own rows and finds again what random
+  replacement has left.
+- **Time** is the largest of four: matrix products, exponentials, bytes (HBM, or L2 for the algorithmic traffic), and
+  the launch. As if each hid behind the largest completely, so it is a lower limit; it ranks schedules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, exp
 from typing import Literal
 
 from .hardware import Hardware
-from .kernels import KERNELS, Axis, Kernel, Sizes
+from .kernels import KERNELS, ROW_STATISTICS, Axis, Kernel, Sizes
 from .segments import Segments, for_heads
 from .types import DTYPE_BYTES, Schedule, Shape, TileCounts, Tiling
 
@@ -56,7 +57,7 @@ class KernelCost:
     bound: Bound
 
 
-# -- the numbers of a problem ---------------------------------------------------------------------------------------------
+# -- the numbers of a problem ----------------------------------------------------------------------------------------
 def element_bytes(dtype: str) -> int:
     return 8 if dtype == "fp64" else DTYPE_BYTES[dtype]
 
@@ -75,21 +76,26 @@ def dense_counts(shape: Shape) -> CountTiles:
     return count
 
 
-def sizes_of(kernel: Kernel, tiling: Tiling, shape: Shape, hardware: Hardware, parts: Segments, visited: int) -> Sizes:
-    """The letters of a problem; r is that of an endless L2 until `passes` is known."""
+def sizes_of(
+    kernel: Kernel,
+    tiling: Tiling,
+    shape: Shape,
+    hardware: Hardware,
+    parts: Segments,
+    visited: int,
+    traits: Traits = Traits(),
+) -> Sizes:
+    """The letters of a problem, with k = 1: as if there were no L2."""
     size = element_bytes(shape.dtype)
     ahead, in_sram, score_bytes = _residence(kernel, tiling, hardware, size)
+    own_value = not parts.value_is_key
     return Sizes(
-        B=shape.batch, Hq=shape.heads, Hkv=shape.kv_heads, L=shape.q_len, T=shape.kv_len,
-        D=shape.head_dim, Dv=shape.value_dim, C=parts.qk_columns, Cv=0 if parts.value_is_key else parts.v_columns,
-        e=size, bq=tiling.block_q, bkv=tiling.block_kv, s=ahead, h=in_sram, p=score_bytes, a=_stored(kernel, size),
-        n=visited, nq=ceil(shape.q_len / tiling.block_q), nkv=ceil(shape.kv_len / tiling.block_kv), r=1,
+        B=shape.batch, Hq=shape.heads, Hkv=shape.kv_heads, L=shape.q_len, T=shape.kv_len, D=shape.head_dim,
+        Dv=shape.value_dim, C=parts.qk_columns, Cv=parts.v_columns, Du=shape.value_dim * own_value,
+        Cu=parts.v_columns * own_value, e=size, bq=tiling.block_q, bkv=tiling.block_kv, s=ahead, h=in_sram,
+        p=score_bytes, n=visited, nq=ceil(shape.q_len / tiling.block_q), nkv=ceil(shape.kv_len / tiling.block_kv),
+        k=1, w=0 if traits.linear else 1,
     )  # fmt: skip
-
-
-def _stored(kernel: Kernel, size: int) -> int:
-    """Stored scores have the operands' dtype, running sums are float32."""
-    return 4 if kernel.name.startswith("streaming") else size
 
 
 def _residence(kernel: Kernel, tiling: Tiling, hardware: Hardware, size: int) -> tuple[int, int, int]:
@@ -130,7 +136,7 @@ def accumulator_registers(kernel: Kernel, tiling: Tiling, parts: Segments) -> in
     return kept // (32 * tiling.num_warps)
 
 
-# -- the model of the machine ---------------------------------------------------------------------------------------------
+# -- the model of the machine ----------------------------------------------------------------------------------------
 def programs_at_once(kernel: Kernel, tiling: Tiling, sram: float, hardware: Hardware, parts: Segments) -> int:
     """Programs that the machine runs at the same time."""
     if hardware.kind == "cpu":
@@ -140,35 +146,54 @@ def programs_at_once(kernel: Kernel, tiling: Tiling, sram: float, hardware: Hard
     return hardware.sms * max(1, int(fit))
 
 
-def passes(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:
-    """How often re-read operands come from HBM: 1 if they stay in L2; less if parts of them are never read."""
-    uncached = kernel.again.rows(sizes) / max(1.0, kernel.again.rows_once(sizes))
+def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:
+    """The letter k: which share of repeated reads and writes misses L2 when `at_once` programs run together."""
+    visits = kernel.again.visits(sizes)
+    if visits <= 1:
+        return 1.0  # nothing is repeated, and what no program visits is not read
     query_heads = sizes.B * sizes.Hq
     programs_a_head = kernel.programs(sizes) / query_heads
     live = min(query_heads, at_once / programs_a_head)
     if programs_a_head > 1:
         live = min(query_heads, ceil(live / HEADS_TOGETHER) * HEADS_TOGETHER)
     sharing = sizes.Hq / sizes.Hkv if kernel.axis == "kv" else 1
-    working_set = max(1.0, live / sharing) * kernel.again.head_bytes(sizes)
-    fits = min(1.0, L2_SHARE * hardware.l2_bytes / working_set)
-    if fits == 1.0:
-        return min(uncached, 1.0)
+    pressure = max(1.0, live / sharing) * kernel.again.head_bytes(sizes) / (L2_SHARE * hardware.l2_bytes)
+    if pressure <= 1:
+        return 0.0
     if programs_a_head > 1:
-        return min(uncached, max(1.0, programs_a_head * HEADS_TOGETHER / at_once))
-    return min(uncached, 1.0 + max(0.0, uncached - 1.0) * (1.0 - fits))
+        waves = max(1.0, programs_a_head * HEADS_TOGETHER / at_once)
+        return min(1.0, (waves - 1) / (visits - 1))
+    return 1.0 - _hits_of_a_sweep(pressure)
+
+
+def _hits_of_a_sweep(pressure: float) -> float:
+    """Hit rate h of sweeping again and again over `pressure` times the cache, with random replacement.
+
+    Between two visits of a line (1 - h) * pressure lines per line of cache are brought in, and each spares it with
+    probability 1 - 1/lines: h = exp(-(1 - h) * pressure), of which the root below 1 is wanted.
+    """
+    hits = 0.0
+    for _ in range(64):
+        hits = exp(-(1.0 - hits) * pressure)
+    return hits
 
 
 def cost_of(
-    kernel: Kernel, tiling: Tiling, shape: Shape, hardware: Hardware, parts: Segments, tiles: TileCounts
+    kernel: Kernel,
+    tiling: Tiling,
+    shape: Shape,
+    hardware: Hardware,
+    parts: Segments,
+    tiles: TileCounts,
+    traits: Traits = Traits(),
 ) -> KernelCost:
     """Numbers of one kernel."""
-    once = sizes_of(kernel, tiling, shape, hardware, parts, tiles.visited)
+    once = sizes_of(kernel, tiling, shape, hardware, parts, tiles.visited, traits)
     sram = kernel.sram(once)
     at_once = programs_at_once(kernel, tiling, sram, hardware, parts)
-    sizes = replace(once, r=passes(kernel, once, at_once, hardware))
+    sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware))
     read, written = kernel.read(sizes), kernel.written(sizes)
-    uncached = replace(once, r=kernel.again.rows(once) / max(1.0, kernel.again.rows_once(once)))
-    traffic = kernel.read(uncached) + kernel.written(uncached)
+    traffic = kernel.read(once) + kernel.written(once)
     programs = kernel.programs(sizes)
     busy = programs / (ceil(programs / at_once) * at_once)  # the last wave leaves part of the machine idle
     bandwidth = hardware.hbm_bytes_per_second
@@ -198,6 +223,7 @@ def predict(
     hardware: Hardware,
     *,
     segments: Segments | None = None,
+    traits: Traits = Traits(),
     count: CountTiles | None = None,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel of a schedule, forward and backward, in order of execution.
@@ -211,13 +237,27 @@ def predict(
         tiling = tiling_of(schedule, kernel)
         # The textbook algorithm stores every score, visible or not.
         counter = dense_counts(shape) if schedule.algorithm == "standard" else counts
-        tiles = counter(kernel.axis, tiling.block_q, tiling.block_kv)
-        costs.append(cost_of(kernel, tiling, shape, hardware, parts, tiles))
+        visits = kernel is not ROW_STATISTICS
+        tiles = counter(kernel.axis, tiling.block_q, tiling.block_kv) if visits else TileCounts(0, 0, 0)
+        costs.append(cost_of(kernel, tiling, shape, hardware, parts, tiles, traits))
     return tuple(costs)
 
 
-# -- the papers' results --------------------------------------------------------------------------------------------------
+# -- the papers' results ---------------------------------------------------------------------------------------------
 def paper_tiling(sram_elements: int, head_dim: int) -> tuple[int, int]:
     """(rows of Q, rows of K) of FlashAttention's algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(Bc, d)."""
     rows = ceil(sram_elements / (4 * head_dim))
     return min(rows, head_dim), rows
+
+
+def tile_moves(query_tiles: int, key_tiles: int, *, rows_stay: bool) -> int:
+    """Tiles moved between HBM and SRAM by a blocked forward pass over all pairs of tiles.
+
+    Where nothing stays, each pair fetches six: Q, K, V, and the running output, maximum and sum. Where the rows of a
+    query tile stay until it is done, a pair fetches K and V, and each query tile moves twice: Q in, output out.
+
+    >>> tile_moves(9, 5, rows_stay=False), tile_moves(9, 5, rows_stay=True)
+    (270, 108)
+    """
+    pairs = query_tiles * key_tiles
+    return 2 * pairs + 2 * query_tiles if rows_stay else 6 * pairs

@@ -242,9 +242,18 @@ def this_machine() -> Hardware:
     return for_device(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 
 
+def for_device(device: torch.device | str) -> Hardware:
+    """The record of a torch device or its name ("cuda:1", "cpu").
+
+    Raises WeftError unless it is a CPU or an accelerator of CUDA or ROCm.
+    """
+    import torch
+
+    return _for_device(torch.device(device))
+
+
 @cache
-def for_device(device: torch.device) -> Hardware:
-    """The record of a torch device. Raises WeftError for a device that is neither a CPU nor an accelerator of CUDA or ROCm."""
+def _for_device(device: torch.device) -> Hardware:
     import torch
 
     if device.type == "cpu":

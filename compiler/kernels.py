@@ -5,21 +5,24 @@ symbols when `explain` prints it (formulas.py). Two figures are kept apart:
 
 - *algorithmic traffic*: what a kernel's loads and stores add up to, as the papers count it with SRAM as the only cache
   (FlashAttention, arXiv 2205.14135, Theorem 2: O(N^2 d^2 / M) elements). On a GPU it is traffic between SRAM and L2.
-- *HBM traffic*: what a DRAM counter sees. Tiles that several programs read, or one program several times, mostly hit L2.
-  The letter r is the number of times that re-read operands come from HBM; cost.py works it out.
+- *HBM traffic*: what a DRAM counter sees. Tiles that several programs read, or one program several times, mostly hit
+  L2. The letter k is the share of such repeated reads and writes that reaches HBM; cost.py works it out.
+
+With k = 1 the same formula gives the algorithmic traffic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 Axis = Literal["kv", "q"]
 Direction = Literal["forward", "backward"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
+RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 
 
 @dataclass(frozen=True)
@@ -35,31 +38,32 @@ class Sizes:
     Dv: float  # columns of value and output
     C: float  # columns of a query or key tile, padding included
     Cv: float  # columns of a value or output tile, padding included
+    Du: float  # columns of the value as a tensor of its own: Dv, or 0 where the value is part of the key
+    Cu: float  # the same of its tile, padding included
     e: float  # bytes of an element of an operand
     bq: float  # rows of a query tile
     bkv: float  # rows of a key tile
     s: float  # SRAM buffers of a tile that is loaded ahead
     h: float  # 1 where the tiles that a program owns lie in SRAM, 0 where registers hold them
     p: float  # SRAM bytes of a score between its two matrix products; 0 where registers hold it
-    a: float  # bytes of an intermediate in HBM: a stored score, an element of the running output
     n: float  # pairs (query tile, key tile) visited, in the whole problem
     nq: float  # query tiles of one head
     nkv: float  # key tiles of one head
-    r: float  # times that re-read operands come from HBM
+    k: float  # share of repeated reads and writes that reaches HBM: 1 without an L2
+    w: float  # 1 where the score is not linear in q.k, so that its derivative needs q.k; else 0
 
 
-Formula = Callable[[Sizes], float]
+Formula: TypeAlias = Callable[[Sizes], float]
 
 
-Formula = Callable[[Sizes], float]
+Formula: TypeAlias = Callable[[Sizes], float]
 
 
 @dataclass(frozen=True)
 class Again:
     """Operands that a kernel reads more than once."""
 
-    rows: Formula  # rows that all programs fetch
-    rows_once: Formula  # rows that exist
+    visits: Formula  # how often each row is fetched
     head_bytes: Formula  # bytes of one head of these operands
 
 
@@ -81,7 +85,7 @@ class Kernel:
     again: Again
 
 
-# -- parts of formulas --------------------------------------------------------------------------------------------------
+# -- parts of formulas -----------------------------------------------------------------------------------------------
 def query_bytes(x: Sizes) -> float:
     return x.e * x.B * x.Hq * x.L * x.D
 
@@ -90,8 +94,16 @@ def output_bytes(x: Sizes) -> float:
     return x.e * x.B * x.Hq * x.L * x.Dv
 
 
+def key_bytes(x: Sizes) -> float:
+    return x.e * x.B * x.Hkv * x.T * x.D
+
+
+def value_bytes(x: Sizes) -> float:
+    return x.e * x.B * x.Hkv * x.T * x.Du
+
+
 def key_value_bytes(x: Sizes) -> float:
-    return x.e * x.B * x.Hkv * x.T * (x.D + x.Dv)
+    return x.e * x.B * x.Hkv * x.T * (x.D + x.Du)
 
 
 def row_bytes(x: Sizes) -> float:
@@ -99,9 +111,33 @@ def row_bytes(x: Sizes) -> float:
     return ROW_STATISTIC * x.B * x.Hq * x.L
 
 
+def matrix_bytes(x: Sizes) -> float:
+    """One matrix [B, Hq, L, T] in HBM: scores, weights or their gradients."""
+    return x.e * x.B * x.Hq * x.L * x.T
+
+
 def score_count(x: Sizes) -> float:
     """Scores of the visited tiles."""
     return x.n * x.bq * x.bkv
+
+
+def query_visits(x: Sizes) -> float:
+    """How often each query row is fetched by programs that own keys."""
+    return x.n * x.bq / (x.B * x.Hq * x.L)
+
+
+def key_visits(x: Sizes) -> float:
+    """How often each key row is fetched by programs that own queries."""
+    return x.n * x.bkv / (x.B * x.Hkv * x.T)
+
+
+def queries_again(x: Sizes) -> float:
+    """How often a query row comes from HBM."""
+    return 1 + (query_visits(x) - 1) * x.k
+
+
+def keys_again(x: Sizes) -> float:
+    return 1 + (key_visits(x) - 1) * x.k
 
 
 def query_programs(x: Sizes) -> float:
@@ -112,21 +148,38 @@ def key_programs(x: Sizes) -> float:
     return x.B * x.Hkv * x.nkv
 
 
-# -- flash: FlashAttention-2, arXiv 2307.08691 ----------------------------------------------------------------------------
+def pair_programs(x: Sizes) -> float:
+    return x.B * x.Hq * x.nq * x.nkv
+
+
+def head_programs(x: Sizes) -> float:
+    return x.B * x.Hq
+
+
+def kv_head_programs(x: Sizes) -> float:
+    return x.B * x.Hkv
+
+
+def none(x: Sizes) -> float:
+    return 0 * x.n
+
+
+# -- flash: FlashAttention-2, arXiv 2307.08691 -----------------------------------------------------------------------
 def flash_forward_sram(x: Sizes) -> float:
-    """Q, then K and V loaded ahead. With tiles as registers allow, this is what Triton reports to the byte."""
-    return x.h * x.bq * x.C * x.e + x.s * x.bkv * (x.C + x.Cv) * x.e + x.p * x.bq * x.bkv
+    """Q, then K and V loaded ahead: what Triton reports, to the byte, where it was compared."""
+    return x.h * x.bq * x.C * x.e + x.s * x.bkv * (x.C + x.Cu) * x.e + x.p * x.bq * x.bkv
 
 
 def flash_forward_read(x: Sizes) -> float:
-    return query_bytes(x) + x.r * key_value_bytes(x)
+    return query_bytes(x) + keys_again(x) * key_value_bytes(x)
 
 
 def flash_forward_written(x: Sizes) -> float:
     return output_bytes(x) + row_bytes(x)
 
 
-def flash_forward_flops(x: Sizes) -> float:
+def forward_flops(x: Sizes) -> float:
+    """S = Q K^T, O = P V."""
     return 2 * score_count(x) * (x.C + x.Cv)
 
 
@@ -149,7 +202,7 @@ def flash_dquery_sram(x: Sizes) -> float:
 
 
 def flash_dquery_read(x: Sizes) -> float:
-    return query_bytes(x) + output_bytes(x) + 2 * row_bytes(x) + x.r * key_value_bytes(x)
+    return query_bytes(x) + output_bytes(x) + 2 * row_bytes(x) + keys_again(x) * key_value_bytes(x)
 
 
 def flash_dquery_flops(x: Sizes) -> float:
@@ -164,7 +217,7 @@ def flash_dkey_dvalue_sram(x: Sizes) -> float:
 
 
 def flash_dkey_dvalue_read(x: Sizes) -> float:
-    return key_value_bytes(x) + x.r * (query_bytes(x) + output_bytes(x) + 2 * row_bytes(x))
+    return key_value_bytes(x) + queries_again(x) * (query_bytes(x) + output_bytes(x) + 2 * row_bytes(x))
 
 
 def flash_dkey_dvalue_flops(x: Sizes) -> float:
@@ -172,24 +225,35 @@ def flash_dkey_dvalue_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (2 * x.C + 2 * x.Cv)
 
 
-# -- streaming: FlashAttention, arXiv 2205.14135, algorithms 1 and 4 --------------------------------------------------------
+# -- streaming: FlashAttention, arXiv 2205.14135, algorithms 1 and 4 -------------------------------------------------
 def streaming_forward_sram(x: Sizes) -> float:
     """K and V stay; Q is loaded ahead; the running output is in registers while a tile is worked on."""
     return x.h * x.bkv * (x.C + x.Cv) * x.e + x.s * x.bq * x.C * x.e + x.p * x.bq * x.bkv
 
 
-def running_bytes(x: Sizes) -> float:
-    """The running output of all rows, with its maximum and sum."""
-    return x.a * x.B * x.Hq * x.L * x.Dv + 2 * row_bytes(x)
+def running_output(x: Sizes) -> float:
+    """The running output of all rows, float32."""
+    return RUNNING * x.B * x.Hq * x.L * x.Dv
+
+
+def running_gradient(x: Sizes) -> float:
+    """The running gradient of the query, float32."""
+    return RUNNING * x.B * x.Hq * x.L * x.D
 
 
 def streaming_forward_read(x: Sizes) -> float:
-    """Each query head's program reads K and V once, and Q and the running rows once a key tile."""
-    return x.e * x.B * x.Hq * x.T * (x.D + x.Dv) + x.r * (query_bytes(x) + running_bytes(x))
+    """K and V once. At every visit Q, the running output, maximum and sum, and the last three again at the end.
+
+    A running row is there because the program wrote it, so its first read is a repeated one.
+    """
+    running = query_visits(x) * x.k * running_output(x) + (query_visits(x) + 1) * x.k * 2 * row_bytes(x)
+    return key_value_bytes(x) + queries_again(x) * query_bytes(x) + running
 
 
 def streaming_forward_written(x: Sizes) -> float:
-    return x.r * running_bytes(x)
+    """The running output at every visit, maximum and sum also before the first one; then the output and lse."""
+    running = queries_again(x) * running_output(x) + (1 + query_visits(x) * x.k) * 2 * row_bytes(x)
+    return running + output_bytes(x) + row_bytes(x)
 
 
 def streaming_backward_sram(x: Sizes) -> float:
@@ -198,14 +262,14 @@ def streaming_backward_sram(x: Sizes) -> float:
 
 
 def streaming_backward_read(x: Sizes) -> float:
-    """K and V once; Q, O, dO, the running dQ and two statistics once a key tile."""
-    running = x.a * x.B * x.Hq * x.L * x.D
-    again = query_bytes(x) + 2 * output_bytes(x) + running + 2 * row_bytes(x)
-    return x.e * x.B * x.Hq * x.T * (x.D + x.Dv) + x.r * again
+    """K and V once; at every visit Q, dO, lse, delta and the running dQ, and that again at the end."""
+    again = query_bytes(x) + output_bytes(x) + running_gradient(x) + 2 * row_bytes(x)
+    return key_value_bytes(x) + queries_again(x) * again + x.k * running_gradient(x)
 
 
 def streaming_backward_written(x: Sizes) -> float:
-    return key_value_bytes(x) + x.r * x.a * x.B * x.Hq * x.L * x.D
+    """The running dQ as zeros and then at every visit; dQ, dK and dV."""
+    return (1 + queries_again(x)) * running_gradient(x) + query_bytes(x) + key_value_bytes(x)
 
 
 def streaming_backward_flops(x: Sizes) -> float:
@@ -213,127 +277,118 @@ def streaming_backward_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (3 * x.C + 2 * x.Cv)
 
 
-# -- standard: FlashAttention paper, algorithms 0 and 3 ---------------------------------------------------------------------
-def stored_bytes(x: Sizes) -> float:
-    """One matrix [B, Hq, L, T] in HBM: scores, weights or their gradients."""
-    return x.a * x.B * x.Hq * x.L * x.T
-
-
+# -- standard: FlashAttention paper, algorithms 0 and 3 --------------------------------------------------------------
 def product_sram(x: Sizes) -> float:
-    """Both factors of a matrix product, loaded ahead."""
-    return x.s * (x.bq + x.bkv) * x.C * x.e
+    """Tiles of both factors of a product over columns."""
+    return (x.bq + x.bkv) * x.C * x.e
+
+
+def weighing_sram(x: Sizes) -> float:
+    """A stored tile and a tile of the operand that it multiplies, loaded ahead."""
+    return x.s * (x.bq * x.bkv + x.bkv * x.C) * x.e
+
+
+def gathering_sram(x: Sizes) -> float:
+    """The same where the stored tile is transposed."""
+    return x.s * (x.bq * x.bkv + x.bq * x.C) * x.e
 
 
 def standard_scores_read(x: Sizes) -> float:
-    return query_bytes(x) + x.r * x.e * x.B * x.Hkv * x.T * x.D
-
-
-def standard_softmax_read(x: Sizes) -> float:
-    return stored_bytes(x)
+    return queries_again(x) * query_bytes(x) + keys_again(x) * key_bytes(x)
 
 
 def standard_softmax_written(x: Sizes) -> float:
-    return stored_bytes(x) + row_bytes(x)
+    return matrix_bytes(x) + row_bytes(x)
+
+
+def standard_softmax_exps(x: Sizes) -> float:
+    """A running sum in the first sweep, two a score; the weights in the second."""
+    return 3 * score_count(x)
 
 
 def standard_output_read(x: Sizes) -> float:
-    return stored_bytes(x) + x.r * x.e * x.B * x.Hkv * x.T * x.Dv
+    return matrix_bytes(x) + keys_again(x) * value_bytes(x)
 
 
-def scores_flops(x: Sizes) -> float:
-    return 2 * score_count(x) * x.C
-
-
-def output_flops(x: Sizes) -> float:
-    return 2 * score_count(x) * x.Cv
+def standard_weights_read(x: Sizes) -> float:
+    return standard_scores_read(x) + queries_again(x) * row_bytes(x)
 
 
 def standard_dvalue_read(x: Sizes) -> float:
-    return stored_bytes(x) + x.r * output_bytes(x)
+    return matrix_bytes(x) + queries_again(x) * output_bytes(x)
 
 
-def standard_dvalue_written(x: Sizes) -> float:
-    return x.e * x.B * x.Hkv * x.T * x.Dv
+def standard_dweights_read(x: Sizes) -> float:
+    return queries_again(x) * output_bytes(x) + keys_again(x) * value_bytes(x)
 
 
 def standard_dscores_read(x: Sizes) -> float:
-    """dP = dO V^T and dS = P * (dP - delta): reads P, dO and V."""
-    return stored_bytes(x) + output_bytes(x) + row_bytes(x) + x.r * x.e * x.B * x.Hkv * x.T * x.Dv
+    """P, dP and delta; Q and K again where the score is not linear."""
+    return 2 * matrix_bytes(x) + queries_again(x) * row_bytes(x) + x.w * standard_scores_read(x)
 
 
 def standard_dquery_read(x: Sizes) -> float:
-    return stored_bytes(x) + x.r * x.e * x.B * x.Hkv * x.T * x.D
+    return matrix_bytes(x) + keys_again(x) * key_bytes(x)
 
 
 def standard_dkey_read(x: Sizes) -> float:
-    return stored_bytes(x) + x.r * query_bytes(x)
+    return matrix_bytes(x) + queries_again(x) * query_bytes(x)
 
 
-def standard_dkey_written(x: Sizes) -> float:
-    return x.e * x.B * x.Hkv * x.T * x.D
+def score_flops(x: Sizes) -> float:
+    """A product over the columns of query and key, or into them."""
+    return 2 * score_count(x) * x.C
 
 
-# -- the kernels ----------------------------------------------------------------------------------------------------------
-def query_rows(x: Sizes) -> float:
-    return x.B * x.Hq * x.L
+def value_flops(x: Sizes) -> float:
+    """A product over the columns of the value, or into them."""
+    return 2 * score_count(x) * x.Cv
 
 
-def key_rows(x: Sizes) -> float:
-    return x.B * x.Hkv * x.T
+def dscores_flops(x: Sizes) -> float:
+    return x.w * score_flops(x)
 
 
-def query_rows_again(x: Sizes) -> float:
-    return x.n * x.bq
-
-
-def key_rows_again(x: Sizes) -> float:
-    return x.n * x.bkv
-
-
+# -- what is read again ----------------------------------------------------------------------------------------------
 def head_keys(x: Sizes) -> float:
-    return x.e * x.T * (x.D + x.Dv)
+    return x.e * x.T * (x.D + x.Du)
 
 
 def head_queries(x: Sizes) -> float:
-    return x.e * x.L * (x.D + x.Dv) + 2 * ROW_STATISTIC * x.L
+    return (x.e * (x.D + x.Dv) + 2 * ROW_STATISTIC) * x.L
 
 
 def head_running(x: Sizes) -> float:
-    return (x.e * x.D + x.a * x.Dv + 2 * ROW_STATISTIC) * x.L
+    return (x.e * x.D + RUNNING * x.Dv + 2 * ROW_STATISTIC) * x.L
 
 
 def head_running_gradient(x: Sizes) -> float:
-    return (x.e * (x.D + 2 * x.Dv) + x.a * x.D + 2 * ROW_STATISTIC) * x.L
+    """Of all query heads of a kv head, since one program works on them."""
+    return (x.e * (x.D + x.Dv) + RUNNING * x.D + 2 * ROW_STATISTIC) * x.L * x.Hq / x.Hkv
 
 
-def score_programs(x: Sizes) -> float:
-    return x.B * x.Hq * x.nq * x.nkv
+_KEYS = Again(key_visits, head_keys)
+_QUERIES = Again(query_visits, head_queries)
+_RUNNING = Again(query_visits, head_running)
+_RUNNING_GRADIENT = Again(query_visits, head_running_gradient)
 
 
-def head_programs(x: Sizes) -> float:
-    return x.B * x.Hq
+# -- the kernels -----------------------------------------------------------------------------------------------------
+_OVER_KEYS, _OVER_QUERIES = "the key tiles that its queries see", "the query tiles that see its keys"
+_ALL_KEYS, _ALL_QUERIES = "all key tiles", "all query tiles"
+_SWEEPS = "key tiles, and for each of them the query tiles that see it"
+_ONE_TILE, _ROWS = "nothing: one tile of scores", "its rows"
 
-
-def none(x: Sizes) -> float:
-    return 0 * x.n
-
-
-_KEYS = Again(key_rows_again, key_rows, head_keys)
-_QUERIES = Again(query_rows_again, query_rows, head_queries)
-_RUNNING = Again(query_rows_again, query_rows, head_running)
-_RUNNING_GRADIENT = Again(query_rows_again, query_rows, head_running_gradient)
-_OVER_KEYS, _OVER_QUERIES = "key tiles that its queries see", "query tiles that see its keys, of each head of the group"
-_ONE_TILE, _ROWS = "one tile of scores", "its rows, once"
-
+ROW_STATISTICS = Kernel(
+    "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, none,
+    statistics_read, statistics_written, none, none, _KEYS,
+)  # fmt: skip
 FLASH = (
     Kernel(
         "flash_forward", "forward", "forward", "kv", _OVER_KEYS, query_programs, flash_forward_sram,
-        flash_forward_read, flash_forward_written, flash_forward_flops, forward_exps, _KEYS,
+        flash_forward_read, flash_forward_written, forward_flops, forward_exps, _KEYS,
     ),
-    Kernel(
-        "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, none,
-        statistics_read, statistics_written, none, none, _KEYS,
-    ),
+    ROW_STATISTICS,
     Kernel(
         "flash_dquery", "backward", "backward_q", "kv", _OVER_KEYS, query_programs, flash_dquery_sram,
         flash_dquery_read, query_bytes, flash_dquery_flops, score_count, _KEYS,
@@ -345,48 +400,52 @@ FLASH = (
 )  # fmt: skip
 STREAMING = (
     Kernel(
-        "streaming_forward", "forward", "forward", "q", "key tiles, and for each all query tiles that see it",
-        head_programs, streaming_forward_sram, streaming_forward_read, streaming_forward_written,
-        flash_forward_flops, forward_exps, _RUNNING,
+        "streaming_forward", "forward", "forward", "q", _SWEEPS, head_programs, streaming_forward_sram,
+        streaming_forward_read, streaming_forward_written, forward_flops, forward_exps, _RUNNING,
     ),
+    ROW_STATISTICS,
     Kernel(
-        "streaming_backward", "backward", "backward_q", "q", "key tiles, and for each all query tiles that see it",
-        head_programs, streaming_backward_sram, streaming_backward_read, streaming_backward_written,
-        streaming_backward_flops, score_count, _RUNNING_GRADIENT,
+        "streaming_backward", "backward", "backward_q", "q", _SWEEPS, kv_head_programs, streaming_backward_sram,
+        streaming_backward_read, streaming_backward_written, streaming_backward_flops, score_count, _RUNNING_GRADIENT,
     ),
 )  # fmt: skip
 STANDARD = (
     Kernel(
-        "standard_scores", "forward", "forward", "kv", _ONE_TILE, score_programs, product_sram,
-        standard_scores_read, stored_bytes, scores_flops, none, _KEYS,
+        "standard_scores", "forward", "forward", "kv", _ONE_TILE, pair_programs, product_sram,
+        standard_scores_read, matrix_bytes, score_flops, none, _KEYS,
     ),
     Kernel(
         "standard_softmax", "forward", "forward", "kv", _ROWS, query_programs, none,
-        standard_softmax_read, standard_softmax_written, none, score_count, _KEYS,
+        matrix_bytes, standard_softmax_written, none, standard_softmax_exps, _KEYS,
     ),
     Kernel(
-        "standard_output", "forward", "forward", "kv", _OVER_KEYS, query_programs, product_sram,
-        standard_output_read, output_bytes, output_flops, none, _KEYS,
+        "standard_output", "forward", "forward", "kv", _ALL_KEYS, query_programs, weighing_sram,
+        standard_output_read, output_bytes, value_flops, none, _KEYS,
+    ),
+    ROW_STATISTICS,
+    Kernel(
+        "standard_weights", "backward", "backward_q", "kv", _ONE_TILE, pair_programs, product_sram,
+        standard_weights_read, matrix_bytes, score_flops, score_count, _KEYS,
     ),
     Kernel(
-        "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, none,
-        statistics_read, statistics_written, none, none, _KEYS,
+        "standard_dvalue", "backward", "backward_kv", "q", _ALL_QUERIES, key_programs, gathering_sram,
+        standard_dvalue_read, value_bytes, value_flops, none, _QUERIES,
     ),
     Kernel(
-        "standard_dvalue", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, product_sram,
-        standard_dvalue_read, standard_dvalue_written, output_flops, none, _QUERIES,
+        "standard_dweights", "backward", "backward_q", "kv", _ONE_TILE, pair_programs, product_sram,
+        standard_dweights_read, matrix_bytes, value_flops, none, _KEYS,
     ),
     Kernel(
-        "standard_dscores", "backward", "backward_q", "kv", _ONE_TILE, score_programs, product_sram,
-        standard_dscores_read, stored_bytes, output_flops, none, _KEYS,
+        "standard_dscores", "backward", "backward_q", "kv", _ONE_TILE, pair_programs, none,
+        standard_dscores_read, matrix_bytes, dscores_flops, none, _KEYS,
     ),
     Kernel(
-        "standard_dquery", "backward", "backward_q", "kv", _OVER_KEYS, query_programs, product_sram,
-        standard_dquery_read, query_bytes, scores_flops, none, _KEYS,
+        "standard_dquery", "backward", "backward_q", "kv", _ALL_KEYS, query_programs, weighing_sram,
+        standard_dquery_read, query_bytes, score_flops, none, _KEYS,
     ),
     Kernel(
-        "standard_dkey", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, product_sram,
-        standard_dkey_read, standard_dkey_written, scores_flops, none, _QUERIES,
+        "standard_dkey", "backward", "backward_kv", "q", _ALL_QUERIES, key_programs, gathering_sram,
+        standard_dkey_read, key_bytes, score_flops, none, _QUERIES,
     ),
 )  # fmt: skip
 KERNELS = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}

@@ -1,4 +1,4 @@
-"""Which tiling each kernel gets: candidates that fit the machine, a small table of measured ones, and the user's own text.
+"""Which tiling each kernel gets: candidates that fit the machine, a small table of good ones, the user's own text.
 
 A choice depends on widths, dtype, machine and target only. Lengths, batch and heads never enter, because a new length
 must not compile anything.
@@ -51,9 +51,9 @@ _FP32 = {
     128: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
     256: (Tiling(16, 32, 8, 1), Tiling(16, 32, 8, 1), Tiling(32, 16, 8, 1)),
 }
-# The other algorithms are there to be compared, so one row serves all machines; where it does not fit, the ranking decides.
+# The other algorithms are there to be compared: one table serves all machines; where it does not fit, the ranking does.
 _STREAMING = {
-    64: (Tiling(128, 128, 8, 2), Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
+    64: (Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
     128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
     256: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
 }
@@ -67,7 +67,7 @@ _INTERPRET = Tiling(32, 32, 4, 1)  # small, so that short test problems have sev
 _CPU = Tiling(256, 512, 1, 1)  # score tiles of 0.5 MB stay in a core's L2; enough rows for a threaded matrix product
 
 
-# -- choosing -------------------------------------------------------------------------------------------------------------
+# -- choosing --------------------------------------------------------------------------------------------------------
 def choose(
     shape: Shape,
     hardware: Hardware,
@@ -100,7 +100,7 @@ def candidates(
     found = [best]
     for slot in SLOTS:
         for tiling in alternatives(slot, shape, hardware, target, algorithm, parts):
-            schedule = _with(best, slot, tiling)
+            schedule = with_tiling(best, slot, tiling)
             if schedule not in found:
                 found.append(schedule)
     return found
@@ -111,7 +111,7 @@ def alternatives(
 ) -> list[Tiling]:
     """Tilings of one kernel worth measuring, best predicted first; one where the target has a fixed form."""
     if target != "triton":
-        return [_of(_choose(_nominal(shape), hardware, target, algorithm, parts, Traits()), slot)]
+        return [tiling_in(_choose(_nominal(shape), hardware, target, algorithm, parts, Traits()), slot)]
     return _ranked(slot, _nominal(shape), hardware, algorithm, parts)[:_ALTERNATIVES]
 
 
@@ -163,12 +163,12 @@ def _hopper(parts: Segments) -> Tiling:
     width = max(parts.qk_columns, parts.v_columns)
     if width not in _HOPPER:
         raise WeftError(
-            f"schedule: target hopper has tilings for D {', '.join(map(str, _HOPPER))}, got {width}; use target='triton'"
+            f"schedule: target hopper has forms for D {', '.join(map(str, _HOPPER))}, got {width}; use target='triton'"
         )
     return _HOPPER[width]
 
 
-# -- candidates -----------------------------------------------------------------------------------------------------------
+# -- candidates ------------------------------------------------------------------------------------------------------
 def _kernels(slot: Slot, algorithm: Algorithm) -> list[Kernel]:
     return [k for k in KERNELS[algorithm] if k.slot == slot]
 
@@ -192,7 +192,7 @@ def _fits(slot: Slot, tiling: Tiling, shape: Shape, hardware: Hardware, algorith
 
 @lru_cache(maxsize=256)
 def _ranked(slot: Slot, shape: Shape, hardware: Hardware, algorithm: Algorithm, parts: Segments) -> list[Tiling]:
-    """Tilings that fit, best predicted first; of equals the one with more scores a tile, then with fewer warps and stages."""
+    """Tilings that fit, best predicted first; of equals the one with the larger tile, then with fewer warps."""
     count = dense_counts(shape)
 
     def badness(tiling: Tiling) -> tuple[float, int, int, int]:
@@ -212,13 +212,13 @@ def _best(slot: Slot, shape: Shape, hardware: Hardware, algorithm: Algorithm, pa
     least = Tiling(16, 16, 4, 1)
     needed = max(sram_bytes(k, least, shape, hardware, parts) for k in _kernels(slot, algorithm))
     raise WeftError(
-        f"schedule: no tiling of {algorithm} ({slot}) fits {hardware.title}: the smallest, {least}, needs {needed} bytes "
-        f"of SRAM for D {shape.head_dim}, Dv {shape.value_dim}, {shape.dtype}, and a program has {hardware.sram_per_block}; "
-        "use a smaller head dimension, 16-bit operands or target='cpu'"
+        f"schedule: no tiling of {algorithm} ({slot}) fits {hardware.title}: the smallest, {least}, needs {needed} "
+        f"bytes of SRAM for D {shape.head_dim}, Dv {shape.value_dim}, {shape.dtype}, and a program has "
+        f"{hardware.sram_per_block}; use a smaller head dimension, 16-bit operands or target='cpu'"
     )
 
 
-# -- the user's own schedule ----------------------------------------------------------------------------------------------
+# -- the user's own schedule -----------------------------------------------------------------------------------------
 _TILING = r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})"
 _SCHEDULE = re.compile(rf"({'|'.join(ALGORITHMS)})/({'|'.join(TARGETS)})/{_TILING}/{_TILING}/{_TILING}")
 
@@ -266,7 +266,8 @@ def resolve(
         raise WeftError(f"schedule: expected a name, a Schedule or its text, got {type(given).__name__}")
     if schedule.target != target:
         raise WeftError(
-            f"schedule: it is for target {schedule.target}, but the call's target is {target}; pass target={schedule.target!r}"
+            f"schedule: it is for target {schedule.target}, the call's target is {target}; "
+            f"pass target={schedule.target!r}"
         )
     check_fits(schedule, shape, hardware, segments=parts)
     return schedule
@@ -276,7 +277,7 @@ def check_fits(schedule: Schedule, shape: Shape, hardware: Hardware, *, segments
     """Raise WeftError if a kernel cannot have its tiling: sizes, or SRAM beyond what a program has."""
     parts = segments or for_heads(shape.head_dim, shape.value_dim)
     for slot in SLOTS:
-        tiling = _of(schedule, slot)
+        tiling = tiling_in(schedule, slot)
         _check_numbers(slot, tiling, schedule.target)
         if schedule.target in ("triton", "hopper"):
             for kernel in _kernels(slot, schedule.algorithm):
@@ -307,7 +308,8 @@ def _check_sram(kernel: Kernel, tiling: Tiling, shape: Shape, hardware: Hardware
         )
 
 
-def _of(schedule: Schedule, slot: Slot) -> Tiling:
+def tiling_in(schedule: Schedule, slot: Slot) -> Tiling:
+    """The tiling of one slot."""
     match slot:
         case "forward":
             return schedule.forward
@@ -317,7 +319,8 @@ def _of(schedule: Schedule, slot: Slot) -> Tiling:
             return schedule.backward_kv
 
 
-def _with(schedule: Schedule, slot: Slot, tiling: Tiling) -> Schedule:
+def with_tiling(schedule: Schedule, slot: Slot, tiling: Tiling) -> Schedule:
+    """The schedule with another tiling in one slot."""
     match slot:
         case "forward":
             return replace(schedule, forward=tiling)

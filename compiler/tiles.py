@@ -44,6 +44,11 @@ def tile_program(bounds: Bounds) -> TileProgram:
 class _Writer:
     lines: list[Assign] = field(default_factory=list)
     used: dict[str, int] = field(default_factory=dict)  # how many names of each label there are
+    meanings: dict[str, Expr] = field(default_factory=dict)  # of names that proofs look through
+
+    def certain(self, a: Expr, b: Expr) -> bool:
+        """Whether a <= b always, by what the names stand for."""
+        return at_most(substitute(a, self.meanings), substitute(b, self.meanings))
 
     def assign(self, target: str, value: Expr, comment: str = "") -> Expr:
         """Write `target = value`; the expression to use in later lines, which is a number where the value is one."""
@@ -105,11 +110,14 @@ def _minus(node: Expr, offset: Expr) -> Expr:
 def _disjoint(rows: list[_Rows], writer: _Writer) -> list[_Rows]:
     """Name the ends of every interval, sort them, then join or cut neighbours that overlap."""
     named = [_named(r, k, writer) for k, r in enumerate(rows)]
+    writer.meanings = {line.name: line.value for line in writer.lines}
+    for line in writer.lines:
+        writer.meanings[line.name] = substitute(line.value, writer.meanings)
     for last in range(len(named) - 1, 0, -1):
         for k in range(last):
             named[k], named[k + 1] = _sorted_pair(named[k], named[k + 1], writer)
     for k in range(len(named) - 1):
-        named[k], named[k + 1] = _separated(named[k], named[k + 1], writer)
+        named[k], named[k + 1] = _separated(named[k], named[k + 1], len(named) > 2, writer)
     return named
 
 
@@ -126,12 +134,12 @@ def _named(rows: _Rows, k: int, writer: _Writer) -> _Rows:
 
 def _sorted_pair(a: _Rows, b: _Rows, writer: _Writer) -> tuple[_Rows, _Rows]:
     """Smaller ends and larger ends: the union of two intervals stays the same when their ends are sorted."""
-    comment = "" if at_most(a.lo, b.lo) else "ends in order"
+    comment = "ends in order"
     lows, highs = [], []
     for label, x, y in (
         ("begin", a.lo, b.lo), ("end", a.hi, b.hi), ("full_begin", a.full_lo, b.full_lo), ("full_end", a.full_hi, b.full_hi)
     ):  # fmt: skip
-        if not at_most(x, y):
+        if not writer.certain(x, y):
             x, y = writer.fresh(label, minimum(x, y), comment), writer.fresh(label, maximum(x, y))
             comment = ""
         lows.append(x)
@@ -139,11 +147,11 @@ def _sorted_pair(a: _Rows, b: _Rows, writer: _Writer) -> tuple[_Rows, _Rows]:
     return _Rows(*lows), _Rows(*highs)
 
 
-def _separated(a: _Rows, b: _Rows, writer: _Writer) -> tuple[_Rows, _Rows]:
+def _separated(a: _Rows, b: _Rows, others: bool, writer: _Writer) -> tuple[_Rows, _Rows]:
     """Sorted neighbours made disjoint. Full parts that touch become one, and with them the intervals; intervals that
     overlap are cut where the second full part begins, so that no tile in a full part is visited as an edge."""
     touch, apart = make("le", b.full_lo, a.full_hi), make("lt", a.hi, b.lo)
-    cut = minimum(maximum(b.full_lo, a.lo), b.hi)
+    cut = minimum(maximum(b.full_lo, a.lo), b.hi) if others else b.full_lo
     hi = writer.fresh("end", choose(touch, a.lo, choose(apart, a.hi, cut)), "joined where full parts touch, else cut apart")
     lo = writer.fresh("begin", choose(touch, a.lo, choose(apart, b.lo, cut)))
     full_hi = writer.fresh("full_end", choose(touch, a.full_lo, a.full_hi))
@@ -161,8 +169,8 @@ def _tiles(rows: _Rows, k: int, several: bool, writer: _Writer) -> _Rows:
         lo = writer.assign(f"lo{k}", _ZERO, comment)
         hi = writer.assign(f"hi{k}", _upward(maximum(rows.hi, _ZERO)))
     else:
-        begin, end = writer.fresh("begin", rows.lo), writer.fresh("end", rows.hi)
-        hi = writer.assign(f"hi{k}", _upward(maximum(end, _ZERO)), comment)
+        begin, end = writer.fresh("begin", rows.lo), writer.fresh("end", maximum(rows.hi, _ZERO))
+        hi = writer.assign(f"hi{k}", _upward(end), comment)
         lo = writer.assign(f"lo{k}", choose(make("lt", begin, end), _downward(begin), hi))
     if rows.never_full:
         writer.assign(f"full_lo{k}", lo, "no tile is sure to be full")
@@ -174,6 +182,8 @@ def _tiles(rows: _Rows, k: int, several: bool, writer: _Writer) -> _Rows:
 
 def _later_tiles(rows: _Rows, k: int, comment: str, writer: _Writer) -> tuple[Expr, Expr]:
     """Tiles of one of several intervals, without those of the interval before; none where it is empty."""
+    if k == 0 and _is_zero(rows.lo):
+        return writer.assign("lo0", _ZERO, comment), writer.assign("hi0", _upward(rows.hi))
     before = name(f"hi{k - 1}") if k else _ZERO
     some = const(True) if at_most(plus(rows.lo, 1), rows.hi) else make("lt", rows.lo, rows.hi)
     hi = writer.assign(f"hi{k}", _at_least(choose(some, _upward(rows.hi), _ZERO), before), comment)
@@ -183,14 +193,15 @@ def _later_tiles(rows: _Rows, k: int, comment: str, writer: _Writer) -> tuple[Ex
 def _full(rows: _Rows, lo: Expr, hi: Expr, k: int, several: bool, writer: _Writer) -> tuple[Expr, Expr]:
     """The full part, within [lo, hi): what follows from the order of the rows is not written."""
     comment = f"everything is visible in tiles [full_lo{k}, full_hi{k})"
-    starts_later, ends_earlier = (at_most(rows.lo, rows.full_lo), at_most(rows.full_hi, rows.hi)) if not several else (False, False)
     if _is_zero(rows.full_lo) and _is_zero(lo):
         full_lo = writer.assign(f"full_lo{k}", _ZERO, comment)
     else:
         begin = _upward(rows.full_lo)
-        full_lo = writer.assign(f"full_lo{k}", minimum(begin if starts_later else _at_least(begin, lo), hi), comment)
+        begin = begin if not several and at_most(rows.lo, rows.full_lo) else _at_least(begin, lo)
+        full_lo = writer.assign(f"full_lo{k}", minimum(begin, hi), comment)
     end = _at_least(_downward(maximum(rows.full_hi, _ZERO)), full_lo)
-    return full_lo, writer.assign(f"full_hi{k}", end if ends_earlier else minimum(end, hi))
+    inside = not several and at_most(rows.full_hi, rows.hi)
+    return full_lo, writer.assign(f"full_hi{k}", end if inside else minimum(end, hi))
 
 
 def _is_zero(node: Expr) -> bool:

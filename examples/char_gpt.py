@@ -54,7 +54,9 @@ class Block(nn.Module):
             nn.Linear(4 * config.width, config.width, bias=False),
         )
 
-    def forward(self, x: Tensor, rotation: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, rotation: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         c = self.config
         heads = self.qkv(self.before_attention(x)).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
         query, key, value = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
@@ -83,7 +85,7 @@ class CharGPT(nn.Module):
         rotation = rotation_of(torch.arange(seen, seen + tokens.shape[1], device=tokens.device), self.config.head_dim)
         x = self.embedding(tokens)
         for layer, block in enumerate(self.blocks):
-            x, pair = block(x, rotation, cache[layer] if cache else None)
+            x, pair = block(x, rotation, cache[layer] if seen and cache else None)
             if cache is not None:
                 cache[layer : layer + 1] = [pair]
         return self.head(self.norm(x))

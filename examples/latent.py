@@ -24,7 +24,9 @@ def main(rank: int = 128, rope: int = 32, nope: int = 64, heads: int = 8, cached
     absorbed_query = torch.cat([query[..., :nope].double() @ uk.double().transpose(1, 2), query[..., nope:]], dim=-1)
     latent_variant = mla.replace(scale=(nope + rope) ** -0.5, name="mla_latent")
     by_hand = latent_variant.reference(absorbed_query, cache.double()) @ uv.double()
-    print(f"reference, absorbed by hand against expanded: largest difference {(by_hand - exact).abs().max().item():.1e}")
+    print(
+        f"reference, absorbed by hand against expanded: largest difference {(by_hand - exact).abs().max().item():.1e}"
+    )
 
     expanded_floats = heads * cached * (2 * nope + rope)
     print(f"keys and values a token: expanded {expanded_floats // cached:,} numbers, latent {rank + rope:,}")
@@ -34,7 +36,9 @@ def main(rank: int = 128, rope: int = 32, nope: int = 64, heads: int = 8, cached
         for _ in range(5):
             out = mla(query, cache, uk=uk, uv=uv, form=form)
         milliseconds = (time.perf_counter() - start) / 5 * 1000
-        print(f"{form}: out {list(out.shape)}, error {(out - exact).abs().max().item():.1e}, {milliseconds:.1f} ms a step")
+        print(
+            f"{form}: out {list(out.shape)}, error {(out - exact).abs().max().item():.1e}, {milliseconds:.1f} ms a step"
+        )
 
 
 if __name__ == "__main__":

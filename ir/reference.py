@@ -54,7 +54,7 @@ def evaluate(
 
     def _tensor(value: Value, kind: str) -> Tensor:
         wanted = {"int": torch.int64, "float": dtype, "bool": torch.bool}[kind]
-        return torch.as_tensor(value, device=device).to(wanted)
+        return torch.as_tensor(value, dtype=wanted, device=device)  # a float must not pass through float32
 
     def _apply(op: str, values: list[Tensor], node: Call) -> Tensor:
         if op not in _TORCH:

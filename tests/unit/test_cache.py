@@ -14,8 +14,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import weft.compiler.cache as cache
 from filelock import FileLock
+
+import weft.compiler.cache as cache
 from weft.compiler.cache import Key, load_or_build
 from weft.compiler.settings import settings
 from weft.ir.errors import WeftError

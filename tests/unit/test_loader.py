@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from weft.codegen.loader import load
 from weft.ir.errors import WeftError
 

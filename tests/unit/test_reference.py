@@ -72,6 +72,12 @@ def test_softcap_is_applied_to_the_scaled_score() -> None:
     torch.testing.assert_close(out, scores.softmax(-1) @ value)
 
 
+def test_constants_and_scalars_keep_all_their_digits() -> None:
+    env: dict[str, Value] = {"cap": 0.1}
+    for e in (0.1 + 0.0 * scalar("cap"), 0.0 + scalar("cap")):
+        assert evaluate(e, env, torch.float64, torch.device("cpu")).item() == 0.1
+
+
 def test_the_scale_may_depend_on_the_head() -> None:
     query, key, value = operands(kv_heads=4)
     temperature = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)

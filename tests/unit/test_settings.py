@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from weft.compiler import settings as module
 from weft.compiler.settings import Settings, current, settings, trace
 from weft.ir.errors import WeftError

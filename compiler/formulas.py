@@ -1,0 +1,41 @@
+"""Formulas of kernels.py as text. The one place that shows them to sympy, imported only where a text is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import lru_cache
+from typing import cast
+
+import sympy
+
+from .kernels import Formula, Sizes
+
+# Letters that are a property of the machine or the schedule rather than of the problem: written as numbers.
+_SWITCHES = ("e", "h", "p", "s", "w")
+
+
+def formula_text(formula: Formula, sizes: Sizes) -> str:
+    """The formula as text over the letters of `Sizes`.
+
+    Element sizes, buffer counts and switches of `sizes` are filled in, and the share k of repeated reads where it is 0
+    or 1, so that what does not apply is not printed.
+
+    >>> from .kernels import query_bytes
+    >>> formula_text(query_bytes, Sizes(*[1] * 21))
+    'B*D*Hq*L'
+    """
+    filled = {name: getattr(sizes, name) for name in _SWITCHES}
+    if sizes.k in (0, 1):
+        filled["k"] = sizes.k
+    if sizes.Du == 0:
+        filled |= {"Du": 0, "Cu": 0}
+    return _text(formula, tuple(sorted(filled.items())))
+
+
+@lru_cache(maxsize=1024)
+def _text(formula: Formula, filled: tuple[tuple[str, float], ...]) -> str:
+    numbers = dict(filled)
+    letters = {f.name: numbers.get(f.name, sympy.Symbol(f.name, positive=True)) for f in fields(Sizes)}
+    # sympy's numbers behave like Python's here, which is all that a formula relies on.
+    symbolic = cast(Sizes, Sizes(**letters))
+    return str(sympy.sstr(sympy.sympify(formula(symbolic))))

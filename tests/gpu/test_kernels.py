@@ -1,0 +1,215 @@
+"""The `triton` and `hopper` targets on a GPU against float64: every family of masks and scores, shapes, dtypes, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.driver import builds
+
+from ..support import check_variant, poisoned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+window = weft.scalar("window", int)
+prefix = weft.scalar("prefix", int)
+slopes = weft.tensor("slopes", 1)
+temperature = weft.tensor("temperature", 1)
+bias_q = weft.tensor("bias_q", 3)
+bias_kv = weft.tensor("bias_kv", 3)
+doc = weft.tensor("doc", 1, int)
+
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+VARIANTS = {
+    "dense": (weft.Attention(name="dense"), {}),
+    "causal": (CAUSAL, {}),
+    "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="window_causal"), {"window": 100}),
+    "both_sides": (weft.Attention(mask=(q_pos - kv_pos < 70) & (kv_pos - q_pos < 40), name="both_sides"), {}),
+    "prefix": (weft.Attention(mask=masks.causal | (kv_pos < prefix), name="prefix_lm"), {"prefix": 150}),
+    "dilated": (weft.Attention(mask=masks.causal & ((q_pos - kv_pos) % 3 == 0) & (q_pos - kv_pos < 200), name="dilated"), {}),
+    "block_causal": (weft.Attention(mask=kv_pos // 48 <= q_pos // 48, name="block_causal"), {}),
+    "global_window": (weft.Attention(mask=masks.causal & ((kv_pos < 20) | (q_pos - kv_pos < 60)), name="global_window"), {}),
+    "softcap": (weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="softcap"), {}),
+    "alibi": (weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"), {"slopes": "head"}),
+    "temperature": (weft.Attention(score * temperature[head], masks.causal, name="temperature"), {"temperature": "head"}),
+    "sigmoid": (weft.Attention(4.0 * weft.sigmoid(score) + weft.abs(score) / 8.0, name="sigmoid_abs"), {}),
+    "biases": (weft.Attention(score + bias_q[weft.batch, head, q_pos] * weft.cos(score) + bias_kv[weft.batch, head, kv_pos], name="biases"),
+               {"bias_q": "q", "bias_kv": "kv"}),
+    "documents": (weft.Attention(mask=masks.causal & (doc[q_pos] == doc[kv_pos]), name="documents"), {"doc": "doc"}),
+    "nothing": (weft.Attention(mask=(kv_pos <= q_pos) & (q_pos >= 40), name="first_rows_empty"), {}),
+}  # fmt: skip
+
+
+def operands_of(spec, shape, kv_len, seed=3):
+    batch, heads, q_len, _ = shape
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        "head": lambda: torch.rand(heads, generator=generator) * 0.5 + 0.1,
+        "q": lambda: torch.randn(batch, heads, q_len, generator=generator),
+        "kv": lambda: torch.randn(batch, heads, kv_len, generator=generator),
+        "doc": lambda: torch.sort(torch.randint(0, 5, (max(q_len, kv_len),), generator=generator)).values.int(),
+    }
+    return {n: made[v]().cuda() if isinstance(v, str) else v for n, v in spec.items()}
+
+
+def check(name, shape, kv_heads, kv_len, value_dim=None, dtype=torch.bfloat16, blhd=False, target="triton", gradients=True, **options):
+    variant, spec = VARIANTS[name]
+    batch, heads, q_len, dim = shape
+    query = poisoned(shape, dtype, "cuda", blhd, seed=0)
+    key = poisoned((batch, kv_heads, kv_len, dim), dtype, "cuda", blhd, seed=1)
+    value = poisoned((batch, kv_heads, kv_len, value_dim or dim), dtype, "cuda", blhd, seed=2)
+    given = operands_of(spec, shape, kv_len)
+    floats = tuple(n for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
+    check_variant(variant, query, key, value, target=target, operands=given, differentiate=floats if gradients else (),
+                  gradients=gradients, label=f"{name} {target} {shape} {kv_heads} {kv_len} {dtype}", **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name, target):
+    if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper target needs compute capability 9.0")
+    check(name, (2, 4, 300, 64), 2, 300, target=target)
+    check(name, (1, 2, 257, 128), 1, 257, target=target, gradients=False)
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 192, 250, 521])
+def test_lengths(length, target):
+    check("causal", (1, 4, length, 64), 2, length, target=target)
+    check("window", (1, 2, length, 128), 2, length, target=target, gradients=False)
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("q_len,kv_len", [(1, 500), (70, 333), (333, 70), (200, 1)])
+def test_cross_lengths(q_len, kv_len, target):
+    check("causal", (2, 4, q_len, 64), 1, kv_len, target=target)
+    check("dense", (2, 4, q_len, 128), 4, kv_len, target=target)
+
+
+@pytest.mark.parametrize("dim", [16, 32, 40, 80, 96, 192, 256])
+def test_head_dims(dim):
+    check("causal", (1, 4, 200, dim), 2, 200)
+    check("softcap", (1, 2, 130, dim), 2, 130, value_dim=64, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["causal", "alibi", "softcap"])
+def test_dtypes(name, dtype):
+    check(name, (2, 4, 200, 64), 1, 200, dtype=dtype)
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_transposed_views_and_offsets(target):
+    check("alibi", (2, 4, 200, 64), 2, 260, blhd=True, target=target)
+    check("causal", (2, 4, 100, 64), 2, 300, target=target, q_offset=37)
+    offsets = torch.tensor([5, 111], dtype=torch.int32, device="cuda")
+    check("causal", (2, 4, 100, 64), 2, 300, target="triton", q_offset=offsets)
+
+
+def test_repeated_launches_agree_bit_for_bit():
+    for target, dim in (("triton", 64), ("triton", 128), ("hopper", 64), ("hopper", 128)):
+        q, k, v = (torch.randn(2, 8, 1000, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        first = None
+        for _ in range(20):
+            out, lse = CAUSAL(q, k, v, target=target, return_lse=True)
+            found = [out, lse, *torch.autograd.grad(out, [q, k, v], torch.ones_like(out))]
+            first = first or found
+            assert all(torch.equal(a, b) for a, b in zip(first, found)), f"{target} D{dim}: a bit differs"
+
+
+def test_new_lengths_batches_and_windows_compile_nothing():
+    variant, _ = VARIANTS["window"]
+
+    def run(batch, length, width, target):
+        q, k, v = (torch.randn(batch, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        variant(q, k, v, window=width, target=target).sum().backward()
+
+    for target in ("triton", "hopper"):
+        run(2, 256, 64, target)
+        modules, kernels = builds(), _compiled_kernels()
+        for batch, length, width in ((1, 256, 64), (3, 1000, 1), (2, 77, 16), (1, 1, 5), (5, 1024, 1000)):
+            run(batch, length, width, target)
+        assert builds() == modules, f"{target}: a new size loaded a module"
+        assert _compiled_kernels() == kernels, f"{target}: a new size compiled a kernel"
+
+
+def _compiled_kernels():
+    """How many GPU kernels this process has compiled."""
+    import gc
+
+    from triton.runtime.jit import JITFunction
+
+    return sum(len(caches[0]) for f in gc.get_objects() if isinstance(f, JITFunction) for caches in f.device_caches.values())
+
+
+def test_memory_is_linear_in_length():
+    q, k, v = (torch.randn(1, 2, 100_000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    CAUSAL(q, k, v, target="triton").sum().backward()
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra < 12 * q.numel() * q.element_size(), f"{extra / 2**20:.0f} MiB"
+
+
+def test_offsets_beyond_int32():
+    length, heads, dim = 70_000, 1, 64
+    whole = torch.empty(2, length, 512, dim, device="cuda", dtype=torch.bfloat16)  # 4.6e9 elements
+    view = whole.transpose(1, 2)[:, -1:]
+    view.copy_(torch.randn(2, heads, length, dim))
+    near = view.contiguous()
+    for target in ("triton", "hopper"):
+        variant = VARIANTS["window"][0]
+        far_out = variant(view, view, view, window=64, target=target)
+        assert torch.equal(far_out, variant(near, near, near, window=64, target=target))
+
+
+def test_nan_of_one_batch_row_stays_there():
+    for target in ("triton", "hopper"):
+        q, k, v = (torch.randn(3, 4, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        clean = CAUSAL(q, k, v, target=target)
+        for tensor in (q, k, v):
+            tensor[1] = float("nan")
+        out = CAUSAL(q, k, v, target=target)
+        assert torch.equal(out[0], clean[0]) and torch.equal(out[2], clean[2])
+
+
+def test_latent_forms():
+    mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=128, rope=64), name="mla")
+    dtype = torch.bfloat16
+    query = torch.randn(2, 4, 150, 192, device="cuda", dtype=dtype)
+    cache = torch.randn(2, 1, 150, 192, device="cuda", dtype=dtype)
+    uk, uv = (torch.randn(4, 128, 128, device="cuda", dtype=dtype) / 11 for _ in range(2))
+    exact = mla.reference(query.double(), cache.double(), uk=uk.double(), uv=uv.double())
+    for form in ("expanded", "absorbed"):
+        out = mla(query, cache, uk=uk, uv=uv, form=form)
+        assert (out.double() - exact).norm() / exact.norm() < 2e-2, form
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "streaming"])
+def test_other_schedules(algorithm):
+    for name in ("causal", "alibi", "softcap"):
+        check(name, (2, 4, 300, 64), 2, 300, dtype=torch.float16, schedule=algorithm)
+
+
+def test_torch_compile_with_the_gpu_targets():
+    q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(lambda q, k, v: CAUSAL(q, k, v) * 2, fullgraph=True)
+    assert torch.equal(compiled(q, k, v), CAUSAL(q, k, v) * 2)
+    torch.library.opcheck(CAUSAL._forward_op, (q, k, v, None, 0, None, 64, "", ""))
+
+
+def test_cuda_graphs_replay():
+    for target in ("triton", "hopper"):
+        q, k, v = (torch.randn(1, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        CAUSAL(q, k, v, target=target)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = CAUSAL(q, k, v, target=target)
+        for _ in range(3):
+            q.normal_()
+            graph.replay()
+            assert torch.equal(out, CAUSAL(q, k, v, target=target))

@@ -1,0 +1,78 @@
+"""Every example runs, with small settings, and prints what it promises."""
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _examples_are_importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_every_example_is_tested_here() -> None:
+    with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
+    assert with_main == {"quickstart", "custom_score", "latent", "demo"}
+
+
+def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    load("quickstart").main(length=64)
+    output = capsys.readouterr().out
+    error = re.search(r"largest error against float64 (\S+)", output)
+    assert error is not None and float(error[1]) < (1e-4 if not torch.cuda.is_available() else 0.1)
+    assert "gradient of the slopes" in output
+
+
+def test_custom_score_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    load("custom_score").main(length=32, steps=40)
+    losses = [float(x) for x in re.findall(r"mean square error (\S+)", capsys.readouterr().out)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_latent_forms_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    load("latent").main(rank=16, rope=8, nope=16, heads=2, cached=32)
+    output = capsys.readouterr().out
+    by_hand, *kernels = (float(x) for x in re.findall(r"(?:largest difference|error) (\d\S*?)[,\s]", output))
+    assert by_hand < 1e-10
+    assert len(kernels) == 2 and max(kernels) < 1e-4
+
+
+def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = {"steps": 3, "batch": 2, "length": 32, "window": 8, "sample": 5, "out": tmp_path / "out"}
+    load("demo").main([f"--{name}={value}" for name, value in settings.items()])
+    output = capsys.readouterr().out
+    difference = re.search(r"largest difference of the losses at any step: (\S+)", output)
+    assert difference is not None and float(difference[1]) < 0.05
+    assert (tmp_path / "out" / "mask.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {
+        "kernel_forward.py",
+        "kernel_backward.py",
+        "plan_h100.txt",
+    }
+
+
+def test_cached_decoding_gives_the_same_logits() -> None:
+    """One query a step against the cache (q_len != kv_len) is the same function as the whole text at once."""
+    char_gpt = load("char_gpt")
+    torch.manual_seed(0)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return char_gpt.capped_window(query, key, value, window=6)
+
+    model = char_gpt.CharGPT(char_gpt.Config(vocabulary=11, width=32, layers=2, heads=4, kv_heads=2), attend)
+    tokens = torch.randint(11, (2, 20))
+    cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        pieces = [model(tokens[:, :12], cache), *(model(tokens[:, i : i + 1], cache) for i in range(12, 20))]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-4, rtol=1e-4)
