@@ -1,1 +1,40 @@
-"""Weft (being assembled)."""
+"""Weft: an attention variant is one Python expression; forward and backward kernels are generated from it.
+
+>>> import weft
+>>> from weft import kv_pos, q_pos, score
+>>> weft.Attention(score=50.0 * weft.tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
+weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
+"""
+
+from .compiler.settings import settings
+from .compiler.types import Plan, Schedule, Shape
+from .ir.attention import Latent
+from .ir.errors import InternalError, UnavailableError, WeftError
+from .ir.expr import scalar, symbol, tensor
+from .ir.functions import (
+    abs, cos, exp, exp2, floor, log, log2, maximum, minimum, rsqrt, sigmoid, sin, sqrt, tanh, where,
+)  # fmt: skip
+from .ir.parse import parse
+from . import masks, scores
+from .attention import Attention
+from .planning import parse_attention, shape
+
+__version__ = "0.1.0"
+
+q_pos = symbol("q_pos")
+kv_pos = symbol("kv_pos")
+head = symbol("head")
+kv_head = symbol("kv_head")
+group = symbol("group")
+batch = symbol("batch")
+q_len = symbol("q_len")
+kv_len = symbol("kv_len")
+head_dim = symbol("head_dim")
+score = symbol("score")
+
+__all__ = [
+    "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
+    "abs", "batch", "cos", "exp", "exp2", "floor", "group", "head", "head_dim", "kv_head", "kv_len", "kv_pos", "log",
+    "log2", "masks", "maximum", "minimum", "parse", "parse_attention", "q_len", "q_pos", "rsqrt", "scalar", "score",
+    "scores", "settings", "shape", "sigmoid", "sin", "sqrt", "tanh", "tensor", "where",
+]  # fmt: skip

@@ -1,7 +1,7 @@
 """The `weft` command: look at a variant's plan, kernels and mask, measure schedules, tend the cache, check the machine.
 
 A variant is text of the language (`--score`, `--mask`) or the name of a declared one (`module:name`, `file.py:name`).
-Everything but `tune` works without a GPU and without tensors.
+Nothing here needs a GPU; `tune` times whatever machine it runs on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import click
 
 from . import Attention, parse, scalar, score, shape, tensor
 from .compiler import cache, hardware, targets
-from .compiler.types import DTYPE_BYTES, Shape, Specialisation
+from .compiler.schedule import Algorithm
+from .compiler.types import DTYPE_BYTES, Shape
 from .ir.errors import WeftError
 from .ir.expr import Expr, Number, Scalar, TensorOperand
 
@@ -250,6 +251,25 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, output: Pat
         click.echo(f"picture: {output}")
 
 
+@main.command()
+@_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS)
+@click.option("--target", type=click.Choice(targets.TARGETS), help="From this machine if not given.")
+@click.option("--algorithm", type=click.Choice(["flash", "streaming", "standard"]), default="flash", show_default=True)
+@click.pass_context
+def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
+    """Time the tilings worth trying on this machine and remember the fastest."""
+    from .tuning import tune as measure
+
+    ctx.meta[_SHARED] |= {"device": None, "target": target, "schedule": None}
+    r = _request(ctx)
+    found = measure(r.variant, r.shape, r.values, target=target, algorithm=algorithm)
+    for slot, seconds in found.seconds.items():
+        click.echo(f"{slot:12} {seconds * 1000:9.3f} ms")
+    for text, reason in found.failed.items():
+        click.echo(f"passed over {text}: {reason}")
+    click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
+
+
 # -- cache -----------------------------------------------------------------------------------------------------------
 @main.group("cache")
 def cache_group() -> None:
@@ -326,10 +346,5 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def _targets() -> list[tuple[str, str]]:
-    here = hardware.this_machine()
-    rows = []
-    for target in targets.TARGETS:
-        dtype = "fp32" if target in ("cpu", "interpret") else "bf16"
-        reason = targets.why_not(target, Specialisation("forward", here.arch, dtype, head_dim=128, value_dim=128))
-        rows.append((target, "available" if reason is None else reason.removeprefix(f"{target}: ")))
-    return rows
+    found = targets.available()
+    return [(name, (reason or "available").removeprefix(f"{name}: ")) for name, reason in found.items()]

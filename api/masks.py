@@ -1,5 +1,124 @@
-"""Ready masks."""
+"""Ready masks, written in the public language: bool expressions that compose with `&`, `|` and `~`.
 
-from .ir.expr import symbol
+Arguments are numbers, scalar operands or int expressions of heads and lengths; a tensor is an operand of the variant.
 
-causal = symbol("kv_pos") <= symbol("q_pos")
+>>> from weft import masks
+>>> masks.causal & masks.sliding_window(1024)
+(kv_pos <= q_pos) & ((q_pos - kv_pos < 1024) & (kv_pos - q_pos < 1024))
+"""
+
+from __future__ import annotations
+
+from .ir.expr import Expr, Operand, TensorOperand, symbol
+from .ir.functions import abs as absolute
+from .ir.functions import where
+from .ir.errors import WeftError
+
+_q, _kv, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("batch")
+
+causal: Expr = _kv <= _q
+"""A query sees the keys up to its own position."""
+
+
+def sliding_window(size: Operand, ahead: Operand | None = None) -> Expr:
+    """Keys less than `size` positions behind the query and less than `ahead` in front (`size` where not given).
+
+    Longformer (arXiv 2004.05150); with `causal` the window of Mistral 7B (arXiv 2310.06825).
+
+    >>> sliding_window(4, ahead=1)
+    (q_pos - kv_pos < 4) & (kv_pos - q_pos < 1)
+    """
+    return (_q - _kv < size) & (_kv - _q < (size if ahead is None else ahead))
+
+
+def prefix_lm(size: Operand) -> Expr:
+    """The first `size` keys are seen by all, the others causally (T5's prefix LM, arXiv 1910.10683).
+
+    >>> prefix_lm(256)
+    (kv_pos <= q_pos) | (kv_pos < 256)
+    """
+    return causal | (_kv < size)
+
+
+def dilated(step: Operand, window: Operand) -> Expr:
+    """Every `step`-th key of the last `window` positions (LongNet, arXiv 2307.02486; Longformer).
+
+    >>> dilated(2, 64)
+    (kv_pos <= q_pos) & (q_pos - kv_pos < 64) & ((q_pos - kv_pos) % 2 == 0)
+    """
+    return causal & (_q - _kv < window) & ((_q - _kv) % step == 0)
+
+
+def document(ids: TensorOperand) -> Expr:
+    """Pairs inside one document of a packed sequence; `ids` is an int tensor [length] or [batch, length].
+
+    Positions index it, so it needs the length of the keys and q_offset must keep queries inside.
+
+    >>> from weft import tensor
+    >>> document(tensor("doc", 1, int))
+    doc[q_pos] == doc[kv_pos]
+    """
+    if ids.rank == 1:
+        return ids[_q] == ids[_kv]
+    if ids.rank == 2:
+        return ids[_batch, _q] == ids[_batch, _kv]
+    raise WeftError(f"document: expected {ids.name} to have rank 1 [length] or 2 [batch, length], got {ids.rank}")
+
+
+def block_causal(size: Operand) -> Expr:
+    """A query sees all keys of its own block and of the blocks before.
+
+    >>> block_causal(32)
+    kv_pos // 32 <= q_pos // 32
+    """
+    return _kv // size <= _q // size
+
+
+def block_diagonal(size: Operand) -> Expr:
+    """A query sees the keys of its own block only.
+
+    >>> block_diagonal(32)
+    kv_pos // 32 == q_pos // 32
+    """
+    return _kv // size == _q // size
+
+
+def global_window(first: Operand, window: Operand) -> Expr:
+    """The first `first` keys and the last `window` (attention sinks: StreamingLLM, arXiv 2309.17453), causally.
+
+    >>> global_window(4, 512)
+    (kv_pos <= q_pos) & ((kv_pos < 4) | (q_pos - kv_pos < 512))
+    """
+    return causal & ((_kv < first) | (_q - _kv < window))
+
+
+def strided(local: Operand, stride: Operand) -> Expr:
+    """The last `local` keys and every `stride`-th key, causally (Sparse Transformer, arXiv 1904.10509).
+
+    >>> strided(128, 64)
+    (kv_pos <= q_pos) & ((q_pos - kv_pos < 128) | ((q_pos - kv_pos) % 64 == 0))
+    """
+    return causal & ((_q - _kv < local) | ((_q - _kv) % stride == 0))
+
+
+def natten_2d(width: Operand, row_radius: Operand, column_radius: Operand | None = None) -> Expr:
+    """Neighbours on a grid of rows `width` wide, flattened row by row (NATTEN, arXiv 2204.07143, unclamped borders).
+
+    >>> natten_2d(32, 3)
+    (abs(q_pos // 32 - kv_pos // 32) <= 3) & (abs(q_pos % 32 - kv_pos % 32) <= 3)
+    """
+    columns = row_radius if column_radius is None else column_radius
+    return (absolute(_q // width - _kv // width) <= row_radius) & (absolute(_q % width - _kv % width) <= columns)
+
+
+def block_diffusion(length: Operand, block: Operand) -> Expr:
+    """Training mask of block diffusion (BD3-LM, arXiv 2503.09573) over [noised ; clean], each half `length` long.
+
+    A noised block sees itself and the clean blocks before it; a clean block sees itself and the clean ones before.
+    """
+    q_block = where(_q < length, _q // block, (_q - length) // block)
+    kv_block = where(_kv < length, _kv // block, (_kv - length) // block)
+    within_noised = (_q < length) & (_kv < length) & (q_block == kv_block)
+    noised_to_clean = (_q < length) & (_kv >= length) & (kv_block < q_block)
+    within_clean = (_q >= length) & (_kv >= length) & (kv_block <= q_block)
+    return within_noised | noised_to_clean | within_clean

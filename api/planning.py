@@ -112,20 +112,21 @@ def latent_form(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, 
 
 
 # -- the methods ----------------------------------------------------------------------------------------------------------
+def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as tile programs read them: numbers as they are, tensors as functions of their indices."""
+    return {n: v if not isinstance(v, Tensor) else lambda *index, t=v: int(t[index]) for n, v in options.items()}
+
+
 def _counter(attention: Attention, sizes: Shape, options: Mapping[str, Any]) -> Callable[[str, int, int], TileCounts] | None:
     """Tile counts of the whole problem; None where they depend on operands that were not given."""
+    from .compiler.plan import counter
+
     facts = facts_of(attention)
-    needed = {s.name for s in attention.scalars if s.dtype == "int"}
-    if not needed <= set(options):
+    try:
+        count = counter(facts.kv_tiles, facts.q_tiles, sizes, env=_environment(attention, options), by_head=facts.bounds_differ_by_head)
+        count("kv", 128, 128)
+    except WeftError:
         return None
-    values = {n: options[n] for n in needed} | {t.name: options.get(t.name) for t in attention.tensors}
-
-    from .compiler.tiles import count_tiles
-
-    def count(axis: str, block_q: int, block_kv: int) -> TileCounts:
-        program = facts.kv_tiles if axis == "kv" else facts.q_tiles
-        return count_tiles(program, sizes, block_q, block_kv, values)
-
     return count
 
 
@@ -148,8 +149,8 @@ def plan(
     notes = (*notes, *facts.kv_bounds.notes)
     count = _counter(attention, sizes, options)
     if count is None:
-        missing = sorted(s.name for s in attention.scalars if s.dtype == "int" and s.name not in options)
-        notes = (*notes, f"tile counts are those without a mask: give {', '.join(f'{n}=...' for n in missing)} for exact ones")
+        missing = sorted(p.name for p in (*attention.scalars, *attention.tensors) if p.name not in options)
+        notes = (*notes, f"tiles are counted as without a mask: give {', '.join(f'{n}=...' for n in missing)} for exact counts")
     return make_plan(str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count, notes=notes)
 
 
@@ -203,7 +204,7 @@ def show_mask(
         raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
     offset = kv_len - q_len if q_offset is None else q_offset
     env = {"q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
-           "batch": batch, "block": block_kv, "length": kv_len, **options}  # fmt: skip
+           "batch": batch, "block": block_kv, "length": kv_len, "head_dim": 64, **_environment(attention, options)}  # fmt: skip
 
     def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
         return tile_ranges(facts.kv_tiles, {**env, "q_first": first_row + offset, "q_last": last_row + offset})

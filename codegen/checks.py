@@ -8,10 +8,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ..compiler.facts import Facts
-try:
-    from ..compiler.ranges import Extents, Ranges, check_integers
-except ImportError:
-    Ranges = Extents = dict; check_integers = lambda e, env, ext: []
+from ..compiler.ranges import Extents, Ranges, check_integers
 from ..ir.errors import collected
 from ..ir.expr import Scalar, TensorOperand
 from .launch import CallTensors

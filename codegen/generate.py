@@ -12,6 +12,7 @@ from ..compiler.facts import Facts
 from ..compiler.segments import Segments
 from ..compiler.types import Schedule, Segment, Specialisation
 from ..ir.errors import InternalError
+from ..ir.walk import symbols
 from .functions import LANGUAGES, FunctionPrinter, parameter_names
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _segment_context(segments: Segments) -> Context:
 def _target_context(facts: Facts, spec: Specialisation, schedule: Schedule) -> Context:
     match schedule.target:
         case "hopper":
-            return {"config": hopper_config(spec, facts.attention.is_masked)}
+            return {"config": hopper_config(spec, facts)}
         case "cpu":
             return {"bounds": list(facts.kv_tiles.outputs), "q_bounds": list(facts.q_tiles.outputs),
                     "per_head_bounds": facts.bounds_differ_by_head}  # fmt: skip
@@ -87,13 +88,23 @@ def _target_context(facts: Facts, spec: Specialisation, schedule: Schedule) -> C
             raise InternalError(f"generate: unknown target {schedule.target}")
 
 
-def hopper_config(spec: Specialisation, masked: bool) -> dict[str, object]:
-    """The forms of the Hopper kernel that measured best (docs/performance.md)."""
+def hopper_config(spec: Specialisation, facts: Facts) -> dict[str, object]:
+    """The form of the Hopper kernel that measured best for these widths (docs/performance.md).
+
+    A score that reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
+    """
+    positional = bool(symbols(facts.attention.folded_score) & {"q_pos", "kv_pos"})
     if spec.head_dim == 64:
-        return dict(head_dim=64, block_kv=128, consumers=3, stages=2, query_buffers=2, query_in_registers=False,
-                    lazy_rescale=masked, pair_maximum=True, take_turns=True)  # fmt: skip
-    return dict(head_dim=128, block_kv=128, consumers=2, stages=2, query_buffers=1, query_in_registers=True,
-                lazy_rescale=True, pair_maximum=False, take_turns=True)  # fmt: skip
+        return {
+            "head_dim": 64, "block_kv": 128, "consumers": 2 if positional else 3, "stages": 2,
+            "query_buffers": 1 if positional else 2, "query_in_registers": positional, "lazy_rescale": False,
+            "pair_maximum": True, "take_turns": True, "overlap_edges": False,
+        }  # fmt: skip
+    return {
+        "head_dim": 128, "block_kv": 128, "consumers": 2, "stages": 2, "query_buffers": 1,
+        "query_in_registers": not positional, "lazy_rescale": True, "pair_maximum": False, "take_turns": True,
+        "overlap_edges": positional,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=1)

@@ -18,11 +18,15 @@ Term = tuple[int, tuple[Expr, ...]]  # coefficient and factors
 
 _POSITIONS = ("q_pos", "kv_pos", "q_first", "q_last", "kv_first", "kv_last")
 _AT_LEAST = {  # what every call guarantees about a symbol; q positions may be negative
-    "kv_pos": 0, "kv_first": 0, "kv_last": 0, "q_len": 0, "kv_len": 0, "length": 0, "head": 0, "kv_head": 0,
-    "batch": 0, "group": 1, "head_dim": 1, "block": 1, "q_span": 0, "kv_span": 0,
-    "begin": 0, "end": 0, "full_begin": 0, "full_end": 0, "lo": 0, "hi": 0, "full_lo": 0, "full_hi": 0,
+    "kv_pos": 0, "kv_first": 0, "kv_last": 0, "q_len": 0, "kv_len": 0, "head": 0, "kv_head": 0, "batch": 0,
+    "group": 1, "head_dim": 1, "_q_span": 0, "_kv_span": 0,
+    # names in a tile program, before their number
+    "_block": 1, "_length": 0, "_begin": 0, "_end": 0, "_full_begin": 0, "_full_end": 0, "_lo": 0, "_hi": 0,
+    "_full_lo": 0, "_full_hi": 0,
 }  # fmt: skip
-_PROOF_STEPS = 64
+_PROOF_STEPS = 32
+_KNOWN: dict[tuple[str, str], bool] = {}  # proofs tried, by text
+_MOST_KNOWN = 10_000
 
 
 def make(op: str, *args: Expr) -> Expr:
@@ -62,23 +66,18 @@ class Sum:
                 return _quotient(Sum.of(a), Sum.of(b))
             case Call("mod", (a, b)):
                 return _remainder(Sum.of(a), Sum.of(b))
-            case Call("minimum" | "maximum" as op, (a, b)):
-                return Sum.atom(extremum(op, [Sum.of(a).expr, Sum.of(b).expr]), again=False)
-            case Call("where", (condition, a, b)):
-                return Sum.atom(choose(condition, Sum.of(a).expr, Sum.of(b).expr), again=False)
             case _:
                 after = tuple(Sum.of(c).expr if c.dtype == "int" else c for c in children(node))
-                return Sum.atom(rebuild(node, after), again=False)
+                same = all(a.text == b.text for a, b in zip(after, children(node)))
+                return Sum.atom(node if same else rebuild(node, after))
 
     @staticmethod
     def constant(value: int) -> Sum:
         return Sum({(): (value, ())} if value else {})
 
     @staticmethod
-    def atom(node: Expr, again: bool = True) -> Sum:
-        """`node` as one factor; what simplification turned into a sum is taken apart once more."""
-        if again or isinstance(node, Const) or (isinstance(node, Call) and node.op in ("add", "sub", "neg", "mul")):
-            return Sum.of(node)
+    def atom(node: Expr) -> Sum:
+        """`node` as one factor."""
         return Sum({(node.text,): (1, (node,))})
 
     def __add__(self, other: Sum) -> Sum:
@@ -165,7 +164,7 @@ def _quotient(a: Sum, b: Sum) -> Sum:
     """(k*d*x + r) // d = k*x + r // d for a number d; the divisor is made positive."""
     d = b.value
     if d is None or d == 0:
-        return Sum.atom(make("floordiv", a.expr, b.expr), again=False)
+        return Sum.atom(make("floordiv", a.expr, b.expr))
     if d < 0:
         return _quotient(a.scaled(-1), Sum.constant(-d))
     whole = Sum({k: (c // d, f) for k, (c, f) in a.terms.items() if c % d == 0 or (k == () and c // d)})
@@ -173,14 +172,14 @@ def _quotient(a: Sum, b: Sum) -> Sum:
     number = rest.value
     if number is not None:
         return whole.shifted(number // d)
-    return whole + Sum.atom(make("floordiv", rest.expr, const(d)), again=False)
+    return whole + Sum.atom(make("floordiv", rest.expr, const(d)))
 
 
 def _remainder(a: Sum, b: Sum) -> Sum:
     """(k*d*x + r) % d = r % d for a number d; x % -d = -(-x % d)."""
     d = b.value
     if d is None or d == 0:
-        return Sum.atom(make("mod", a.expr, b.expr), again=False)
+        return Sum.atom(make("mod", a.expr, b.expr))
     if d < 0:
         return _remainder(a.scaled(-1), Sum.constant(-d)).scaled(-1)
     rest = Sum({k: (c % d, f) for k, (c, f) in a.terms.items() if c % d})
@@ -189,7 +188,7 @@ def _remainder(a: Sum, b: Sum) -> Sum:
         return Sum.constant(number % d)
     if rest.terms != a.terms:
         return Sum.of(make("mod", rest.expr, const(d)))
-    return Sum.atom(make("mod", a.expr, const(d)), again=False)
+    return Sum.atom(make("mod", a.expr, const(d)))
 
 
 # -- choices ----------------------------------------------------------------------------------------------------------
@@ -265,7 +264,12 @@ def not_above(a: Expr, b: Expr) -> Expr:
 # -- proofs -----------------------------------------------------------------------------------------------------------
 def at_most(a: Expr, b: Expr) -> bool:
     """Whether a <= b is certain for all run-time values."""
-    return a.text == b.text or never_negative((Sum.of(b) - Sum.of(a)))
+    key = (a.text, b.text)
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = a.text == b.text or never_negative(Sum.of(b) - Sum.of(a))
+    return _KNOWN[key]
 
 
 def is_positive(node: Expr) -> bool:
@@ -282,7 +286,7 @@ def _by_span(total: Sum) -> Sum:
     for axis in ("q", "kv"):
         last = f"{axis}_last"
         if any(last in key for key in total.terms):
-            total = _replaced(total, {last: Sum.of(name(f"{axis}_first")) + Sum.of(name(f"{axis}_span"))})
+            total = _replaced(total, {last: Sum.of(name(f"{axis}_first")) + Sum.of(name(f"_{axis}_span"))})
     return total
 
 
@@ -350,9 +354,10 @@ def _lower(total: Sum, steps: list[int]) -> float:
             continue
         product = 1
         for factor in factors:
-            product *= _at_least(factor, steps)
-            if product < 0:
+            least = _at_least(factor, steps)
+            if least < 0:
                 return float("-inf")
+            product *= least
         if coefficient < 0:
             return float("-inf")
         bound += coefficient * product

@@ -24,7 +24,8 @@ from .affine import (
 from .types import Bounds, Interval
 
 MAX_INTERVALS = 4
-_MAX_TERMS = 48
+_MAX_TERMS = 16
+_MAX_HIDDEN = 3
 _LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
 _HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one, with tiles in it where nothing is visible"
 _POSITIONS = frozenset({"q_pos", "kv_pos"})
@@ -92,11 +93,12 @@ _Terms = list[_Term]  # their disjunction; [] is never, [_Term()] is always
 def _bounds(mask: Expr, axis: _Axis) -> Bounds:
     solver = _Solver(axis)
     terms = _absorbed(solver.terms(mask, True))
-    pieces = [_piece(term, solver) for term in terms]
-    intervals = _merged([p for p in pieces if p is not None], axis)
+    intervals = _intervals(terms, solver)
+    if len(intervals) > 1 or len(terms) > 1 and any(_reads_other(t) for t in terms):
+        intervals = _with_complement(intervals, mask, axis)
     if len(intervals) > MAX_INTERVALS:
         solver.notes.append(_HULL)
-        intervals = _few(intervals)
+        intervals = _few(intervals, axis)
     if not intervals:
         intervals = [Interval(axis.start, axis.start, axis.start, axis.start)]
     return Bounds(axis.name, tuple(intervals), tuple(dict.fromkeys(solver.notes)))
@@ -619,6 +621,71 @@ def _abs_range(a: _Range) -> _Range:
 
 
 # -- intervals --------------------------------------------------------------------------------------------------------
+def _intervals(terms: _Terms, solver: _Solver) -> list[Interval]:
+    pieces = [_piece(term, solver) for term in terms]
+    return _merged([p for p in pieces if p is not None], solver.axis)
+
+
+def _reads_other(term: _Term) -> bool:
+    return any(literal.kind.startswith("other") for literal in term.literals)
+
+
+def _with_complement(intervals: list[Interval], mask: Expr, axis: _Axis) -> list[Interval]:
+    """Full parts as what is left when everything that may be hidden is taken away.
+
+    Terms that speak of different rows of a tile prove nothing full one by one, where together they do. Done only where
+    the hidden part has a closed form and few intervals.
+    """
+    solver = _Solver(axis)
+    terms = _absorbed(solver.terms(mask, False))
+    if solver.notes or any(t.loose for t in terms):
+        return intervals
+    hidden = _intervals(terms, solver)
+    if solver.notes or len(hidden) > _MAX_HIDDEN or len(intervals) > _MAX_HIDDEN:
+        return intervals
+    seen = _merged([Interval(i.lo, i.hi, axis.start, axis.start) for i in intervals], axis)
+    return [_without(i, hidden, axis) for i in seen]
+
+
+def _without(seen: Interval, hidden: list[Interval], axis: _Axis) -> Interval:
+    """`seen` with its full part cut free of each hidden interval, on the side that leaves more."""
+    begin, end = axis.start, axis.end
+    for h in sorted(hidden, key=lambda h: not _reaches_end_or_start(h, axis)):
+        lo, hi = _sides(Interval(seen.lo, seen.hi, begin, end), h, axis)
+        begin, end = _limit(maximum, [begin, lo], axis.start), _limit(minimum, [end, hi], axis.end)
+    return Interval(seen.lo, seen.hi, begin, end)
+
+
+def _reaches_end_or_start(a: Interval, axis: _Axis) -> bool:
+    return a.lo.text == axis.start.text or _end_condition(a, axis) is not None
+
+
+def _end_condition(a: Interval, axis: _Axis) -> Expr | None:
+    """The condition of an interval that reaches the axis' end where it holds, and is empty where not."""
+    if a.hi.text == axis.end.text:
+        return const(True)
+    match a.hi:
+        case Call("where", (condition, yes, no)) if (yes.text, no.text) == (axis.end.text, axis.start.text):
+            return condition
+        case _:
+            return None
+
+
+def _sides(seen: Interval, hidden: Interval, axis: _Axis) -> tuple[Expr, Expr]:
+    """What a hidden interval leaves of a seen one: positions from the first, before the second."""
+    if hidden.lo.text == axis.start.text:
+        return hidden.hi, axis.end
+    condition = _end_condition(hidden, axis)
+    if condition is not None:
+        return axis.start, choose(condition, hidden.lo, axis.end)
+    some = make("lt", hidden.lo, hidden.hi)
+    room_before = difference(hidden.lo, maximum(seen.lo, seen.full_lo))
+    room_after = difference(minimum(seen.hi, seen.full_hi), hidden.hi)
+    before = not_above(room_after, room_before)
+    lo = choose(all_of([some, make("not", before)]), hidden.hi, axis.start)
+    return lo, choose(all_of([some, before]), hidden.lo, axis.end)
+
+
 def _merged(intervals: list[Interval], axis: _Axis) -> list[Interval]:
     """Intervals joined as long as some pair is certain to make one interval whose full part is exact."""
     for n, a in enumerate(intervals):
@@ -636,8 +703,8 @@ def _joined(a: Interval, b: Interval, axis: _Axis) -> Interval | None:
         lo, hi = a.lo, _union_end(maximum, a.hi, b.hi, axis.end)
     elif a.hi.text == b.hi.text:
         lo, hi = _union_end(minimum, a.lo, b.lo, axis.start), a.hi
-    elif b.hi.text == axis.end.text and (whole := _condition_of(a.lo, a.hi, axis)) is not None:
-        lo, hi = choose(whole, axis.start, b.lo), axis.end
+    elif (whole := _condition_of(a.lo, a.hi, axis)) is not None:
+        lo, hi = choose(whole, axis.start, b.lo), choose(whole, axis.end, b.hi)
     elif _no_later(a.lo, b.lo, axis) and (a.hi.text == axis.end.text or at_most(b.hi, a.hi)):
         lo, hi = a.lo, a.hi
     else:
@@ -651,19 +718,14 @@ def _joined(a: Interval, b: Interval, axis: _Axis) -> Interval | None:
     if a.full_hi.text == b.full_hi.text:
         return Interval(lo, hi, _union_end(minimum, a.full_lo, b.full_lo, axis.start), a.full_hi)
     full = _condition_of(a.full_lo, a.full_hi, axis)
-    if b.full_hi.text == axis.end.text and full is not None:
-        return Interval(lo, hi, choose(full, axis.start, b.full_lo), axis.end)
+    if full is not None:
+        return Interval(lo, hi, choose(full, axis.start, b.full_lo), choose(full, axis.end, b.full_hi))
     return None
 
 
 def _condition_of(lo: Expr, hi: Expr, axis: _Axis) -> Expr | None:
     """The condition of an interval that is the whole axis where it holds, and empty where not."""
-    match hi:
-        case Call("where", (condition, yes, no)):
-            whole = (lo.text, yes.text, no.text) == (axis.start.text, axis.end.text, axis.start.text)
-            return condition if whole else None
-        case _:
-            return None
+    return _end_condition(Interval(lo, hi, lo, lo), axis) if lo.text == axis.start.text else None
 
 
 def _union_end(choice: object, a: Expr, b: Expr, unbounded: Expr) -> Expr:
@@ -678,17 +740,10 @@ def _never_full(a: Interval, axis: _Axis) -> bool:
     return a.full_hi.text == axis.start.text
 
 
-def _few(intervals: list[Interval]) -> list[Interval]:
-    """At most MAX_INTERVALS: the rest joined by their hull, which may hold tiles where nothing is visible."""
-    while len(intervals) > MAX_INTERVALS:
-        intervals = [*intervals[:-2], _hull(intervals[-2], intervals[-1])]
-    return intervals
-
-
-def _hull(a: Interval, b: Interval) -> Interval:
-    """One interval around two; an empty one does not widen it; the longer full part stays."""
-    only_a, only_b = make("le", b.hi, b.lo), make("le", a.hi, a.lo)
-    lo = choose(only_a, a.lo, choose(only_b, b.lo, minimum(a.lo, b.lo)))
-    hi = choose(only_a, a.hi, choose(only_b, b.hi, maximum(a.hi, b.hi)))
-    longer = make("le", difference(b.full_hi, b.full_lo), difference(a.full_hi, a.full_lo))
-    return Interval(lo, hi, choose(longer, a.full_lo, b.full_lo), choose(longer, a.full_hi, b.full_hi))
+def _few(intervals: list[Interval], axis: _Axis) -> list[Interval]:
+    """At most MAX_INTERVALS: the last ones share their hull, which may hold tiles where nothing is visible."""
+    kept, rest = intervals[: MAX_INTERVALS - 1], intervals[MAX_INTERVALS - 1 :]
+    # An empty interval must not widen the hull.
+    lo = minimum(*(choose(make("lt", i.lo, i.hi), i.lo, axis.end) for i in rest))
+    hi = maximum(*(choose(make("lt", i.lo, i.hi), i.hi, axis.start) for i in rest))
+    return [*kept, Interval(lo, hi, rest[0].full_lo, rest[0].full_hi)]

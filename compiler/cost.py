@@ -94,7 +94,7 @@ def sizes_of(
         Dv=shape.value_dim, C=parts.qk_columns, Cv=parts.v_columns, Du=shape.value_dim * own_value,
         Cu=parts.v_columns * own_value, e=size, bq=tiling.block_q, bkv=tiling.block_kv, s=ahead, h=in_sram,
         p=score_bytes, n=visited, nq=ceil(shape.q_len / tiling.block_q), nkv=ceil(shape.kv_len / tiling.block_kv),
-        k=1, w=0 if traits.linear else 1,
+        k=1, j=1, w=0 if traits.linear else 1,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def cost_of(
     once = sizes_of(kernel, tiling, shape, hardware, parts, tiles.visited, traits)
     sram = kernel.sram(once)
     at_once = programs_at_once(kernel, tiling, sram, hardware, parts)
-    sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware))
+    sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     read, written = kernel.read(sizes), kernel.written(sizes)
     traffic = kernel.read(once) + kernel.written(once)
     programs = kernel.programs(sizes)

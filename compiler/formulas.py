@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import lru_cache
-from typing import cast
 
 import sympy
 
 from .kernels import Formula, Sizes
 
 # Letters that are a property of the machine or the schedule rather than of the problem: written as numbers.
-_SWITCHES = ("e", "h", "p", "s", "w")
+_SWITCHES = ("e", "h", "j", "p", "s", "w")
 
 
 def formula_text(formula: Formula, sizes: Sizes) -> str:
@@ -21,21 +20,21 @@ def formula_text(formula: Formula, sizes: Sizes) -> str:
     or 1, so that what does not apply is not printed.
 
     >>> from .kernels import query_bytes
-    >>> formula_text(query_bytes, Sizes(*[1] * 21))
+    >>> formula_text(query_bytes, Sizes(*[1] * 23))
     'B*D*Hq*L'
     """
     filled = {name: getattr(sizes, name) for name in _SWITCHES}
     if sizes.k in (0, 1):
         filled["k"] = sizes.k
-    if sizes.Du == 0:
-        filled |= {"Du": 0, "Cu": 0}
-    return _text(formula, tuple(sorted(filled.items())))
+    own_value = sizes.Du != 0
+    return _text(formula, tuple(sorted(filled.items())), own_value)
 
 
 @lru_cache(maxsize=1024)
-def _text(formula: Formula, filled: tuple[tuple[str, float], ...]) -> str:
+def _text(formula: Formula, filled: tuple[tuple[str, float], ...], own_value: bool) -> str:
     numbers = dict(filled)
     letters = {f.name: numbers.get(f.name, sympy.Symbol(f.name, positive=True)) for f in fields(Sizes)}
-    # sympy's numbers behave like Python's here, which is all that a formula relies on.
-    symbolic = cast(Sizes, Sizes(**letters))
-    return str(sympy.sstr(sympy.sympify(formula(symbolic))))
+    for stored, whole in (("Du", "Dv"), ("Cu", "Cv")):
+        letters[stored] = letters[whole] if own_value else 0
+    # A sympy symbol behaves like the number that it stands for, which is all that a formula relies on.
+    return str(sympy.sstr(sympy.sympify(formula(Sizes(**letters)))))

@@ -50,10 +50,8 @@ class Sizes:
     nq: float  # query tiles of one head
     nkv: float  # key tiles of one head
     k: float  # share of repeated reads and writes that reaches HBM: 1 without an L2
+    j: float  # the same of reads by neighbours that run at the same time: 0 with an L2 of any size, 1 without
     w: float  # 1 where the score is not linear in q.k, so that its derivative needs q.k; else 0
-
-
-Formula: TypeAlias = Callable[[Sizes], float]
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -134,6 +132,11 @@ def key_visits(x: Sizes) -> float:
 def queries_again(x: Sizes) -> float:
     """How often a query row comes from HBM."""
     return 1 + (query_visits(x) - 1) * x.k
+
+
+def queries_beside(x: Sizes) -> float:
+    """The same where all fetches of a row are by neighbours, so close together that any L2 has it still."""
+    return 1 + (query_visits(x) - 1) * x.j
 
 
 def keys_again(x: Sizes) -> float:
@@ -294,7 +297,7 @@ def gathering_sram(x: Sizes) -> float:
 
 
 def standard_scores_read(x: Sizes) -> float:
-    return queries_again(x) * query_bytes(x) + keys_again(x) * key_bytes(x)
+    return queries_beside(x) * query_bytes(x) + keys_again(x) * key_bytes(x)
 
 
 def standard_softmax_written(x: Sizes) -> float:
@@ -311,7 +314,7 @@ def standard_output_read(x: Sizes) -> float:
 
 
 def standard_weights_read(x: Sizes) -> float:
-    return standard_scores_read(x) + queries_again(x) * row_bytes(x)
+    return standard_scores_read(x) + queries_beside(x) * row_bytes(x)
 
 
 def standard_dvalue_read(x: Sizes) -> float:
@@ -319,12 +322,12 @@ def standard_dvalue_read(x: Sizes) -> float:
 
 
 def standard_dweights_read(x: Sizes) -> float:
-    return queries_again(x) * output_bytes(x) + keys_again(x) * value_bytes(x)
+    return queries_beside(x) * output_bytes(x) + keys_again(x) * value_bytes(x)
 
 
 def standard_dscores_read(x: Sizes) -> float:
     """P, dP and delta; Q and K again where the score is not linear."""
-    return 2 * matrix_bytes(x) + queries_again(x) * row_bytes(x) + x.w * standard_scores_read(x)
+    return 2 * matrix_bytes(x) + queries_beside(x) * row_bytes(x) + x.w * standard_scores_read(x)
 
 
 def standard_dquery_read(x: Sizes) -> float:
@@ -367,6 +370,26 @@ def head_running_gradient(x: Sizes) -> float:
     return (x.e * (x.D + x.Dv) + RUNNING * x.D + 2 * ROW_STATISTIC) * x.L * x.Hq / x.Hkv
 
 
+def one_head_key(x: Sizes) -> float:
+    return x.e * x.T * x.D
+
+
+def one_head_value(x: Sizes) -> float:
+    return x.e * x.T * x.Du
+
+
+def one_head_query(x: Sizes) -> float:
+    return x.e * x.L * x.D
+
+
+def one_head_output(x: Sizes) -> float:
+    return x.e * x.L * x.Dv
+
+
+_KEY = Again(key_visits, one_head_key)
+_VALUE = Again(key_visits, one_head_value)
+_QUERY = Again(query_visits, one_head_query)
+_OUTPUT = Again(query_visits, one_head_output)
 _KEYS = Again(key_visits, head_keys)
 _QUERIES = Again(query_visits, head_queries)
 _RUNNING = Again(query_visits, head_running)
@@ -412,40 +435,40 @@ STREAMING = (
 STANDARD = (
     Kernel(
         "standard_scores", "forward", "forward", "kv", _ONE_TILE, pair_programs, product_sram,
-        standard_scores_read, matrix_bytes, score_flops, none, _KEYS,
+        standard_scores_read, matrix_bytes, score_flops, none, _KEY,
     ),
     Kernel(
         "standard_softmax", "forward", "forward", "kv", _ROWS, query_programs, none,
-        matrix_bytes, standard_softmax_written, none, standard_softmax_exps, _KEYS,
+        matrix_bytes, standard_softmax_written, none, standard_softmax_exps, _KEY,
     ),
     Kernel(
         "standard_output", "forward", "forward", "kv", _ALL_KEYS, query_programs, weighing_sram,
-        standard_output_read, output_bytes, value_flops, none, _KEYS,
+        standard_output_read, output_bytes, value_flops, none, _VALUE,
     ),
     ROW_STATISTICS,
     Kernel(
         "standard_weights", "backward", "backward_q", "kv", _ONE_TILE, pair_programs, product_sram,
-        standard_weights_read, matrix_bytes, score_flops, score_count, _KEYS,
+        standard_weights_read, matrix_bytes, score_flops, score_count, _KEY,
     ),
     Kernel(
         "standard_dvalue", "backward", "backward_kv", "q", _ALL_QUERIES, key_programs, gathering_sram,
-        standard_dvalue_read, value_bytes, value_flops, none, _QUERIES,
+        standard_dvalue_read, value_bytes, value_flops, none, _OUTPUT,
     ),
     Kernel(
         "standard_dweights", "backward", "backward_q", "kv", _ONE_TILE, pair_programs, product_sram,
-        standard_dweights_read, matrix_bytes, value_flops, none, _KEYS,
+        standard_dweights_read, matrix_bytes, value_flops, none, _VALUE,
     ),
     Kernel(
         "standard_dscores", "backward", "backward_q", "kv", _ONE_TILE, pair_programs, none,
-        standard_dscores_read, matrix_bytes, dscores_flops, none, _KEYS,
+        standard_dscores_read, matrix_bytes, dscores_flops, none, _KEY,
     ),
     Kernel(
         "standard_dquery", "backward", "backward_q", "kv", _ALL_KEYS, query_programs, weighing_sram,
-        standard_dquery_read, query_bytes, score_flops, none, _KEYS,
+        standard_dquery_read, query_bytes, score_flops, none, _KEY,
     ),
     Kernel(
         "standard_dkey", "backward", "backward_kv", "q", _ALL_QUERIES, key_programs, gathering_sram,
-        standard_dkey_read, key_bytes, score_flops, none, _QUERIES,
+        standard_dkey_read, key_bytes, score_flops, none, _QUERY,
     ),
 )  # fmt: skip
 KERNELS = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}

@@ -34,7 +34,7 @@ class TileGrid:
 
     @property
     def counts(self) -> TileCounts:
-        flat = [c for row in self.classes for c in row]
+        flat: list[int] = [c for row in self.classes for c in row]
         return TileCounts(flat.count(EMPTY), flat.count(EDGE), flat.count(FULL))
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import log
 from typing import Literal, get_args
 
 from ..ir.errors import WeftError
@@ -26,14 +27,20 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 
 REGISTER_LIMIT = 224  # a thread has 255; the rest is for addresses and loads on their way
-_ALTERNATIVES = 8  # tilings of one kernel that are worth measuring
+_ALTERNATIVES = 12  # tilings of one kernel that are worth measuring
 
 # Tilings (forward, backward_q, backward_kv) of the flash kernels of target `triton`, by the wider head dimension up to
-# which they are meant. 16-bit operands; sm_90 also serves later NVIDIA chips.
-_FLASH_SM90 = {
-    64: (Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
-    128: (Tiling(128, 128, 8, 2), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
-    256: (Tiling(128, 64, 8, 2), Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2)),
+# which they are meant. 16-bit operands. Those of sm_90 were measured on one H200 (docs/performance.md) and also serve
+# later NVIDIA chips; a mask makes smaller tiles pay, because less of an edge tile is wasted.
+_FLASH_SM90_DENSE = {
+    64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 4, 3), Tiling(32, 128, 4, 4)),
+    128: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
+    256: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2)),
+}
+_FLASH_SM90_MASKED = {
+    64: (Tiling(64, 64, 4, 3), Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3)),
+    128: (Tiling(128, 64, 8, 4), Tiling(128, 64, 8, 3), Tiling(32, 64, 4, 3)),
+    256: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2)),
 }
 _FLASH_SM80 = {
     64: (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
@@ -109,10 +116,16 @@ def candidates(
 def alternatives(
     slot: Slot, shape: Shape, hardware: Hardware, target: Target, algorithm: Algorithm, parts: Segments
 ) -> list[Tiling]:
-    """Tilings of one kernel worth measuring, best predicted first; one where the target has a fixed form."""
+    """Tilings of one kernel worth measuring: the chosen one, then others, best predicted first.
+
+    Only the chosen one where the target has a fixed form.
+    """
+    nominal = _nominal(shape)
+    chosen = tiling_in(_choose(nominal, hardware, target, algorithm, parts, Traits()), slot)
     if target != "triton":
-        return [tiling_in(_choose(_nominal(shape), hardware, target, algorithm, parts, Traits()), slot)]
-    return _ranked(slot, _nominal(shape), hardware, algorithm, parts)[:_ALTERNATIVES]
+        return [chosen]
+    others = [t for t in _ranked(slot, nominal, hardware, algorithm, parts) if t != chosen]
+    return [chosen, *others[: _ALTERNATIVES - 1]]
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +139,7 @@ def _choose(
         return replace(
             _choose(shape, hardware, "triton", algorithm, parts, traits), target=target, forward=_hopper(parts)
         )
-    preferred = _preferred(shape, hardware, algorithm, parts)
+    preferred = _preferred(shape, hardware, algorithm, parts, traits)
     chosen = []
     for number, slot in enumerate(SLOTS):
         wanted = preferred[number] if preferred else None
@@ -142,21 +155,23 @@ def _nominal(shape: Shape) -> Shape:
 
 
 def _preferred(
-    shape: Shape, hardware: Hardware, algorithm: Algorithm, parts: Segments
+    shape: Shape, hardware: Hardware, algorithm: Algorithm, parts: Segments, traits: Traits
 ) -> tuple[Tiling, Tiling, Tiling] | None:
-    table = _table(shape.dtype, hardware, algorithm)
+    table = _table(shape.dtype, hardware, algorithm, traits)
     width = max(parts.qk_columns, parts.v_columns)
     return next((tilings for limit, tilings in table.items() if width <= limit), None)
 
 
-def _table(dtype: str, hardware: Hardware, algorithm: Algorithm) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
+def _table(dtype: str, hardware: Hardware, algorithm: Algorithm, traits: Traits) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
     if dtype in ("fp32", "fp64"):
         return _FP32
     if algorithm != "flash":
         return _STREAMING if algorithm == "streaming" else _STANDARD
     if hardware.kind == "hip":
         return _FLASH_GFX942
-    return _FLASH_SM90 if hardware.capability >= 90 else _FLASH_SM80
+    if hardware.capability < 90:
+        return _FLASH_SM80
+    return _FLASH_SM90_MASKED if traits.masked else _FLASH_SM90_DENSE
 
 
 def _hopper(parts: Segments) -> Tiling:
@@ -195,12 +210,13 @@ def _ranked(slot: Slot, shape: Shape, hardware: Hardware, algorithm: Algorithm, 
     """Tilings that fit, best predicted first; of equals the one with the larger tile, then with fewer warps."""
     count = dense_counts(shape)
 
-    def badness(tiling: Tiling) -> tuple[float, int, int, int]:
+    def badness(tiling: Tiling) -> tuple[int, int, int, int]:
         seconds = sum(
             cost_of(k, tiling, shape, hardware, parts, count(k.axis, tiling.block_q, tiling.block_kv)).seconds
             for k in _kernels(slot, algorithm)
         )
-        return round(seconds, 7), -tiling.block_q * tiling.block_kv, tiling.num_warps, abs(tiling.num_stages - 3)
+        within_a_tenth = round(10 * log(seconds))  # finer differences are beyond the model
+        return within_a_tenth, -tiling.block_q * tiling.block_kv, tiling.num_warps, abs(tiling.num_stages - 3)
 
     return sorted((t for t in _grid(hardware) if _fits(slot, t, shape, hardware, algorithm, parts)), key=badness)
 
@@ -259,7 +275,7 @@ def resolve(
     """
     parts = segments or for_heads(shape.head_dim, shape.value_dim)
     if given is None or given in ALGORITHMS:
-        algorithm: Algorithm = given or "flash"  # type: ignore[assignment]  # one of ALGORITHMS
+        algorithm: Algorithm = given or "flash"
         return choose(shape, hardware, target, algorithm, segments=parts, traits=traits)
     schedule = parse_schedule(given) if isinstance(given, str) else given
     if not isinstance(schedule, Schedule):

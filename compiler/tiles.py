@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 
 from ..ir.errors import InternalError, WeftError
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
-from ..ir.walk import loads, scalars, substitute
+from ..ir.walk import loads, rewrite, scalars, substitute
 from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
 from .types import Assign, Bounds, Interval, TileCounts, TileProgram
 
 Value = int | float | bool
 MOST_EXACT = 4096  # tiles of the other axis that count_tiles runs one by one
-_ZERO, _BLOCK, _LENGTH, _I = const(0), name("block"), name("length"), name("i")
+# Names start with an underscore while the program is put together, so that no operand's name can equal one.
+_ZERO, _BLOCK, _LENGTH, _I = const(0), name("_block"), name("_length"), name("_i")
 
 
 def tile_program(bounds: Bounds) -> TileProgram:
@@ -37,7 +38,13 @@ def tile_program(bounds: Bounds) -> TileProgram:
     tiles = [_tiles(r, k, len(rows) > 1, writer) for k, r in enumerate(rows)]
     _counts(tiles, writer)
     outputs = tuple(f"{part}{k}" for k in range(len(tiles)) for part in ("lo", "full_lo", "full_hi", "hi"))
-    return TileProgram(bounds.axis, tuple(writer.lines), outputs, _edge_tile(tiles), _full_tile(tiles))
+    body = tuple(Assign(line.name[1:], _public(line.value), line.comment) for line in writer.lines)
+    return TileProgram(bounds.axis, body, outputs, _public(_edge_tile(tiles)), _public(_full_tile(tiles)))
+
+
+def _public(node: Expr) -> Expr:
+    """The same expression with the names that readers of the program know."""
+    return rewrite(node, lambda n: name(n.name[1:]) if isinstance(n, Symbol) and n.name.startswith("_") else None)
 
 
 @dataclass
@@ -61,7 +68,7 @@ class _Writer:
             return value
         number = self.used.get(label, 0)
         self.used[label] = number + 1
-        return self.assign(f"{label}{number}", value, comment)
+        return self.assign(f"_{label}{number}", value, comment)
 
 
 @dataclass(frozen=True)
@@ -166,15 +173,15 @@ def _tiles(rows: _Rows, k: int, several: bool, writer: _Writer) -> _Rows:
     if several:
         lo, hi = _later_tiles(rows, k, comment, writer)
     elif _is_zero(rows.lo):
-        lo = writer.assign(f"lo{k}", _ZERO, comment)
-        hi = writer.assign(f"hi{k}", _upward(maximum(rows.hi, _ZERO)))
+        lo = writer.assign(f"_lo{k}", _ZERO, comment)
+        hi = writer.assign(f"_hi{k}", _upward(maximum(rows.hi, _ZERO)))
     else:
         begin, end = writer.fresh("begin", rows.lo), writer.fresh("end", maximum(rows.hi, _ZERO))
-        hi = writer.assign(f"hi{k}", _upward(end), comment)
-        lo = writer.assign(f"lo{k}", choose(make("lt", begin, end), _downward(begin), hi))
+        hi = writer.assign(f"_hi{k}", _upward(end), comment)
+        lo = writer.assign(f"_lo{k}", choose(make("lt", begin, end), _downward(begin), hi))
     if rows.never_full:
-        writer.assign(f"full_lo{k}", lo, "no tile is sure to be full")
-        writer.assign(f"full_hi{k}", lo)
+        writer.assign(f"_full_lo{k}", lo, "no tile is sure to be full")
+        writer.assign(f"_full_hi{k}", lo)
         return _Rows(lo, hi, lo, lo)
     full_lo, full_hi = _full(rows, lo, hi, k, several, writer)
     return _Rows(lo, hi, full_lo, full_hi)
@@ -183,25 +190,25 @@ def _tiles(rows: _Rows, k: int, several: bool, writer: _Writer) -> _Rows:
 def _later_tiles(rows: _Rows, k: int, comment: str, writer: _Writer) -> tuple[Expr, Expr]:
     """Tiles of one of several intervals, without those of the interval before; none where it is empty."""
     if k == 0 and _is_zero(rows.lo):
-        return writer.assign("lo0", _ZERO, comment), writer.assign("hi0", _upward(rows.hi))
-    before = name(f"hi{k - 1}") if k else _ZERO
+        return writer.assign("_lo0", _ZERO, comment), writer.assign("_hi0", _upward(rows.hi))
+    before = name(f"_hi{k - 1}") if k else _ZERO
     some = const(True) if at_most(plus(rows.lo, 1), rows.hi) else make("lt", rows.lo, rows.hi)
-    hi = writer.assign(f"hi{k}", _at_least(choose(some, _upward(rows.hi), _ZERO), before), comment)
-    return writer.assign(f"lo{k}", choose(some, _at_least(_downward(rows.lo), before), hi)), hi
+    hi = writer.assign(f"_hi{k}", _at_least(choose(some, _upward(rows.hi), _ZERO), before), comment)
+    return writer.assign(f"_lo{k}", choose(some, _at_least(_downward(rows.lo), before), hi)), hi
 
 
 def _full(rows: _Rows, lo: Expr, hi: Expr, k: int, several: bool, writer: _Writer) -> tuple[Expr, Expr]:
     """The full part, within [lo, hi): what follows from the order of the rows is not written."""
     comment = f"everything is visible in tiles [full_lo{k}, full_hi{k})"
     if _is_zero(rows.full_lo) and _is_zero(lo):
-        full_lo = writer.assign(f"full_lo{k}", _ZERO, comment)
+        full_lo = writer.assign(f"_full_lo{k}", _ZERO, comment)
     else:
         begin = _upward(rows.full_lo)
         begin = begin if not several and at_most(rows.lo, rows.full_lo) else _at_least(begin, lo)
-        full_lo = writer.assign(f"full_lo{k}", minimum(begin, hi), comment)
+        full_lo = writer.assign(f"_full_lo{k}", minimum(begin, hi), comment)
     end = _at_least(_downward(maximum(rows.full_hi, _ZERO)), full_lo)
     inside = not several and at_most(rows.full_hi, rows.hi)
-    return full_lo, writer.assign(f"full_hi{k}", end if inside else minimum(end, hi))
+    return full_lo, writer.assign(f"_full_hi{k}", end if inside else minimum(end, hi))
 
 
 def _is_zero(node: Expr) -> bool:
@@ -223,8 +230,8 @@ def _upward(row: Expr) -> Expr:
 def _counts(tiles: list[_Rows], writer: _Writer) -> None:
     full = _total(difference(t.full_hi, t.full_lo) for t in tiles)
     visited = _total(difference(t.hi, t.lo) for t in tiles)
-    writer.assign("n_full", full, "tiles without mask code")
-    writer.assign("n_edge", difference(visited, full), "tiles that evaluate the mask")
+    writer.assign("_n_full", full, "tiles without mask code")
+    writer.assign("_n_edge", difference(visited, full), "tiles that evaluate the mask")
 
 
 def _total(parts: Iterable[Expr]) -> Expr:
@@ -270,16 +277,29 @@ _OPERATORS: dict[str, Callable[..., Value]] = {
 }  # fmt: skip
 
 
-def tile_ranges(program: TileProgram, env: Environment) -> tuple[list[int], list[int]]:
+def tile_ranges(
+    program: TileProgram, env: Environment, *, block: int | None = None, length: int | None = None
+) -> tuple[list[int], list[int]]:
     """Run the program: the edge tiles and the full tiles, in the order in which a kernel visits them.
 
-    env: a value for every symbol and scalar by name; for a tensor operand, a callable of its indices.
+    env: a value for every symbol and scalar by name; for a tensor operand, a callable of its indices. `block` and
+    `length` may stand in it, or be given apart where an operand has such a name.
     """
-    values = dict(env)
+    values = _values(env)
+    values |= {k: v for k, v in (("block", block), ("length", length)) if v is not None}
     for line in program.body:
         values[line.name] = _function(line.value)(values)
     edge, full = _function(program.edge_tile), _function(program.full_tile)
     return _listed(edge, "n_edge", values), _listed(full, "n_full", values)
+
+
+def _values(env: Environment) -> dict[str, object]:
+    """Operands under keys of their own: a scalar may have the name of a line of the program."""
+    return {**env, **{_operand(text): value for text, value in env.items()}}
+
+
+def _operand(text: str) -> str:
+    return f"operand {text}"
 
 
 def _listed(tile: _Compiled, count: str, values: dict[str, object]) -> list[int]:
@@ -291,11 +311,13 @@ def _function(node: Expr) -> _Compiled:
     match node:
         case Const(value):
             return lambda env: value
-        case Symbol(text) | Scalar(text):
+        case Symbol(text):
             return operator.itemgetter(text)
+        case Scalar(text):
+            return operator.itemgetter(_operand(text))
         case Load(tensor, index):
-            places = [_function(i) for i in index]
-            return lambda env: env[tensor.name](*(p(env) for p in places))  # type: ignore[operator]
+            places, key = [_function(i) for i in index], _operand(tensor.name)
+            return lambda env: env[key](*(p(env) for p in places))  # type: ignore[operator]
         case Call("where", (condition, a, b)):
             test, yes, no = _function(condition), _function(a), _function(b)
             return lambda env: yes(env) if test(env) else no(env)
@@ -327,7 +349,7 @@ def count_tiles(
     """
     offset = kv_len - q_len if q_offset is None else q_offset
     values: dict[str, object] = {
-        "batch": 0, "head": 0, "kv_head": 0, "group": 1, "head_dim": 64, **(env or {}),
+        "batch": 0, "head": 0, "kv_head": 0, "group": 1, "head_dim": 64, **_values(env or {}),
         "q_len": q_len, "kv_len": kv_len, "q_offset": offset,
     }  # fmt: skip
     over_q = program.axis == "kv"
@@ -352,6 +374,6 @@ def count_tiles(
 
 def _check_given(program: TileProgram, values: Mapping[str, object]) -> None:
     needed = {o.name for line in program.body for o in (*scalars(line.value), *(l.tensor for l in loads(line.value)))}
-    missing = sorted(needed - set(values))
+    missing = sorted(n for n in needed if _operand(n) not in values)
     if missing:
         raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")

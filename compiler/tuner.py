@@ -118,7 +118,9 @@ def forget(key: TuneKey) -> None:
 def _measured(
     start: Schedule, choices: Mapping[Slot, Sequence[Tiling]], measure: Measure, progress: bool, console: Console
 ) -> Tuned:
-    best, seconds, failed = start, {}, {}
+    best = start
+    seconds: dict[Slot, float] = {}
+    failed: dict[str, str] = {}
     columns = (TextColumn("tuning {task.fields[slot]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, disable=not progress) as bar:
         task = bar.add_task("", total=sum(map(len, choices.values())), slot="", note="")

@@ -106,6 +106,16 @@ def test_cache_commands(tmp_path: Path) -> None:
     assert "0 entries" in succeeds("cache", "list")
 
 
+def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
+    small = ["--heads", "1", "--q-len", "16", "--head-dim", "16", "--dtype", "fp32", "--target", "cpu"]
+    output = succeeds("tune", *LOCAL, *small)
+    schedule = re.search(r"fastest of \d+: schedule='(\S+)'", output)
+    assert schedule is not None
+    assert "flash/cpu/" in succeeds("explain", *LOCAL, *small, "--schedule", schedule[1])
+    assert "missing values of window" in fails("tune", *LOCAL[:-2], *small)
+    assert "without tensor operands" in fails("tune", "--score", "score + t[head]", "--tensor", "t:1", *small)
+
+
 def test_doctor_names_versions_and_targets() -> None:
     import torch
 

@@ -94,10 +94,21 @@ def classes(case: Case) -> np.ndarray:
     return np.where(tiled(every).all((1, 3)), 2, np.where(tiled(some).any((1, 3)), 1, 0))
 
 
+_PROGRAMS: dict[tuple[str, str], TileProgram] = {}
+
+
+def program_of(mask: Expr, axis: str) -> TileProgram:
+    """The tile program of a mask, made once."""
+    key = (str(mask), axis)
+    if key not in _PROGRAMS:
+        simple = canonical(expression(mask))
+        _PROGRAMS[key] = tile_program(kv_bounds(simple) if axis == "kv" else q_bounds(simple))
+    return _PROGRAMS[key]
+
+
 def predicted(case: Case, axis: str) -> np.ndarray:
     """The same table by the tile program; checks that each tile is visited at most once and lies in range."""
-    mask = canonical(expression(case.mask))
-    program = tile_program(kv_bounds(mask) if axis == "kv" else q_bounds(mask))
+    program = program_of(case.mask, axis)
     over_q = axis == "kv"
     rows, step = (case.q_len, case.block_q) if over_q else (case.kv_len, case.block_kv)
     length, block = (case.kv_len, case.block_kv) if over_q else (case.q_len, case.block_q)
@@ -107,13 +118,13 @@ def predicted(case: Case, axis: str) -> np.ndarray:
         first = tile * step + (case.offset if over_q else 0)
         size = step if case.past_end else min(step, rows - tile * step)
         ends = ("q_first", "q_last") if over_q else ("kv_first", "kv_last")
-        env = {**case.env, ends[0]: first, ends[1]: first + size - 1, "block": block, "length": length}
-        _visit(program, _readable(env), found[tile], length // block)
+        env = {**case.env, ends[0]: first, ends[1]: first + size - 1}
+        edge, full = tile_ranges(program, _readable(env), block=block, length=length)
+        _visit(edge, full, found[tile], length // block)
     return found if over_q else found.T
 
 
-def _visit(program: TileProgram, env: dict[str, object], row: np.ndarray, complete: int) -> None:
-    edge, full = tile_ranges(program, env)
+def _visit(edge: list[int], full: list[int], row: np.ndarray, complete: int) -> None:
     assert len({*edge, *full}) == len(edge) + len(full), "a tile is visited twice"
     assert all(0 <= t < len(row) for t in edge + full), "a tile lies out of range"
     assert all(t < complete for t in full), "an incomplete tile is called full"

@@ -1,0 +1,242 @@
+"""The cost model against known results: of matrix products, of the papers, of compiled kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import sympy
+
+from weft.compiler.cost import HEADS_TOGETHER, paper_tiling, predict, sizes_of, sram_bytes, tile_moves
+from weft.compiler.formulas import formula_text
+from weft.compiler.hardware import A100, B200, CPU, H200, MI300X
+from weft.compiler.kernels import FLASH, KERNELS, Kernel, Sizes, row_bytes
+from weft.compiler.schedule import choose
+from weft.compiler.segments import for_heads, for_latent
+from weft.compiler.types import Schedule, Shape, TileCounts, Tiling
+
+GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
+ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
+BY_NAME = {k.name: k for kernels in KERNELS.values() for k in kernels}
+
+
+def letters(**changes: float) -> Sizes:
+    """One head, square, one byte an element, no L2."""
+    base = dict(B=1, Hq=1, Hkv=1, L=1, T=1, D=1, Dv=1, C=1, Cv=1, Du=1, Cu=1, e=1, bq=1, bkv=1, s=1, h=1, p=0)
+    return Sizes(**{**base, "n": 1, "nq": 1, "nkv": 1, "k": 1, "j": 1, "w": 0, **changes})
+
+
+def square_product(n: int, block: int) -> float:
+    """Elements that the scores of n queries and keys of width n fetch, with block x block output tiles."""
+    tiles = n // block
+    sizes = letters(L=n, T=n, D=n, bq=block, bkv=block, n=tiles * tiles, nq=tiles, nkv=tiles)
+    return BY_NAME["standard_scores"].read(sizes)
+
+
+# -- known results ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [8, 64])
+def test_a_matrix_product_fetches_2n3_without_reuse_and_2n2_with_all_of_it(n: int) -> None:
+    assert square_product(n, 1) == 2 * n**3
+    assert square_product(n, n) == 2 * n**2
+    assert square_product(n, 4) == 2 * n**3 / 4
+
+
+def test_270_tile_moves_become_108_where_rows_stay() -> None:
+    """Nine query tiles by five key tiles: with nothing kept, each of 45 pairs fetches Q, K, V, O, maximum and sum."""
+    assert tile_moves(9, 5, rows_stay=False) == 270
+    assert tile_moves(9, 5, rows_stay=True) == 108
+    # the second figure is flash's own formula, counted in tiles
+    sizes = letters(L=9, T=5, n=45, nq=9, nkv=5)
+    flash = BY_NAME["flash_forward"]
+    assert flash.read(sizes) + flash.written(sizes) - row_bytes(sizes) == 108
+
+
+def _streaming_elements(length: int, width: int, sram: int) -> float:
+    """Algorithmic reads of FlashAttention with the block sizes of its algorithm 1."""
+    rows, columns = paper_tiling(sram, width)
+    nq, nkv = length // rows, length // columns
+    sizes = letters(L=length, T=length, D=width, Dv=width, Du=width, bq=rows, bkv=columns, n=nq * nkv, nq=nq, nkv=nkv)
+    return BY_NAME["streaming_forward"].read(sizes)
+
+
+def test_paper_block_sizes() -> None:
+    assert paper_tiling(25_600, 64) == (64, 100)
+    assert paper_tiling(25_601, 64) == (64, 101)  # rounded up
+    assert paper_tiling(4096, 128) == (8, 8)
+
+
+def test_theorem_2_reads_fall_as_one_over_sram_and_grow_as_length_squared() -> None:
+    small, large = _streaming_elements(1 << 16, 64, 1 << 14), _streaming_elements(1 << 16, 64, 1 << 16)
+    assert small / large == pytest.approx(4, rel=0.02)
+    longer = _streaming_elements(1 << 17, 64, 1 << 14)
+    assert longer / small == pytest.approx(4, rel=0.02)
+    wider = _streaming_elements(1 << 16, 128, 1 << 14)  # d^2 / M: twice the width, half the block
+    assert wider / small == pytest.approx(4, rel=0.1)
+
+
+def test_standard_traffic_is_quadratic_whatever_the_sram() -> None:
+    def forward(length: int) -> float:
+        sizes = replace(GPT2, batch=1, q_len=length, kv_len=length)
+        return sum(c.read + c.written for c in predict(sizes, choose(sizes, H200, "triton", "standard"), H200)[:3])
+
+    assert forward(16384) / forward(8192) == pytest.approx(4, rel=0.05)
+
+
+# -- the layer of GPT-2 medium ---------------------------------------------------------------------------------------
+def moved(algorithm: str, direction: str) -> float:
+    costs = predict(GPT2, choose(GPT2, H200, "triton", algorithm), H200)
+    return sum(c.read + c.written for c in costs if c.kernel.direction == direction) / ONE_TENSOR
+
+
+def test_gpt2_layer_traffic_in_units_of_one_tensor() -> None:
+    row = 1 / 32  # one float32 a row
+    assert moved("flash", "forward") == pytest.approx(4 + row)
+    assert moved("flash", "backward") == pytest.approx((2 + 3 * row) + (4 + 2 * row + 1) + (4 + 2 * row + 2))
+    assert moved("standard", "forward") == pytest.approx(4 * 16 + 4 + row)
+    assert moved("standard", "backward") == pytest.approx(8 * 16 + 12, rel=0.01)
+    for direction in ("forward", "backward"):
+        assert moved("flash", direction) < moved("standard", direction) / 5
+        assert moved("flash", direction) < moved("streaming", direction) < moved("standard", direction)
+
+
+def test_streaming_rereads_its_rows_once_a_key_tile() -> None:
+    tiling = Tiling(64, 128, 4, 2)
+    schedule = Schedule("streaming", "triton", tiling, tiling, tiling)
+    forward = predict(GPT2, schedule, H200)[0]
+    assert forward.traffic / ONE_TENSOR == pytest.approx(
+        44.2, rel=0.01
+    )  # 8 visits: (8 + 16 + 2 + ...) + (16 + 1 + ...)
+    assert 0.8 < forward.sizes.k < 1  # 264 programs sweep over 100 MB: L2 keeps little
+    small = replace(GPT2, batch=2)
+    assert predict(small, schedule, H200)[0].sizes.k == 0  # 32 programs sweep over 12 MB: L2 keeps everything
+
+
+# -- the model of L2 -------------------------------------------------------------------------------------------------
+def test_keys_that_fit_l2_are_read_once_and_longer_ones_once_a_wave() -> None:
+    schedule = choose(GPT2, H200, "triton")
+    assert predict(GPT2, schedule, H200)[0].sizes.k == 0
+    long = Shape(1, 16, 16, 1 << 18, 1 << 18, 64, 64, "fp16")
+    cost = predict(long, schedule, H200)[0]
+    once = 4 * 16 * (1 << 18) * 64 * 2
+    assert 1.5 * once < cost.read + cost.written < cost.traffic / 4
+
+
+def test_heads_of_a_group_share_their_keys() -> None:
+    grouped = replace(GPT2, kv_heads=2)
+    read = predict(grouped, choose(GPT2, H200, "triton"), H200)[0].read
+    assert read / ONE_TENSOR == pytest.approx(1 + 2 / 8)
+
+
+def test_tiles_that_are_not_visited_are_not_paid() -> None:
+    schedule = choose(GPT2, H200, "triton")
+    full = predict(GPT2, schedule, H200)[0]
+    half = predict(GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(65536, 0, 65536))[0]
+    assert half.sizes.n == full.sizes.n / 2
+    assert half.kernel.flops(half.sizes) == full.kernel.flops(full.sizes) / 2
+    none = predict(GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(131072, 0, 0))[0]
+    assert none.read == ONE_TENSOR  # the queries
+
+
+def test_ragged_lengths_have_edge_tiles_on_the_axis_that_is_looped_over() -> None:
+    ragged = Shape(1, 2, 2, 250, 300, 64, 64, "fp16")
+    tiling = Tiling(128, 64, 4, 2)
+    forward, _, _, dkv = predict(ragged, Schedule("flash", "triton", tiling, tiling, tiling), H200)
+    assert forward.tiles == TileCounts(0, 2 * 2, 2 * 2 * 4)
+    assert dkv.tiles == TileCounts(0, 2 * 5, 2 * 5)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+def test_bounds_are_named() -> None:
+    assert predict(GPT2, choose(GPT2, H200, "triton"), H200)[0].bound == "matrix"
+    assert predict(GPT2, choose(GPT2, H200, "triton", "standard"), H200)[1].bound == "memory"
+    tiny = Shape(1, 1, 1, 16, 16, 64, 64, "fp16")
+    assert predict(tiny, choose(tiny, H200, "triton"), H200)[0].bound == "latency"
+    narrow = Shape(64, 16, 16, 4096, 4096, 16, 16, "fp16")
+    assert predict(narrow, choose(narrow, H200, "triton"), H200)[0].bound == "exp"
+    decode = Shape(64, 32, 8, 1, 8192, 128, 128)
+    assert predict(decode, choose(decode, H200, "triton"), H200)[0].bound in ("memory", "matrix")
+
+
+def test_a_predicted_time_is_below_the_best_measured_one() -> None:
+    """FACTS: cuDNN computes D128 H16 B2 S8192 full, 4.4 TFLOP, at 604 TFLOP/s on one H200."""
+    sizes = Shape(2, 16, 16, 8192, 8192, 128, 128)
+    seconds = predict(sizes, choose(sizes, H200, "triton"), H200)[0].seconds
+    flops = 4 * 2 * 16 * 8192**2 * 128
+    assert 604e12 < flops / seconds <= 794e12
+
+
+# -- SRAM against Triton 3.6 -----------------------------------------------------------------------------------------
+MEASURED = [  # kernel, hardware, D, dtype, tiling, metadata.shared of the kernel compiled ahead of time
+    ("flash_forward", H200, 64, "fp16", Tiling(128, 64, 4, 3), 65536),
+    ("flash_forward", H200, 80, "bf16", Tiling(128, 128, 8, 2), 102400),
+    ("flash_forward", H200, 128, "bf16", Tiling(128, 128, 8, 2), 163840),
+    ("flash_forward", H200, 256, "bf16", Tiling(128, 64, 8, 2), 196608),
+    ("flash_forward", H200, 64, "fp16", Tiling(16, 64, 4, 3), 36864),
+    ("flash_forward", H200, 64, "fp32", Tiling(64, 32, 8, 2), 41216),
+    ("flash_forward", A100, 128, "fp16", Tiling(128, 64, 8, 3), 98304),
+    ("flash_forward", B200, 128, "bf16", Tiling(128, 128, 8, 2), 164864),
+    ("flash_forward", MI300X, 128, "fp16", Tiling(128, 64, 4, 2), 32768),
+    ("flash_dquery", H200, 64, "fp16", Tiling(128, 64, 8, 3), 81920),
+    ("flash_dquery", H200, 128, "bf16", Tiling(64, 128, 8, 2), 163840),
+    ("flash_dquery", A100, 64, "fp16", Tiling(64, 64, 4, 3), 49152),
+    ("flash_dkey_dvalue", H200, 64, "fp16", Tiling(128, 64, 8, 3), 116736),
+    ("flash_dkey_dvalue", H200, 256, "bf16", Tiling(32, 64, 8, 2), 131328),
+    ("flash_dkey_dvalue", A100, 64, "fp16", Tiling(64, 64, 4, 3), 50176),
+    ("flash_dkey_dvalue", H200, 64, "fp32", Tiling(32, 32, 8, 2), 41216),
+    ("streaming_forward", H200, 64, "fp16", Tiling(64, 128, 4, 2), 49152),
+    ("standard_scores", H200, 64, "fp16", Tiling(128, 128, 8, 3), 32768),
+    ("standard_output", H200, 64, "fp16", Tiling(128, 128, 8, 3), 147456),
+    ("standard_dkey", H200, 64, "fp16", Tiling(128, 128, 8, 3), 147456),
+]
+
+
+@pytest.mark.parametrize(("name", "hardware", "width", "dtype", "tiling", "measured"), MEASURED)
+def test_sram_is_what_triton_allocates(name, hardware, width, dtype, tiling, measured) -> None:
+    sizes = Shape(1, 1, 1, 128, 128, width, width, dtype)
+    assert sram_bytes(BY_NAME[name], tiling, sizes, hardware, for_heads(width, width)) == pytest.approx(
+        measured, rel=0.01
+    )
+
+
+def test_a_latent_tile_that_is_key_and_value_is_counted_once() -> None:
+    parts = for_latent("absorbed", 512, 64, 128, 128)
+    sizes = Shape(1, 16, 1, 64, 4096, 576, 512)
+    tiling = Tiling(64, 32, 8, 2)
+    assert sram_bytes(FLASH[0], tiling, sizes, H200, parts) == 64 * 576 * 2 + 2 * 32 * 576 * 2
+    cost = predict(sizes, Schedule("flash", "triton", tiling, tiling, tiling), H200, segments=parts)[0]
+    assert cost.read == 2 * (16 * 64 * 576 + 4096 * 576)
+    assert cost.kernel.flops(cost.sizes) == 2 * 16 * 64 * 4096 * (576 + 512)
+
+
+def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
+    from weft.codegen import launch
+
+    assert launch.HEAD_BUNCH == HEADS_TOGETHER
+
+
+# -- formulas --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kernel", BY_NAME.values(), ids=list(BY_NAME))
+def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None:
+    sizes = replace(
+        sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333),
+        k=0.25,
+        j=1,
+        w=1,
+    )
+    values = {sympy.Symbol(name, positive=True): value for name, value in vars(sizes).items()}
+    for formula in (kernel.sram, kernel.read, kernel.written, kernel.flops, kernel.exps, kernel.programs):
+        names = {str(symbol): symbol for symbol in values}
+        printed = sympy.sympify(formula_text(formula, sizes), locals=names)
+        assert float(printed.subs(values)) == pytest.approx(float(formula(sizes)))
+
+
+def test_a_formula_leaves_out_what_does_not_apply() -> None:
+    sizes = replace(letters(), e=2, k=0)
+    assert formula_text(FLASH[0].read, sizes) == "2*B*D*Hq*L + 2*B*Hkv*T*(D + Dv)"
+    assert "k" in formula_text(FLASH[0].read, replace(sizes, k=0.5))
+
+
+def test_a_cpu_is_a_machine_too() -> None:
+    sizes = Shape(1, 4, 4, 512, 512, 64, 64, "fp32")
+    costs = predict(sizes, choose(sizes, CPU, "cpu"), CPU)
+    assert all(c.seconds > 0 for c in costs)
