@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Literal
 
 import click
 
@@ -53,7 +54,7 @@ class _Request:
 
     variant: Attention
     shape: Shape
-    values: Mapping[str, Number]  # of scalar operands
+    values: dict[str, Any]  # numbers for scalar operands, by name
     device: str | None
     target: str | None
     schedule: str | None
@@ -132,7 +133,8 @@ def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperan
 
 
 def _operands(scalars: tuple[str, ...], tensors: tuple[str, ...]) -> dict[str, Scalar | TensorOperand]:
-    return {o.name: o for o in (*map(_scalar_of, scalars), *map(_tensor_of, tensors))}
+    found: list[Scalar | TensorOperand] = [*map(_scalar_of, scalars), *map(_tensor_of, tensors)]
+    return {operand.name: operand for operand in found}
 
 
 def _scalar_of(text: str) -> Scalar:
@@ -214,12 +216,11 @@ def explain(ctx: click.Context) -> None:
 @click.option("--direction", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file instead.")
 @click.pass_context
-def source(ctx: click.Context, direction: str, output: Path | None) -> None:
+def source(ctx: click.Context, direction: Literal["forward", "backward"], output: Path | None) -> None:
     """Print the generated kernels."""
     r = _request(ctx)
-    wanted = "backward" if direction == "backward" else "forward"
     text = r.variant.source(
-        r.shape, direction=wanted, device=r.device, target=r.target, schedule=r.schedule, **r.values
+        r.shape, direction=direction, device=r.device, target=r.target, schedule=r.schedule, **r.values
     )  # fmt: skip
     if output is not None:
         output.write_text(text)

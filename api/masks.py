@@ -9,12 +9,19 @@ Arguments are numbers, scalar operands or int expressions of heads and lengths; 
 
 from __future__ import annotations
 
+from .ir.errors import WeftError
 from .ir.expr import Expr, Operand, TensorOperand, symbol
 from .ir.functions import abs as absolute
-from .ir.functions import where
-from .ir.errors import WeftError
+from .ir.functions import maximum, minimum
 
 _q, _kv, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("batch")
+
+
+def _positive(function: str, argument: str, value: Operand) -> None:
+    """Refuse a number below 1 where it is written; what is given at the call is checked there."""
+    if isinstance(value, int) and value < 1:
+        raise WeftError(f"masks.{function}: expected {argument} to be at least 1, got {value}")
+
 
 causal: Expr = _kv <= _q
 """A query sees the keys up to its own position."""
@@ -41,12 +48,15 @@ def prefix_lm(size: Operand) -> Expr:
 
 
 def dilated(step: Operand, window: Operand) -> Expr:
-    """Every `step`-th key of the last `window` positions (LongNet, arXiv 2307.02486; Longformer).
+    """Every `step`-th key of the last `window` positions, causally (LongNet, arXiv 2307.02486; Longformer).
+
+    The reach is written as the last multiple of `step` inside the window, so that tile bounds are tight.
 
     >>> dilated(2, 64)
-    (kv_pos <= q_pos) & (q_pos - kv_pos < 64) & ((q_pos - kv_pos) % 2 == 0)
+    (kv_pos <= q_pos) & (q_pos - kv_pos <= 62) & ((q_pos - kv_pos) % 2 == 0)
     """
-    return causal & (_q - _kv < window) & ((_q - _kv) % step == 0)
+    _positive("dilated", "step", step)
+    return causal & (_q - _kv <= (window - 1) // step * step) & ((_q - _kv) % step == 0)
 
 
 def document(ids: TensorOperand) -> Expr:
@@ -62,7 +72,7 @@ def document(ids: TensorOperand) -> Expr:
         return ids[_q] == ids[_kv]
     if ids.rank == 2:
         return ids[_batch, _q] == ids[_batch, _kv]
-    raise WeftError(f"document: expected {ids.name} to have rank 1 [length] or 2 [batch, length], got {ids.rank}")
+    raise WeftError(f"masks.document: expected {ids.name} to have rank 1 [length] or 2 [batch, length], got {ids.rank}")
 
 
 def block_causal(size: Operand) -> Expr:
@@ -71,6 +81,7 @@ def block_causal(size: Operand) -> Expr:
     >>> block_causal(32)
     kv_pos // 32 <= q_pos // 32
     """
+    _positive("block_causal", "size", size)
     return _kv // size <= _q // size
 
 
@@ -80,6 +91,7 @@ def block_diagonal(size: Operand) -> Expr:
     >>> block_diagonal(32)
     kv_pos // 32 == q_pos // 32
     """
+    _positive("block_diagonal", "size", size)
     return _kv // size == _q // size
 
 
@@ -98,27 +110,46 @@ def strided(local: Operand, stride: Operand) -> Expr:
     >>> strided(128, 64)
     (kv_pos <= q_pos) & ((q_pos - kv_pos < 128) | ((q_pos - kv_pos) % 64 == 0))
     """
+    _positive("strided", "stride", stride)
     return causal & ((_q - _kv < local) | ((_q - _kv) % stride == 0))
 
 
-def natten_2d(width: Operand, row_radius: Operand, column_radius: Operand | None = None) -> Expr:
-    """Neighbours on a grid of rows `width` wide, flattened row by row (NATTEN, arXiv 2204.07143, unclamped borders).
+def natten_2d(
+    width: Operand, row_radius: Operand, column_radius: Operand | None = None, *, height: Operand | None = None
+) -> Expr:
+    """Neighbours on a grid `width` wide, flattened row by row (neighbourhood attention, arXiv 2204.07143).
+
+    column_radius: that of rows where not given. height: rows of the grid; with it a query near a border keeps a whole
+    neighbourhood, shifted inward, as the paper has it; without it the neighbourhood is cut off at the border.
 
     >>> natten_2d(32, 3)
     (abs(q_pos // 32 - kv_pos // 32) <= 3) & (abs(q_pos % 32 - kv_pos % 32) <= 3)
+    >>> natten_2d(32, 1, height=8)  # doctest: +ELLIPSIS
+    (abs(minimum(maximum(q_pos // 32, 1), 6) - kv_pos // 32) <= 1) & ...
     """
+    _positive("natten_2d", "width", width)
     columns = row_radius if column_radius is None else column_radius
-    return (absolute(_q // width - _kv // width) <= row_radius) & (absolute(_q % width - _kv % width) <= columns)
+    row, column = _q // width, _q % width
+    if height is not None:
+        _positive("natten_2d", "height", height)
+        row = minimum(maximum(row, row_radius), height - 1 - row_radius)
+        column = minimum(maximum(column, columns), width - 1 - columns)
+    return (absolute(row - _kv // width) <= row_radius) & (absolute(column - _kv % width) <= columns)
 
 
 def block_diffusion(length: Operand, block: Operand) -> Expr:
     """Training mask of block diffusion (BD3-LM, arXiv 2503.09573) over [noised ; clean], each half `length` long.
 
     A noised block sees itself and the clean blocks before it; a clean block sees itself and the clean ones before.
+
+    >>> block_diffusion(64, 4)  # doctest: +ELLIPSIS
+    (q_pos < 64) & (kv_pos < 64) & (kv_pos // 4 == q_pos // 4) | (q_pos < 64) & (kv_pos >= 64) & ...
     """
-    q_block = where(_q < length, _q // block, (_q - length) // block)
-    kv_block = where(_kv < length, _kv // block, (_kv - length) // block)
-    within_noised = (_q < length) & (_kv < length) & (q_block == kv_block)
-    noised_to_clean = (_q < length) & (_kv >= length) & (kv_block < q_block)
-    within_clean = (_q >= length) & (_kv >= length) & (kv_block <= q_block)
+    _positive("block_diffusion", "block", block)
+    noised_query, noised_key = _q < length, _kv < length
+    clean_query, clean_key = _q >= length, _kv >= length
+    clean_key_block = (_kv - length) // block
+    within_noised = noised_query & noised_key & (_kv // block == _q // block)
+    noised_to_clean = noised_query & clean_key & (clean_key_block < _q // block)
+    within_clean = clean_query & clean_key & (clean_key_block <= (_q - length) // block)
     return within_noised | noised_to_clean | within_clean

@@ -12,7 +12,7 @@ from .ir.expr import Expr, Operand, TensorOperand, expression, symbol
 from .ir.functions import maximum, minimum, tanh
 
 Score = Callable[[Operand], Expr]
-_q, _kv, _head, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("head"), symbol("batch")
+_q, _kv, _head = symbol("q_pos"), symbol("kv_pos"), symbol("head")
 
 
 def softcap(cap: Operand) -> Score:
@@ -21,6 +21,8 @@ def softcap(cap: Operand) -> Score:
     >>> softcap(50.0)(symbol("score"))
     50.0 * tanh(score / 50.0)
     """
+    if isinstance(cap, (int, float)) and not cap > 0:
+        raise WeftError(f"scores.softcap: expected cap to be above 0, got {cap}")
     return lambda score: expression(cap) * tanh(expression(score) / cap)
 
 
@@ -32,7 +34,7 @@ def alibi(slopes: TensorOperand) -> Score:
     score + slopes[head] * (kv_pos - q_pos)
     """
     if slopes.rank != 1:
-        raise WeftError(f"alibi: expected {slopes.name} to have rank 1 [heads], got {slopes.rank}")
+        raise WeftError(f"scores.alibi: expected {slopes.name} to have rank 1 [heads], got {slopes.rank}")
     return lambda score: expression(score) + slopes[_head] * (_kv - _q)
 
 
@@ -45,8 +47,10 @@ def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     >>> relative_bias(tensor("table", 2), 4)(symbol("score"))
     score + table[head, maximum(minimum(kv_pos - q_pos, 4), -4) + 4]
     """
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance < 1:
+        raise WeftError(f"scores.relative_bias: expected max_distance to be an int of at least 1, got {max_distance!r}")
     if table.rank != 2:
-        raise WeftError(f"relative_bias: expected {table.name} to have rank 2 [heads, distances], got {table.rank}")
+        raise WeftError(f"scores.relative_bias: expected {table.name} to have rank 2 [heads, distances], got {table.rank}")
     distance = maximum(minimum(_kv - _q, max_distance), -max_distance)
     return lambda score: expression(score) + table[_head, distance + max_distance]
 
@@ -57,4 +61,22 @@ def temperature(value: Operand) -> Score:
     >>> temperature(2.0)(symbol("score"))
     score / 2.0
     """
+    if isinstance(value, (int, float)) and not value > 0:
+        raise WeftError(f"scores.temperature: expected a value above 0, got {value}")
     return lambda score: expression(score) / value
+
+
+def compose(*parts: Score) -> Score:
+    """The scores one after the other, the first one innermost.
+
+    >>> compose(temperature(2.0), softcap(30.0))(symbol("score"))
+    30.0 * tanh(score / 2.0 / 30.0)
+    """
+
+    def composed(score: Operand) -> Expr:
+        result = expression(score)
+        for part in parts:
+            result = part(result)
+        return result
+
+    return composed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from .compiler.segments import Segments
 from .compiler.tuner import Tuned, TuneKey
 from .compiler.types import Schedule, Shape, Specialisation, Tiling
 from .ir.errors import WeftError
-from .ir.expr import Number
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CPU_TILINGS = tuple(Tiling(q, kv, 1, 1) for q, kv in ((64, 64), (128, 128), (128, 256), (256, 256), (256, 512)))
@@ -28,7 +28,7 @@ _REPEATS = 7
 def tune(
     attention: Attention,
     shape: Shape,
-    values: Mapping[str, Number],
+    values: Mapping[str, Any],
     *,
     target: str | None = None,
     algorithm: Algorithm = "flash",
@@ -61,7 +61,7 @@ def _choices(slot: Slot, shape: Shape, machine: hardware.Hardware, start: Schedu
     return alternatives(slot, shape, machine, start.target, start.algorithm, parts)
 
 
-def _clock(attention: Attention, shape: Shape, values: Mapping[str, Number]) -> tuner.Measure:
+def _clock(attention: Attention, shape: Shape, values: Mapping[str, Any]) -> tuner.Measure:
     """Seconds of the forward pass, or of forward and backward, under a schedule: the median of several runs."""
     query, key, value = _operands(shape)
     grad = torch.randn_like(query[..., :1]).expand(*query.shape[:3], shape.value_dim).contiguous()

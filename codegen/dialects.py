@@ -162,7 +162,7 @@ def _torch_load(printer: Printer, node: Load) -> str:
     text = f"arg_{node.tensor.name}[{', '.join(printer(i) for i in node.index)}]"
     if printer.scalar_code:
         return f"int({text})"
-    return f"{text}.float()" if node.dtype == "float" else text
+    return text
 
 
 TORCH = Dialect(

@@ -74,12 +74,17 @@ class FunctionPrinter:
         names = parameter_names(self.facts.attention, strides=self.language.is_gpu)
         return ", ".join((*SYMBOL_ARGUMENTS, *names))
 
-    def forward(self) -> str:
-        """scores or score_scale, visible, kv_tiles, edge_tile, full_tile, and the helpers they need."""
-        parts = [*self._score_parts(), *self._mask_parts(), self.tiles(self.facts.kv_tiles)]
-        return self._join([*parts, *self._tile_lookups(self.facts.kv_tiles)])
+    def forward(self, algorithm: str = "flash") -> str:
+        """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
+        parts = [*self._score_parts(), *self._mask_parts()]
+        match algorithm:
+            case "flash":
+                parts += [self.tiles(self.facts.kv_tiles), *self._tile_lookups(self.facts.kv_tiles)]
+            case "streaming":
+                parts += self._prefixed_tiles(self.facts.q_tiles)
+        return self._join(parts)
 
-    def backward(self, gradients: tuple[OperandGradient, ...]) -> str:
+    def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
         parts = [*self._score_parts(), *self._mask_parts()]
         if self.facts.linear_scale is None:
@@ -88,9 +93,14 @@ class FunctionPrinter:
         for i, gradient in enumerate(gradients):
             title = f"d score / d {gradient.load}."
             parts.append(self.elementwise(f"dload_{i}", gradient.derivative, title))
-        for program in (self.facts.kv_tiles, self.facts.q_tiles):
-            parts += [self.tiles(program), *self._tile_lookups(program, prefix=f"{program.axis}_")]
+        if algorithm == "flash":
+            parts += self._prefixed_tiles(self.facts.kv_tiles)
+        if algorithm != "standard":
+            parts += self._prefixed_tiles(self.facts.q_tiles)
         return self._join(parts)
+
+    def _prefixed_tiles(self, program: TileProgram) -> list[str]:
+        return [self.tiles(program), *self._tile_lookups(program, prefix=f"{program.axis}_")]
 
     # -- elementwise functions ------------------------------------------------------------------------------------------
     def _score_parts(self) -> list[str]:

@@ -30,7 +30,11 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
     language = LANGUAGES[schedule.target]
     printer = FunctionPrinter(facts, language, approximate_tanh=_has_fast_tanh(spec))
     gradients = facts.operand_gradients(frozenset(spec.gradients)) if spec.direction == "backward" else ()
-    functions = printer.backward(gradients) if spec.direction == "backward" else printer.forward()
+    functions = (
+        printer.backward(gradients, schedule.algorithm)
+        if spec.direction == "backward"
+        else printer.forward(schedule.algorithm)
+    )
     context: Context = {
         "name": facts.attention.name,
         "title": facts.attention.name,

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..compiler.driver import Compiled, compile_kernel
 from ..compiler.facts import facts_of
-from ..compiler.targets import choose, device_arch
+from ..compiler.targets import device_arch, why_not_hopper
 from ..compiler.types import OperandGradient, Specialisation
 from ..ir.attention import Attention
-from ..ir.errors import WeftError
+from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import TensorOperand
 from ..ir.reference import evaluate
 from . import launch
@@ -176,11 +176,10 @@ class _Variant:
                 target = "triton"  # the backward behind the Hopper forward
             schedule = schedule if schedule and "/hopper/" not in schedule else None
         elif target in (None, "hopper") and spec.arch == "sm_90":
-            misfit = hopper_misfit(call)
-            if misfit is not None and target == "hopper":
-                raise WeftError(f"target hopper: {misfit}")
-            if misfit is not None and choose(spec, None)[0] == "hopper":
-                target = "triton"
+            reason = why_not_hopper(spec) or hopper_misfit(call)
+            if reason is not None and target == "hopper":
+                raise UnavailableError(f"{self.attention.name}: target hopper: {reason}")
+            target = "triton" if reason is not None else target
         return compile_kernel(self.attention, spec, target, schedule)
 
     # autograd
@@ -244,7 +243,14 @@ def scatter(
     }  # fmt: skip
     sums = total if total.dim() == 3 else total[..., None]
     index = [evaluate(i, env, torch.float64, device).expand(sums.shape) for i in gradient.load.index]
-    result.index_put_(tuple(index), sums, accumulate=True)  # sorts on a GPU, so the order of additions is fixed
+    if device.type == "cuda":
+        result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
+        return
+    flat = torch.zeros_like(index[0])
+    for places, extent in zip(index, result.shape):
+        flat = flat * extent + places
+    # index_put_ adds in any order on a CPU; bincount goes through its input once, from first to last
+    result += torch.bincount(flat.flatten(), sums.flatten(), result.numel()).view(result.shape).to(result.dtype)
 
 
 class _on_device:

@@ -24,8 +24,9 @@ _AT_LEAST = {  # what every call guarantees about a symbol; q positions may be n
     "_block": 1, "_length": 0, "_begin": 0, "_end": 0, "_full_begin": 0, "_full_end": 0, "_lo": 0, "_hi": 0,
     "_full_lo": 0, "_full_hi": 0,
 }  # fmt: skip
-_PROOF_STEPS = 32
+_PROOF_STEPS = 24
 _KNOWN: dict[tuple[str, str], bool] = {}  # proofs tried, by text
+_LONGEST_PROOF = 300  # characters; longer expressions are not worth the time
 _MOST_KNOWN = 10_000
 
 
@@ -51,6 +52,17 @@ class Sum:
 
     @staticmethod
     def of(node: Expr) -> Sum:
+        if not isinstance(node, Call):
+            return Sum._taken_apart(node)
+        known = _SUMS.get(id(node))
+        if known is None or known[0] is not node:
+            if len(_SUMS) >= _MOST_KNOWN:
+                _SUMS.clear()
+            known = _SUMS[id(node)] = (node, Sum._taken_apart(node))
+        return known[1]
+
+    @staticmethod
+    def _taken_apart(node: Expr) -> Sum:
         match node:
             case Const(value):
                 return Sum.constant(int(value))
@@ -81,7 +93,14 @@ class Sum:
         return Sum({(node.text,): (1, (node,))})
 
     def __add__(self, other: Sum) -> Sum:
-        return _collected([*self.terms.values(), *other.terms.values()])
+        terms = dict(self.terms)
+        for key, (coefficient, factors) in other.terms.items():
+            total = coefficient + (terms[key][0] if key in terms else 0)
+            if total:
+                terms[key] = (total, factors)
+            else:
+                del terms[key]
+        return Sum(terms)
 
     def __sub__(self, other: Sum) -> Sum:
         return self + other.scaled(-1)
@@ -261,6 +280,9 @@ def not_above(a: Expr, b: Expr) -> Expr:
     return make("le", left.expr, right.expr)
 
 
+_SUMS: dict[int, tuple[Expr, Sum]] = {}  # by identity of the node, which is kept alive here
+
+
 # -- proofs -----------------------------------------------------------------------------------------------------------
 def at_most(a: Expr, b: Expr) -> bool:
     """Whether a <= b is certain for all run-time values."""
@@ -268,7 +290,8 @@ def at_most(a: Expr, b: Expr) -> bool:
     if key not in _KNOWN:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[key] = a.text == b.text or never_negative(Sum.of(b) - Sum.of(a))
+        short = len(a.text) + len(b.text) <= _LONGEST_PROOF
+        _KNOWN[key] = a.text == b.text or (short and never_negative(Sum.of(b) - Sum.of(a)))
     return _KNOWN[key]
 
 
@@ -292,12 +315,13 @@ def _by_span(total: Sum) -> Sum:
 
 def _replaced(total: Sum, mapping: Mapping[str, Sum]) -> Sum:
     """Factors replaced by sums, by their text."""
-    result = Sum({})
-    for coefficient, factors in total.terms.values():
-        part = Sum.constant(coefficient)
-        for factor in factors:
-            part = part * (mapping.get(factor.text) or Sum({(factor.text,): (1, (factor,))}))
-        result = result + part
+    result = Sum({k: t for k, t in total.terms.items() if not any(text in mapping for text in k)})
+    for key, (coefficient, factors) in total.terms.items():
+        if any(text in mapping for text in key):
+            part = Sum.constant(coefficient)
+            for factor in factors:
+                part = part * (mapping.get(factor.text) or Sum.atom(factor))
+            result = result + part
     return result
 
 

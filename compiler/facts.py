@@ -109,7 +109,8 @@ def facts_of(attention: Attention) -> Facts:
 def _positive_factor(score: Expr) -> Expr | None:
     if isinstance(score, Call) and score.op == "mul":
         for qk, factor in (score.args, score.args[::-1]):
-            if isinstance(qk, Symbol) and qk.name == "qk" and _is_positive(factor):
+            uniform = not symbols(factor) & {"qk", "q_pos", "kv_pos"}
+            if isinstance(qk, Symbol) and qk.name == "qk" and uniform and _is_positive(factor):
                 return factor
     return None
 

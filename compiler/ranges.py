@@ -1,90 +1,134 @@
 """Ranges of integers at call time: proof that no index leaves its tensor and no integer leaves 32 bits.
 
-Sizes and scalar values are known numbers here; the rest is interval arithmetic (Moore, Interval Analysis, 1966), with
-differences of positions treated as linear so that `q_pos - kv_pos + n` keeps its true range.
+Sizes and scalar values are known numbers here; the rest is interval arithmetic (Moore, Interval Analysis, 1966). Sums
+of positions are kept linear, so that `q_pos - kv_pos + n` has its true range. Each expression is taken apart once;
+a call with new lengths only does the arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from ..ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
 from ..ir.walk import children
 
-Range: TypeAlias = tuple[int, int]
+Range: TypeAlias = tuple[int, int]  # lowest and highest value
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name
 
-_LOADED = (-(2**30), 2**30 - 1)  # an int read from a tensor, in arithmetic
+# An int read from a tensor can be anything; in arithmetic it is trusted to be below 2**30 in size, and in an index and
+# as a divisor it is not trusted.
+_LOADED = (-(2**30) + 1, 2**30 - 1)
 _WHOLE = (-INT32_MAX - 1, INT32_MAX)
 
 
 def check_integers(root: Expr, env: Ranges, extents: Extents) -> list[str]:
     """What could go wrong with the integers of `root` for these sizes; empty when all is proven.
 
-    env: (lowest, highest) of every symbol and int scalar. extents: the shape of every tensor operand.
+    env: range of every symbol and int scalar. extents: the shape of every tensor operand. Problems are integers beyond
+    32 bits, divisors that can be 0, and indices that can leave their tensor.
     """
-    return list(dict.fromkeys(_problems(root, env, extents)))
-
-
-def _problems(node: Expr, env: Ranges, extents: Extents) -> Iterator[str]:
-    for child in children(node):
-        yield from _problems(child, env, extents)
-    if isinstance(node, Load):
-        yield from _index_problems(node, env, extents)
-    elif isinstance(node, Call):
-        if node.op in ("floordiv", "mod"):
-            low, high = range_of(node.args[1], env)
-            if low <= 0 <= high:
-                yield f"`{node}`: the divisor `{node.args[1]}` can be 0 in this call (its range is {low} to {high})"
-        if node.dtype == "int":
-            low, high = range_of(node, env)
-            if low < _WHOLE[0] or high > _WHOLE[1]:
-                yield (
-                    f"integer overflow: `{node}` reaches {low if low < _WHOLE[0] else high} in this call, beyond 32 bits; "
-                    "use a smaller value, or compare differences of positions instead of sums"
-                )
-
-
-def _index_problems(node: Load, env: Ranges, extents: Extents) -> Iterator[str]:
-    for d, (index, extent) in enumerate(zip(node.index, extents[node.tensor.name])):
-        low, high = range_of(index, env)
-        if low < 0 or high >= extent:
-            yield (
-                f"`{node}`: index {d}, `{index}`, ranges from {low} to {high} in this call, but {node.tensor.name} has "
-                f"{extent} entries there; pass a larger tensor, or clamp the index: "
-                f"weft.minimum(weft.maximum({index}, 0), {extent - 1})"
-            )
+    steps = _steps(root)
+    return list(dict.fromkeys(_problems(steps, _ranges(steps, env), extents)))
 
 
 def range_of(node: Expr, env: Ranges) -> Range:
-    """(lowest, highest) value that an int expression can take."""
-    terms = _linear(node)
-    if terms is not None:
-        low = high = terms.pop("", 0)
-        for name, factor in terms.items():
-            a, b = env[name][0] * factor, env[name][1] * factor
-            low, high = low + min(a, b), high + max(a, b)
-        return low, high
-    match node:
-        case Load():
-            return _LOADED
-        case Call("where", (_, a, b)):
-            x, y = range_of(a, env), range_of(b, env)
-            return min(x[0], y[0]), max(x[1], y[1])
-        case Call("floor"):
-            return _LOADED
-        case Call(op, args):
-            return _apply(op, [range_of(a, env) for a in args])
-        case _:
-            return _WHOLE
+    """The range of an int expression."""
+    return _ranges(_steps(node), env)[-1]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One node of an expression, after its operands."""
+
+    node: Expr
+    operands: tuple[int, ...]  # steps of its operands
+    sum: tuple[tuple[str, int], ...] | None  # coefficients by name, "" for the number, where it is a linear sum
+
+
+@lru_cache(maxsize=4096)
+def _steps(root: Expr) -> tuple[_Step, ...]:
+    """The nodes of an expression, operands first, the root last; equal nodes once."""
+    steps: list[_Step] = []
+    places: dict[tuple[str, str], int] = {}
+
+    def visit(node: Expr) -> int:
+        key = (type(node).__name__, node.text)
+        if key not in places:
+            operands = tuple(visit(c) for c in children(node))
+            linear = _linear(node) if node.dtype == "int" else None
+            steps.append(_Step(node, operands, None if linear is None else tuple(linear.items())))
+            places[key] = len(steps) - 1
+        return places[key]
+
+    visit(root)
+    return tuple(steps)
+
+
+def _ranges(steps: tuple[_Step, ...], env: Ranges) -> list[Range]:
+    ranges: list[Range] = []
+    for step in steps:
+        ranges.append(_range(step, [ranges[n] for n in step.operands], env))
+    return ranges
+
+
+def _range(step: _Step, operands: list[Range], env: Ranges) -> Range:
+    if step.sum is not None:
+        return _sum_range(step.sum, env)
+    node = step.node
+    if node.dtype != "int":
+        return _WHOLE
+    if isinstance(node, Call) and node.op != "floor":
+        return _apply(node.op, operands)
+    return _LOADED
+
+
+def _sum_range(terms: tuple[tuple[str, int], ...], env: Ranges) -> Range:
+    low = high = 0
+    for name, factor in terms:
+        a, b = env[name] if name else (1, 1)
+        low, high = low + min(a * factor, b * factor), high + max(a * factor, b * factor)
+    return low, high
+
+
+def _problems(steps: tuple[_Step, ...], ranges: list[Range], extents: Extents) -> Iterator[str]:
+    for step, (low, high) in zip(steps, ranges):
+        node = step.node
+        operands = [ranges[n] for n in step.operands]
+        if isinstance(node, Load):
+            yield from _index_problems(node, operands, extents)
+        elif isinstance(node, Call) and node.dtype == "int":
+            if node.op in ("floordiv", "mod") and operands[1][0] <= 0 <= operands[1][1]:
+                yield (
+                    f"`{node}`: the divisor `{node.args[1]}` can be 0 in this call (it ranges from {operands[1][0]} to "
+                    f"{operands[1][1]}); give a positive value, or use weft.maximum({node.args[1]}, 1)"
+                )
+            if low < _WHOLE[0] or high > _WHOLE[1]:
+                yield (
+                    f"integer overflow: `{node}` reaches {low if low < _WHOLE[0] else high} in this call, beyond 32 "
+                    "bits; use smaller values, compare differences of positions instead of sums, or write 1.0 * ... "
+                    "to compute in floats"
+                )
+
+
+def _index_problems(node: Load, indices: list[Range], extents: Extents) -> Iterator[str]:
+    tensor = node.tensor.name
+    for d, (index, (low, high), extent) in enumerate(zip(node.index, indices, extents[tensor])):
+        if isinstance(index, Load) or low < 0 or high >= extent:
+            found = "is read from a tensor" if isinstance(index, Load) else f"ranges from {low} to {high} in this call"
+            yield (
+                f"`{node}`: index {d}, `{index}`, {found}, but {tensor} has {extent} entries there; pass a larger "
+                f"tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+            )
 
 
 def _linear(node: Expr) -> dict[str, int] | None:
-    """Coefficients by name ("" the constant) of a sum of symbols and scalars times constants; None for anything else."""
+    """Coefficients by name ("" the number) of a sum of symbols and scalars times numbers; None for anything else."""
     match node:
-        case Const(value) if isinstance(value, int):
+        case Const(value):
             return {"": int(value)}
         case Symbol(name) | Scalar(name):
             return {name: 1}
@@ -97,18 +141,15 @@ def _linear(node: Expr) -> dict[str, int] | None:
         case Call("neg", (a,)):
             inner = _linear(a)
             return None if inner is None else {n: -c for n, c in inner.items()}
-        case Call("mul", (a, b)):
-            for factor, other in ((a, b), (b, a)):
-                inner = _linear(other)
-                if isinstance(factor, Const) and isinstance(factor.value, int) and inner is not None:
-                    return {n: c * factor.value for n, c in inner.items()}
-            return None
+        case Call("mul", (Const(factor), other)) | Call("mul", (other, Const(factor))):
+            inner = _linear(other)
+            return None if inner is None else {n: c * int(factor) for n, c in inner.items()}
         case _:
             return None
 
 
 def _apply(op: str, args: list[Range]) -> Range:
-    (a, b), (c, d) = args[0], args[-1]
+    (a, b), (c, d) = args[-2] if len(args) > 1 else args[0], args[-1]
     match op:
         case "add":
             return a + c, b + d
@@ -123,15 +164,25 @@ def _apply(op: str, args: list[Range]) -> Range:
             return min(a, c), min(b, d)
         case "maximum":
             return max(a, c), max(b, d)
+        case "where":
+            return min(a, c), max(b, d)
         case "abs":
-            return (0 if a <= 0 <= b else min(abs(a), abs(b))), max(abs(a), abs(b))
+            return max(a, -b, 0), max(-a, b)
         case "floordiv":
             divisors = [x for x in (c, d, -1, 1) if x and c <= x <= d] or [1]
             quotients = [x // y for x in (a, b) for y in divisors]
             return min(quotients), max(quotients)
         case "mod":
-            if 0 <= a and b < c:
-                return a, b
-            return (0 if c > 0 else min(c + 1, 0)), max(d - 1, 0)
+            return _mod(a, b, c, d)
         case _:
             return _WHOLE
+
+
+def _mod(a: int, b: int, c: int, d: int) -> Range:
+    """x % y has the sign of y and is smaller; it is x where 0 <= x < y, and never above an x that is not negative."""
+    if 0 <= a and b < c:
+        return a, b
+    if c == d and c > 0 and a // c == b // c:
+        return a % c, b % c
+    low, high = min(c + 1, 0), max(d - 1, 0)
+    return (low, min(high, b)) if a >= 0 and c > 0 else (low, high)

@@ -71,7 +71,7 @@ _STANDARD = {
 # The Gluon kernel has one form a head dimension: three consumers of 64 rows, or two.
 _HOPPER = {64: Tiling(192, 128, 12, 2), 128: Tiling(128, 128, 8, 2), 256: Tiling(128, 64, 8, 2)}
 _INTERPRET = Tiling(32, 32, 4, 1)  # small, so that short test problems have several tiles
-_CPU = Tiling(256, 512, 1, 1)  # score tiles of 0.5 MB stay in a core's L2; enough rows for a threaded matrix product
+_CPU = Tiling(128, 128, 1, 1)  # measured on two cores: score tiles stay in L2, and short problems have several
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------

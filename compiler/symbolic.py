@@ -67,12 +67,13 @@ def derivative(expr: Expr, target: Expr) -> Expr:
 
 
 # -- functions of the language, as sympy sees them --------------------------------------------------------------------
-class _Function(sympy.Function):
+class _Function(sympy.Function):  # type: ignore[misc]
     """A function that sympy leaves alone."""
 
     op: str  # its name in the language
 
 
+_LN2: sympy.Rational = sympy.Rational(repr(math.log(2.0)))
 # Slope of each smooth function from its value f and argument x, in the form that shares most with the function itself.
 _SLOPES: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
     "exp": lambda f, x: f,
@@ -86,7 +87,6 @@ _SLOPES: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
     "sin": lambda f, x: _FUNCTIONS["cos"](x),
     "cos": lambda f, x: -_FUNCTIONS["sin"](x),
 }
-_LN2 = sympy.Rational(repr(math.log(2.0)))
 
 
 def _smooth(name: str, slope: Callable[[sympy.Expr, sympy.Expr], sympy.Expr]) -> type[_Function]:

@@ -112,9 +112,9 @@ def check(attention, tensors, operands, **options):
         error = torch.where(same_infinity, 0.0, (got - wanted).abs())
         scale = torch.where(torch.isinf(wanted), 0.0, wanted.abs())
         naive_error = torch.where(torch.isinf(wanted), 0.0, (naive - wanted).abs())
-        # Rounding of one element, and of the sums that it came from: the largest element stands for those.
+        # Rounding of one element, and of what it came from (a rounded lse, say): the largest element stands for that.
         largest = scale.max() if scale.numel() else 0.0
-        allowed = 2 * naive_error.amax() + EPSILON[dtype] * (4 * scale + 8 * largest + 1) if scale.numel() else 0.0
+        allowed = 2 * naive_error.amax() + EPSILON[dtype] * (4 * scale + 16 * largest + 1) if scale.numel() else 0.0
         assert bool((error <= allowed).all()), f"{attention.name}: {label} is off by {error.max().item()}"
 
 
@@ -276,6 +276,7 @@ def test_autocast_does_not_reach_into_the_kernel():
         assert torch.equal(attention(*tensors, target="cpu"), expected)
 
 
+@pytest.mark.slow
 def test_memory_and_time_are_linear_in_length():
     """50,000 tokens, window 128, forward and backward: dense scores would be 10 GB and take minutes."""
     attention, _ = VARIANTS["window"]

@@ -23,15 +23,6 @@ OPERANDS = {"slopes": SLOPES, "bias": BIAS, "table": TABLE, "doc": DOC, "cap": C
 QK = symbol("qk")
 
 
-@pytest.fixture(autouse=True)
-def exact_constants():
-    """Python floats become float64 tensors here, so that 0.02 * x and x / 50 agree."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
 def read(text):
     """An expression of the language in which `score` means the raw dot product."""
     return substitute(parse(text, OPERANDS), {"score": QK})
