@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .codegen.ops import ops_of
-from .codegen.functions import parameters
 from .compiler.settings import current
 from .compiler.targets import check_name
 from .compiler.types import Plan, Schedule, Shape
@@ -32,7 +31,7 @@ class Attention(Declaration):
         super().__post_init__()
         # Registered here and not at the first call, so that torch.compile finds an op and traces no registration.
         object.__setattr__(self, "_forward_op", ops_of(self).forward)
-        object.__setattr__(self, "_operand_names", tuple(p.name for p in parameters(self)))
+        object.__setattr__(self, "_operand_names", tuple(p.name for p in self.parameters))
 
     def __call__(
         self,

@@ -48,9 +48,9 @@ def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     score + table[head, maximum(minimum(kv_pos - q_pos, 4), -4) + 4]
     """
     if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance < 1:
-        raise WeftError(f"scores.relative_bias: expected max_distance to be an int of at least 1, got {max_distance!r}")
+        raise WeftError(f"scores.relative_bias: expected max_distance to be at least 1, got {max_distance!r}")
     if table.rank != 2:
-        raise WeftError(f"scores.relative_bias: expected {table.name} to have rank 2 [heads, distances], got {table.rank}")
+        raise WeftError(f"scores.relative_bias: expected {table.name} of rank 2 [heads, distances], got {table.rank}")
     distance = maximum(minimum(_kv - _q, max_distance), -max_distance)
     return lambda score: expression(score) + table[_head, distance + max_distance]
 

@@ -76,9 +76,7 @@ def _kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
 
 def check_operands(attention: Attention, given: Mapping[str, object], device: torch.device) -> None:
     """The variant's own operands: all there, none unknown, each of the declared kind."""
-    declared: dict[str, Scalar | TensorOperand] = {
-        p.name: p for p in (*attention.scalars, *attention.tensors)
-    }
+    declared = {p.name: p for p in attention.parameters}
     problems = [_unknown(n, declared) for n in given if n not in declared]
     for name, operand in declared.items():
         if name not in given:

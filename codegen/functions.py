@@ -22,16 +22,10 @@ LOG2_E = math.log2(math.e)
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
 
-def parameters(attention: Attention) -> tuple[Scalar | TensorOperand, ...]:
-    """The variant's operands in the order in which ops and kernels take them: by name."""
-    found = {p.name: p for p in (*attention.scalars, *attention.tensors)}
-    return tuple(found[k] for k in sorted(found))
-
-
 def parameter_names(attention: Attention, strides: bool) -> list[str]:
     """Names of the kernel arguments that carry the operands; GPU kernels also take a tensor's strides."""
     names = []
-    for operand in parameters(attention):
+    for operand in attention.parameters:
         names.append(f"arg_{operand.name}")
         if strides and isinstance(operand, TensorOperand):
             names += [f"arg_{operand.name}_s{d}" for d in range(operand.rank)]

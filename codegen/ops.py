@@ -22,7 +22,6 @@ from ..ir.expr import TensorOperand
 from ..ir.reference import evaluate
 from . import launch
 from .checks import check_indices_and_integers, hopper_misfit
-from .functions import parameters
 from .launch import CallTensors, Operand
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -49,7 +48,7 @@ def ops_of(attention: Attention) -> Ops:
 # -- schema -----------------------------------------------------------------------------------------------------------
 def _operand_schema(attention: Attention) -> str:
     kinds = {"int": "SymInt", "float": "float"}
-    parts = [f"{'Tensor' if isinstance(p, TensorOperand) else kinds[p.dtype]} {p.name}" for p in parameters(attention)]
+    parts = [f"{'Tensor' if isinstance(p, TensorOperand) else kinds[p.dtype]} {p.name}" for p in attention.parameters]
     return "".join(f"{p}, " for p in parts)
 
 
@@ -84,7 +83,7 @@ class _Variant:
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
-        self.parameters = parameters(attention)
+        self.parameters = attention.parameters
         self.facts = facts_of(attention)
 
     # forward

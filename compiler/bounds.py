@@ -1,6 +1,6 @@
 """Derive from a mask where a tile must look: intervals of positions that may be visible, and parts that all are.
 
-    kv_bounds((kv_pos <= q_pos) & (q_pos - kv_pos < 4))   -->   [q_first - 3, q_last + 1), full in [q_last - 3, q_first + 1)
+    (kv_pos <= q_pos) & (q_pos - kv_pos < 4)   -->   [q_first - 3, q_last + 1), full in [q_last - 3, q_first + 1)
 
 Four steps: the mask becomes a disjunction of terms; each comparison in them is solved for the axis (`kv_pos >= e`,
 `kv_pos < e`) or for the other position; `e` is bounded over the tile of the other axis by interval arithmetic; terms
@@ -10,7 +10,7 @@ assumed positive, and `where(d > 0, ...)` falls back to the whole axis where the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal as Choice
@@ -19,7 +19,19 @@ from ..ir.errors import InternalError
 from ..ir.expr import Call, Const, Expr, Symbol, symbol
 from ..ir.walk import nodes, rewrite, symbols
 from .affine import (
-    Sum, all_of, at_most, choose, const, difference, is_positive, make, maximum, minimum, not_above, plus, simplified,
+    Sum,
+    all_of,
+    at_most,
+    choose,
+    const,
+    difference,
+    is_positive,
+    make,
+    maximum,
+    minimum,
+    not_above,
+    plus,
+    simplified,
 )  # fmt: skip
 from .types import Bounds, Interval
 
@@ -27,7 +39,7 @@ MAX_INTERVALS = 4
 _MAX_TERMS = 16
 _MAX_HIDDEN = 3
 _LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
-_HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one, with tiles in it where nothing is visible"
+_HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one that may hold empty tiles"
 _POSITIONS = frozenset({"q_pos", "kv_pos"})
 
 
@@ -36,7 +48,8 @@ def kv_bounds(mask: Expr) -> Bounds:
 
     mask: a canonical bool expression. The result holds for all run-time values of operands and lengths.
     """
-    return _bounds(mask, _Axis("kv", "kv_pos", "q_pos", symbol("q_first"), symbol("q_last"), const(0), symbol("kv_len")))
+    ends = symbol("q_first"), symbol("q_last"), const(0), symbol("kv_len")
+    return _bounds(mask, _Axis("kv", "kv_pos", "q_pos", *ends))
 
 
 def q_bounds(mask: Expr) -> Bounds:
@@ -87,6 +100,7 @@ class _Term:
         return _Term(self.literals + new, self.loose or other.loose)
 
 
+_Choice = Callable[..., Expr]  # minimum or maximum
 _Terms = list[_Term]  # their disjunction; [] is never, [_Term()] is always
 
 
@@ -94,7 +108,7 @@ def _bounds(mask: Expr, axis: _Axis) -> Bounds:
     solver = _Solver(axis)
     terms = _absorbed(solver.terms(mask, True))
     intervals = _intervals(terms, solver)
-    if len(intervals) > 1 or len(terms) > 1 and any(_reads_other(t) for t in terms):
+    if len(intervals) > 1 or (len(terms) > 1 and any(_reads_other(t) for t in terms)):
         intervals = _with_complement(intervals, mask, axis)
     if len(intervals) > MAX_INTERVALS:
         solver.notes.append(_HULL)
@@ -164,37 +178,28 @@ class _Solver:
             op = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}[op]
         choice = _position_choice(node)
         if choice is not None:
-            a1, a2, b1, b2 = (_branch(x, choice, n) for x in (a, b) for n in (1, 2))
-            return self.case(
-                choice, self.comparison(op, a1, b1, True, make(op, a1, b1)), self.comparison(op, a2, b2, True, make(op, a2, b2))
-            )
+            yes, no = (make(op, _branch(a, choice, n), _branch(b, choice, n)) for n in (1, 2))
+            return self.case(choice, self.terms(yes, True), self.terms(no, True))
         assume = _divisors(node)
         if assume is None:
             return self.open(node)
         gap = Sum.of(a) - Sum.of(b)
-        return self.sign(op, gap, assume, node)
-
-    def sign(self, op: str, gap: Sum, assume: tuple[Expr, ...], node: Expr) -> _Terms:
-        """`gap op 0`."""
-        low, high = gap.scaled(-1), gap
+        below, above = gap, gap.scaled(-1)  # gap <= 0 where a <= b, and -gap <= 0 where a >= b
         match op:
             case "le":
-                return self.at_most_zero(high, assume, node)
+                return self.at_most_zero(below, assume, node)
             case "lt":
-                return self.at_most_zero(high.shifted(1), assume, node)
+                return self.at_most_zero(below.shifted(1), assume, node)
             case "ge":
-                return self.at_most_zero(low, assume, node)
+                return self.at_most_zero(above, assume, node)
             case "gt":
-                return self.at_most_zero(low.shifted(1), assume, node)
-            case "eq":
-                if _solvable(gap, self.axis.position):
-                    return self.both(self.at_most_zero(high, assume, node), self.at_most_zero(low, assume, node))
-                return self.open(node)
+                return self.at_most_zero(above.shifted(1), assume, node)
+            case "eq" if _solvable(gap, self.axis.position):
+                return self.both(self.at_most_zero(below, assume, node), self.at_most_zero(above, assume, node))
+            case "ne" if _solvable(gap, self.axis.position):
+                less, more = below.shifted(1), above.shifted(1)
+                return self.either(self.at_most_zero(less, assume, node), self.at_most_zero(more, assume, node))
             case _:
-                if _solvable(gap, self.axis.position):
-                    return self.either(
-                        self.at_most_zero(high.shifted(1), assume, node), self.at_most_zero(low.shifted(1), assume, node)
-                    )
                 return self.open(node)
 
     def at_most_zero(self, gap: Sum, assume: tuple[Expr, ...], node: Expr) -> _Terms:
@@ -254,9 +259,8 @@ class _Solver:
             case Call("floordiv", (a, d)) if position not in symbols(d):
                 # a // d <= u  is  a < d * (u + 1);  a // d >= v  is  a >= d * v   (d > 0)
                 scaled = limit.shifted(1 if upper else 0) * Sum.of(d)
-                return self.at_most_zero(
-                    Sum.of(a) - scaled.shifted(-1) if upper else scaled - Sum.of(a), assume, node
-                )
+                gap = Sum.of(a) - scaled.shifted(-1) if upper else scaled - Sum.of(a)
+                return self.at_most_zero(gap, assume, node)
             case Call("minimum" | "maximum" as op, (a, b)):
                 combine = self.both if (op == "maximum") == upper else self.either
                 return combine(part(Sum.of(a)), part(Sum.of(b)))
@@ -429,46 +433,66 @@ class _Tile:
 def _piece(term: _Term, solver: _Solver) -> Interval | None:
     """The interval of one term; None where it is surely empty."""
     axis = solver.axis
-    part, seen_if = _tile_part(term, axis)
+    part, conditions = _tile_part(term, axis)
     whole = _Tile(axis.other, axis.first, axis.last)
-    all_if: list[Expr] = []
-    lo, hi, full_lo, full_hi = [axis.start], [axis.end], [axis.start], [axis.end]
-    certain = not term.loose
+    found = _Piece(axis, visible=conditions, certain=not term.loose)
     for literal in term.literals:
         some, every = part.of(literal), whole.of(literal)
-        if literal.kind == "open" or some is None or every is None:
-            certain = False
-            if literal.kind != "open":
-                solver.notes.append(_note(_written(literal, axis)))
+        if literal.kind != "open" and some is not None and every is not None:
+            found.add(literal, some, every)
             continue
+        found.certain = False
+        if literal.kind != "open":
+            solver.notes.append(_note(_written(literal, axis)))
+    return found.interval()
+
+
+@dataclass
+class _Piece:
+    """What the literals of a term say so far: limits and conditions for something, and for everything, to be visible."""
+
+    axis: _Axis
+    visible: list[Expr]
+    certain: bool
+    complete: list[Expr] = field(default_factory=list)
+    lo: list[Expr] = field(default_factory=list)
+    hi: list[Expr] = field(default_factory=list)
+    full_lo: list[Expr] = field(default_factory=list)
+    full_hi: list[Expr] = field(default_factory=list)
+
+    def add(self, literal: _Literal, some: _Range, every: _Range) -> None:
+        """One literal, with the range of its value over the part of the tile in question and over the whole tile."""
+        axis = self.axis
         match literal.kind:
             case "run_time":
-                seen_if.append(literal.value)
-                all_if.append(literal.value)
+                self.visible.append(literal.value)
+                self.complete.append(literal.value)
             case "other_from":
-                all_if.append(_certainly(literal, not_above(literal.value, axis.first)))
+                self.complete.append(_certainly(literal, not_above(literal.value, axis.first)))
             case "other_until":
-                all_if.append(_certainly(literal, not_above(plus(axis.last, 1), literal.value)))
+                self.complete.append(_certainly(literal, not_above(plus(axis.last, 1), literal.value)))
             case "other_sign":
-                seen_if.append(_possibly(literal, not_above(some[0], const(0))))
-                all_if.append(_certainly(literal, not_above(every[1], const(0))))
+                self.visible.append(_possibly(literal, not_above(some[0], const(0))))
+                self.complete.append(_certainly(literal, not_above(every[1], const(0))))
             case "from":
-                lo.append(_assumed(literal, some[0], axis.start))
-                full_lo.append(_assumed(literal, every[1], axis.end))
+                self.lo.append(_assumed(literal, some[0], axis.start))
+                self.full_lo.append(_assumed(literal, every[1], axis.end))
             case "until":
-                hi.append(_assumed(literal, some[1], axis.end))
-                full_hi.append(_assumed(literal, every[0], axis.start))
+                self.hi.append(_assumed(literal, some[1], axis.end))
+                self.full_hi.append(_assumed(literal, every[0], axis.start))
             case _:
                 raise InternalError(f"tile bounds: unknown condition {literal.kind}")
-    visible, complete = all_of(seen_if), all_of(all_if)
-    if _is(visible, False):
-        return None
-    low = _limit(maximum, lo, axis.start)
-    high = choose(visible, _limit(minimum, hi, axis.end), axis.start)
-    if not certain or _is(complete, False):
-        return Interval(low, high, axis.start, axis.start)
-    full_high = choose(complete, _limit(minimum, full_hi, axis.end), axis.start)
-    return Interval(low, high, _limit(maximum, full_lo, axis.start), full_high)
+
+    def interval(self) -> Interval | None:
+        start, end = self.axis.start, self.axis.end
+        visible, complete = all_of(self.visible), all_of(self.complete)
+        if _is(visible, False):
+            return None
+        lo, hi = _limit(maximum, self.lo, start), choose(visible, _limit(minimum, self.hi, end), start)
+        if not self.certain or _is(complete, False):
+            return Interval(lo, hi, start, start)
+        full_hi = choose(complete, _limit(minimum, self.full_hi, end), start)
+        return Interval(lo, hi, _limit(maximum, self.full_lo, start), full_hi)
 
 
 def _written(literal: _Literal, axis: _Axis) -> Expr:
@@ -483,10 +507,10 @@ def _written(literal: _Literal, axis: _Axis) -> Expr:
             return make("le", literal.value, zero)
 
 
-def _limit(choice: object, values: list[Expr], default: Expr) -> Expr:
+def _limit(choice: _Choice, values: list[Expr], default: Expr) -> Expr:
     """The tightest of the values; the axis' own end is left out where another is given, tiles are clipped later."""
     given = [v for v in values if v.text != default.text]
-    return choice(*given) if given else default  # type: ignore[operator]
+    return choice(*given) if given else default
 
 
 def _certainly(literal: _Literal, condition: Expr) -> Expr:
@@ -728,8 +752,8 @@ def _condition_of(lo: Expr, hi: Expr, axis: _Axis) -> Expr | None:
     return _end_condition(Interval(lo, hi, lo, lo), axis) if lo.text == axis.start.text else None
 
 
-def _union_end(choice: object, a: Expr, b: Expr, unbounded: Expr) -> Expr:
-    return unbounded if unbounded.text in (a.text, b.text) else choice(a, b)  # type: ignore[operator]
+def _union_end(choice: _Choice, a: Expr, b: Expr, unbounded: Expr) -> Expr:
+    return unbounded if unbounded.text in (a.text, b.text) else choice(a, b)
 
 
 def _no_later(a: Expr, b: Expr, axis: _Axis) -> bool:

@@ -1,4 +1,4 @@
-"""Turn bounds into a short integer program that a kernel runs once a tile: which tiles to visit, and which need no mask.
+"""Turn bounds into a short integer program that a kernel runs once: which tiles to visit, and which need no mask.
 
 Rows are clipped to [0, length), rounded outward where something may be visible and inward where everything is, and made
 sorted and disjoint when there are several intervals. What is certain to change nothing is not written, so that the
@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ..ir.errors import InternalError, WeftError
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
@@ -32,7 +33,7 @@ def tile_program(bounds: Bounds) -> TileProgram:
     """
     writer = _Writer()
     rows = [_rows(i, bounds.axis) for i in bounds.intervals]
-    rows = [_Rows(_ZERO, _ZERO, _ZERO, _ZERO)] if not rows else rows
+    rows = rows or [_Rows(_ZERO, _ZERO, _ZERO, _ZERO)]
     if len(rows) > 1:
         rows = _disjoint(rows, writer)
     tiles = [_tiles(r, k, len(rows) > 1, writer) for k, r in enumerate(rows)]
@@ -143,9 +144,8 @@ def _sorted_pair(a: _Rows, b: _Rows, writer: _Writer) -> tuple[_Rows, _Rows]:
     """Smaller ends and larger ends: the union of two intervals stays the same when their ends are sorted."""
     comment = "ends in order"
     lows, highs = [], []
-    for label, x, y in (
-        ("begin", a.lo, b.lo), ("end", a.hi, b.hi), ("full_begin", a.full_lo, b.full_lo), ("full_end", a.full_hi, b.full_hi)
-    ):  # fmt: skip
+    for label, part in (("begin", "lo"), ("end", "hi"), ("full_begin", "full_lo"), ("full_end", "full_hi")):
+        x, y = getattr(a, part), getattr(b, part)
         if not writer.certain(x, y):
             x, y = writer.fresh(label, minimum(x, y), comment), writer.fresh(label, maximum(x, y))
             comment = ""
@@ -159,7 +159,7 @@ def _separated(a: _Rows, b: _Rows, others: bool, writer: _Writer) -> tuple[_Rows
     overlap are cut where the second full part begins, so that no tile in a full part is visited as an edge."""
     touch, apart = make("le", b.full_lo, a.full_hi), make("lt", a.hi, b.lo)
     cut = minimum(maximum(b.full_lo, a.lo), b.hi) if others else b.full_lo
-    hi = writer.fresh("end", choose(touch, a.lo, choose(apart, a.hi, cut)), "joined where full parts touch, else cut apart")
+    hi = writer.fresh("end", choose(touch, a.lo, choose(apart, a.hi, cut)), "joined where full, else cut apart")
     lo = writer.fresh("begin", choose(touch, a.lo, choose(apart, b.lo, cut)))
     full_hi = writer.fresh("full_end", choose(touch, a.full_lo, a.full_hi))
     full_lo = writer.fresh("full_begin", choose(touch, a.full_lo, b.full_lo))
@@ -256,7 +256,7 @@ def _nth(runs: list[tuple[Expr, Expr]]) -> Expr:
     """The i-th tile of these runs of tiles, one after the other."""
     tile = Sum.of(_I) + Sum.of(runs[0][0])
     before = Sum({})
-    for (begin, end), (following, _) in zip(runs, runs[1:]):
+    for (begin, end), (following, _) in pairwise(runs):
         before = before + Sum.of(end) - Sum.of(begin)
         gap = difference(following, end)
         tile = tile + Sum.of(choose(make("lt", _I, before.expr), _ZERO, gap))
@@ -359,7 +359,7 @@ def count_tiles(
     first, last, base = ("q_first", "q_last", offset) if over_q else ("kv_first", "kv_last", 0)
     lines = [(line.name, _function(line.value)) for line in program.body]
     tiles = -(-rows // step)
-    chosen = range(tiles) if tiles <= MOST_EXACT else [k * tiles // MOST_EXACT for k in range(MOST_EXACT)]
+    chosen = _evenly(tiles)
     edge = full = 0
     for k in chosen:
         values[first], values[last] = base + k * step, base + min((k + 1) * step, rows) - 1
@@ -372,8 +372,16 @@ def count_tiles(
     return TileCounts(empty=max(0, tiles * -(-length // block) - edge - full), edge=edge, full=full)
 
 
+def _evenly(tiles: int) -> Iterable[int]:
+    """All tiles, or MOST_EXACT of them, each from the middle of its share."""
+    if tiles <= MOST_EXACT:
+        return range(tiles)
+    return [(2 * k + 1) * tiles // (2 * MOST_EXACT) for k in range(MOST_EXACT)]
+
+
 def _check_given(program: TileProgram, values: Mapping[str, object]) -> None:
-    needed = {o.name for line in program.body for o in (*scalars(line.value), *(l.tensor for l in loads(line.value)))}
+    needed = {s.name for line in program.body for s in scalars(line.value)}
+    needed |= {load.tensor.name for line in program.body for load in loads(line.value)}
     missing = sorted(n for n in needed if _operand(n) not in values)
     if missing:
         raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")

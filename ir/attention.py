@@ -93,6 +93,12 @@ class Attention:
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
+    def parameters(self) -> tuple[Scalar | TensorOperand, ...]:
+        """Scalar and tensor operands in the order in which ops and kernels take them: by name."""
+        found = {p.name: p for p in (*self.scalars, *self.tensors)}
+        return tuple(found[k] for k in sorted(found))
+
+    @cached_property
     def gradient_loads(self) -> tuple[Load, ...]:
         """The reads of float tensors in the score: where gradients of operands come from."""
         return tuple(load for load in loads(self.folded_score) if load.dtype == "float")

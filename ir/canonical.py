@@ -35,6 +35,8 @@ def _rule(node: Expr) -> Expr | None:
         op, args = _FLIPPED[op], args[::-1]
     if op in _FOLDED and all(isinstance(a, Const) for a in args):
         value = _FOLDED[op](*(a.value for a in args))  # type: ignore[union-attr]
+        if node.dtype == "float":
+            value = float(value)  # minimum(0, 0.0) is a float, also where Python gives the int
         if not math.isnan(value) and (not isinstance(value, int) or abs(value) <= INT32_MAX):
             return Const(value, where=node.where)
     if op in _COMMUTATIVE:

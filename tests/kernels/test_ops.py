@@ -1,0 +1,109 @@
+"""The torch ops: opcheck, torch.compile, export, autocast, checkpointing, functional_call, no compilation at new sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.driver import builds
+
+window = weft.scalar("window", int)
+slopes = weft.tensor("slopes", 1)
+VARIANT = weft.Attention(
+    20.0 * weft.tanh(score / 20.0) + slopes[head] * (kv_pos - q_pos), masks.causal & (q_pos - kv_pos < window), name="op_test"
+)  # fmt: skip
+
+
+def operands(length=24, batch=2, requires_grad=True):
+    shapes = ((batch, 4, length, 16), (batch, 2, length, 16), (batch, 2, length, 8))
+    return [torch.randn(s, requires_grad=requires_grad) for s in shapes] + [torch.rand(4, requires_grad=requires_grad)]
+
+
+def attend(query, key, value, slopes):
+    return VARIANT(query, key, value, window=9, slopes=slopes)
+
+
+def test_opcheck():
+    query, key, value, table = operands()
+    arguments = (query, key, value, None, table, 9, 0, None, 16, "", "")
+    found = torch.library.opcheck(VARIANT._forward_op, arguments)
+    assert set(found.values()) == {"SUCCESS"}, found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_whole_graphs(dynamic):
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (24, 31):
+        inputs = operands(length)
+        out, wanted = compiled(*inputs), attend(*inputs)
+        assert torch.equal(out, wanted)
+        for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_compile_with_inductor():
+    inputs = operands(requires_grad=False)
+    compiled = torch.compile(lambda *x: attend(*x) * 2 + 1, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), attend(*inputs) * 2 + 1)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.rand(4))
+
+    def forward(self, query, key, value):
+        return attend(query, key, value, self.slopes)
+
+
+def test_export():
+    layer = Layer()
+    inputs = tuple(operands(requires_grad=False)[:3])
+    exported = torch.export.export(layer, inputs)
+    assert torch.equal(exported.module()(*inputs), layer(*inputs))
+    assert "weft.op_test_" in str(exported.graph)
+
+
+def test_checkpointing_and_functional_call():
+    layer = Layer()
+    inputs = operands()[:3]
+    wanted = torch.autograd.grad(layer(*inputs).square().sum(), inputs)
+    again = checkpoint(layer, *inputs, use_reentrant=False).square().sum()
+    for a, b in zip(torch.autograd.grad(again, inputs), wanted, strict=True):
+        assert torch.equal(a, b)
+    zero = {"slopes": torch.zeros(4)}
+    out = torch.func.functional_call(layer, zero, tuple(inputs))
+    assert torch.equal(out, attend(*inputs, zero["slopes"]))
+
+
+def test_autocast_casts_operands():
+    inputs = operands()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(*inputs)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert inputs[0].grad.dtype == torch.float32
+
+
+def test_a_new_length_batch_or_scalar_builds_nothing():
+    VARIANT(*operands(16)[:3], window=3, slopes=torch.rand(4)).sum().backward()
+    before = builds()
+    for length, batch, size in ((16, 3, 3), (17, 2, 3), (100, 1, 50), (1, 1, 1)):
+        query, key, value, table = operands(length, batch)
+        VARIANT(query, key, value, window=size, slopes=table.detach()).sum().backward()
+    assert builds() == before
+
+
+def test_gradients_are_right_by_finite_differences():
+    query, key, value, table = (x.detach().double().requires_grad_() for x in operands(7, 1))
+    assert torch.autograd.gradcheck(attend, (query, key, value, table), atol=1e-6)
+
+
+def test_equal_variants_share_their_ops():
+    again = weft.Attention(
+        weft.tanh(score / 20.0) * 20.0 + (kv_pos - q_pos) * slopes[head], (q_pos >= kv_pos) & (window > q_pos - kv_pos), name="op_test"
+    )  # fmt: skip
+    assert again == VARIANT and again._forward_op is VARIANT._forward_op

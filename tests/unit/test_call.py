@@ -1,0 +1,156 @@
+"""What a call refuses, each with its message; and what it gives at the edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import WeftError, head, kv_pos, masks, q_pos, score
+
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+window = weft.scalar("window", int)
+WINDOW = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="window_causal")
+slopes = weft.tensor("slopes", 1)
+ALIBI = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi")
+table = weft.tensor("table", 1)
+
+
+def qkv(heads=4, kv_heads=2, q_len=8, kv_len=8, dim=16, value_dim=16, batch=2, dtype=torch.float32):
+    query = torch.randn(batch, heads, q_len, dim, dtype=dtype)
+    key = torch.randn(batch, kv_heads, kv_len, dim, dtype=dtype)
+    return query, key, torch.randn(batch, kv_heads, kv_len, value_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q[0], k, v), r"query: expected 4 dimensions .* got shape \[4, 8, 16\]"),
+        (lambda q, k, v: (q[:, :3], k, v), r"query: expected a multiple of the key's 2 heads, got 3"),
+        (lambda q, k, v: (q[..., :8], k, v), r"key: expected dim 8 as in query, got 16"),
+        (lambda q, k, v: (q, k, v[:, :, :7]), r"value: expected length 8 as in key, got 7"),
+        (lambda q, k, v: (q, k[:1], v), r"key: expected batch 2 as in query, got 1"),
+        (lambda q, k, v: (q, k, v[:, :1]), r"value: expected 2 heads as in key, got 1"),
+        (lambda q, k, v: (q, k.half(), v), r"key: expected dtype torch.float32 as in query, got torch.float16"),
+        (lambda q, k, v: (q, k.to("meta"), v), r"key: expected device cpu as in query, got meta"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), r"query: expected bfloat16, float16 or float32, got torch.int32"),
+        (lambda q, k, v: (q.mT.contiguous().mT, k, v), r"query: expected a contiguous last dimension, got strides"),
+        (lambda q, k, v: (q.repeat(1, 1, 1, 17), k.repeat(1, 1, 1, 17), v), r"query: expected dim 1 to 256, got 272"),
+        (lambda q, k, v: (q, k, None), r"value: missing; call it with query, key and value"),
+    ],
+)  # fmt: skip
+def test_operands_that_do_not_fit(change, message):
+    with pytest.raises(WeftError, match=message):
+        CAUSAL(*change(*qkv()))
+
+
+def test_problems_are_listed_together():
+    q, k, v = qkv()
+    with pytest.raises(WeftError, match=r"(?s)causal:.*key: expected batch.*value: expected length"):
+        CAUSAL(q, k[:1], v[:, :, :5])
+
+
+def test_own_operands():
+    q, k, v = qkv()
+    with pytest.raises(WeftError, match=r"window: missing; pass window=... \(an int, declared at .*test_call.py:\d+\)"):
+        WINDOW(q, k, v)
+    with pytest.raises(WeftError, match=r"wimdow: unknown operand or option; this variant's operands are: window"):
+        WINDOW(q, k, v, window=3, wimdow=4)
+    with pytest.raises(WeftError, match=r"window: expected an int, got 3.5"):
+        WINDOW(q, k, v, window=3.5)
+    with pytest.raises(WeftError, match=r"window: expected a Python number, got a tensor"):
+        WINDOW(q, k, v, window=torch.tensor(3))
+    with pytest.raises(WeftError, match=r"window: integer overflow: expected a value within 32 bits, got 4294967296"):
+        WINDOW(q, k, v, window=2**32)
+    with pytest.raises(WeftError, match=r"slopes: expected 1 dimensions, got shape \[2, 4\]"):
+        ALIBI(q, k, v, slopes=torch.ones(2, 4))
+    with pytest.raises(WeftError, match=r"slopes: expected a tensor of float, got torch.int64"):
+        ALIBI(q, k, v, slopes=torch.ones(4, dtype=torch.int64))
+    with pytest.raises(WeftError, match=r"slopes: expected a tensor of float with 1 dimension, got list"):
+        ALIBI(q, k, v, slopes=[1.0] * 4)
+
+
+def test_an_index_that_can_leave_its_tensor_is_refused():
+    q, k, v = qkv()
+    with pytest.raises(WeftError, match=r"`slopes\[head\]`: index 0, `head`, ranges from 0 to 3 .* 2 entries"):
+        ALIBI(q, k, v, slopes=torch.ones(2))
+    loose = weft.Attention(score + table[kv_pos - q_pos + 7], name="loose")
+    loose(q, k, v, table=torch.ones(15))
+    with pytest.raises(WeftError, match=r"ranges from 0 to 14 .* 14 entries there; .* clamp the index: weft.minimum"):
+        loose(q, k, v, table=torch.ones(14))
+    clamped = weft.Attention(score + table[weft.minimum(weft.maximum(kv_pos - q_pos, 0), 3)], name="clamped")
+    clamped(q, k, v, table=torch.ones(4))
+    floored = weft.Attention(score + table[weft.floor(weft.log2(1.0 + weft.abs(kv_pos - q_pos)))], name="floored")
+    with pytest.raises(WeftError, match=r"ranges from .* clamp the index"):
+        floored(q, k, v, table=torch.ones(4))
+
+
+def test_integers_stay_within_32_bits():
+    q, k, v = qkv()
+    wide = weft.Attention(mask=kv_pos * window <= q_pos, name="wide")
+    wide(q, k, v, window=1000)
+    with pytest.raises(WeftError, match=r"integer overflow: `kv_pos \* window` reaches \d+ in this call"):
+        wide(q, k, v, window=2**30)
+    blocks = weft.Attention(mask=kv_pos // window == q_pos // window, name="blocks")
+    with pytest.raises(WeftError, match=r"the divisor `window` can be 0 in this call"):
+        blocks(q, k, v, window=0)
+    with pytest.raises(WeftError, match=r"integer overflow: the constant 4294967296 does not fit in 32 bits"):
+        kv_pos + 2**32
+
+
+def test_targets_and_schedules():
+    q, k, v = qkv()
+    with pytest.raises(WeftError, match=r"target: expected one of hopper, triton, interpret, cpu, got 'cuda'"):
+        CAUSAL(q, k, v, target="cuda")
+    with pytest.raises(weft.UnavailableError, match=r"triton: needs a GPU, the operands are on the CPU"):
+        CAUSAL(q, k, v, target="triton")
+    with pytest.raises(weft.UnavailableError, match=r"interpret: .* computes fp32 and fp16 correctly, not bf16"):
+        CAUSAL(*qkv(dtype=torch.bfloat16), target="interpret")
+    with pytest.raises(WeftError, match=r"schedule: expected standard, streaming, flash, or text like"):
+        CAUSAL(q, k, v, schedule="fast")
+    with pytest.raises(WeftError, match=r"hardware: .*h900|h900"):
+        CAUSAL.plan(weft.shape(heads=1, q_len=8, head_dim=64), device="h900")
+    huge = "flash/triton/128x128w8s8/128x128w8s8/128x128w8s8"
+    with pytest.raises(WeftError, match=r"bytes of SRAM .* use smaller tiles or fewer stages"):
+        CAUSAL.plan(weft.shape(heads=1, q_len=8, head_dim=256), device="h100", target="triton", schedule=huge)
+
+
+def test_options_that_are_not_there_say_so():
+    q, k, v = qkv()
+    with pytest.raises(weft.UnavailableError, match=r"the option kv_lens is not available"):
+        CAUSAL(q, k, v, kv_lens=torch.ones(2, dtype=torch.int32))
+    with pytest.raises(WeftError, match=r"uk, uv and form belong to variants declared with latent="):
+        CAUSAL(q, k, v, form="absorbed")
+    with pytest.raises(WeftError, match=r"q_offset: expected an int or an int32 tensor \[2\]"):
+        CAUSAL(q, k, v, q_offset=torch.ones(3, dtype=torch.int32))
+    with pytest.raises(WeftError, match=r"q_offset: integer overflow"):
+        CAUSAL(q, k, v, q_offset=2**31)
+
+
+def test_gradients_that_are_not_there_are_refused_when_wanted():
+    q, k, v = qkv()
+    mixed = weft.Attention(score + table[kv_pos - q_pos + 7], name="mixed")
+    mixed(q, k, v, table=torch.ones(15))
+    with pytest.raises(WeftError, match=r"the gradient of `table\[.*\]` is not available, because its index mixes q_pos and kv_pos"):
+        mixed(q, k, v, table=torch.ones(15, requires_grad=True))
+
+
+def test_second_derivatives_and_vmap_are_refused():
+    q, k, v = qkv()
+    q.requires_grad_()
+    first = torch.autograd.grad(CAUSAL(q, k, v).sum(), q, create_graph=True)[0]
+    with pytest.raises(WeftError, match=r"second derivatives are not available; use causal.reference"):
+        first.sum().backward()
+    with pytest.raises(WeftError, match=r"vmap is not available"):
+        torch.vmap(lambda q: CAUSAL(q, k, v))(q.detach()[None])
+
+
+def test_empty_operands():
+    q, k, v = qkv(kv_len=0)
+    out, lse = CAUSAL(q, k, v, return_lse=True)
+    assert out.eq(0).all() and lse.eq(-torch.inf).all()
+    q, k, v = qkv(q_len=0)
+    assert CAUSAL(q, k, v).shape == (2, 4, 0, 16)
+    q, k, v = (x.requires_grad_() for x in qkv(batch=0))
+    CAUSAL(q, k, v).sum().backward()
+    assert q.grad.shape == q.shape
