@@ -95,23 +95,24 @@ def _target_context(facts: Facts, spec: Specialisation, schedule: Schedule) -> C
 def hopper_config(spec: Specialisation, facts: Facts) -> dict[str, object]:
     """The form of the Hopper kernel that measured best for these widths (docs/performance.md).
 
-    A score that reads positions needs registers for them: fewer consumers at D64, full overlap at D128.
+    What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
     """
     attention = facts.attention
     positions = {"q_pos", "kv_pos"}
-    positional = bool(symbols(attention.folded_score) & positions)
     reads = loads(attention.folded_score) + loads(attention.folded_mask)
-    at_positions = any(symbols(index) & positions for load in reads for index in load.index)
+    loads_at_positions = any(symbols(index) & positions for load in reads for index in load.index)
+    positional_score = bool(symbols(attention.folded_score) & positions)
+    spare = not (positional_score or loads_at_positions)  # registers
     if spec.head_dim == 64:
         return {
-            "head_dim": 64, "block_kv": 128, "consumers": 2 if positional else 3, "stages": 2,
-            "query_buffers": 1 if positional else 2, "query_in_registers": positional, "lazy_rescale": False,
-            "pair_maximum": True, "take_turns": True, "overlap_edges": False, "loads_at_positions": at_positions,
+            "head_dim": 64, "block_kv": 128, "consumers": 3 if spare else 2, "stages": 3,
+            "query_buffers": 2 if spare else 1, "query_in_registers": not spare, "lazy_rescale": False,
+            "pair_maximum": True, "overlap_edges": False, "loads_at_positions": loads_at_positions,
         }  # fmt: skip
     return {
         "head_dim": 128, "block_kv": 128, "consumers": 2, "stages": 2, "query_buffers": 1,
-        "query_in_registers": False, "lazy_rescale": True, "pair_maximum": False, "take_turns": True,
-        "overlap_edges": positional, "loads_at_positions": at_positions,
+        "query_in_registers": spare, "lazy_rescale": True, "pair_maximum": False,
+        "overlap_edges": positional_score, "loads_at_positions": loads_at_positions,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ _AT_LEAST = {  # what every call guarantees about a symbol; q positions may be n
     "_block": 1, "_length": 0, "_begin": 0, "_end": 0, "_full_begin": 0, "_full_end": 0, "_lo": 0, "_hi": 0,
     "_full_lo": 0, "_full_hi": 0,
 }  # fmt: skip
-_PROOF_STEPS = 24
+_PROOF_STEPS = 128
 _KNOWN: dict[tuple[str, str], bool] = {}  # proofs tried, by text
 _LONGEST_PROOF = 300  # characters; longer expressions are not worth the time
 _MOST_KNOWN = 10_000

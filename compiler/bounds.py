@@ -108,7 +108,7 @@ def _bounds(mask: Expr, axis: _Axis) -> Bounds:
     solver = _Solver(axis)
     terms = _absorbed(solver.terms(mask, True))
     intervals = _intervals(terms, solver)
-    if len(intervals) > 1 or (len(terms) > 1 and any(_reads_other(t) for t in terms)):
+    if len(terms) > 1 and any(_reads_other(t) for t in terms):
         intervals = _with_complement(intervals, mask, axis)
     if len(intervals) > MAX_INTERVALS:
         solver.notes.append(_HULL)
@@ -449,7 +449,7 @@ def _piece(term: _Term, solver: _Solver) -> Interval | None:
 
 @dataclass
 class _Piece:
-    """What the literals of a term say so far: limits and conditions for something, and for everything, to be visible."""
+    """What the literals of a term say so far: limits and conditions for something to be visible, and everything."""
 
     axis: _Axis
     visible: list[Expr]

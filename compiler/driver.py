@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..ir.attention import Attention
-from . import cache, hardware, schedule, segments, settings, targets
+from . import cache, hardware, schedule, segments, settings, targets, tuner
 from .facts import Facts, facts_of
 from .segments import Segments
 from .types import Schedule, Shape, Specialisation
@@ -47,9 +47,9 @@ def compile_kernel(attention: Attention, spec: Specialisation, target: str | Non
     chosen, notes = targets.choose(spec, target, algorithm_of(wanted))
     # widths -> Segments
     parts = segments_of(attention, spec)
-    # Facts + Shape + Hardware -> Schedule
+    # Facts + Shape + Hardware -> Schedule, a measured one where there is one
     plan = schedule.resolve(
-        wanted, nominal_shape(spec), hardware_of(spec.arch), chosen, segments=parts, traits=facts.traits
+        wanted or measured(attention, spec, chosen), nominal_shape(spec), hardware_of(spec.arch), chosen, segments=parts, traits=facts.traits
     )
     settings.trace(settings.PLAN, f"{attention.name} {spec.direction}: {plan}")
     settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
@@ -99,6 +99,15 @@ def segments_of(attention: Attention, spec: Specialisation) -> Segments:
 def nominal_shape(spec: Specialisation) -> Shape:
     """A shape with these widths: schedules never depend on lengths, batch or heads."""
     return Shape(1, 1, 1, 4096, 4096, spec.head_dim, spec.value_dim, spec.dtype)
+
+
+def measured(attention: Attention, spec: Specialisation, target: str) -> Schedule | None:
+    """The schedule that `weft tune` found fastest for such calls on this machine."""
+    machine = hardware.this_machine()
+    if machine.arch != spec.arch:
+        return None
+    shape = tuner.shape_class(nominal_shape(spec))
+    return tuner.remembered(tuner.TuneKey(attention.digest, shape, machine.name, target, "flash"))
 
 
 def algorithm_of(wanted: str | None) -> str:

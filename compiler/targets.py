@@ -9,6 +9,7 @@ from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
 from .types import Specialisation
 
+_CPU_IS_FLASH = "cpu: has schedule flash only; {algorithm} runs on targets triton and interpret"
 TARGETS = ("hopper", "triton", "interpret", "cpu")
 
 
@@ -71,10 +72,14 @@ def choose(spec: Specialisation, asked: str | None, algorithm: str = "flash") ->
         reason = why_not(asked, spec)
         if reason is None and asked == "hopper" and (spec.direction == "backward" or algorithm != "flash"):
             reason = "hopper: has the forward of schedule flash only"
+        if reason is None and asked == "cpu" and algorithm != "flash":
+            reason = _CPU_IS_FLASH.format(algorithm=algorithm)
         if reason is not None:
             raise UnavailableError(f"target {reason}")
         return asked, ()
     if spec.arch == "cpu":
+        if algorithm != "flash":
+            raise UnavailableError(f"target {_CPU_IS_FLASH.format(algorithm=algorithm)}; pass target='interpret'")
         return "cpu", ()
     if algorithm != "flash":
         return "triton", ()

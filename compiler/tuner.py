@@ -16,16 +16,18 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..ir.errors import WeftError
 from . import cache
 from .kernels import Slot
 from .schedule import SLOTS, parse_schedule, with_tiling
 from .types import Schedule, Shape, Tiling
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FOLDER = ".tuned"
 Measure = Callable[[Schedule, Slot], float]  # seconds of the kernels that use this slot's tiling
@@ -68,13 +70,13 @@ def _version(package: str) -> str:
 
 
 def shape_class(shape: Shape) -> str:
-    """Shapes that share a tuned schedule: widths, dtype and grouping, never lengths or batch.
+    """Shapes that share a tuned schedule: widths and dtype, never lengths, heads or batch.
 
     >>> shape_class(Shape(2, 8, 2, 100, 4096, 128, 128))
-    'd128-bf16-g4'
+    'd128-bf16'
     """
     width = f"d{shape.head_dim}" if shape.head_dim == shape.value_dim else f"d{shape.head_dim}v{shape.value_dim}"
-    return f"{width}-{shape.dtype}-g{shape.group}"
+    return f"{width}-{shape.dtype}"
 
 
 def remembered(key: TuneKey) -> Schedule | None:
@@ -104,9 +106,15 @@ def tune(
     """
     folder = _folder()
     with FileLock(str(folder / f"{key.file_name}.lock")):
-        found = _measured(start, choices, measure, progress, console or Console(stderr=True))
+        found = _measured(start, choices, measure, progress, console or _stderr())
         _write(folder / key.file_name, key, found)
     return found
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def forget(key: TuneKey) -> None:
@@ -118,6 +126,9 @@ def forget(key: TuneKey) -> None:
 def _measured(
     start: Schedule, choices: Mapping[Slot, Sequence[Tiling]], measure: Measure, progress: bool, console: Console
 ) -> Tuned:
+    # a call that only looks a schedule up must not pay for this import
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     best = start
     seconds: dict[Slot, float] = {}
     failed: dict[str, str] = {}

@@ -213,3 +213,13 @@ def test_cuda_graphs_replay():
             q.normal_()
             graph.replay()
             assert torch.equal(out, CAUSAL(q, k, v, target=target))
+
+
+@pytest.mark.parametrize("dim, value_dim", [(20, 20), (40, 40), (64, 64), (80, 40), (96, 96), (100, 100), (192, 128)])
+def test_operands_without_16_byte_alignment(dim, value_dim):
+    def odd(seed, heads, width):
+        whole = torch.full((2, heads, 130, width + 5), float("nan"), dtype=torch.bfloat16, device="cuda")
+        whole[..., 3 : width + 3] = torch.randn(2, heads, 130, width, generator=torch.Generator().manual_seed(seed)).cuda()
+        return whole[..., 3 : width + 3]
+
+    check_variant(CAUSAL, odd(0, 4, dim), odd(1, 2, dim), odd(2, 2, value_dim), target="triton", label=f"odd {dim} {value_dim}")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiling import Case, assert_exact, assert_sound, classes, predicted
 
 import weft
 from weft import batch, group, head, kv_len, kv_pos, masks, q_len, q_pos
@@ -17,6 +16,8 @@ from weft.compiler.affine import at_most, const, simplified
 from weft.compiler.bounds import MAX_INTERVALS, kv_bounds, q_bounds
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
+
+from .tiling import Case, assert_exact, assert_sound, classes, predicted
 
 window, prefix, size, stride = (weft.scalar(n, int) for n in ("window", "prefix", "size", "stride"))
 windows = weft.tensor("windows", 1, int)

@@ -154,3 +154,9 @@ def test_empty_operands():
     q, k, v = (x.requires_grad_() for x in qkv(batch=0))
     CAUSAL(q, k, v).sum().backward()
     assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("target", [None, "cpu"])
+def test_schedules_that_a_target_lacks(target):
+    with pytest.raises(weft.UnavailableError, match=r"cpu: has schedule flash only; standard runs on targets triton and interpret"):
+        CAUSAL(*qkv(), schedule="standard", target=target)

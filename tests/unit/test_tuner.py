@@ -93,5 +93,5 @@ def test_progress_is_shown(folder: Path) -> None:
 
 
 def test_shape_classes_ignore_lengths() -> None:
-    assert shape_class(SHAPE) == shape_class(replace(SHAPE, batch=9, q_len=1, kv_len=77)) == "d128-bf16-g4"
-    assert shape_class(Shape(1, 16, 16, 8, 8, 192, 128, "fp16")) == "d192v128-fp16-g1"
+    assert shape_class(SHAPE) == shape_class(replace(SHAPE, batch=9, q_len=1, kv_len=77)) == "d128-bf16"
+    assert shape_class(Shape(1, 16, 16, 8, 8, 192, 128, "fp16")) == "d192v128-fp16"
