@@ -76,7 +76,9 @@ class Attention(Declaration):
                  "block_table": block_table}  # fmt: skip
         for name, option in given.items():
             if option is not None:
-                raise UnavailableError(f"{self.name}: the option {name} is not available; pass padded operands and a mask")
+                raise UnavailableError(
+                    f"{self.name}: the option {name} is not available; pass padded operands and a mask"
+                )
         if self.latent is not None:
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
@@ -118,7 +120,9 @@ class Attention(Declaration):
         """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders."""
         assert self.latent is not None
         if value is not None:
-            raise WeftError(f"{self.name}: value: latent attention takes query and cache only; its values come from the cache")
+            raise WeftError(
+                f"{self.name}: value: latent attention takes query and cache only; its values come from the cache"
+            )
         query, cache = _autocast(query, cache)
         if uk is not None and uv is not None:
             uk, uv = _autocast(uk, uv)
@@ -132,8 +136,8 @@ class Attention(Declaration):
         nope = query.shape[3] - rope_dim
         form = form or planning.latent_form(self, query, cache, uk, uv)
         if form == "expanded":
-            latent, rope = cache[..., :rank], cache[..., rank:]
-            rope = rope if rope_dim else None
+            latent = cache[..., :rank]
+            rope = cache[..., rank:] if rope_dim else None
             return self._run(query, latent @ uk, latent @ uv, rope, query.shape[3], *tail)
         if form != "absorbed":
             raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
@@ -206,5 +210,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors)
-
-

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .compiler import driver, hardware, segments, targets
 from .compiler.facts import facts_of
-from .compiler.types import Plan, Schedule, Shape, Specialisation, TileCounts
+from .compiler.types import Plan, Schedule, Shape, Specialisation
 from .ir import parse
 from .ir.errors import WeftError
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
+    from .compiler.cost import CountTiles
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -51,14 +52,18 @@ def parse_attention(text: str) -> Attention:
 
 
 # -- what a request means -----------------------------------------------------------------------------------------------
-def _shape_of(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> tuple[Shape, str | None]:
+def _shape_of(
+    attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
+) -> tuple[Shape, str | None]:
     """The sizes that the arguments stand for, and the device that tensors are on."""
     if len(operands) == 1 and isinstance(operands[0], Shape):
         return operands[0], None
     tensors = [t for t in operands if isinstance(t, Tensor)]
     wanted = 2 if attention.latent is not None else 3
     if len(tensors) != wanted or len(tensors) != len(operands):
-        raise WeftError(f"{attention.name}: expected weft.shape(...) or {wanted} tensors, got {len(operands)} arguments")
+        raise WeftError(
+            f"{attention.name}: expected weft.shape(...) or {wanted} tensors, got {len(operands)} arguments"
+        )
     query, key = tensors[0], tensors[1]
     uv = options.get("uv")
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
@@ -107,7 +112,9 @@ def latent_form(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, 
     """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (query, cache, uk, uv)):
         return "expanded"
-    sizes = Shape(query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2])
+    sizes = Shape(
+        query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2]
+    )
     return cheaper_form(attention, sizes)
 
 
@@ -117,13 +124,19 @@ def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, 
     return {n: v if not isinstance(v, Tensor) else lambda *index, t=v: int(t[index]) for n, v in options.items()}
 
 
-def _counter(attention: Attention, sizes: Shape, options: Mapping[str, Any]) -> Callable[[str, int, int], TileCounts] | None:
+def _counter(attention: Attention, sizes: Shape, options: Mapping[str, Any]) -> CountTiles | None:
     """Tile counts of the whole problem; None where they depend on operands that were not given."""
     from .compiler.plan import counter
 
     facts = facts_of(attention)
     try:
-        count = counter(facts.kv_tiles, facts.q_tiles, sizes, env=_environment(attention, options), by_head=facts.bounds_differ_by_head)
+        count = counter(
+            facts.kv_tiles,
+            facts.q_tiles,
+            sizes,
+            env=_environment(attention, options),
+            by_head=facts.bounds_differ_by_head,
+        )
         count("kv", 128, 128)
     except WeftError:
         return None
@@ -149,9 +162,15 @@ def plan(
     notes = (*notes, *facts.kv_bounds.notes)
     count = _counter(attention, sizes, options)
     if count is None:
-        missing = sorted(p.name for p in (*attention.scalars, *attention.tensors) if p.name not in options)
-        notes = (*notes, f"tiles are counted as without a mask: give {', '.join(f'{n}=...' for n in missing)} for exact counts")
-    return make_plan(str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count, notes=notes)
+        every = [*(s.name for s in attention.scalars), *(t.name for t in attention.tensors)]
+        missing = sorted(n for n in every if n not in options)
+        notes = (
+            *notes,
+            f"tiles are counted as without a mask: give {', '.join(f'{n}=...' for n in missing)} for exact counts",
+        )
+    return make_plan(
+        str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count, notes=notes
+    )
 
 
 def explain(
@@ -212,11 +231,15 @@ def show_mask(
     grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
     title = f"{attention.name}: {q_len} queries, {kv_len} keys"
     if path is not None:
-        picture.mask_picture(grid, path, title=title, dense=_dense(attention, q_len, kv_len, offset, head, batch, options))
+        picture.mask_picture(
+            grid, path, title=title, dense=_dense(attention, q_len, kv_len, offset, head, batch, options)
+        )
     return picture.mask_text(grid, title=title)
 
 
-def _dense(attention: Attention, q_len: int, kv_len: int, offset: int, head: int, batch: int, options: Mapping[str, Any]) -> Any:
+def _dense(
+    attention: Attention, q_len: int, kv_len: int, offset: int, head: int, batch: int, options: Mapping[str, Any]
+) -> Any:
     """The mask itself, where it is small enough to draw."""
     from .ir.reference import dense_mask, positions
 

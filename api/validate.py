@@ -166,9 +166,13 @@ def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor 
         problems.append("uk, uv: expected both or neither")
     elif uk is None:
         if attention.scale is None:
-            problems.append("scale: without uk and uv the query is latent and its true width is unknown; declare scale=")
+            problems.append(
+                "scale: without uk and uv the query is latent and its true width is unknown; declare scale="
+            )
         if query.shape[3] != latent.rank + latent.rope:
-            problems.append(f"query: expected dim {latent.rank + latent.rope} (rank + rope) without uk, got {query.shape[3]}")
+            problems.append(
+                f"query: expected dim {latent.rank + latent.rope} (rank + rope) without uk, got {query.shape[3]}"
+            )
     else:
         problems += _projection_problems(latent.rank, latent.rope, query, uk, uv)  # type: ignore[arg-type]
     if problems:

@@ -43,9 +43,7 @@ def _check(
     tensors = [p for p in parameters if isinstance(p, TensorOperand)]
     extents: Extents = {p.name: shape for p, shape in zip(tensors, shapes)}
     attention = facts.attention
-    problems = [
-        p for e in (attention.folded_score, attention.folded_mask) for p in check_integers(e, env, extents)
-    ]
+    problems = [p for e in (attention.folded_score, attention.folded_mask) for p in check_integers(e, env, extents)]
     if problems:
         raise collected(str(attention.name), list(dict.fromkeys(problems)))
 

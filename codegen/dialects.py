@@ -58,11 +58,14 @@ class Printer:
 
     def _call(self, name: str, args: tuple[Expr, ...], node: Call, outer: int) -> str:
         op = OPS[name]
-        if name in ("floordiv", "mod") and not (self.dialect.floors or all(map(never_negative, args))):
+        if name in ("floordiv", "mod") and not (self.dialect.floors or _rounds_alike(args)):
             return f"floor_{'div' if name == 'floordiv' else 'mod'}({self(args[0])}, {self(args[1])})"
         uniform = self.scalar_code or is_uniform(node)
-        written = self.dialect.functions.get(name) if not uniform else self.dialect.uniform.get(
-            name, self.dialect.functions.get(name))
+        written = (
+            self.dialect.functions.get(name)
+            if not uniform
+            else self.dialect.uniform.get(name, self.dialect.functions.get(name))
+        )
         if written is None and op.symbol is None:
             raise InternalError(f"{self.dialect.name} printer: no way to write {name}")
         if written is not None:
@@ -95,6 +98,13 @@ def _torch_extreme(name: str, args: tuple[Expr, ...]) -> str:
         if is_uniform(args[k]):
             return f"torch.clamp({{{other}}}, {bound}={{{k}}})"
     return f"torch.{name}({{0}}, {{1}})"
+
+
+def _rounds_alike(args: tuple[Expr, ...]) -> bool:
+    """Division towards zero and towards minus infinity agree: nothing is negative. Tile programs divide by the tile size
+    only what they made so."""
+    by_block = isinstance(args[1], Symbol) and args[1].name == "block"
+    return by_block or all(map(never_negative, args))
 
 
 def never_negative(node: Expr) -> bool:

@@ -101,7 +101,11 @@ class FunctionPrinter:
         scale = self.facts.linear_scale
         unit = ", times log2(e)" if self.language.base2 else ""
         if scale is not None:
-            return [self.elementwise("score_scale", self._in_units(scale), f"The score is this times q.k{unit}.", tile=False)]
+            return [
+                self.elementwise(
+                    "score_scale", self._in_units(scale), f"The score is this times q.k{unit}.", tile=False
+                )
+            ]
         score = self.facts.attention.folded_score
         return [self.elementwise("scores", self._in_units(score), f"The score{unit}: {score}")]
 
@@ -135,11 +139,15 @@ class FunctionPrinter:
         results = ["n_edge", "n_full", *program.outputs]
         lines += _returned([self._narrowed(program.body, name) for name in results])
         offset = "q_offset, " if program.axis == "q" else ""
-        signature = f"{program.axis}_tiles({other}_first, {other}_last, {self.env}, {offset}{block}{self.language.block})"
+        signature = (
+            f"{program.axis}_tiles({other}_first, {other}_last, {self.env}, {offset}{block}{self.language.block})"
+        )
         what = "keys" if program.axis == "kv" else "queries (by row)"
         seen = "queries" if program.axis == "kv" else "keys"
-        title = (f"Tiles of {what} that pair with the {seen} at positions {other}_first to {other}_last: how many edge and "
-                 "full tiles, then lo, full_lo, full_hi, hi of each range.")
+        title = (
+            f"Tiles of {what} that pair with the {seen} at positions {other}_first to {other}_last: how many edge and "
+            "full tiles, then lo, full_lo, full_hi, hi of each range."
+        )
         return self._function(signature, title, lines)
 
     def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
@@ -147,8 +155,12 @@ class FunctionPrinter:
         if not self.language.is_gpu:
             return []
         local = {line.name for line in program.body}
-        found = {printer(n) for line in program.body for n in nodes(line.value)
-                 if isinstance(n, (Scalar, Symbol)) and not (isinstance(n, Symbol) and n.name in (*local, "block"))}
+        found = {
+            printer(n)
+            for line in program.body
+            for n in nodes(line.value)
+            if isinstance(n, (Scalar, Symbol)) and not (isinstance(n, Symbol) and n.name in (*local, "block"))
+        }
         return [f"{name} = {self.language.module}.cast({name}, {self.language.module}.int64)" for name in sorted(found)]
 
     def _narrowed(self, body: tuple[Assign, ...], name: str) -> str:
@@ -161,10 +173,16 @@ class FunctionPrinter:
         printer = Printer(self.language.dialect, scalar_code=True)
         arguments = ", ".join(("i", *program.outputs))
         return [
-            self._function(f"{prefix}edge_tile({arguments})", "Index of the i-th tile that needs the mask.",
-                           [f"return {printer(program.edge_tile)}"]),
-            self._function(f"{prefix}full_tile({arguments})", "Index of the i-th tile that needs no mask.",
-                           [f"return {printer(program.full_tile)}"]),
+            self._function(
+                f"{prefix}edge_tile({arguments})",
+                "Index of the i-th tile that needs the mask.",
+                [f"return {printer(program.edge_tile)}"],
+            ),
+            self._function(
+                f"{prefix}full_tile({arguments})",
+                "Index of the i-th tile that needs no mask.",
+                [f"return {printer(program.full_tile)}"],
+            ),
         ]
 
     # -- text -------------------------------------------------------------------------------------------------------------
@@ -184,7 +202,7 @@ class FunctionPrinter:
         return "\n\n".join([*self._helpers(text), text])
 
     def _helpers(self, text: str) -> list[str]:
-        helpers = []
+        helpers: list[str] = []
         if not self.language.is_gpu:
             return helpers
         if "floor_div(" in text or "floor_mod(" in text:

@@ -68,7 +68,8 @@ def _segment_context(segments: Segments) -> Context:
     """Segments as templates see them: `start` counts columns of the query and of the tensor they lie in."""
 
     def rows(items: tuple[Segment, ...]) -> list[dict[str, object]]:
-        start, out = 0, []
+        start = 0
+        out: list[dict[str, object]] = []
         for i, s in enumerate(items):
             own = s.source == "rope"
             out.append({"i": i, "start": start, "width": s.width, "block": s.block, "own": own})
@@ -141,5 +142,3 @@ def _tidy(text: str, template: str) -> str:
         around = "\n".join(numbered.splitlines()[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
         raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
     return text
-
-

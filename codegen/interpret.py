@@ -46,7 +46,7 @@ def execute_interpreted(code: CodeType, module: ModuleType) -> None:
 
 def _isolated(run: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(run)
-    def launch(*args, **kwargs):  # the signature is the kernel's own
+    def launch(*args: object, **kwargs: object) -> None:  # the signature is the kernel's own
         with _launch, _restored(), _builtins_patched_once():
             for holder, name, value in _interpreted_library():
                 setattr(holder, name, value)

@@ -87,7 +87,9 @@ class _Variant:
         self.facts = facts_of(attention)
 
     # forward
-    def forward(self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object
+    ) -> tuple[Tensor, Tensor]:
         call, target, schedule = self._unpack(query, key, value, rope, rest)
         check_indices_and_integers(self.facts, self.parameters, call)
         out, lse = self._empty(query, value)
@@ -98,7 +100,9 @@ class _Variant:
             launch.forward(self._compiled("forward", call, target, schedule), call, out, lse)
         return out, lse
 
-    def fake_forward(self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object) -> tuple[Tensor, Tensor]:
+    def fake_forward(
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object
+    ) -> tuple[Tensor, Tensor]:
         return self._empty(query, value)
 
     def _empty(self, query: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -113,9 +117,9 @@ class _Variant:
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
         value: Tensor | None, rope: Tensor | None, *rest: object,
     ) -> list[Tensor]:  # fmt: skip
-        *rest, wanted = rest
-        call, target, schedule = self._unpack(query, key, value, rope, rest)
-        wanted = tuple(n for n in str(wanted).split(",") if n)
+        *values, names = rest
+        call, target, schedule = self._unpack(query, key, value, rope, values)
+        wanted = tuple(n for n in str(names).split(",") if n)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         if 0 in (query.shape[0], query.shape[2], key.shape[2]):
@@ -130,13 +134,15 @@ class _Variant:
         self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, query: Tensor, key: Tensor,
         value: Tensor | None, rope: Tensor | None, *rest: object,
     ) -> list[Tensor]:  # fmt: skip
-        *rest, wanted = rest
-        call, _, _ = self._unpack(query, key, value, rope, rest)
+        *values, names = rest
+        call, _, _ = self._unpack(query, key, value, rope, values)
         tensors = [t for t in (query, key, value, rope) if t is not None]
         results = [launch.empty_like_rows(t, t.shape[1], t.shape[3]) for t in tensors]
         operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
-        return results + [torch.empty_like(operands[n], memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-                          for n in str(wanted).split(",") if n]
+        read = [operands[n] for n in str(names).split(",") if n]
+        return results + [
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in read if isinstance(t, Tensor)
+        ]
 
     def _differentiable(self, query, key, value, rope, call, wanted):  # type: ignore[no-untyped-def]
         operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
@@ -152,13 +158,22 @@ class _Variant:
         return [results[n].to(operands[n].dtype) for n in wanted]  # type: ignore[union-attr]
 
     # shared
-    def _unpack(self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, rest: Sequence[object]) -> tuple[CallTensors, str | None, str | None]:
+    def _unpack(
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, rest: Sequence[object]
+    ) -> tuple[CallTensors, str | None, str | None]:
         *operands, q_offset, q_offsets, head_dim, target, schedule = rest
         offset = q_offset if q_offsets is None else q_offsets
         call = CallTensors(query, key, value, rope, operands, offset, head_dim)  # type: ignore[arg-type]
         return call, target or None, schedule or None  # type: ignore[return-value]
 
-    def _compiled(self, direction: str, call: CallTensors, target: str | None, schedule: str | None, gradients: tuple[str, ...] = ()) -> Compiled:
+    def _compiled(
+        self,
+        direction: str,
+        call: CallTensors,
+        target: str | None,
+        schedule: str | None,
+        gradients: tuple[str, ...] = (),
+    ) -> Compiled:
         query, value = call.query, call.value
         spec = Specialisation(
             direction=direction,  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from ..ir.attention import Attention
 from . import cache, hardware, schedule, segments, settings, targets, tuner
@@ -49,7 +50,12 @@ def compile_kernel(attention: Attention, spec: Specialisation, target: str | Non
     parts = segments_of(attention, spec)
     # Facts + Shape + Hardware -> Schedule, a measured one where there is one
     plan = schedule.resolve(
-        wanted or measured(attention, spec, chosen), nominal_shape(spec), hardware_of(spec.arch), chosen, segments=parts, traits=facts.traits
+        wanted or measured(attention, spec, chosen),
+        nominal_shape(spec),
+        hardware_of(spec.arch),
+        chosen,
+        segments=parts,
+        traits=facts.traits,
     )
     settings.trace(settings.PLAN, f"{attention.name} {spec.direction}: {plan}")
     settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
@@ -91,8 +97,8 @@ def segments_of(attention: Attention, spec: Specialisation) -> Segments:
     latent = attention.latent
     if latent is None:
         return segments.for_heads(spec.head_dim, spec.value_dim)
-    form = "absorbed" if spec.value_is_key else "expanded"
     nope = spec.head_dim - latent.rope
+    form: Literal["absorbed", "expanded"] = "absorbed" if spec.value_is_key else "expanded"
     return segments.for_latent(form, latent.rank, latent.rope, nope, spec.value_dim)
 
 
@@ -112,7 +118,9 @@ def measured(attention: Attention, spec: Specialisation, target: str) -> Schedul
 
 def algorithm_of(wanted: str | None) -> str:
     """The algorithm that a schedule's name or text asks for."""
-    return "flash" if wanted is None else wanted.split("/")[0]
+    if wanted is None or wanted in schedule.ALGORITHMS:
+        return wanted or "flash"
+    return schedule.parse_schedule(wanted).algorithm
 
 
 def hardware_of(arch: str) -> hardware.Hardware:

@@ -162,7 +162,9 @@ def _preferred(
     return next((tilings for limit, tilings in table.items() if width <= limit), None)
 
 
-def _table(dtype: str, hardware: Hardware, algorithm: Algorithm, traits: Traits) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
+def _table(
+    dtype: str, hardware: Hardware, algorithm: Algorithm, traits: Traits
+) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
     if dtype in ("fp32", "fp64"):
         return _FP32
     if algorithm != "flash":

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Literal, get_args
 
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
 from .types import Specialisation
 
 _CPU_IS_FLASH = "cpu: has schedule flash only; {algorithm} runs on targets triton and interpret"
-TARGETS = ("hopper", "triton", "interpret", "cpu")
+Target = Literal["hopper", "triton", "interpret", "cpu"]
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
-def check_name(target: str | None) -> None:
-    if target is not None and target not in TARGETS:
+def check_name(target: str | None) -> Target | None:
+    """The target of that name. Raises WeftError where there is none."""
+    found = next((t for t in TARGETS if t == target), None)
+    if found is None and target is not None:
         raise WeftError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -62,21 +67,21 @@ def why_not(target: str, spec: Specialisation) -> str | None:
             raise WeftError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
 
 
-def choose(spec: Specialisation, asked: str | None, algorithm: str = "flash") -> tuple[str, tuple[str, ...]]:
+def choose(spec: Specialisation, asked: str | None, algorithm: str = "flash") -> tuple[Target, tuple[str, ...]]:
     """The target of such calls and notes for `explain`.
 
     Raises UnavailableError where the target that was asked for cannot compute them.
     """
-    if asked is not None:
-        check_name(asked)
-        reason = why_not(asked, spec)
-        if reason is None and asked == "hopper" and (spec.direction == "backward" or algorithm != "flash"):
+    wanted = check_name(asked)
+    if wanted is not None:
+        reason = why_not(wanted, spec)
+        if reason is None and wanted == "hopper" and (spec.direction == "backward" or algorithm != "flash"):
             reason = "hopper: has the forward of schedule flash only"
         if reason is None and asked == "cpu" and algorithm != "flash":
             reason = _CPU_IS_FLASH.format(algorithm=algorithm)
         if reason is not None:
             raise UnavailableError(f"target {reason}")
-        return asked, ()
+        return wanted, ()
     if spec.arch == "cpu":
         if algorithm != "flash":
             raise UnavailableError(f"target {_CPU_IS_FLASH.format(algorithm=algorithm)}; pass target='interpret'")
@@ -106,7 +111,7 @@ _CPU_SPEC = Specialisation("forward", "cpu", "fp16", 64, 64)
 
 @lru_cache(maxsize=64)
 def device_arch(device: object) -> str:
-    """"cpu", "sm_90", "gfx942": what code is generated for."""
+    """ "cpu", "sm_90", "gfx942": what code is generated for."""
     import torch
 
     assert isinstance(device, torch.device)

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from ..ir.errors import InternalError, WeftError
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
-from ..ir.walk import loads, rewrite, scalars, substitute
+from ..ir.walk import rewrite, scalars, substitute, tensors
 from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
 from .types import Assign, Bounds, Interval, TileCounts, TileProgram
 
@@ -381,7 +381,7 @@ def _evenly(tiles: int) -> Iterable[int]:
 
 def _check_given(program: TileProgram, values: Mapping[str, object]) -> None:
     needed = {s.name for line in program.body for s in scalars(line.value)}
-    needed |= {load.tensor.name for line in program.body for load in loads(line.value)}
+    needed |= {t.name for line in program.body for t in tensors(line.value)}
     missing = sorted(n for n in needed if _operand(n) not in values)
     if missing:
         raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")

@@ -12,12 +12,18 @@ EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torc
 TILE = 64  # rows over which errors are also compared as norms
 
 
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", blhd: bool = False, seed: int = 0) -> Tensor:
+def poisoned(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", blhd: bool = False, seed: int = 0
+) -> Tensor:
     """A random [B, H, L, D] tensor inside a larger NaN-filled one; `blhd`: memory is [B, L, H, D]."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     batch, heads, length, dim = shape
     pad = 8  # keeps rows aligned to 16 bytes for every dtype
-    room = (batch + 2, length + 2 * pad, heads + 2, dim + 2 * pad) if blhd else (batch + 2, heads + 2, length + 2 * pad, dim + 2 * pad)
+    room = (
+        (batch + 2, length + 2 * pad, heads + 2, dim + 2 * pad)
+        if blhd
+        else (batch + 2, heads + 2, length + 2 * pad, dim + 2 * pad)
+    )
     whole = torch.full(room, float("nan"), dtype=dtype, device=device)
     view = whole.transpose(1, 2) if blhd else whole
     inner = view[1:-1, 1:-1, pad:-pad, pad:-pad]
@@ -61,8 +67,10 @@ def check_variant(
     def compute(call: Callable[..., Any], dtype: torch.dtype, **extra: Any) -> dict[str, Tensor]:
         tensors = {"query": query, "key": key, "value": value}
         inputs = {n: t.detach().to(dtype) if t.dtype != dtype else t.detach() for n, t in tensors.items()}
-        mine = {n: v.detach().to(dtype) if isinstance(v, Tensor) and v.is_floating_point() and dtype == torch.float64 else v
-                for n, v in operands.items()}
+        mine = {
+            n: v.detach().to(dtype) if isinstance(v, Tensor) and v.is_floating_point() and dtype == torch.float64 else v
+            for n, v in operands.items()
+        }
         mine = {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in mine.items()}
         leaves = {**inputs, **{n: mine[n] for n in differentiate}}
         for leaf in leaves.values():

@@ -54,7 +54,18 @@ def operands_of(spec, shape, kv_len, seed=3):
     return {n: made[v]().cuda() if isinstance(v, str) else v for n, v in spec.items()}
 
 
-def check(name, shape, kv_heads, kv_len, value_dim=None, dtype=torch.bfloat16, blhd=False, target="triton", gradients=True, **options):
+def check(
+    name,
+    shape,
+    kv_heads,
+    kv_len,
+    value_dim=None,
+    dtype=torch.bfloat16,
+    blhd=False,
+    target="triton",
+    gradients=True,
+    **options,
+):
     variant, spec = VARIANTS[name]
     batch, heads, q_len, dim = shape
     query = poisoned(shape, dtype, "cuda", blhd, seed=0)
@@ -111,7 +122,9 @@ def test_transposed_views_and_offsets(target):
 
 def test_repeated_launches_agree_bit_for_bit():
     for target, dim in (("triton", 64), ("triton", 128), ("hopper", 64), ("hopper", 128)):
-        q, k, v = (torch.randn(2, 8, 1000, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(2, 8, 1000, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
         first = None
         for _ in range(20):
             out, lse = CAUSAL(q, k, v, target=target, return_lse=True)
@@ -124,7 +137,9 @@ def test_new_lengths_batches_and_windows_compile_nothing():
     variant, _ = VARIANTS["window"]
 
     def run(batch, length, width, target):
-        q, k, v = (torch.randn(batch, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(batch, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
         variant(q, k, v, window=width, target=target).sum().backward()
 
     for target in ("triton", "hopper"):
@@ -142,11 +157,15 @@ def _compiled_kernels():
 
     from triton.runtime.jit import JITFunction
 
-    return sum(len(caches[0]) for f in gc.get_objects() if isinstance(f, JITFunction) for caches in f.device_caches.values())
+    return sum(
+        len(caches[0]) for f in gc.get_objects() if isinstance(f, JITFunction) for caches in f.device_caches.values()
+    )
 
 
 def test_memory_is_linear_in_length():
-    q, k, v = (torch.randn(1, 2, 100_000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 100_000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -219,7 +238,11 @@ def test_cuda_graphs_replay():
 def test_operands_without_16_byte_alignment(dim, value_dim):
     def odd(seed, heads, width):
         whole = torch.full((2, heads, 130, width + 5), float("nan"), dtype=torch.bfloat16, device="cuda")
-        whole[..., 3 : width + 3] = torch.randn(2, heads, 130, width, generator=torch.Generator().manual_seed(seed)).cuda()
+        whole[..., 3 : width + 3] = torch.randn(
+            2, heads, 130, width, generator=torch.Generator().manual_seed(seed)
+        ).cuda()
         return whole[..., 3 : width + 3]
 
-    check_variant(CAUSAL, odd(0, 4, dim), odd(1, 2, dim), odd(2, 2, value_dim), target="triton", label=f"odd {dim} {value_dim}")
+    check_variant(
+        CAUSAL, odd(0, 4, dim), odd(1, 2, dim), odd(2, 2, value_dim), target="triton", label=f"odd {dim} {value_dim}"
+    )

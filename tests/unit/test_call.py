@@ -131,7 +131,9 @@ def test_gradients_that_are_not_there_are_refused_when_wanted():
     q, k, v = qkv()
     mixed = weft.Attention(score + table[kv_pos - q_pos + 7], name="mixed")
     mixed(q, k, v, table=torch.ones(15))
-    with pytest.raises(WeftError, match=r"the gradient of `table\[.*\]` is not available, because its index mixes q_pos and kv_pos"):
+    with pytest.raises(
+        WeftError, match=r"the gradient of `table\[.*\]` is not available, because its index mixes q_pos and kv_pos"
+    ):
         mixed(q, k, v, table=torch.ones(15, requires_grad=True))
 
 
@@ -158,5 +160,7 @@ def test_empty_operands():
 
 @pytest.mark.parametrize("target", [None, "cpu"])
 def test_schedules_that_a_target_lacks(target):
-    with pytest.raises(weft.UnavailableError, match=r"cpu: has schedule flash only; standard runs on targets triton and interpret"):
+    with pytest.raises(
+        weft.UnavailableError, match=r"cpu: has schedule flash only; standard runs on targets triton and interpret"
+    ):
         CAUSAL(*qkv(), schedule="standard", target=target)

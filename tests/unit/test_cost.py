@@ -130,7 +130,9 @@ def test_heads_of_a_group_share_their_keys() -> None:
 def test_tiles_that_are_not_visited_are_not_paid() -> None:
     schedule = choose(GPT2, H200, "triton")
     full = predict(GPT2, schedule, H200)[0]
-    half = predict(GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(int(full.sizes.n) // 2, 0, int(full.sizes.n) // 2))[0]
+    half = predict(
+        GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(int(full.sizes.n) // 2, 0, int(full.sizes.n) // 2)
+    )[0]
     assert half.sizes.n == full.sizes.n / 2
     assert half.kernel.flops(half.sizes) == full.kernel.flops(full.sizes) / 2
     none = predict(GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(131072, 0, 0))[0]
