@@ -6,17 +6,31 @@
 weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
 """
 
+from . import masks, scores
+from .attention import Attention
 from .compiler.settings import settings
 from .compiler.types import Plan, Schedule, Shape
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
 from .ir.functions import (
-    abs, cos, exp, exp2, floor, log, log2, maximum, minimum, rsqrt, sigmoid, sin, sqrt, tanh, where,
-)  # fmt: skip
+    abs,
+    cos,
+    exp,
+    exp2,
+    floor,
+    log,
+    log2,
+    maximum,
+    minimum,
+    rsqrt,
+    sigmoid,
+    sin,
+    sqrt,
+    tanh,
+    where,
+)
 from .ir.parse import parse
-from . import masks, scores
-from .attention import Attention
 from .planning import parse_attention, shape
 
 __version__ = "0.1.0"

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import planning, validate
 from .codegen.ops import ops_of
-from .compiler.settings import current
+from .compiler.settings import default_target
 from .compiler.targets import check_name
 from .compiler.types import Plan, Schedule, Shape
 from .ir.attention import Attention as Declaration
 from .ir.errors import UnavailableError, WeftError
 from .ir.reference import expand_latent, reference
-from . import planning, validate
 
 Result = Tensor | tuple[Tensor, Tensor]
 Form = Literal["expanded", "absorbed"]
@@ -86,8 +86,7 @@ class Attention(Declaration):
         if value is None:
             raise WeftError(f"{self.name}: value: missing; call it with query, key and value")
         query, key, value = _autocast(query, key, value)
-        if not torch.compiler.is_compiling():
-            validate.check_tensors(str(self.name), query, key, value)
+        validate.check_tensors(str(self.name), query, key, value)
         head_dim = query.shape[3]
         return self._run(query, key, value, None, head_dim, return_lse, q_offset, target, schedule, operands)
 
@@ -100,17 +99,29 @@ class Attention(Declaration):
         if not torch.compiler.is_compiling():
             validate.check_operands(self, operands, query.device)
             validate.check_q_offset(q_offset, query.shape[0], query.device)
-            target = target or current().target
-            check_name(target)
+            target = target or default_target()
+            if target is not None:
+                check_name(target)
         elif set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
             raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
         values = [operands[n] for n in self._operand_names]  # type: ignore[attr-defined]
         q_offsets = q_offset if isinstance(q_offset, Tensor) else None
-        out, lse = self._forward_op(  # type: ignore[attr-defined]
+        arguments = (
             query, key, value, rope, *values, 0 if q_offsets is not None else q_offset, q_offsets, head_dim,
             target or "", "" if schedule is None else str(schedule),
         )  # fmt: skip
+        out, lse = self._dispatch(arguments)
         return (out, lse) if return_lse else out
+
+    def _dispatch(self, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        op = self._forward_op  # type: ignore[attr-defined]
+        if torch.compiler.is_compiling() or (
+            torch.is_grad_enabled() and any(a.requires_grad for a in arguments if isinstance(a, Tensor))
+        ):
+            return op(*arguments)  # type: ignore[no-any-return]
+        # Nothing to record: going past the autograd key halves what a call costs the host.
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)  # type: ignore[no-any-return]
 
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
@@ -188,7 +199,7 @@ class Attention(Declaration):
 
     def explain(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
                 schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> str:  # fmt: skip
-        """The plan for a person: stages, loops, tile classes, bytes as formula and number, predicted time and its bound."""
+        """The plan for a person: stages, loops, tile classes, bytes (formula and number), predicted time, its bound."""
         return planning.explain(self, operands, device, target, schedule, form, options)
 
     def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
@@ -197,9 +208,10 @@ class Attention(Declaration):
         """The generated module of one direction as text: Python that can be read, edited and loaded."""
         return planning.source(self, operands, direction, device, target, schedule, form, options)
 
-    def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128, path: str | Path | None = None,
-                  q_offset: int | None = None, head: int = 0, batch: int = 0, **options: Any) -> str:  # fmt: skip
-        """A picture of the tile classes: which tiles are skipped, masked or full. Text for a terminal; a PNG at `path` too."""
+    def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
+                  path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,
+                  **options: Any) -> str:  # fmt: skip
+        """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
         return planning.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +51,7 @@ def parse_attention(text: str) -> Attention:
     return Attention(declared.score, declared.mask, scale=declared.scale, latent=declared.latent, name=declared.name)
 
 
-# -- what a request means -----------------------------------------------------------------------------------------------
+# -- what a request means ----------------------------------------------------------------------------------------------
 def _shape_of(
     attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
 ) -> tuple[Shape, str | None]:
@@ -118,7 +118,7 @@ def latent_form(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, 
     return cheaper_form(attention, sizes)
 
 
-# -- the methods ----------------------------------------------------------------------------------------------------------
+# -- the methods -------------------------------------------------------------------------------------------------------
 def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as tile programs read them: numbers as they are, tensors as functions of their indices."""
     return {n: v if not isinstance(v, Tensor) else lambda *index, t=v: int(t[index]) for n, v in options.items()}
@@ -186,7 +186,8 @@ def explain(
 
 def source(
     attention: Attention, operands: Sequence[Tensor | Shape], direction: Literal["forward", "backward"],
-    device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+    device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None,
+    options: Mapping[str, Any],
 ) -> str:  # fmt: skip
     from dataclasses import replace
 
@@ -222,8 +223,10 @@ def show_mask(
     if missing and attention.is_masked:
         raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
     offset = kv_len - q_len if q_offset is None else q_offset
-    env = {"q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
-           "batch": batch, "block": block_kv, "length": kv_len, "head_dim": 64, **_environment(attention, options)}  # fmt: skip
+    env = {
+        "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
+        "batch": batch, "block": block_kv, "length": kv_len, "head_dim": 64, **_environment(attention, options),
+    }  # fmt: skip
 
     def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
         return tile_ranges(facts.kv_tiles, {**env, "q_first": first_row + offset, "q_last": last_row + offset})

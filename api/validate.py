@@ -20,12 +20,40 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     """query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], one dtype and device, last dim contiguous."""
+    if _fit(query, key, value):
+        return
     named = {"query": query, "key": key, "value": value}
     problems = list(_rank_problems(named))
     if not problems:
         problems = [*_shape_problems(query, key, value), *_kind_problems(named)]
     if problems:
         raise collected(name, problems)
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether everything is as it should be: one expression, because it runs at every call and torch.compile traces it."""
+    tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    if not (tensors and query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
+        return False
+    batch, heads, q_len, dim = query.shape
+    key_batch, kv_heads, kv_len, key_dim = key.shape
+    value_batch, value_heads, value_len, value_dim = value.shape
+    return (
+        batch == key_batch == value_batch
+        and dim == key_dim
+        and kv_heads == value_heads
+        and kv_len == value_len
+        and heads > 0
+        and kv_heads > 0
+        and heads % kv_heads == 0
+        and 0 < dim <= MAX_HEAD_DIM
+        and 0 < value_dim <= MAX_HEAD_DIM
+        and q_len <= INT32_MAX
+        and kv_len <= INT32_MAX
+        and query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+    )
 
 
 def _rank_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
@@ -71,7 +99,8 @@ def _kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
         if tensor.device != query.device:
             yield f"{label}: expected device {query.device} as in query, got {tensor.device}"
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            yield f"{label}: expected a contiguous last dimension, got strides {list(tensor.stride())}; call .contiguous()"
+            strides = list(tensor.stride())
+            yield f"{label}: expected a contiguous last dimension, got strides {strides}; call .contiguous()"
 
 
 def check_operands(attention: Attention, given: Mapping[str, object], device: torch.device) -> None:
@@ -185,6 +214,7 @@ def _projection_problems(rank: int, rope: int, query: Tensor, uk: Tensor, uv: Te
         if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[1] != rank:
             yield f"{label}: expected [{heads}, {rank}, width], got shape {list(tensor.shape)}"
         elif tensor.dtype != query.dtype or tensor.device != query.device:
-            yield f"{label}: expected {query.dtype} on {query.device} as in query, got {tensor.dtype} on {tensor.device}"
+            expected, got = (f"{t.dtype} on {t.device}" for t in (query, tensor))
+            yield f"{label}: expected {expected} as in query, got {got}"
         elif label == "uk" and tensor.shape[2] != nope:
             yield f"uk: expected width {nope} (query's dim minus rope), got {tensor.shape[2]}"

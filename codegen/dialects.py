@@ -101,8 +101,10 @@ def _torch_extreme(name: str, args: tuple[Expr, ...]) -> str:
 
 
 def _rounds_alike(args: tuple[Expr, ...]) -> bool:
-    """Division towards zero and towards minus infinity agree: nothing is negative. Tile programs divide by the tile size
-    only what they made so."""
+    """Division towards zero and towards minus infinity agree: nothing is negative.
+
+    Tile programs divide by the tile size only what they made so.
+    """
     by_block = isinstance(args[1], Symbol) and args[1].name == "block"
     return by_block or all(map(never_negative, args))
 

@@ -96,7 +96,7 @@ class FunctionPrinter:
     def _prefixed_tiles(self, program: TileProgram) -> list[str]:
         return [self.tiles(program), *self._tile_lookups(program, prefix=f"{program.axis}_")]
 
-    # -- elementwise functions ------------------------------------------------------------------------------------------
+    # -- elementwise functions -----------------------------------------------------------------------------------------
     def _score_parts(self) -> list[str]:
         scale = self.facts.linear_scale
         unit = ", times log2(e)" if self.language.base2 else ""
@@ -126,7 +126,7 @@ class FunctionPrinter:
         first = ("qk, " if qk else "") + "q_pos, kv_pos, " if tile else ""
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {printer(result)}"])
 
-    # -- tile programs --------------------------------------------------------------------------------------------------
+    # -- tile programs -------------------------------------------------------------------------------------------------
     def tiles(self, program: TileProgram) -> str:
         """kv_tiles or q_tiles: which tiles of the other axis a tile must visit."""
         axis, other = ("KV", "q") if program.axis == "kv" else ("Q", "kv")
@@ -185,7 +185,7 @@ class FunctionPrinter:
             ),
         ]
 
-    # -- text -------------------------------------------------------------------------------------------------------------
+    # -- text ----------------------------------------------------------------------------------------------------------
     def _function(self, signature: str, title: str, lines: list[str]) -> str:
         head = f"def {signature}:"
         if len(head) > 118:
@@ -250,7 +250,7 @@ def floor_mod(a, b):
 '''
 _TANH = '''{jit}
 def tanh(x):
-    """tanh to a few roundings: its Taylor series near 0, where 1 - 2 / (1 + e^2x) would cancel, one exponential elsewhere."""
+    """tanh to a few roundings: Taylor series near 0, where 1 - 2 / (1 + e^2x) would cancel, one exponential elsewhere."""
     square = x * x
     near = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     far = 1.0 - 2.0 / (1.0 + {m}.exp2(2.8853900817779268 * x))

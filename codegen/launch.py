@@ -82,8 +82,8 @@ def backward(
         case "triton" | "interpret":
             sums = module.launch_backward(
                 dout, dlse, call.query, call.keys, call.value, out, lse, dquery, dkeys, dvalue, call.q_offset,
-                call.operands, gpu_config(schedule.backward_q, call.query), gpu_config(schedule.backward_kv, call.query),
-                call.head_dim,
+                call.operands, gpu_config(schedule.backward_q, call.query),
+                gpu_config(schedule.backward_kv, call.query), call.head_dim,
             )  # fmt: skip
         case _:
             raise InternalError(f"launch: target {schedule.target} has no backward")

@@ -1,4 +1,4 @@
-"""Each variant as two torch ops, `weft::<name>_<digest>_forward` and `_backward`: schema, fake, autograd, vmap's refusal.
+"""Each variant as two torch ops, `weft::<name>_<digest>_forward` and `_backward`: schema, fake, autograd, no vmap.
 
 An op takes the variant's operands by name, and finds its generated module by dtype, widths and device when it runs, so
 that a variant is registered once and a graph that holds the op can be exported.
@@ -14,19 +14,20 @@ from torch import Tensor
 
 from ..compiler.driver import Compiled, compile_kernel
 from ..compiler.facts import facts_of
-from ..compiler.targets import device_arch, why_not_hopper
+from ..compiler.targets import device_arch
 from ..compiler.types import OperandGradient, Specialisation
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import TensorOperand
 from ..ir.reference import evaluate
 from . import launch
-from .checks import check_indices_and_integers, hopper_misfit
+from .checks import check_call, hopper_misfit
 from .launch import CallTensors, Operand
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _registered: dict[str, Ops] = {}
+MOST_REMEMBERED = 16384  # sizes of calls kept as checked, for each variant
 N_FIRST = 4  # query, key, value, rope come before the variant's operands
 
 
@@ -58,9 +59,8 @@ def _register(attention: Attention) -> Ops:
     first = "Tensor query, Tensor key, Tensor? value, Tensor? rope"
     forward, backward = f"{name}_forward", f"{name}_backward"
     _LIBRARY.define(f"{forward}({first}, {tail}) -> (Tensor, Tensor)")
-    _LIBRARY.define(
-        f"{backward}(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {first}, {tail}, str wanted) -> Tensor[]"
-    )
+    grads = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse"
+    _LIBRARY.define(f"{backward}({grads}, {first}, {tail}, str wanted) -> Tensor[]")
     variant = _Variant(attention)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(forward, variant.forward, key)
@@ -77,7 +77,7 @@ def _register(attention: Attention) -> Ops:
     return ops
 
 
-# -- the functions behind the ops ---------------------------------------------------------------------------------------
+# -- the functions behind the ops --------------------------------------------------------------------------------------
 class _Variant:
     """Implementations for one variant; arguments come as the schema lists them."""
 
@@ -85,13 +85,15 @@ class _Variant:
         self.attention = attention
         self.parameters = attention.parameters
         self.facts = facts_of(attention)
+        self.checked: set[object] = set()  # sizes of calls that were found sound
+        self.compiled: dict[object, Compiled] = {}
 
     # forward
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object
     ) -> tuple[Tensor, Tensor]:
         call, target, schedule = self._unpack(query, key, value, rope, rest)
-        check_indices_and_integers(self.facts, self.parameters, call)
+        self._check(call)
         out, lse = self._empty(query, value)
         if 0 in (query.shape[0], query.shape[2], key.shape[2]):
             launch.zero_forward(out, lse)
@@ -166,6 +168,17 @@ class _Variant:
         call = CallTensors(query, key, value, rope, operands, offset, head_dim)  # type: ignore[arg-type]
         return call, target or None, schedule or None  # type: ignore[return-value]
 
+    def _check(self, call: CallTensors) -> None:
+        """Indices and integers of this call; what was proven for these sizes once is not proven again."""
+        kinds = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v for v in call.operands]
+        offset = None if isinstance(call.q_offset, Tensor) else call.q_offset
+        sizes = (call.query.shape, call.key.shape, call.query.device, offset, call.head_dim, *kinds)
+        if sizes not in self.checked:
+            check_call(self.facts, self.parameters, call)
+            if len(self.checked) >= MOST_REMEMBERED:
+                self.checked.clear()
+            self.checked.add(sizes)
+
     def _compiled(
         self,
         direction: str,
@@ -174,27 +187,42 @@ class _Variant:
         schedule: str | None,
         gradients: tuple[str, ...] = (),
     ) -> Compiled:
-        query, value = call.query, call.value
-        spec = Specialisation(
-            direction=direction,  # type: ignore[arg-type]
-            arch=device_arch(query.device),
-            dtype=DTYPES[query.dtype],
-            head_dim=query.shape[-1],
-            value_dim=value.shape[-1] if value is not None else self.attention.latent.rank,  # type: ignore[union-attr]
-            rope_dim=0 if call.rope is None else call.rope.shape[-1],
-            value_is_key=value is None,
-            gradients=gradients,
-        )
+        query, value, rope = call.query, call.value, call.rope
         if direction == "backward":
             if target == "hopper":
                 target = "triton"  # the backward behind the Hopper forward
             schedule = schedule if schedule and "/hopper/" not in schedule else None
-        elif target in (None, "hopper") and spec.arch == "sm_90":
-            reason = why_not_hopper(spec) or hopper_misfit(call)
-            if reason is not None and target == "hopper":
-                raise UnavailableError(f"{self.attention.name}: target hopper: {reason}")
-            target = "triton" if reason is not None else target
-        return compile_kernel(self.attention, spec, target, schedule)
+        elif target in (None, "hopper") and query.is_cuda:
+            target = self._hopper_or_triton(call, target)
+        value_dim = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
+        rope_dim = 0 if rope is None else rope.shape[-1]
+        kind = (direction, query.device, query.dtype, query.shape[-1], value_dim, rope_dim, value is None, target,
+                schedule, gradients)  # fmt: skip
+        if kind not in self.compiled:
+            spec = self._specialisation(direction, query, value_dim, rope_dim, value is None, gradients)
+            self.compiled[kind] = compile_kernel(self.attention, spec, target, schedule)
+        return self.compiled[kind]
+
+    def _specialisation(
+        self, direction: str, query: Tensor, value_dim: int, rope_dim: int, value_is_key: bool, gradients: tuple[str, ...]
+    ) -> Specialisation:
+        return Specialisation(
+            direction=direction,  # type: ignore[arg-type]
+            arch=device_arch(query.device),
+            dtype=DTYPES[query.dtype],
+            head_dim=query.shape[-1],
+            value_dim=value_dim,
+            rope_dim=rope_dim,
+            value_is_key=value_is_key,
+            gradients=gradients,
+        )
+
+    def _hopper_or_triton(self, call: CallTensors, target: str | None) -> str | None:
+        """`triton` where the Hopper kernel could serve such calls but not these tensors."""
+        misfit = hopper_misfit(call)
+        if misfit is not None and target == "hopper":
+            raise UnavailableError(f"{self.attention.name}: target hopper: {misfit}")
+        return "triton" if misfit is not None else target
 
     # autograd
     def save(self, ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -204,7 +232,8 @@ class _Variant:
         self.facts.check_gradients(frozenset(ctx.wanted.split(",")))
         if inputs[2] is None and any(ctx.needs_input_grad):
             raise WeftError(
-                f"{self.attention.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
+                f"{self.attention.name}: the absorbed form has no backward; "
+                "call with uk=, uv= and form='expanded' to train"
             )
         ctx.set_materialize_grads(False)
         tensors = [t for t in inputs if isinstance(t, Tensor)]
@@ -236,7 +265,8 @@ class _Variant:
 
     def refuse_vmap(self, info, in_dims, *args) -> NoReturn:  # type: ignore[no-untyped-def]
         raise WeftError(
-            f"{self.attention.name}: vmap is not available; put the mapped dimension into the batch dimension of the operands"
+            f"{self.attention.name}: vmap is not available; "
+            "put the mapped dimension into the batch dimension of the operands"
         )
 
 
@@ -271,7 +301,8 @@ class _on_device:
     """Make the operands' GPU the current one: Triton launches there, whatever the caller's current device is."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.guard = torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else None
+        elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+        self.guard = torch.cuda.device(tensor.device) if elsewhere else None
 
     def __enter__(self) -> None:
         if self.guard is not None:

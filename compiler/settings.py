@@ -50,6 +50,12 @@ def current() -> Settings:
     return _from_text(get("WEFT_DEBUG", ""), get("WEFT_CACHE_DIR", ""), get("WEFT_TARGET", ""))
 
 
+def default_target() -> str | None:
+    """`current().target`, without reading what a call does not need."""
+    block = _block.get()
+    return (os.environ.get("WEFT_TARGET") or None) if block is None else block.target
+
+
 @contextmanager
 def settings(
     *, debug: int | None = None, cache_dir: str | os.PathLike[str] | None = None, target: str | None = None

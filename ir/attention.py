@@ -95,7 +95,8 @@ class Attention:
     @cached_property
     def parameters(self) -> tuple[Scalar | TensorOperand, ...]:
         """Scalar and tensor operands in the order in which ops and kernels take them: by name."""
-        found = {p.name: p for p in (*self.scalars, *self.tensors)}
+        found: dict[str, Scalar | TensorOperand] = {s.name: s for s in self.scalars}
+        found |= {t.name: t for t in self.tensors}
         return tuple(found[k] for k in sorted(found))
 
     @cached_property

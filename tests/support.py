@@ -57,9 +57,9 @@ def _tiles(x: Tensor) -> list[Tensor]:
 
 
 def check_variant(
-    variant: Any, query: Tensor, key: Tensor, value: Tensor, *, target: str | None = None, operands: dict[str, Any] | None = None,
-    gradients: bool = True, differentiate: tuple[str, ...] = (), q_offset: Any = None, label: str = "", run: Callable[..., Any] | None = None,
-    **options: Any,
+    variant: Any, query: Tensor, key: Tensor, value: Tensor, *, target: str | None = None,
+    operands: dict[str, Any] | None = None, gradients: bool = True, differentiate: tuple[str, ...] = (),
+    q_offset: Any = None, label: str = "", run: Callable[..., Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Compare out, lse and every gradient of a call with the float64 reference and with plain torch in its dtype."""
     operands = operands or {}

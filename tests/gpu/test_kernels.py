@@ -1,4 +1,4 @@
-"""The `triton` and `hopper` targets on a GPU against float64: every family of masks and scores, shapes, dtypes, gradients."""
+"""The `triton` and `hopper` targets on a GPU against float64: families of masks and scores, shapes, dtypes, gradients."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ VARIANTS = {
     "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="window_causal"), {"window": 100}),
     "both_sides": (weft.Attention(mask=(q_pos - kv_pos < 70) & (kv_pos - q_pos < 40), name="both_sides"), {}),
     "prefix": (weft.Attention(mask=masks.causal | (kv_pos < prefix), name="prefix_lm"), {"prefix": 150}),
-    "dilated": (weft.Attention(mask=masks.causal & ((q_pos - kv_pos) % 3 == 0) & (q_pos - kv_pos < 200), name="dilated"), {}),
+    "dilated": (weft.Attention(mask=masks.causal & ((q_pos - kv_pos) % 3 == 0) & (q_pos - kv_pos < 200), name="dilated"),
+                {}),
     "block_causal": (weft.Attention(mask=kv_pos // 48 <= q_pos // 48, name="block_causal"), {}),
-    "global_window": (weft.Attention(mask=masks.causal & ((kv_pos < 20) | (q_pos - kv_pos < 60)), name="global_window"), {}),
+    "global_window": (weft.Attention(mask=masks.causal & ((kv_pos < 20) | (q_pos - kv_pos < 60)), name="global_window"),
+                      {}),
     "softcap": (weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="softcap"), {}),
     "alibi": (weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"), {"slopes": "head"}),
-    "temperature": (weft.Attention(score * temperature[head], masks.causal, name="temperature"), {"temperature": "head"}),
+    "temperature": (weft.Attention(score * temperature[head], masks.causal, name="temperature"),
+                    {"temperature": "head"}),
     "sigmoid": (weft.Attention(4.0 * weft.sigmoid(score) + weft.abs(score) / 8.0, name="sigmoid_abs"), {}),
-    "biases": (weft.Attention(score + bias_q[weft.batch, head, q_pos] * weft.cos(score) + bias_kv[weft.batch, head, kv_pos], name="biases"),
+    "biases": (weft.Attention(score + bias_q[weft.batch, head, q_pos] * weft.cos(score)
+                              + bias_kv[weft.batch, head, kv_pos], name="biases"),
                {"bias_q": "q", "bias_kv": "kv"}),
     "documents": (weft.Attention(mask=masks.causal & (doc[q_pos] == doc[kv_pos]), name="documents"), {"doc": "doc"}),
     "nothing": (weft.Attention(mask=(kv_pos <= q_pos) & (q_pos >= 40), name="first_rows_empty"), {}),
@@ -67,14 +71,16 @@ def check(
     **options,
 ):
     variant, spec = VARIANTS[name]
-    batch, heads, q_len, dim = shape
+    batch, _, _, dim = shape
     query = poisoned(shape, dtype, "cuda", blhd, seed=0)
     key = poisoned((batch, kv_heads, kv_len, dim), dtype, "cuda", blhd, seed=1)
     value = poisoned((batch, kv_heads, kv_len, value_dim or dim), dtype, "cuda", blhd, seed=2)
     given = operands_of(spec, shape, kv_len)
     floats = tuple(n for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
-    check_variant(variant, query, key, value, target=target, operands=given, differentiate=floats if gradients else (),
-                  gradients=gradients, label=f"{name} {target} {shape} {kv_heads} {kv_len} {dtype}", **options)  # fmt: skip
+    check_variant(
+        variant, query, key, value, target=target, operands=given, differentiate=floats if gradients else (),
+        gradients=gradients, label=f"{name} {target} {shape} {kv_heads} {kv_len} {dtype}", **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])
@@ -155,11 +161,11 @@ def _compiled_kernels():
     """How many GPU kernels this process has compiled."""
     import gc
 
+    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.runtime.jit import JITFunction
 
-    return sum(
-        len(caches[0]) for f in gc.get_objects() if isinstance(f, JITFunction) for caches in f.device_caches.values()
-    )
+    functions = [f for f in gc.get_objects() if type(f) in (JITFunction, GluonJITFunction)]
+    return sum(len(caches[0]) for f in functions for caches in f.device_caches.values())
 
 
 def test_memory_is_linear_in_length():

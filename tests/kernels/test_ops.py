@@ -1,4 +1,4 @@
-"""The torch ops: opcheck, torch.compile, export, autocast, checkpointing, functional_call, no compilation at new sizes."""
+"""The torch ops: opcheck, torch.compile, export, autocast, checkpointing, functional_call, no rebuild at new sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from weft.compiler.driver import builds
 window = weft.scalar("window", int)
 slopes = weft.tensor("slopes", 1)
 VARIANT = weft.Attention(
-    20.0 * weft.tanh(score / 20.0) + slopes[head] * (kv_pos - q_pos), masks.causal & (q_pos - kv_pos < window), name="op_test"
-)  # fmt: skip
+    20.0 * weft.tanh(score / 20.0) + slopes[head] * (kv_pos - q_pos),
+    masks.causal & (q_pos - kv_pos < window),
+    name="op_test",
+)
 
 
 def operands(length=24, batch=2, requires_grad=True):
@@ -104,6 +106,8 @@ def test_gradients_are_right_by_finite_differences():
 
 def test_equal_variants_share_their_ops():
     again = weft.Attention(
-        weft.tanh(score / 20.0) * 20.0 + (kv_pos - q_pos) * slopes[head], (q_pos >= kv_pos) & (window > q_pos - kv_pos), name="op_test"
-    )  # fmt: skip
+        weft.tanh(score / 20.0) * 20.0 + (kv_pos - q_pos) * slopes[head],
+        (q_pos >= kv_pos) & (window > q_pos - kv_pos),
+        name="op_test",
+    )
     assert again == VARIANT and again._forward_op is VARIANT._forward_op
