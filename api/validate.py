@@ -31,7 +31,7 @@ def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether everything is as it should be: one expression, because it runs at every call and torch.compile traces it."""
+    """Whether all is as it should be: one expression, because it runs at every call and torch.compile traces it."""
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     if not (tensors and query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+
 from torch import Tensor
 
 from ..compiler.facts import Facts
@@ -42,7 +43,7 @@ def check_call(facts: Facts, parameters: Sequence[Scalar | TensorOperand], call:
 
 
 def _operand_problems(parameter: Scalar | TensorOperand, value: Tensor, query: Tensor) -> Iterator[str]:
-    """A graph compiled by torch reaches the op without the checks of the call, so the kernel's needs are checked here."""
+    """What a kernel needs of an operand: a graph compiled by torch reaches the op without the checks of the call."""
     assert isinstance(parameter, TensorOperand)
     if value.dim() != parameter.rank:
         yield f"{parameter.name}: expected {parameter.rank} dimensions, got shape {list(value.shape)}"

@@ -250,7 +250,7 @@ def floor_mod(a, b):
 '''
 _TANH = '''{jit}
 def tanh(x):
-    """tanh to a few roundings: Taylor series near 0, where 1 - 2 / (1 + e^2x) would cancel, one exponential elsewhere."""
+    """tanh to a few roundings: a series near 0, where 1 - 2 / (1 + e^2x) would cancel, one exponential elsewhere."""
     square = x * x
     near = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     far = 1.0 - 2.0 / (1.0 + {m}.exp2(2.8853900817779268 * x))

@@ -204,8 +204,9 @@ class _Variant:
         return self.compiled[kind]
 
     def _specialisation(
-        self, direction: str, query: Tensor, value_dim: int, rope_dim: int, value_is_key: bool, gradients: tuple[str, ...]
-    ) -> Specialisation:
+        self, direction: str, query: Tensor, value_dim: int, rope_dim: int, value_is_key: bool,
+        gradients: tuple[str, ...],
+    ) -> Specialisation:  # fmt: skip
         return Specialisation(
             direction=direction,  # type: ignore[arg-type]
             arch=device_arch(query.device),

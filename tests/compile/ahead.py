@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -67,8 +67,8 @@ class Kernel:
 
     @property
     def serialised(self) -> list[str]:
-        """Codes of ptxas' remarks (C7510 to C7519) that it waits after every wgmma."""
-        return sorted(set(re.findall(r"C75\d\d", self.log)))
+        """Codes of ptxas' remarks that it waits after every wgmma, and why. (C7519, a fence added, is none of them.)"""
+        return sorted(set(re.findall(r"C751[0-4]", self.log)))
 
     @cached_property
     def sass(self) -> list[tuple[int, str]]:
@@ -82,11 +82,15 @@ class Kernel:
 
     def instructions(self, opcode: str) -> int:
         """How many instructions of the machine code have an opcode that starts like this."""
-        return _count_opcode(opcode, [text for _, text in self.sass])
+        return count_opcode(opcode, [text for _, text in self.sass])
 
-    def spills_in_loops(self) -> list[int]:
-        """Loads and stores of spilled registers in each innermost loop that multiplies matrices: what a spill costs."""
-        return [_count_opcode("(?:LDL|STL)", loop) for loop in self._inner_loops() if _count_opcode("HGMMA", loop)]
+    def product_loops(self) -> list[list[str]]:
+        """The innermost loops that multiply matrices with wgmma, each the text of its instructions."""
+        return [loop for loop in self._inner_loops() if count_opcode("HGMMA", loop)]
+
+    def spills_in_loops(self) -> int:
+        """Loads and stores of spilled registers in those loops, which is where a spill costs time."""
+        return sum(count_opcode("(?:LDL|STL)", loop) for loop in self.product_loops())
 
     def _inner_loops(self) -> list[list[str]]:
         """The instructions between a branch backwards and its goal, where no other such branch is among them."""
@@ -98,20 +102,19 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Module:
-    """One direction of a variant: its text, its plan and its kernels by name."""
+    """One direction of a variant: what was planned and what came out, by the name of the kernel."""
 
-    source: str
     schedule: Schedule
     plans: Mapping[str, KernelPlan]
     kernels: Mapping[str, Kernel]
 
 
-def _count_opcode(opcode: str, instructions: list[str]) -> int:
+def count_opcode(opcode: str, instructions: list[str]) -> int:
+    """How many instructions have an opcode that starts with this pattern."""
     return sum(bool(re.match(rf"(@!?U?P\d+ )?{opcode}", text)) for text in instructions)
 
 
-# -- variant -> compiled kernels ----------------------------------------------------------------------------------------
-@lru_cache(maxsize=1)  # a text may be looked at after its kernels; more would keep every cubin
+# -- variant -> compiled kernels ---------------------------------------------------------------------------------------
 def compiled(
     variant: weft.Attention, direction: str, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None,
@@ -124,10 +127,10 @@ def compiled(
     module = load(Path(label) / "kernel.py", source=source)
     launches = recorded(module, variant, direction, sizes, plan.schedule)
     kernels = {launch.kernel.__name__: compile_ahead(launch, device) for launch in launches}
-    return Module(source, plan.schedule, {k.name: k for k in plan.kernels}, kernels)
+    return Module(plan.schedule, {k.name: k for k in plan.kernels}, kernels)
 
 
-# -- module -> launches -------------------------------------------------------------------------------------------------
+# -- module -> launches ------------------------------------------------------------------------------------------------
 def recorded(
     module: ModuleType, variant: weft.Attention, direction: str, sizes: Shape, schedule: Schedule
 ) -> list[Launch]:
@@ -161,8 +164,9 @@ def _backward(module: ModuleType, variant: weft.Attention, sizes: Shape, schedul
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
     configs = gpu_config(schedule.backward_q, query), gpu_config(schedule.backward_kv, query)
     module.launch_backward(
-        dout, dlse, query, [key], value, out, lse, dquery, [dkey], dvalue, 0, _operands(variant), *configs, sizes.head_dim
-    )
+        dout, dlse, query, [key], value, out, lse, dquery, [dkey], dvalue, 0,
+        _operands(variant), *configs, sizes.head_dim,
+    )  # fmt: skip
 
 
 def _rows(sizes: Shape, number: int) -> list[Tensor]:
@@ -174,7 +178,7 @@ def _rows(sizes: Shape, number: int) -> list[Tensor]:
 def _operands(variant: weft.Attention) -> list[Tensor | int]:
     """One value for each operand of a variant, by name: int scalars, and float32 tensors."""
     tensors = {t.name: torch.empty([2] * t.rank) for t in variant.tensors}
-    return [tensors[p.name] if p.name in tensors else 64 for p in sorted(variant.parameters, key=lambda p: p.name)]
+    return [tensors.get(p.name, 64) for p in sorted(variant.parameters, key=lambda p: p.name)]
 
 
 @contextlib.contextmanager
@@ -191,14 +195,15 @@ def _without_device(module: ModuleType) -> Iterator[None]:
         yield
 
 
-# -- launch -> machine code ---------------------------------------------------------------------------------------------
+# -- launch -> machine code --------------------------------------------------------------------------------------------
 def compile_ahead(launch: Launch, device: str) -> Kernel:
     """Compile one launch for a device of compiler/hardware.py, here and now.
 
     Triton's cache is passed by, because what ptxas says is not in it.
     """
     machine = by_name(device)
-    target = GPUTarget(machine.kind, machine.capability if machine.kind == "cuda" else machine.arch, TARGETS[machine.kind])
+    arch = machine.capability if machine.kind == "cuda" else machine.arch
+    target = GPUTarget(machine.kind, arch, TARGETS[machine.kind])
     options = {n: v for n, v in launch.options.items() if machine.kind == "cuda" or n != "num_stages"}
     said = io.StringIO()
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):

@@ -1,4 +1,4 @@
-"""The `triton` and `hopper` targets on a GPU against float64: families of masks and scores, shapes, dtypes, gradients."""
+"""The `triton` and `hopper` targets on a GPU against float64: families of masks, scores, shapes, dtypes, gradients."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ VARIANTS = {
     "window": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="window_causal"), {"window": 100}),
     "both_sides": (weft.Attention(mask=(q_pos - kv_pos < 70) & (kv_pos - q_pos < 40), name="both_sides"), {}),
     "prefix": (weft.Attention(mask=masks.causal | (kv_pos < prefix), name="prefix_lm"), {"prefix": 150}),
-    "dilated": (weft.Attention(mask=masks.causal & ((q_pos - kv_pos) % 3 == 0) & (q_pos - kv_pos < 200), name="dilated"),
-                {}),
+    "dilated": (weft.Attention(mask=masks.causal & ((q_pos - kv_pos) % 3 == 0) & (q_pos - kv_pos < 200),
+                               name="dilated"), {}),
     "block_causal": (weft.Attention(mask=kv_pos // 48 <= q_pos // 48, name="block_causal"), {}),
-    "global_window": (weft.Attention(mask=masks.causal & ((kv_pos < 20) | (q_pos - kv_pos < 60)), name="global_window"),
-                      {}),
+    "global_window": (weft.Attention(mask=masks.causal & ((kv_pos < 20) | (q_pos - kv_pos < 60)),
+                                     name="global_window"), {}),
     "softcap": (weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="softcap"), {}),
     "alibi": (weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"), {"slopes": "head"}),
     "temperature": (weft.Attention(score * temperature[head], masks.causal, name="temperature"),
