@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ Operand = Tensor | int | float
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 
 
-@dataclass(frozen=True)
-class CallTensors:
+class CallTensors(NamedTuple):
     """Operands of one call, checked: shapes as in the public call, value None where it is part of the key."""
 
     query: Tensor
@@ -56,7 +56,7 @@ def forward(compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor) -> 
         case "triton" | "interpret":
             module.launch_forward(
                 call.query, call.keys, call.value, out, lse, call.q_offset, call.operands,
-                gpu_config(tiling, call.query), call.head_dim,
+                gpu_config(tiling), call.head_dim,
             )  # fmt: skip
         case _:
             raise InternalError(f"launch: unknown target {compiled.schedule.target}")
@@ -82,8 +82,8 @@ def backward(
         case "triton" | "interpret":
             sums = module.launch_backward(
                 dout, dlse, call.query, call.keys, call.value, out, lse, dquery, dkeys, dvalue, call.q_offset,
-                call.operands, gpu_config(schedule.backward_q, call.query),
-                gpu_config(schedule.backward_kv, call.query), call.head_dim,
+                call.operands, gpu_config(schedule.backward_q),
+                gpu_config(schedule.backward_kv), call.head_dim,
             )  # fmt: skip
         case _:
             raise InternalError(f"launch: target {schedule.target} has no backward")
@@ -104,7 +104,8 @@ def _flat(operands: Sequence[Operand]) -> list[Operand]:
     return flat
 
 
-def gpu_config(tiling: Tiling, query: Tensor) -> dict[str, int | str]:
+@lru_cache(maxsize=256)
+def gpu_config(tiling: Tiling) -> dict[str, int | str]:
     """A tiling as the keyword arguments of a Triton launch."""
     return {
         "BLOCK_Q": tiling.block_q,

@@ -67,8 +67,8 @@ class Kernel:
 
     @property
     def serialised(self) -> list[str]:
-        """Codes of ptxas' remarks that it waits after every wgmma, and why. (C7519, a fence added, is none of them.)"""
-        return sorted(set(re.findall(r"C751[0-4]", self.log)))
+        """Why ptxas waits after every wgmma, as it remarks (C7510 to C7514 and others); empty where it does not."""
+        return sorted(set(re.findall(r"wgmma.* serialized due to (.*) in ", self.log)))
 
     @cached_property
     def sass(self) -> list[tuple[int, str]]:
@@ -155,14 +155,14 @@ def _forward(module: ModuleType, variant: weft.Attention, sizes: Shape, schedule
         flat = [x for o in operands for x in ([o, *o.stride()] if isinstance(o, Tensor) else [o])]
         module.launch(query, key, value, out, lse, 0, *flat)
     else:
-        config = gpu_config(schedule.forward, query)
+        config = gpu_config(schedule.forward)
         module.launch_forward(query, [key], value, out, lse, 0, operands, config, sizes.head_dim)
 
 
 def _backward(module: ModuleType, variant: weft.Attention, sizes: Shape, schedule: Schedule) -> None:
     query, key, value, out, dout, dquery, dkey, dvalue = _rows(sizes, 8)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
-    configs = gpu_config(schedule.backward_q, query), gpu_config(schedule.backward_kv, query)
+    configs = gpu_config(schedule.backward_q), gpu_config(schedule.backward_kv)
     module.launch_backward(
         dout, dlse, query, [key], value, out, lse, dquery, [dkey], dvalue, 0,
         _operands(variant), *configs, sizes.head_dim,
