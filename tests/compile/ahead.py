@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -30,11 +31,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 import weft
-from weft.codegen.launch import gpu_config
-from weft.codegen.loader import load
+from weft.codegen import launch
+from weft.codegen.launch import CallTensors
+from weft.compiler.driver import Compiled, compile_kernel
 from weft.compiler.hardware import by_name
-from weft.compiler.types import KernelPlan, Schedule, Shape
+from weft.compiler.types import KernelPlan, Schedule, Shape, Specialisation
+from weft.ir.attention import Attention
 
+Direction = Literal["forward", "backward"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 TARGETS = {"cuda": 32, "hip": 64}  # threads of a warp
@@ -114,26 +118,24 @@ def count_opcode(opcode: str, instructions: list[str]) -> int:
     return sum(bool(re.match(rf"(@!?U?P\d+ )?{opcode}", text)) for text in instructions)
 
 
-# -- variant -> compiled kernels ---------------------------------------------------------------------------------------
+# -- variant -> compiled kernels -------------------------------------------------------------------------------------
 def compiled(
-    variant: weft.Attention, direction: str, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
+    variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call of it launches."""
     sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, dtype=dtype)
-    source = variant.source(sizes, direction=direction, device=device, target=target, schedule=schedule)
     plan = variant.plan(sizes, device=device, target=target, schedule=schedule)
-    label = f"{variant.name}_{plan.schedule.algorithm}_{direction}_{target}_{device}_d{head_dim}"
-    module = load(Path(label) / "kernel.py", source=source)
-    launches = recorded(module, variant, direction, sizes, plan.schedule)
-    kernels = {launch.kernel.__name__: compile_ahead(launch, device) for launch in launches}
+    gradients = tuple(sorted(t.name for t in variant.tensors)) if direction == "backward" else ()
+    spec = Specialisation(direction, by_name(device).arch, dtype, head_dim, head_dim, gradients=gradients)
+    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
+        made = compile_kernel(variant, spec, target, str(plan.schedule))
+    kernels = {seen.kernel.__name__: compile_ahead(seen, device) for seen in recorded(made, sizes)}
     return Module(plan.schedule, {k.name: k for k in plan.kernels}, kernels)
 
 
-# -- module -> launches ------------------------------------------------------------------------------------------------
-def recorded(
-    module: ModuleType, variant: weft.Attention, direction: str, sizes: Shape, schedule: Schedule
-) -> list[Launch]:
+# -- module -> launches ----------------------------------------------------------------------------------------------
+def recorded(made: Compiled, sizes: Shape) -> list[Launch]:
     """The kernels that one call launches, in order, without running any."""
     launches: list[Launch] = []
 
@@ -142,31 +144,15 @@ def recorded(
         options = {n: named.pop(n) for n in ("num_warps", "num_stages") if n in named}
         launches.append(Launch(kernel, {**dict(zip(names, values)), **named}, options))  # type: ignore[arg-type]
 
-    with mock.patch.object(JITFunction, "run", record), _without_device(module):
-        (_forward if direction == "forward" else _backward)(module, variant, sizes, schedule)
-    return launches
-
-
-def _forward(module: ModuleType, variant: weft.Attention, sizes: Shape, schedule: Schedule) -> None:
-    query, key, value = _rows(sizes, 3)
-    out, lse = torch.empty_like(query), torch.empty(query.shape[:3])
-    operands = _operands(variant)
-    if schedule.target == "hopper":
-        flat = [x for o in operands for x in ([o, *o.stride()] if isinstance(o, Tensor) else [o])]
-        module.launch(query, key, value, out, lse, 0, *flat)
-    else:
-        config = gpu_config(schedule.forward)
-        module.launch_forward(query, [key], value, out, lse, 0, operands, config, sizes.head_dim)
-
-
-def _backward(module: ModuleType, variant: weft.Attention, sizes: Shape, schedule: Schedule) -> None:
-    query, key, value, out, dout, dquery, dkey, dvalue = _rows(sizes, 8)
+    query, key, value, out, dout = _rows(sizes, 5)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
-    configs = gpu_config(schedule.backward_q), gpu_config(schedule.backward_kv)
-    module.launch_backward(
-        dout, dlse, query, [key], value, out, lse, dquery, [dkey], dvalue, 0,
-        _operands(variant), *configs, sizes.head_dim,
-    )  # fmt: skip
+    call = CallTensors(query, key, value, None, _operands(made.facts.attention), 0, sizes.head_dim)
+    with mock.patch.object(JITFunction, "run", record), _without_device(made.module):
+        if made.spec.direction == "forward":
+            launch.forward(made, call, out, lse)
+        else:
+            launch.backward(made, call, out, lse, dout, dlse)
+    return launches
 
 
 def _rows(sizes: Shape, number: int) -> list[Tensor]:
@@ -175,7 +161,7 @@ def _rows(sizes: Shape, number: int) -> list[Tensor]:
     return [torch.empty(memory, dtype=DTYPES[sizes.dtype]).transpose(1, 2) for _ in range(number)]
 
 
-def _operands(variant: weft.Attention) -> list[Tensor | int]:
+def _operands(variant: Attention) -> list[Tensor | int]:
     """One value for each operand of a variant, by name: int scalars, and float32 tensors."""
     tensors = {t.name: torch.empty([2] * t.rank) for t in variant.tensors}
     return [tensors.get(p.name, 64) for p in sorted(variant.parameters, key=lambda p: p.name)]
@@ -195,8 +181,8 @@ def _without_device(module: ModuleType) -> Iterator[None]:
         yield
 
 
-# -- launch -> machine code --------------------------------------------------------------------------------------------
-def compile_ahead(launch: Launch, device: str) -> Kernel:
+# -- launch -> machine code ------------------------------------------------------------------------------------------
+def compile_ahead(seen: Launch, device: str) -> Kernel:
     """Compile one launch for a device of compiler/hardware.py, here and now.
 
     Triton's cache is passed by, because what ptxas says is not in it.
@@ -204,24 +190,23 @@ def compile_ahead(launch: Launch, device: str) -> Kernel:
     machine = by_name(device)
     arch = machine.capability if machine.kind == "cuda" else machine.arch
     target = GPUTarget(machine.kind, arch, TARGETS[machine.kind])
-    options = {n: v for n, v in launch.options.items() if machine.kind == "cuda" or n != "num_stages"}
     said = io.StringIO()
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(_source(launch), target=target, options=options)
+        made = triton.compile(_source(seen), target=target, options=dict(seen.options))
     assembly = made.asm["ptx" if machine.kind == "cuda" else "amdgcn"]
     spilled = re.findall(r"(\d+) bytes spill stores|vgpr_spill_count: *(\d+)", said.getvalue() + assembly)
     return Kernel(
-        launch.kernel.__name__, made.metadata.shared, sum(int(a or b) for a, b in spilled), assembly, said.getvalue(),
+        seen.kernel.__name__, made.metadata.shared, sum(int(a or b) for a, b in spilled), assembly, said.getvalue(),
         made.asm.get("cubin", b""),
     )  # fmt: skip
 
 
-def _source(launch: Launch) -> ASTSource:
-    kernel, signature, constants = launch.kernel, {}, {}
+def _source(seen: Launch) -> ASTSource:
+    kernel, signature, constants = seen.kernel, {}, {}
     for number, parameter in enumerate(kernel.params):
-        value = launch.arguments.get(parameter.name, parameter.default)
+        value = seen.arguments.get(parameter.name, parameter.default)
         signature[parameter.name] = _type_of(parameter, value)
         if signature[parameter.name] == "constexpr":
             constants[(number,)] = value

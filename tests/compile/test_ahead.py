@@ -12,7 +12,7 @@ from weft import head, kv_pos, q_pos, score
 from weft.compiler.hardware import by_name
 
 pytest.importorskip("triton")
-from .ahead import Kernel, Module, compiled, count_opcode
+from .ahead import Direction, Kernel, Module, compiled, count_opcode
 
 window, prefix = weft.scalar("window", int), weft.scalar("prefix", int)
 slopes = weft.tensor("slopes", 1)
@@ -81,7 +81,7 @@ def spill_limit(variant: str, head_dim: int, kernel: str) -> int:
 
 @pytest.mark.parametrize(("name", "head_dim"), SM90, ids=[f"{n}-D{d}" for n, d in SM90])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: str) -> None:
+def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: Direction) -> None:
     module = compiled(VARIANTS[name], direction, head_dim)
     check_sram(module)
     for kernel in module.kernels.values():
@@ -107,7 +107,7 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["standard", "streaming"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_other_schedules_on_sm_90(schedule: str, direction: str) -> None:
+def test_other_schedules_on_sm_90(schedule: str, direction: Direction) -> None:
     module = compiled(VARIANTS["causal"], direction, 64, schedule=schedule)
     check_sram(module)
     elementwise = {"standard_softmax", "standard_dscores", "row_statistics"}
@@ -119,7 +119,7 @@ def test_other_schedules_on_sm_90(schedule: str, direction: str) -> None:
 
 @pytest.mark.parametrize("device", ["a100", "b200", "mi300x"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_other_machines(device: str, direction: str) -> None:
+def test_other_machines(device: str, direction: Direction) -> None:
     module = compiled(VARIANTS["causal"], direction, 64, device=device)
     for kernel in module.kernels.values():
         assert kernel.sram <= by_name(device).sram_per_block, kernel.name
