@@ -12,7 +12,6 @@ from ..compiler.facts import Facts
 from ..compiler.segments import Segments
 from ..compiler.types import Schedule, Segment, Specialisation
 from ..ir.errors import InternalError
-from ..ir.walk import loads, symbols
 from .functions import LANGUAGES, FunctionPrinter, parameter_names
 
 if TYPE_CHECKING:
@@ -98,22 +97,17 @@ def hopper_config(spec: Specialisation, facts: Facts) -> dict[str, object]:
 
     What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
     """
-    attention = facts.attention
-    positions = {"q_pos", "kv_pos"}
-    reads = loads(attention.folded_score) + loads(attention.folded_mask)
-    loads_at_positions = any(symbols(index) & positions for load in reads for index in load.index)
-    positional_score = bool(symbols(attention.folded_score) & positions)
-    spare = not (positional_score or loads_at_positions)  # registers
+    spare = not facts.traits.positional  # registers
     if spec.head_dim == 64:
         return {
             "head_dim": 64, "block_kv": 128, "consumers": 3 if spare else 2, "stages": 3,
             "query_buffers": 2 if spare else 1, "query_in_registers": not spare, "lazy_rescale": False,
-            "pair_maximum": True, "overlap_edges": False, "loads_at_positions": loads_at_positions,
+            "pair_maximum": True, "overlap_edges": False, "loads_at_positions": facts.loads_at_positions,
         }  # fmt: skip
     return {
         "head_dim": 128, "block_kv": 128, "consumers": 2, "stages": 2, "query_buffers": 1,
         "query_in_registers": spare, "lazy_rescale": True, "pair_maximum": False,
-        "overlap_edges": positional_score, "loads_at_positions": loads_at_positions,
+        "overlap_edges": facts.score_reads_positions, "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
 
 

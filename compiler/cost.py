@@ -19,7 +19,7 @@ from math import ceil, exp
 from typing import Literal
 
 from .hardware import Hardware
-from .kernels import KERNELS, ROW_STATISTICS, Axis, Kernel, Sizes
+from .kernels import KERNELS, ROW_STATISTICS, Axis, Kernel, Sizes, hopper_forward_sram, hopper_forward_sram_two_queries
 from .segments import Segments, for_heads
 from .types import DTYPE_BYTES, Schedule, Shape, TileCounts, Tiling
 
@@ -39,6 +39,7 @@ class Traits:
     linear: bool = True  # the score is a positive number times q.k
     masked: bool = True  # the mask is not True
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
+    positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,14 @@ def tiling_of(schedule: Schedule, kernel: Kernel) -> Tiling:
             return schedule.backward_kv
 
 
+def _form(kernel: Kernel, schedule: Schedule, tiling: Tiling) -> Kernel:
+    """The kernel as the schedule's target writes it: the Hopper forward holds its tiles in SRAM otherwise."""
+    if schedule.target != "hopper" or kernel.name != "flash_forward":
+        return kernel
+    three_consumers = tiling.block_q == 3 * 64
+    return replace(kernel, sram=hopper_forward_sram_two_queries if three_consumers else hopper_forward_sram)
+
+
 def predict(
     shape: Shape,
     schedule: Schedule,
@@ -235,9 +244,10 @@ def predict(
     costs = []
     for kernel in KERNELS[schedule.algorithm]:
         tiling = tiling_of(schedule, kernel)
+        kernel = _form(kernel, schedule, tiling)
         # The textbook algorithm stores every score, visible or not.
         counter = dense_counts(shape) if schedule.algorithm == "standard" else counts
-        visits = kernel is not ROW_STATISTICS
+        visits = kernel.name != ROW_STATISTICS.name
         tiles = counter(kernel.axis, tiling.block_q, tiling.block_kv) if visits else TileCounts(0, 0, 0)
         costs.append(cost_of(kernel, tiling, shape, hardware, parts, tiles, traits))
     return tuple(costs)

@@ -12,7 +12,7 @@ from typing import Literal
 from ..ir.attention import Attention
 from ..ir.errors import WeftError
 from ..ir.expr import Call, Const, Expr, Load, Symbol, symbol
-from ..ir.walk import symbols
+from ..ir.walk import loads, symbols
 from .bounds import kv_bounds, q_bounds
 from .cost import Traits
 from .tiles import tile_program
@@ -85,10 +85,18 @@ class Facts:
     @cached_property
     def bounds_differ_by_head(self) -> bool:
         """Whether the tiles to visit depend on the head or the batch row."""
-        from ..ir.walk import loads
-
         parts = [e for line in self.kv_tiles.body + self.q_tiles.body for e in (line.value,)]
         return any(symbols(e) & {"head", "kv_head", "batch"} or loads(e) for e in parts)
+
+    @cached_property
+    def score_reads_positions(self) -> bool:
+        return bool(symbols(self.attention.folded_score) & {"q_pos", "kv_pos"})
+
+    @cached_property
+    def loads_at_positions(self) -> bool:
+        """Whether the score or the mask reads a tensor by position."""
+        reads = loads(self.attention.folded_score) + loads(self.attention.folded_mask)
+        return any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index)
 
     @cached_property
     def traits(self) -> Traits:
@@ -97,6 +105,7 @@ class Facts:
             linear=self.linear_scale is not None,
             masked=self.attention.is_masked,
             operand_gradients=len(self.attention.gradient_loads),
+            positional=self.score_reads_positions or self.loads_at_positions,
         )
 
 

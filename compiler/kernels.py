@@ -173,6 +173,16 @@ def flash_forward_sram(x: Sizes) -> float:
     return x.h * x.bq * x.C * x.e + x.s * x.bkv * (x.C + x.Cu) * x.e + x.p * x.bq * x.bkv
 
 
+def hopper_forward_sram(x: Sizes) -> float:
+    """Q, K and V in s slots each, and O on its way out; barriers add less than 1 KiB."""
+    return x.e * (x.bq * x.C + x.s * x.bkv * (x.C + x.Cv) + x.bq * x.Cv)
+
+
+def hopper_forward_sram_two_queries(x: Sizes) -> float:
+    """The same with Q double-buffered, as three consumers have it."""
+    return hopper_forward_sram(x) + x.e * x.bq * x.C
+
+
 def flash_forward_read(x: Sizes) -> float:
     return query_bytes(x) + keys_again(x) * key_value_bytes(x)
 

@@ -69,7 +69,8 @@ _STANDARD = {
     256: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
 }
 # The Gluon kernel has one form a head dimension: three consumers of 64 rows, or two.
-_HOPPER = {64: Tiling(192, 128, 12, 2), 128: Tiling(128, 128, 8, 2), 256: Tiling(128, 64, 8, 2)}
+_HOPPER = {64: Tiling(192, 128, 12, 3), 128: Tiling(128, 128, 8, 2)}
+_HOPPER_POSITIONAL = {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 128, 8, 2)}  # positions need registers
 _INTERPRET = Tiling(32, 32, 4, 1)  # small, so that short test problems have several tiles
 _CPU = Tiling(128, 128, 1, 1)  # measured on two cores: score tiles stay in L2, and short problems have several
 
@@ -137,7 +138,7 @@ def _choose(
         return Schedule(algorithm, target, fixed, fixed, fixed)
     if target == "hopper":
         return replace(
-            _choose(shape, hardware, "triton", algorithm, parts, traits), target=target, forward=_hopper(parts)
+            _choose(shape, hardware, "triton", algorithm, parts, traits), target=target, forward=_hopper(parts, traits)
         )
     preferred = _preferred(shape, hardware, algorithm, parts, traits)
     chosen = []
@@ -176,13 +177,13 @@ def _table(
     return _FLASH_SM90_MASKED if traits.masked else _FLASH_SM90_DENSE
 
 
-def _hopper(parts: Segments) -> Tiling:
+def _hopper(parts: Segments, traits: Traits) -> Tiling:
     width = max(parts.qk_columns, parts.v_columns)
     if width not in _HOPPER:
         raise WeftError(
             f"schedule: target hopper has forms for D {', '.join(map(str, _HOPPER))}, got {width}; use target='triton'"
         )
-    return _HOPPER[width]
+    return (_HOPPER_POSITIONAL if traits.positional else _HOPPER)[width]
 
 
 # -- candidates ------------------------------------------------------------------------------------------------------
@@ -286,6 +287,11 @@ def resolve(
         raise WeftError(
             f"schedule: it is for target {schedule.target}, the call's target is {target}; "
             f"pass target={schedule.target!r}"
+        )
+    if schedule.target == "hopper" and schedule.forward != _hopper(parts, traits):
+        raise WeftError(
+            f"schedule: the hopper forward has one form for these widths, {_hopper(parts, traits)}, "
+            f"got {schedule.forward}; use target='triton' to choose tiles"
         )
     check_fits(schedule, shape, hardware, segments=parts)
     return schedule

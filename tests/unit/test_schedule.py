@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from weft.compiler import schedule as module
-from weft.compiler.cost import accumulator_registers, sram_bytes
+from weft.compiler.cost import Traits, accumulator_registers, sram_bytes
 from weft.compiler.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X
 from weft.compiler.kernels import KERNELS
 from weft.compiler.schedule import ALGORITHMS, candidates, choose, parse_schedule, resolve, tiling_in
@@ -53,11 +53,11 @@ def test_lengths_batch_and_heads_never_change_the_choice() -> None:
 
 
 def test_fixed_forms() -> None:
-    assert choose(shape(64), H100, "hopper").forward == Tiling(192, 128, 12, 2)
+    assert choose(shape(64), H100, "hopper").forward == Tiling(192, 128, 12, 3)
     assert choose(shape(128), H100, "hopper").forward == Tiling(128, 128, 8, 2)
     assert choose(shape(128), CPU, "cpu").forward.block_kv == 128
     assert choose(shape(128), CPU, "interpret").forward.block_q == 32
-    with pytest.raises(WeftError, match=r"target hopper has forms for D 64, 128, 256, got 80; use target='triton'"):
+    with pytest.raises(WeftError, match=r"target hopper has forms for D 64, 128, got 80; use target='triton'"):
         choose(shape(80), H100, "hopper")
 
 
@@ -153,3 +153,15 @@ def test_choosing_is_quick_and_needs_no_sympy() -> None:
             s.choose(t.Shape(1, 1, 1, 8, 8, 64, 64), h.H100, 'triton'); print('sympy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+def test_a_hopper_schedule_has_its_fixed_form() -> None:
+    fixed = choose(shape(64), H100, "hopper")
+    assert resolve(str(fixed), shape(64), H100, "hopper") == fixed
+    other = str(fixed).replace("192x128w12s3", "128x128w8s3")
+    with pytest.raises(
+        WeftError, match=r"the hopper forward has one form for these widths, 192x128w12s3, got 128x128w8s3"
+    ):
+        resolve(other, shape(64), H100, "hopper")
+    positional = choose(shape(64), H100, "hopper", traits=Traits(positional=True))
+    assert positional.forward == Tiling(128, 128, 8, 3)

@@ -95,3 +95,23 @@ def test_progress_is_shown(folder: Path) -> None:
 def test_shape_classes_ignore_lengths() -> None:
     assert shape_class(SHAPE) == shape_class(replace(SHAPE, batch=9, q_len=1, kv_len=77)) == "d128-bf16"
     assert shape_class(Shape(1, 16, 16, 8, 8, 192, 128, "fp16")) == "d192v128-fp16"
+
+
+def test_a_tuned_schedule_is_the_one_that_calls_use(tmp_path, monkeypatch) -> None:
+    import torch
+
+    import weft
+    from weft.compiler import driver, hardware
+    from weft.tuning import tune as tune_variant
+
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "this_machine", lambda: hardware.CPU)
+    variant = weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 77), name="tuned_once")
+    sizes = weft.shape(heads=1, q_len=96, head_dim=16, dtype="fp32")
+    found = tune_variant(variant, sizes, {}, progress=False)
+    driver.compile_kernel.cache_clear()
+    again = weft.Attention(variant.score, variant.mask, name="tuned_once")
+    query = torch.randn(1, 1, 96, 16)
+    spec = driver.Specialisation("forward", "cpu", "fp32", 16, 16)
+    assert again(query, query, query).shape == query.shape
+    assert driver.compile_kernel(again, spec, None, None).schedule == found.schedule
