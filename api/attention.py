@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import planning, validate
 from .codegen.ops import ops_of
@@ -115,9 +116,11 @@ class Attention(Declaration):
 
     def _dispatch(self, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         op = self._forward_op  # type: ignore[attr-defined]
-        if torch.compiler.is_compiling() or (
-            torch.is_grad_enabled() and any(a.requires_grad for a in arguments if isinstance(a, Tensor))
-        ):
+        if torch.compiler.is_compiling():
+            return op(*arguments)
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        _refuse_transforms(str(self.name), tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return op(*arguments)
         # Nothing to record: going past the autograd key halves what a call costs the host.
         with torch._C._AutoDispatchBelowAutograd():
@@ -213,6 +216,16 @@ class Attention(Declaration):
                   **options: Any) -> str:  # fmt: skip
         """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
         return planning.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
+
+
+def _refuse_transforms(name: str, tensors: list[Tensor]) -> None:
+    """Derivatives that torch would drop or refuse in its own words: forward mode, and torch.func's grad and jvp."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
+    if any(torch._C._functorch.is_gradtrackingtensor(t) for t in tensors):
+        raise UnavailableError(
+            f"{name}: torch.func.grad and its relatives are not available; use torch.autograd.grad or .backward()"
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -164,3 +164,18 @@ def test_schedules_that_a_target_lacks(target):
         weft.UnavailableError, match=r"cpu: has schedule flash only; standard runs on targets triton and interpret"
     ):
         CAUSAL(*qkv(), schedule="standard", target=target)
+
+
+def test_forward_mode_and_functional_gradients_are_refused():
+    q, k, v = qkv()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(
+            weft.UnavailableError, match=r"forward-mode derivatives are not available; use causal.reference"
+        ):
+            CAUSAL(dual, k, v)
+        assert CAUSAL(q, k, v).shape == q.shape
+    with pytest.raises(weft.UnavailableError, match=r"torch.func.grad and its relatives are not available"):
+        torch.func.grad(lambda q: CAUSAL(q, k, v).sum())(q)
+    with pytest.raises(weft.UnavailableError, match=r"not available"):
+        torch.func.jvp(lambda q: CAUSAL(q, k, v), (q,), (torch.ones_like(q),))
