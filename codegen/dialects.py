@@ -139,8 +139,10 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
         # Kernels clamp positions to real ones and the caller proves indices to be in range, so no read needs a mask.
         name = f"arg_{node.tensor.name}"
         offset = " + ".join(f"{printer(index, 7)} * {name}_s{d}" for d, index in enumerate(node.index))
-        kind = {"float": f"{language}.float32", "int": f"{language}.int32", "bool": f"{language}.int1"}[node.dtype]
-        return f"{language}.load({name} + {offset}).to({kind})"
+        value = f"{language}.load({name} + {offset})"
+        if node.dtype == "int":
+            return f"as_int({value})"  # ids of 64 bits keep them: two must not meet because their low halves do
+        return f"{value}.to({language}.{'float32' if node.dtype == 'float' else 'int1'})"
 
     return load
 
@@ -174,7 +176,7 @@ def _torch_load(printer: Printer, node: Load) -> str:
     text = f"arg_{node.tensor.name}[{', '.join(printer(i) for i in node.index)}]"
     if printer.scalar_code:
         return f"int({text})"
-    return text
+    return f"{text}.long()" if node.dtype == "int" else text  # small ints must not overflow in arithmetic
 
 
 TORCH = Dialect(

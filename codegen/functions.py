@@ -205,6 +205,8 @@ class FunctionPrinter:
         helpers: list[str] = []
         if not self.language.is_gpu:
             return helpers
+        if "as_int(" in text:
+            helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
         if "floor_div(" in text or "floor_mod(" in text:
             helpers.append(_FLOOR_DIV.format(jit=self.language.decorator, m=self.language.module))
         if "floor_mod(" in text:
@@ -236,6 +238,13 @@ def _is_constant(node: Expr, values: dict[str, Expr]) -> bool:
     return isinstance(node, Const) or not (symbols(node) or any(isinstance(n, Scalar) for n in nodes(node)))
 
 
+_AS_INT = '''{jit}
+def as_int(x):
+    """An int read from a tensor, in at least 32 bits."""
+    if x.dtype.primitive_bitwidth < 32:
+        x = x.to({m}.int32)
+    return x
+'''
 _FLOOR_DIV = '''{jit}
 def floor_div(a, b):
     """a // b rounded towards minus infinity; the hardware's division rounds towards zero."""

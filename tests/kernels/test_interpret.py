@@ -97,6 +97,14 @@ def test_scalars_and_documents():
         check_variant(variant, *made, target="interpret", operands={"doc": ids, "window": size}, label=f"window {size}")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_ids_of_any_int_dtype(dtype):
+    variant = weft.Attention(mask=masks.causal & masks.document(doc), name="packed")
+    step = 2**32 if dtype == torch.int64 else 60  # ids that differ above 32 bits only
+    ids = (torch.arange(50) // 13 * step).to(dtype)
+    check_variant(variant, *operands((1, 2, 50, 16), 1, 50), target="interpret", operands={"doc": ids})
+
+
 def test_latent_attention_in_both_forms():
     mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=32, rope=16), name="mla")
     generator = torch.Generator().manual_seed(0)
