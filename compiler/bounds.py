@@ -10,7 +10,7 @@ assumed positive, and `where(d > 0, ...)` falls back to the whole axis where the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal as Choice
@@ -24,7 +24,6 @@ from .affine import (
     at_most,
     choose,
     const,
-    difference,
     is_positive,
     make,
     maximum,
@@ -33,9 +32,10 @@ from .affine import (
     plus,
     simplified,
 )  # fmt: skip
+from .interval_arithmetic import Range, Tile, range_over
+from .intervals import MAX_INTERVALS, Axis, few, limit, merged, without
 from .types import Bounds, Interval
 
-MAX_INTERVALS = 4
 _MAX_TERMS = 16
 _MAX_HIDDEN = 3
 _LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
@@ -49,24 +49,13 @@ def kv_bounds(mask: Expr) -> Bounds:
     mask: a canonical bool expression. The result holds for all run-time values of operands and lengths.
     """
     ends = symbol("q_first"), symbol("q_last"), const(0), symbol("kv_len")
-    return _bounds(mask, _Axis("kv", "kv_pos", "q_pos", *ends))
+    return _bounds(mask, Axis("kv", "kv_pos", "q_pos", *ends))
 
 
 def q_bounds(mask: Expr) -> Bounds:
     """q positions that can see the kv positions kv_first..kv_last (inclusive); see `kv_bounds`."""
     start, end = symbol("q_offset"), simplified(symbol("q_offset") + symbol("q_len"))
-    return _bounds(mask, _Axis("q", "q_pos", "kv_pos", symbol("kv_first"), symbol("kv_last"), start, end))
-
-
-@dataclass(frozen=True)
-class _Axis:
-    name: Choice["kv", "q"]
-    position: str  # the symbol that is solved for
-    other: str  # the symbol that runs over the tile
-    first: Expr  # of the tile
-    last: Expr
-    start: Expr  # of the axis
-    end: Expr
+    return _bounds(mask, Axis("q", "q_pos", "kv_pos", symbol("kv_first"), symbol("kv_last"), start, end))
 
 
 @dataclass(frozen=True)
@@ -100,11 +89,10 @@ class _Term:
         return _Term(self.literals + new, self.loose or other.loose)
 
 
-_Choice = Callable[..., Expr]  # minimum or maximum
 _Terms = list[_Term]  # their disjunction; [] is never, [_Term()] is always
 
 
-def _bounds(mask: Expr, axis: _Axis) -> Bounds:
+def _bounds(mask: Expr, axis: Axis) -> Bounds:
     solver = _Solver(axis)
     terms = _absorbed(solver.terms(mask, True))
     intervals = _intervals(terms, solver)
@@ -112,7 +100,7 @@ def _bounds(mask: Expr, axis: _Axis) -> Bounds:
         intervals = _with_complement(intervals, mask, axis)
     if len(intervals) > MAX_INTERVALS:
         solver.notes.append(_HULL)
-        intervals = _few(intervals, axis)
+        intervals = few(intervals, axis)
     if not intervals:
         intervals = [Interval(axis.start, axis.start, axis.start, axis.start)]
     return Bounds(axis.name, tuple(intervals), tuple(dict.fromkeys(solver.notes)))
@@ -123,7 +111,7 @@ def _bounds(mask: Expr, axis: _Axis) -> Bounds:
 class _Solver:
     """Turns conditions into terms; collects what it could not solve."""
 
-    axis: _Axis
+    axis: Axis
     notes: list[str] = field(default_factory=list)
 
     def terms(self, node: Expr, wanted: bool) -> _Terms:
@@ -413,31 +401,14 @@ def _impossible(term: _Term) -> bool:
 
 
 # -- terms as intervals -----------------------------------------------------------------------------------------------
-_Range = tuple[Expr, Expr]
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """What interval arithmetic knows: the other position, its range, and what is assumed positive."""
-
-    position: str
-    first: Expr
-    last: Expr
-    positive: frozenset[str] = frozenset()
-
-    def of(self, literal: _Literal) -> _Range | None:
-        assumed = frozenset(a.text for a in literal.assume)
-        return _range(literal.value, _Tile(self.position, self.first, self.last, assumed))
-
-
 def _piece(term: _Term, solver: _Solver) -> Interval | None:
     """The interval of one term; None where it is surely empty."""
     axis = solver.axis
     part, conditions = _tile_part(term, axis)
-    whole = _Tile(axis.other, axis.first, axis.last)
+    whole = Tile(axis.other, axis.first, axis.last)
     found = _Piece(axis, visible=conditions, certain=not term.loose)
     for literal in term.literals:
-        some, every = part.of(literal), whole.of(literal)
+        some, every = (range_over(literal.value, tile.assuming(literal.assume)) for tile in (part, whole))
         if literal.kind != "open" and some is not None and every is not None:
             found.add(literal, some, every)
             continue
@@ -451,7 +422,7 @@ def _piece(term: _Term, solver: _Solver) -> Interval | None:
 class _Piece:
     """What the literals of a term say so far: limits and conditions for something to be visible, and everything."""
 
-    axis: _Axis
+    axis: Axis
     visible: list[Expr]
     certain: bool
     complete: list[Expr] = field(default_factory=list)
@@ -460,7 +431,7 @@ class _Piece:
     full_lo: list[Expr] = field(default_factory=list)
     full_hi: list[Expr] = field(default_factory=list)
 
-    def add(self, literal: _Literal, some: _Range, every: _Range) -> None:
+    def add(self, literal: _Literal, some: Range, every: Range) -> None:
         """One literal, with the range of its value over the part of the tile in question and over the whole tile."""
         axis = self.axis
         match literal.kind:
@@ -488,14 +459,14 @@ class _Piece:
         visible, complete = all_of(self.visible), all_of(self.complete)
         if _is(visible, False):
             return None
-        lo, hi = _limit(maximum, self.lo, start), choose(visible, _limit(minimum, self.hi, end), start)
+        lo, hi = limit(maximum, self.lo, start), choose(visible, limit(minimum, self.hi, end), start)
         if not self.certain or _is(complete, False):
             return Interval(lo, hi, start, start)
-        full_hi = choose(complete, _limit(minimum, self.full_hi, end), start)
-        return Interval(lo, hi, _limit(maximum, self.full_lo, start), full_hi)
+        full_hi = choose(complete, limit(minimum, self.full_hi, end), start)
+        return Interval(lo, hi, limit(maximum, self.full_lo, start), full_hi)
 
 
-def _written(literal: _Literal, axis: _Axis) -> Expr:
+def _written(literal: _Literal, axis: Axis) -> Expr:
     """A solved condition as the user may recognise it."""
     position, zero = symbol(axis.position), const(0)
     match literal.kind:
@@ -505,12 +476,6 @@ def _written(literal: _Literal, axis: _Axis) -> Expr:
             return make("lt", position, literal.value)
         case _:
             return make("le", literal.value, zero)
-
-
-def _limit(choice: _Choice, values: list[Expr], default: Expr) -> Expr:
-    """The tightest of the values; the axis' own end is left out where another is given, tiles are clipped later."""
-    given = [v for v in values if v.text != default.text]
-    return choice(*given) if given else default
 
 
 def _certainly(literal: _Literal, condition: Expr) -> Expr:
@@ -526,7 +491,7 @@ def _possibly(literal: _Literal, condition: Expr) -> Expr:
     return fails if _is(condition, False) else make("or", condition, fails)
 
 
-def _tile_part(term: _Term, axis: _Axis) -> tuple[_Tile, list[Expr]]:
+def _tile_part(term: _Term, axis: Axis) -> tuple[Tile, list[Expr]]:
     """The part of the other axis' tile that a term speaks of, and when it is not empty."""
     first, last = axis.first, axis.last
     conditions: list[Expr] = []
@@ -542,119 +507,24 @@ def _tile_part(term: _Term, axis: _Axis) -> tuple[_Tile, list[Expr]]:
         for b in untils:
             both = _Literal("run_time", a.value, (*a.assume, *b.assume))
             conditions.append(_possibly(both, not_above(plus(a.value, 1), b.value)))
-    return _Tile(axis.other, first, last), conditions
+    return Tile(axis.other, first, last), conditions
 
 
 def _assumed(literal: _Literal, value: Expr, default: Expr) -> Expr:
     return choose(all_of(make("lt", const(0), a) for a in literal.assume), value, default)
 
 
-# -- interval arithmetic over the tile of the other axis --------------------------------------------------------------
-def _range(node: Expr, tile: _Tile) -> _Range | None:
-    """Least and greatest value of an integer expression while the other position runs over the tile; None if unknown.
-
-    Divisors are positive here: they are numbers, or assumed so by the literal that holds them.
-    """
-    if tile.position not in symbols(node) or node.dtype != "int":
-        return node, node
-    total = Sum.of(node)
-    low, high = Sum({}), Sum({})
-    for coefficient, factors in total.terms.values():
-        part = _product_range(coefficient, factors, tile)
-        if part is None:
-            return None
-        low, high = low + Sum.of(part[0]), high + Sum.of(part[1])
-    return low.expr, high.expr
-
-
-def _product_range(coefficient: int, factors: tuple[Expr, ...], tile: _Tile) -> _Range | None:
-    fixed: Expr = const(coefficient)
-    moving: list[_Range] = []
-    for factor in factors:
-        if tile.position not in symbols(factor):
-            fixed = simplified(make("mul", fixed, factor))
-            continue
-        found = _atom_range(factor, tile)
-        if found is None:
-            return None
-        moving.append(found)
-    result = (fixed, fixed)
-    for n, part in enumerate(moving):
-        result = _times(fixed, part, tile) if n == 0 else _corners(result, part)
-    return result
-
-
-def _times(fixed: Expr, part: _Range, tile: _Tile) -> _Range:
-    low, high = (simplified(make("mul", fixed, p)) for p in part)
-    sign = Sum.of(fixed)
-    if sign.value is not None or _positive(sign, tile):
-        return (low, high) if sign.value is None or sign.value >= 0 else (high, low)
-    return minimum(low, high), maximum(low, high)
-
-
-def _positive(total: Sum, tile: _Tile) -> bool:
-    known = all(c > 0 and all(f.text in tile.positive for f in factors) for c, factors in total.terms.values())
-    return known or total.expr.text in tile.positive or is_positive(total.expr)
-
-
-def _corners(a: _Range, b: _Range) -> _Range:
-    products = [simplified(make("mul", x, y)) for x in a for y in b]
-    return minimum(*products), maximum(*products)
-
-
-def _atom_range(atom: Expr, tile: _Tile) -> _Range | None:
-    if isinstance(atom, Symbol):
-        return tile.first, tile.last
-    if not isinstance(atom, Call):
-        return None
-    match atom.op:
-        case "floordiv":
-            a = _range(atom.args[0], tile)
-            return a and tuple(simplified(make("floordiv", x, atom.args[1])) for x in a)  # type: ignore[return-value]
-        case "mod":
-            a = _range(atom.args[0], tile)
-            return a and _mod_range(a, atom.args[1])
-        case "minimum" | "maximum":
-            a, b = (_range(x, tile) for x in atom.args)
-            choice = minimum if atom.op == "minimum" else maximum
-            return None if a is None or b is None else (choice(a[0], b[0]), choice(a[1], b[1]))
-        case "abs":
-            a = _range(atom.args[0], tile)
-            return a and _abs_range(a)
-        case "where":
-            a, b = (_range(x, tile) for x in atom.args[1:])
-            if a is None or b is None or symbols(atom.args[0]) & _POSITIONS:
-                return None
-            return choose(atom.args[0], a[0], b[0]), choose(atom.args[0], a[1], b[1])
-        case _:
-            return None
-
-
-def _mod_range(a: _Range, d: Expr) -> _Range:
-    """Within one period the remainder grows; over a border it can be anything from 0 to d - 1."""
-    periods = [simplified(make("floordiv", x, d)) for x in a]
-    within = make("eq", *periods) if periods[0].text != periods[1].text else const(True)
-    low, high = (simplified(make("mod", x, d)) for x in a)
-    return choose(within, low, const(0)), choose(within, high, plus(d, -1))
-
-
-def _abs_range(a: _Range) -> _Range:
-    low, high = a
-    minus_low, minus_high = (simplified(make("neg", x)) for x in a)
-    return maximum(low, minus_high, const(0)), maximum(minus_low, high)
-
-
 # -- intervals --------------------------------------------------------------------------------------------------------
 def _intervals(terms: _Terms, solver: _Solver) -> list[Interval]:
     pieces = [_piece(term, solver) for term in terms]
-    return _merged([p for p in pieces if p is not None], solver.axis)
+    return merged([p for p in pieces if p is not None], solver.axis)
 
 
 def _reads_other(term: _Term) -> bool:
     return any(literal.kind.startswith("other") for literal in term.literals)
 
 
-def _with_complement(intervals: list[Interval], mask: Expr, axis: _Axis) -> list[Interval]:
+def _with_complement(intervals: list[Interval], mask: Expr, axis: Axis) -> list[Interval]:
     """Full parts as what is left when everything that may be hidden is taken away.
 
     Terms that speak of different rows of a tile prove nothing full one by one, where together they do. Done only where
@@ -667,107 +537,5 @@ def _with_complement(intervals: list[Interval], mask: Expr, axis: _Axis) -> list
     hidden = _intervals(terms, solver)
     if solver.notes or len(hidden) > _MAX_HIDDEN or len(intervals) > _MAX_HIDDEN:
         return intervals
-    seen = _merged([Interval(i.lo, i.hi, axis.start, axis.start) for i in intervals], axis)
-    return [_without(i, hidden, axis) for i in seen]
-
-
-def _without(seen: Interval, hidden: list[Interval], axis: _Axis) -> Interval:
-    """`seen` with its full part cut free of each hidden interval, on the side that leaves more."""
-    begin, end = axis.start, axis.end
-    for h in sorted(hidden, key=lambda h: not _reaches_end_or_start(h, axis)):
-        lo, hi = _sides(Interval(seen.lo, seen.hi, begin, end), h, axis)
-        begin, end = _limit(maximum, [begin, lo], axis.start), _limit(minimum, [end, hi], axis.end)
-    return Interval(seen.lo, seen.hi, begin, end)
-
-
-def _reaches_end_or_start(a: Interval, axis: _Axis) -> bool:
-    return a.lo.text == axis.start.text or _end_condition(a, axis) is not None
-
-
-def _end_condition(a: Interval, axis: _Axis) -> Expr | None:
-    """The condition of an interval that reaches the axis' end where it holds, and is empty where not."""
-    if a.hi.text == axis.end.text:
-        return const(True)
-    match a.hi:
-        case Call("where", (condition, yes, no)) if (yes.text, no.text) == (axis.end.text, axis.start.text):
-            return condition
-        case _:
-            return None
-
-
-def _sides(seen: Interval, hidden: Interval, axis: _Axis) -> tuple[Expr, Expr]:
-    """What a hidden interval leaves of a seen one: positions from the first, before the second."""
-    if hidden.lo.text == axis.start.text:
-        return hidden.hi, axis.end
-    condition = _end_condition(hidden, axis)
-    if condition is not None:
-        return axis.start, choose(condition, hidden.lo, axis.end)
-    some = make("lt", hidden.lo, hidden.hi)
-    room_before = difference(hidden.lo, maximum(seen.lo, seen.full_lo))
-    room_after = difference(minimum(seen.hi, seen.full_hi), hidden.hi)
-    before = not_above(room_after, room_before)
-    lo = choose(all_of([some, make("not", before)]), hidden.hi, axis.start)
-    return lo, choose(all_of([some, before]), hidden.lo, axis.end)
-
-
-def _merged(intervals: list[Interval], axis: _Axis) -> list[Interval]:
-    """Intervals joined as long as some pair is certain to make one interval whose full part is exact."""
-    for n, a in enumerate(intervals):
-        for m, b in enumerate(intervals):
-            joined = _joined(a, b, axis) if n != m else None
-            if joined is not None:
-                rest = [x for k, x in enumerate(intervals) if k not in (n, m)]
-                return _merged([*rest[:n], joined, *rest[n:]], axis)
-    return intervals
-
-
-def _joined(a: Interval, b: Interval, axis: _Axis) -> Interval | None:
-    """The union of two intervals, where it is surely one interval, and so is the union of their full parts."""
-    if a.lo.text == b.lo.text:
-        lo, hi = a.lo, _union_end(maximum, a.hi, b.hi, axis.end)
-    elif a.hi.text == b.hi.text:
-        lo, hi = _union_end(minimum, a.lo, b.lo, axis.start), a.hi
-    elif (whole := _condition_of(a.lo, a.hi, axis)) is not None:
-        lo, hi = choose(whole, axis.start, b.lo), choose(whole, axis.end, b.hi)
-    elif _no_later(a.lo, b.lo, axis) and (a.hi.text == axis.end.text or at_most(b.hi, a.hi)):
-        lo, hi = a.lo, a.hi
-    else:
-        return None
-    if _never_full(b, axis):
-        return Interval(lo, hi, a.full_lo, a.full_hi)
-    if _never_full(a, axis):
-        return Interval(lo, hi, b.full_lo, b.full_hi)
-    if a.full_lo.text == b.full_lo.text:
-        return Interval(lo, hi, a.full_lo, _union_end(maximum, a.full_hi, b.full_hi, axis.end))
-    if a.full_hi.text == b.full_hi.text:
-        return Interval(lo, hi, _union_end(minimum, a.full_lo, b.full_lo, axis.start), a.full_hi)
-    full = _condition_of(a.full_lo, a.full_hi, axis)
-    if full is not None:
-        return Interval(lo, hi, choose(full, axis.start, b.full_lo), choose(full, axis.end, b.full_hi))
-    return None
-
-
-def _condition_of(lo: Expr, hi: Expr, axis: _Axis) -> Expr | None:
-    """The condition of an interval that is the whole axis where it holds, and empty where not."""
-    return _end_condition(Interval(lo, hi, lo, lo), axis) if lo.text == axis.start.text else None
-
-
-def _union_end(choice: _Choice, a: Expr, b: Expr, unbounded: Expr) -> Expr:
-    return unbounded if unbounded.text in (a.text, b.text) else choice(a, b)
-
-
-def _no_later(a: Expr, b: Expr, axis: _Axis) -> bool:
-    return a.text == axis.start.text or at_most(a, b)
-
-
-def _never_full(a: Interval, axis: _Axis) -> bool:
-    return a.full_hi.text == axis.start.text
-
-
-def _few(intervals: list[Interval], axis: _Axis) -> list[Interval]:
-    """At most MAX_INTERVALS: the last ones share their hull, which may hold tiles where nothing is visible."""
-    kept, rest = intervals[: MAX_INTERVALS - 1], intervals[MAX_INTERVALS - 1 :]
-    # An empty interval must not widen the hull.
-    lo = minimum(*(choose(make("lt", i.lo, i.hi), i.lo, axis.end) for i in rest))
-    hi = maximum(*(choose(make("lt", i.lo, i.hi), i.hi, axis.start) for i in rest))
-    return [*kept, Interval(lo, hi, rest[0].full_lo, rest[0].full_hi)]
+    seen = merged([Interval(i.lo, i.hi, axis.start, axis.start) for i in intervals], axis)
+    return [without(i, hidden, axis) for i in seen]
