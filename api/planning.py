@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .compiler import driver, hardware, segments, targets
+from .compiler import driver, hardware, targets
 from .compiler.facts import facts_of
 from .compiler.types import Plan, Schedule, Shape, Specialisation
 from .ir import parse
@@ -206,7 +206,7 @@ def source(
         target = "triton" if target == "hopper" else target
     wanted = None if schedule is None else str(schedule)
     chosen, _ = targets.choose(spec, target, driver.algorithm_of(wanted))
-    parts = segments.Segments(*driver.segments_of(attention, spec))
+    parts = driver.segments_of(attention, spec)
     resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
     return generate(facts, spec, resolved, parts)
 

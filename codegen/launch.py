@@ -32,10 +32,6 @@ class CallTensors(NamedTuple):
     def keys(self) -> list[Tensor]:
         return [self.key] if self.rope is None else [self.key, self.rope]
 
-    @property
-    def value_dim(self) -> int:
-        return self.value.shape[-1] if self.value is not None else 0
-
 
 def empty_like_rows(tensor: Tensor, heads: int, width: int) -> Tensor:
     """An empty [B, heads, rows, width] tensor in the memory order of `tensor` ([B, L, H, D] views stay such)."""

@@ -125,7 +125,8 @@ class _Variant:
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         if 0 in (query.shape[0], query.shape[2], key.shape[2]):
-            return [torch.zeros_like(t) for t in self._differentiable(query, key, value, rope, call, wanted)]
+            results = self._empty_gradients(call, wanted)
+            return [t.zero_() for t in results]
         with _on_device(query):
             compiled = self._compiled("backward", call, target, schedule, wanted)
             tensors, sums = launch.backward(compiled, call, out, lse, dout, dlse)
@@ -138,17 +139,16 @@ class _Variant:
     ) -> list[Tensor]:  # fmt: skip
         *values, names = rest
         call, _, _ = self._unpack(query, key, value, rope, values)
-        tensors = [t for t in (query, key, value, rope) if t is not None]
-        results = [launch.empty_like_rows(t, t.shape[1], t.shape[3]) for t in tensors]
+        return self._empty_gradients(call, tuple(n for n in str(names).split(",") if n))
+
+    def _empty_gradients(self, call: CallTensors, wanted: Sequence[str]) -> list[Tensor]:
+        """What a backward returns, unfilled: for query, key, value, rope, and then the wanted operands."""
+        tensors = [t for t in (call.query, call.key, call.value, call.rope) if t is not None]
         operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
-        read = [operands[n] for n in str(names).split(",") if n]
-        return results + [
+        read = [operands[n] for n in wanted]
+        return [launch.empty_like_rows(t, t.shape[1], t.shape[3]) for t in tensors] + [
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in read if isinstance(t, Tensor)
         ]
-
-    def _differentiable(self, query, key, value, rope, call, wanted):  # type: ignore[no-untyped-def]
-        operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
-        return [t for t in (query, key, value, rope) if t is not None] + [operands[n] for n in wanted]
 
     def _operand_gradients(
         self, call: CallTensors, wanted: Sequence[str], gradients: Sequence[OperandGradient], sums: Sequence[Tensor]

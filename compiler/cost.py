@@ -19,7 +19,16 @@ from math import ceil, exp
 from typing import Literal
 
 from .hardware import Hardware
-from .kernels import KERNELS, ROW_STATISTICS, Axis, Kernel, Sizes, hopper_forward_sram, hopper_forward_sram_two_queries
+from .kernels import (
+    KERNELS,
+    ROW_STATISTICS,
+    Axis,
+    Kernel,
+    Sizes,
+    Slot,
+    hopper_forward_sram,
+    hopper_forward_sram_two_queries,
+)
 from .segments import Segments, for_heads
 from .types import DTYPE_BYTES, Schedule, Shape, TileCounts, Tiling
 
@@ -208,8 +217,9 @@ def cost_of(
     return KernelCost(kernel, tiling, tiles, sizes, sram, read, written, traffic, bounds[bound], bound)
 
 
-def tiling_of(schedule: Schedule, kernel: Kernel) -> Tiling:
-    match kernel.slot:
+def tiling_in(schedule: Schedule, slot: Slot) -> Tiling:
+    """The tiling of one slot."""
+    match slot:
         case "forward":
             return schedule.forward
         case "backward_q":
@@ -243,7 +253,7 @@ def predict(
     counts = count or dense_counts(shape)
     costs = []
     for kernel in KERNELS[schedule.algorithm]:
-        tiling = tiling_of(schedule, kernel)
+        tiling = tiling_in(schedule, kernel.slot)
         kernel = _form(kernel, schedule, tiling)
         # The textbook algorithm stores every score, visible or not.
         counter = dense_counts(shape) if schedule.algorithm == "standard" else counts

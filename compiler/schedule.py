@@ -14,7 +14,7 @@ from math import log
 from typing import Literal, get_args
 
 from ..ir.errors import WeftError
-from .cost import Traits, accumulator_registers, cost_of, dense_counts, sram_bytes
+from .cost import Traits, accumulator_registers, cost_of, dense_counts, sram_bytes, tiling_in
 from .hardware import Hardware
 from .kernels import KERNELS, Kernel, Slot
 from .segments import Segments, for_heads
@@ -330,17 +330,6 @@ def _check_sram(kernel: Kernel, tiling: Tiling, shape: Shape, hardware: Hardware
             f"Dv {shape.value_dim}, {shape.dtype}; a program of {hardware.title} has {hardware.sram_per_block}: "
             "use smaller tiles or fewer stages, or leave schedule= to be chosen"
         )
-
-
-def tiling_in(schedule: Schedule, slot: Slot) -> Tiling:
-    """The tiling of one slot."""
-    match slot:
-        case "forward":
-            return schedule.forward
-        case "backward_q":
-            return schedule.backward_q
-        case _:
-            return schedule.backward_kv
 
 
 def with_tiling(schedule: Schedule, slot: Slot, tiling: Tiling) -> Schedule:
