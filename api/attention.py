@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import planning, validate
+from .codegen.layout import Recent, is_hashable, layout_of
 from .codegen.ops import ops_of
 from .compiler.settings import default_target
 from .compiler.targets import check_name
@@ -33,6 +34,7 @@ class Attention(Declaration):
         # Registered here and not at the first call, so that torch.compile finds an op and traces no registration.
         object.__setattr__(self, "_forward_op", ops_of(self).forward)
         object.__setattr__(self, "_operand_names", tuple(p.name for p in self.parameters))
+        object.__setattr__(self, "_sound_calls", Recent())
 
     def __call__(
         self,
@@ -73,9 +75,8 @@ class Attention(Declaration):
         A row that sees no key gives 0 and lse -inf, with zero gradients. Raises WeftError for operands that do not
         fit, listing every problem, and UnavailableError where a target cannot compute the call.
         """
-        given = {"kv_lens": kv_lens, "q_lens": q_lens, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-                 "block_table": block_table}  # fmt: skip
-        for name, option in given.items():
+        for name, option in (("kv_lens", kv_lens), ("q_lens", q_lens), ("cu_seqlens_q", cu_seqlens_q),
+                             ("cu_seqlens_kv", cu_seqlens_kv), ("block_table", block_table)):  # fmt: skip
             if option is not None:
                 raise UnavailableError(
                     f"{self.name}: the option {name} is not available; pass padded operands and a mask"
@@ -84,44 +85,62 @@ class Attention(Declaration):
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
             raise WeftError(f"{self.name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
-        if value is None:
-            raise WeftError(f"{self.name}: value: missing; call it with query, key and value")
         query, key, value = _autocast(query, key, value)
-        validate.check_tensors(str(self.name), query, key, value)
-        head_dim = query.shape[3]
-        return self._run(query, key, value, None, head_dim, return_lse, q_offset, target, schedule, operands)
+        return self._run(query, key, value, None, return_lse, q_offset, target, schedule, operands)
 
     def _run(
-        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, head_dim: int, return_lse: bool,
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
+        head_dim: int | None = None,
     ) -> Result:  # fmt: skip
+        target = self._checked(query, key, value, q_offset, target, operands)
         if q_offset is None:
             q_offset = key.shape[2] - query.shape[2]
-        if not torch.compiler.is_compiling():
-            validate.check_operands(self, operands, query.device)
-            validate.check_q_offset(q_offset, query.shape[0], query.device)
-            target = target or default_target()
-            if target is not None:
-                check_name(target)
-        elif set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
-            raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
         values = [operands[n] for n in self._operand_names]  # type: ignore[attr-defined]
-        q_offsets = q_offset if isinstance(q_offset, Tensor) else None
-        arguments = (
-            query, key, value, rope, *values, 0 if q_offsets is not None else q_offset, q_offsets, head_dim,
+        q_offset, q_offsets = (0, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+        out, lse = self._dispatch(
+            query, key, value, rope, *values, q_offset, q_offsets, head_dim or query.shape[3],
             target or "", "" if schedule is None else str(schedule),
         )  # fmt: skip
-        out, lse = self._dispatch(arguments)
         return (out, lse) if return_lse else out
 
-    def _dispatch(self, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    def _checked(
+        self, query: Tensor, key: Tensor, value: Tensor | None, q_offset: int | Tensor | None, target: str | None,
+        operands: Mapping[str, Any],
+    ) -> str | None:  # fmt: skip
+        """The target in force; raises for a call that is not sound. What was found sound once is not checked again."""
+        if torch.compiler.is_compiling():
+            if self.latent is None:
+                validate.check_tensors(str(self.name), query, key, value)
+            if set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
+                raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
+            return target
+        target = target or default_target()
+        layout = layout_of((query, key, value, q_offset, target, *operands, *operands.values()))
+        rememberable = is_hashable(layout)  # not with symbolic sizes, nor with things that the checks will refuse
+        if rememberable and layout in self._sound_calls:  # type: ignore[attr-defined]
+            return target
+        if self.latent is None:
+            validate.check_tensors(str(self.name), query, key, value)
+        validate.check_operands(self, operands, query.device)
+        if q_offset is not None:
+            validate.check_q_offset(q_offset, query.shape[0], query.device)
+        if target is not None:
+            check_name(target)
+        if rememberable:
+            self._sound_calls.keep(layout, True)  # type: ignore[attr-defined]
+        return target
+
+    def _dispatch(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         op = self._forward_op  # type: ignore[attr-defined]
         if torch.compiler.is_compiling():
             return op(*arguments)
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         _refuse_transforms(str(self.name), tensors)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return op(*arguments)
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return op(*arguments)
         # Nothing to record: going past the autograd key halves what a call costs the host.
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)
@@ -146,17 +165,17 @@ class Attention(Declaration):
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
-            return self._run(query, cache, None, None, query.shape[3], *tail)
+            return self._run(query, cache, None, None, *tail)
         nope = query.shape[3] - rope_dim
         form = form or planning.latent_form(self, query, cache, uk, uv)
         if form == "expanded":
             latent = cache[..., :rank]
             rope = cache[..., rank:] if rope_dim else None
-            return self._run(query, latent @ uk, latent @ uv, rope, query.shape[3], *tail)
+            return self._run(query, latent @ uk, latent @ uv, rope, *tail)
         if form != "absorbed":
             raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
         absorbed = torch.cat([query[..., :nope] @ uk.transpose(1, 2), query[..., nope:]], dim=-1)
-        result = self._run(absorbed, cache, None, None, query.shape[3], *tail)
+        result = self._run(absorbed, cache, None, None, *tail, head_dim=query.shape[3])
         if return_lse:
             return result[0] @ uv, result[1]
         assert isinstance(result, Tensor)
@@ -182,10 +201,9 @@ class Attention(Declaration):
                 query, key, value = expand_latent(self, query, key, uk, uv)
             else:
                 value = key[..., : self.latent.rank]
-        elif value is None:
-            raise WeftError(f"{self.name}: value: missing; call it with query, key and value")
         else:
             validate.check_tensors(str(self.name), query, key, value)
+            assert value is not None
         validate.check_operands(self, operands, query.device)
         result = reference(self, query, key, value, operands, q_offset, head_dim)
         return result if return_lse else result[0]
@@ -222,13 +240,15 @@ def _refuse_transforms(name: str, tensors: list[Tensor]) -> None:
     """Derivatives that torch would drop or refuse in its own words: forward mode, and torch.func's grad and jvp."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
-    if any(torch._C._functorch.is_gradtrackingtensor(t) for t in tensors):
+    if torch._C._functorch.peek_interpreter_stack() is not None and any(
+        torch._C._functorch.is_gradtrackingtensor(t) for t in tensors
+    ):
         raise UnavailableError(
             f"{name}: torch.func.grad and its relatives are not available; use torch.autograd.grad or .backward()"
         )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast, float operands take the autocast dtype, as those of torch's own attention do."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):

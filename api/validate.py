@@ -18,8 +18,10 @@ MAX_HEAD_DIM = 256
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None) -> None:
     """query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], one dtype and device, last dim contiguous."""
+    if value is None:
+        raise WeftError(f"{name}: value: missing; call it with query, key and value")
     if _fit(query, key, value):
         return
     named = {"query": query, "key": key, "value": value}

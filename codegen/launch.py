@@ -33,15 +33,29 @@ class CallTensors(NamedTuple):
         return [self.key] if self.rope is None else [self.key, self.rope]
 
 
-def empty_like_rows(tensor: Tensor, heads: int, width: int) -> Tensor:
-    """An empty [B, heads, rows, width] tensor in the memory order of `tensor` ([B, L, H, D] views stay such)."""
+class Place(NamedTuple):
+    """How a tensor that is to be made lies in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def beside(self, tensor: Tensor) -> Tensor:
+        """An empty tensor there, on the device of `tensor`."""
+        return tensor.new_empty_strided(self.size, self.stride, dtype=self.dtype)
+
+
+def rows_like(tensor: Tensor, heads: int, width: int) -> Place:
+    """[B, heads, rows, width] in the memory order of `tensor` ([B, L, H, D] views stay such)."""
     batch, _, rows, _ = tensor.shape
-    if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty((batch, rows, heads, width)).transpose(1, 2)
-    return tensor.new_empty((batch, heads, rows, width))
+    of_head, of_row = (width, heads * width) if tensor.stride(1) < tensor.stride(2) else (rows * width, width)
+    return Place((batch, heads, rows, width), (heads * rows * width, of_head, of_row, 1), tensor.dtype)
 
 
-def forward(compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor) -> None:
+Launches = dict[str, object]  # what a module settled for calls that are equal in all but addresses; {} at first
+
+
+def forward(compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor, launches: Launches) -> None:
     """Fill out [B, Hq, L, Dv] and lse [B, Hq, L]."""
     module, tiling = compiled.module, compiled.schedule.forward
     match compiled.schedule.target:
@@ -52,22 +66,20 @@ def forward(compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor) -> 
         case "triton" | "interpret":
             module.launch_forward(
                 call.query, call.keys, call.value, out, lse, call.q_offset, call.operands,
-                gpu_config(tiling), call.head_dim,
+                gpu_config(tiling), call.head_dim, launches,
             )  # fmt: skip
         case _:
             raise InternalError(f"launch: unknown target {compiled.schedule.target}")
 
 
 def backward(
-    compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of query, key, value and rope (where there is one), and the raw sums of operand gradients, one for
-    each of spec's gradient reads: total [B, Hq], row [B, Hq, L], column [B, Hq, T], float32."""
-    assert call.value is not None
-    kv_heads = call.key.shape[1]
-    dquery = empty_like_rows(call.query, call.query.shape[1], call.query.shape[3])
-    dkeys = [empty_like_rows(k, k.shape[1], k.shape[3]) for k in call.keys]
-    dvalue = empty_like_rows(call.value, kv_heads, call.value.shape[3])
+    compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    gradients: Sequence[Tensor], launches: Launches,
+) -> list[Tensor]:  # fmt: skip
+    """Fill the gradients of query, key, value and rope (where there is one). Returns the raw sums of operand
+    gradients, one for each of spec's gradient reads: total [B, Hq], row [B, Hq, L], column [B, Hq, T], float32."""
+    dquery, dkey, dvalue, *drope = gradients
+    dkeys = [dkey, *drope]
     schedule, module = compiled.schedule, compiled.module
     match schedule.target:
         case "cpu":
@@ -79,11 +91,11 @@ def backward(
             sums = module.launch_backward(
                 dout, dlse, call.query, call.keys, call.value, out, lse, dquery, dkeys, dvalue, call.q_offset,
                 call.operands, gpu_config(schedule.backward_q),
-                gpu_config(schedule.backward_kv), call.head_dim,
+                gpu_config(schedule.backward_kv), call.head_dim, launches,
             )  # fmt: skip
         case _:
             raise InternalError(f"launch: target {schedule.target} has no backward")
-    return [dquery, dkeys[0], dvalue, *dkeys[1:]], list(sums)
+    return list(sums)
 
 
 def _cpu_arguments(call: CallTensors) -> tuple[object, ...]:
@@ -114,7 +126,6 @@ def gpu_config(tiling: Tiling) -> dict[str, int | str]:
     }
 
 
-def zero_forward(out: Tensor, lse: Tensor) -> None:
+def zero_forward(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """What a call gives when there is nothing to see."""
-    out.zero_()
-    lse.fill_(-torch.inf)
+    return out.zero_(), lse.fill_(-torch.inf)

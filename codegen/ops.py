@@ -7,6 +7,7 @@ that a variant is registered once and a graph that holds the op can be exported.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -22,12 +23,12 @@ from ..ir.expr import TensorOperand
 from ..ir.reference import evaluate
 from . import launch
 from .checks import check_call, hopper_misfit
-from .launch import CallTensors, Operand
+from .launch import CallTensors, Operand, Place
+from .layout import Recent, addresses_align, layout_of
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _registered: dict[str, Ops] = {}
-MOST_REMEMBERED = 16384  # sizes of calls kept as checked, for each variant
 N_FIRST = 4  # query, key, value, rope come before the variant's operands
 
 
@@ -78,6 +79,14 @@ def _register(attention: Attention) -> Ops:
 
 
 # -- the functions behind the ops --------------------------------------------------------------------------------------
+class _Ready(NamedTuple):
+    """What is settled for all calls of one layout, checks included."""
+
+    compiled: Compiled
+    launches: launch.Launches
+    results: tuple[launch.Place, ...]  # of what a call returns: out and lse, or the gradients
+
+
 class _Variant:
     """Implementations for one variant; arguments come as the schema lists them."""
 
@@ -85,34 +94,44 @@ class _Variant:
         self.attention = attention
         self.parameters = attention.parameters
         self.facts = facts_of(attention)
-        self.checked: set[object] = set()  # sizes of calls that were found sound
-        self.compiled: dict[object, Compiled] = {}
+        self.forward_calls: Recent[_Ready] = Recent()
+        self.backward_calls: Recent[_Ready] = Recent()
 
     # forward
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object
     ) -> tuple[Tensor, Tensor]:
+        arguments = (query, key, value, rope, *rest)
+        layout = (*layout_of(arguments), addresses_align(arguments))
         call, target, schedule = self._unpack(query, key, value, rope, rest)
-        self._check(call)
-        out, lse = self._empty(query, value)
-        if 0 in (query.shape[0], query.shape[2], key.shape[2]):
-            launch.zero_forward(out, lse)
-            return out, lse
+        ready = self.forward_calls.get(layout)
+        if ready is None:
+            check_call(self.facts, self.parameters, call)
+            if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+                return launch.zero_forward(*self._forward_results(query, value))
+            with _on_device(query):
+                compiled = self._compiled("forward", call, target, schedule)
+            ready = self.forward_calls.keep(layout, _Ready(compiled, {}, self._forward_places(query, value)))
+        out, lse = (place.beside(query) for place in ready.results)
         with _on_device(query):
-            launch.forward(self._compiled("forward", call, target, schedule), call, out, lse)
+            launch.forward(ready.compiled, call, out, lse, ready.launches)
         return out, lse
 
     def fake_forward(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object
     ) -> tuple[Tensor, Tensor]:
-        return self._empty(query, value)
+        return self._forward_results(query, value)
 
-    def _empty(self, query: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-        heads = query.shape[1]
+    def _forward_results(self, query: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = self._forward_places(query, value)
+        return out.beside(query), lse.beside(query)
+
+    def _forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
+        """Of out [B, Hq, L, Dv] and lse [B, Hq, L]."""
+        batch, heads, rows, _ = query.shape
         width = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
         lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        lse = query.new_empty((query.shape[0], heads, query.shape[2]), dtype=lse_dtype)
-        return launch.empty_like_rows(query, heads, width), lse
+        return launch.rows_like(query, heads, width), Place((batch, heads, rows), (heads * rows, rows, 1), lse_dtype)
 
     # backward
     def backward(
@@ -124,13 +143,21 @@ class _Variant:
         wanted = tuple(n for n in str(names).split(",") if n)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        if 0 in (query.shape[0], query.shape[2], key.shape[2]):
-            results = self._empty_gradients(call, wanted)
-            return [t.zero_() for t in results]
+        arguments = (dout, dlse, out, lse, query, key, value, rope, *rest)
+        layout = (*layout_of(arguments), addresses_align(arguments))
+        ready = self.backward_calls.get(layout)
+        if ready is None:
+            if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+                return [place.beside(query).zero_() for place in self._gradient_places(call, wanted)]
+            with _on_device(query):
+                compiled = self._compiled("backward", call, target, schedule, wanted)
+            ready = self.backward_calls.keep(layout, _Ready(compiled, {}, self._gradient_places(call, ())))
+        tensors = [place.beside(query) for place in ready.results]
         with _on_device(query):
-            compiled = self._compiled("backward", call, target, schedule, wanted)
-            tensors, sums = launch.backward(compiled, call, out, lse, dout, dlse)
-        gradients = self.facts.operand_gradients(frozenset(wanted)) if wanted else ()
+            sums = launch.backward(ready.compiled, call, out, lse, dout, dlse, tensors, ready.launches)
+        if not wanted:
+            return tensors
+        gradients = self.facts.operand_gradients(frozenset(wanted))
         return [*tensors, *self._operand_gradients(call, wanted, gradients, sums)]
 
     def fake_backward(
@@ -139,16 +166,18 @@ class _Variant:
     ) -> list[Tensor]:  # fmt: skip
         *values, names = rest
         call, _, _ = self._unpack(query, key, value, rope, values)
-        return self._empty_gradients(call, tuple(n for n in str(names).split(",") if n))
+        wanted = tuple(n for n in str(names).split(",") if n)
+        return [place.beside(query) for place in self._gradient_places(call, wanted)]
 
-    def _empty_gradients(self, call: CallTensors, wanted: Sequence[str]) -> list[Tensor]:
-        """What a backward returns, unfilled: for query, key, value, rope, and then the wanted operands."""
+    def _gradient_places(self, call: CallTensors, wanted: Sequence[str]) -> tuple[Place, ...]:
+        """Of what a backward returns: for query, key, value, rope, and then the wanted operands."""
         tensors = [t for t in (call.query, call.key, call.value, call.rope) if t is not None]
         operands = {p.name: v for p, v in zip(self.parameters, call.operands)}
         read = [operands[n] for n in wanted]
-        return [launch.empty_like_rows(t, t.shape[1], t.shape[3]) for t in tensors] + [
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in read if isinstance(t, Tensor)
-        ]
+        return (
+            *(launch.rows_like(t, t.shape[1], t.shape[3]) for t in tensors),
+            *(contiguous_like(t) for t in read if isinstance(t, Tensor)),
+        )
 
     def _operand_gradients(
         self, call: CallTensors, wanted: Sequence[str], gradients: Sequence[OperandGradient], sums: Sequence[Tensor]
@@ -168,17 +197,6 @@ class _Variant:
         call = CallTensors(query, key, value, rope, operands, offset, head_dim)  # type: ignore[arg-type]
         return call, target or None, schedule or None  # type: ignore[return-value]
 
-    def _check(self, call: CallTensors) -> None:
-        """Indices and integers of this call; what was proven for these sizes once is not proven again."""
-        kinds = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v for v in call.operands]
-        offset = None if isinstance(call.q_offset, Tensor) else call.q_offset
-        sizes = (call.query.shape, call.key.shape, call.query.device, offset, call.head_dim, *kinds)
-        if sizes not in self.checked:
-            check_call(self.facts, self.parameters, call)
-            if len(self.checked) >= MOST_REMEMBERED:
-                self.checked.clear()
-            self.checked.add(sizes)
-
     def _compiled(
         self,
         direction: str,
@@ -196,12 +214,8 @@ class _Variant:
             target = self._hopper_or_triton(call, target)
         value_dim = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
         rope_dim = 0 if rope is None else rope.shape[-1]
-        kind = (direction, query.device, query.dtype, query.shape[-1], value_dim, rope_dim, value is None, target,
-                schedule, gradients)  # fmt: skip
-        if kind not in self.compiled:
-            spec = self._specialisation(direction, query, value_dim, rope_dim, value is None, gradients)
-            self.compiled[kind] = compile_kernel(self.attention, spec, target, schedule)
-        return self.compiled[kind]
+        spec = self._specialisation(direction, query, value_dim, rope_dim, value is None, gradients)
+        return compile_kernel(self.attention, spec, target, schedule)
 
     def _specialisation(
         self, direction: str, query: Tensor, value_dim: int, rope_dim: int, value_is_key: bool,
@@ -298,17 +312,18 @@ def scatter(
     result += torch.bincount(flat.flatten(), sums.flatten(), result.numel()).view(result.shape).to(result.dtype)
 
 
-class _on_device:
+def contiguous_like(tensor: Tensor) -> Place:
+    strides = [1]
+    for size in reversed(tensor.shape[1:]):
+        strides.append(strides[-1] * size)
+    return Place(tuple(tensor.shape), tuple(reversed(strides)), tensor.dtype)
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the operands' GPU the current one: Triton launches there, whatever the caller's current device is."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
 
-    def __init__(self, tensor: Tensor) -> None:
-        elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
-        self.guard = torch.cuda.device(tensor.device) if elsewhere else None
 
-    def __enter__(self) -> None:
-        if self.guard is not None:
-            self.guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.guard is not None:
-            self.guard.__exit__(*error)
+_HERE = nullcontext()

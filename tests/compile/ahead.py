@@ -12,7 +12,7 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, MockTensor
 
 import weft
 from weft.codegen import launch
@@ -134,24 +134,32 @@ def compiled(
     return Module(plan.schedule, {k.name: k for k in plan.kernels}, kernels)
 
 
+class _NeverLaunched:
+    """Takes the place of a compiled kernel where the module keeps it for its launches."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
 # -- module -> launches ----------------------------------------------------------------------------------------------
 def recorded(made: Compiled, sizes: Shape) -> list[Launch]:
     """The kernels that one call launches, in order, without running any."""
     launches: list[Launch] = []
 
-    def record(kernel: JITFunction, *values: object, grid: object, warmup: bool, **named: object) -> None:
+    def record(kernel: JITFunction, *values: object, grid: object, warmup: bool, **named: object) -> object:
         names = [p.name for p in kernel.params]
         options = {n: named.pop(n) for n in ("num_warps", "num_stages") if n in named}
         launches.append(Launch(kernel, {**dict(zip(names, values)), **named}, options))  # type: ignore[arg-type]
+        return _NeverLaunched()
 
     query, key, value, out, dout = _rows(sizes, 5)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
     call = CallTensors(query, key, value, None, _operands(made.facts.attention), 0, sizes.head_dim)
     with mock.patch.object(JITFunction, "run", record), _without_device(made.module):
         if made.spec.direction == "forward":
-            launch.forward(made, call, out, lse)
+            launch.forward(made, call, out, lse, {})
         else:
-            launch.backward(made, call, out, lse, dout, dlse)
+            launch.backward(made, call, out, lse, dout, dlse, _rows(sizes, 3), {})
     return launches
 
 
@@ -172,10 +180,10 @@ def _without_device(module: ModuleType) -> Iterator[None]:
     """Answers for launch code that asks which device it is on; the Hopper module also wants a stream and a counter."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
-        if hasattr(module, "driver"):
-            active = SimpleNamespace(get_current_stream=lambda device: 0)
+        active = SimpleNamespace(get_current_stream=lambda device: 0)
+        stack.enter_context(mock.patch.object(module, "driver", SimpleNamespace(active=active)))
+        if hasattr(module, "_counter"):
             counter = torch.zeros(1, dtype=torch.int32)
-            stack.enter_context(mock.patch.object(module, "driver", SimpleNamespace(active=active)))
             stack.enter_context(mock.patch.object(module, "_counter", lambda device, stream: counter))
             stack.enter_context(mock.patch.object(module, "_processors", lambda device: 132))
         yield
@@ -223,8 +231,8 @@ def _type_of(parameter: triton.runtime.jit.KernelParam, value: object) -> str:
     match value:
         case TensorDescriptor():
             return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
-        case Tensor():
-            return "*" + TYPE_NAMES[value.dtype]
+        case Tensor(dtype=dtype) | MockTensor(dtype=dtype):
+            return "*" + TYPE_NAMES[dtype]
         case int():
             return "i32"
         case _:

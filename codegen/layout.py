@@ -1,0 +1,49 @@
+"""What calls have in common when they differ only in their data: such calls are checked and prepared once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+MOST_REMEMBERED = 1024  # layouts of calls, for each variant
+
+
+def layout_of(arguments: Iterable[object]) -> tuple[object, ...]:
+    """Shape, strides, dtype and device of every tensor among the arguments; the others with their types."""
+    layout: list[object] = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            layout += (value.shape, value.stride(), value.dtype, value.get_device())
+        else:
+            layout += (type(value), value)
+    return tuple(layout)
+
+
+def is_hashable(layout: tuple[object, ...]) -> bool:
+    try:
+        hash(layout)
+    except TypeError:
+        return False
+    return True
+
+
+def addresses_align(arguments: Iterable[object]) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes, as fast copies want it."""
+    addresses = 0
+    for value in arguments:
+        if isinstance(value, Tensor):
+            addresses |= value.data_ptr()
+    return addresses % 16 == 0
+
+
+class Recent(dict[object, T]):
+    """What was found out about layouts; the oldest entry goes when there are too many."""
+
+    def keep(self, layout: object, found: T) -> T:
+        if len(self) >= MOST_REMEMBERED:
+            self.pop(next(iter(self), None), None)
+        self[layout] = found
+        return found

@@ -1,0 +1,241 @@
+"""Derive from a mask what to measure of a tile of queries and a tile of keys, to see what their pairs can be.
+
+    doc[q_pos] == doc[kv_pos]   -->   some pair may be visible where (q0_low <= kv0_high) & (kv0_low <= q0_high)
+
+Tile bounds (`bounds.py`) follow from positions alone; here the least and greatest value of what the mask reads in each
+tile is measured first. The largest parts of the mask that read one position are measured, so whatever arithmetic lies
+inside them is the mask's own; what joins the two sides is decided by interval arithmetic (Moore, Interval Analysis,
+1966) on numbers, and by a pair (certain, possible) on bools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..ir.canonical import canonical
+from ..ir.expr import Call, Const, Expr, Load
+from ..ir.walk import nodes, substitute, symbols
+from .affine import choose, const, make, name
+
+Range: TypeAlias = tuple[Expr, Expr]  # least and greatest value over both tiles
+_AXES = {"q_pos": "q", "kv_pos": "kv"}
+_FLIPPED = {"gt": "lt", "ge": "le"}
+_LARGEST = 1000  # nodes; alternatives inside alternatives double, and a longer decision costs more than a tile
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What to measure of a tile of queries and a tile of keys, and what follows for the pair.
+
+    Symbols q<n>_low and q<n>_high stand for the least and greatest value of q_values[n] over the tile's real positions,
+    kv<n>_low and kv<n>_high for those of kv_values[n]; bools count as 0 and 1. Each tile holds a position at least.
+    Sound where a value is computed as in the mask, in the mask's width, and only then widened to 64 bits: a call is
+    checked for sums of values in 32 bits, and a sum of ends may be larger.
+    """
+
+    q_values: tuple[Expr, ...]  # int or bool, of q_pos, heads, batch, lengths and operands; sorted by text
+    kv_values: tuple[Expr, ...]  # the same of kv_pos
+    possible: Expr  # bool, over those symbols, heads, batch, lengths and operands: some pair may be visible
+    certain: Expr  # bool, likewise: every pair is visible
+
+
+def survey(mask: Expr) -> Survey | None:
+    """What to measure for this mask; None where no pair of tiles could be left out.
+
+    mask: a canonical bool expression of a verified variant. For all values of operands and lengths that a call accepts,
+    `possible` is false only where no pair of the two tiles is visible, `certain` true only where every pair is.
+    """
+    surveyor = _Surveyor()
+    found = surveyor.truth(mask)
+    return None if _is(found.possible, True) else surveyor.published(found)
+
+
+# -- conditions -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Truth:
+    """What is known of a condition: it certainly holds for every pair, it possibly holds for some."""
+
+    certain: Expr
+    possible: Expr
+
+    @property
+    def unknown(self) -> bool:
+        return _is(self.possible, True) and _is(self.certain, False)
+
+    def __invert__(self) -> _Truth:
+        return _Truth(_negated(self.possible), _negated(self.certain))
+
+    def __and__(self, other: _Truth) -> _Truth:
+        return _Truth(make("and", self.certain, other.certain), make("and", self.possible, other.possible))
+
+    def __or__(self, other: _Truth) -> _Truth:
+        return _Truth(make("or", self.certain, other.certain), make("or", self.possible, other.possible))
+
+
+_UNKNOWN = _Truth(const(False), const(True))
+
+
+def _is(node: Expr, value: bool) -> bool:
+    return isinstance(node, Const) and node.value is value
+
+
+def _negated(node: Expr) -> Expr:
+    """~node, with the negation at the leaves; not inside comparisons of floats, which NaN makes false both ways."""
+    match node:
+        case Call("not", (a,)):
+            return a
+        case Call("and" | "or" as op, (a, b)):
+            return make("or" if op == "and" else "and", _negated(a), _negated(b))
+        case Call("lt" | "le" as op, (a, b)) if {a.dtype, b.dtype} == {"int"}:
+            return make("le" if op == "lt" else "lt", b, a)
+        case _:
+            return make("not", node)
+
+
+def _choice(condition: _Truth, a: _Truth, b: _Truth) -> _Truth:
+    """where(condition, a, b): certain also where both are and the condition is unknown."""
+    either = (condition & a) | (~condition & b)
+    return _Truth(((~condition | a) & (condition | b)).certain, either.possible)
+
+
+def _compared(op: str, a: Range, b: Range) -> _Truth:
+    """a < b or a <= b of two ranges."""
+    return _Truth(_holds(op, a[1], b[0]), _holds(op, a[0], b[1]))
+
+
+def _holds(op: str, a: Expr, b: Expr) -> Expr:
+    return const(op == "le") if a.text == b.text else make(op, a, b)
+
+
+# -- ranges -----------------------------------------------------------------------------------------------------------
+def _extreme(op: str, a: Expr, b: Expr) -> Expr:
+    return a if a.text == b.text else make(op, a, b)
+
+
+def _arithmetic(op: str, args: list[Range]) -> Range | None:
+    """The range of an operator that grows in every operand, or falls; None for any other."""
+    match op, args:
+        case "add", [(a, b), (c, d)]:
+            return make("add", a, c), make("add", b, d)
+        case "sub", [(a, b), (c, d)]:
+            return make("sub", a, d), make("sub", b, c)
+        case "neg", [(a, b)]:
+            return make("neg", b), make("neg", a)
+        case "minimum" | "maximum", [(a, b), (c, d)]:
+            return _extreme(op, a, c), _extreme(op, b, d)
+        case _:
+            return None
+
+
+def _may_wrap(node: Call) -> bool:
+    """Whether a sum may leave its width: a call proves that none does, but for ints from tensors and from floats."""
+    if node.op not in ("add", "sub", "neg"):
+        return False
+    return any(isinstance(n, Load) or (isinstance(n, Call) and n.op == "floor") for n in nodes(node))
+
+
+def _small(*exprs: Expr) -> bool:
+    return sum(1 for e in exprs for _ in nodes(e)) <= _LARGEST
+
+
+# -- the mask over two tiles ------------------------------------------------------------------------------------------
+@dataclass
+class _Surveyor:
+    """Decides conditions over two tiles, and collects what must be measured for that.
+
+    Names start with an underscore while they are compared by their text, so that no operand's name can equal one.
+    """
+
+    values: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "kv": []})
+
+    def truth(self, node: Expr) -> _Truth:
+        found = self._truth(node)
+        found = _Truth(canonical(found.certain), canonical(found.possible))
+        return found if _small(found.certain, found.possible) else _UNKNOWN
+
+    def _truth(self, node: Expr) -> _Truth:
+        own = self._one_sided(node)
+        if own is not None:
+            return _Truth(*(end if end.dtype == "bool" else make("lt", const(0), end) for end in own))
+        match node:
+            case Call("not", (a,)):
+                return ~self.truth(a)
+            case Call("and", (a, b)):
+                return self.truth(a) & self.truth(b)
+            case Call("or", (a, b)):
+                return self.truth(a) | self.truth(b)
+            case Call("xor" | "eq" | "ne" as op, (a, b)) if a.dtype == "bool":
+                x, y = self.truth(a), self.truth(b)
+                if x.unknown or y.unknown:
+                    return _UNKNOWN
+                return _choice(x, y, ~y) if op == "eq" else _choice(x, ~y, y)
+            case Call("where", (condition, a, b)):
+                return _choice(self.truth(condition), self.truth(a), self.truth(b))
+            case Call(op, (a, b)) if {a.dtype, b.dtype} == {"int"}:
+                return self._comparison(op, a, b)
+            case _:  # a comparison of floats, or a flag read at both positions
+                return _UNKNOWN
+
+    def _comparison(self, op: str, a: Expr, b: Expr) -> _Truth:
+        if op in _FLIPPED:
+            op, a, b = _FLIPPED[op], b, a
+        x, y = self.range(a), self.range(b)
+        if x is None or y is None:
+            return _UNKNOWN
+        if op in ("lt", "le"):
+            return _compared(op, x, y)
+        equal = _compared("le", x, y) & _compared("le", y, x)
+        return equal if op == "eq" else ~equal
+
+    def range(self, node: Expr) -> Range | None:
+        """Least and greatest value of an int expression over both tiles; None where they are not known."""
+        found = self._one_sided(node) or self._mixed(node)
+        if found is None or not _small(*found):
+            return None
+        return canonical(found[0]), canonical(found[1])
+
+    def _mixed(self, node: Expr) -> Range | None:
+        if not isinstance(node, Call) or _may_wrap(node):
+            return None
+        ranges = [r for r in map(self.range, node.args[-2:]) if r is not None]
+        if len(ranges) < len(node.args[-2:]):
+            return None
+        if node.op != "where":
+            return _arithmetic(node.op, ranges)
+        condition, ((a, b), (c, d)) = self.truth(node.args[0]), ranges
+        low = choose(condition.certain, a, choose(condition.possible, _extreme("minimum", a, c), c))
+        return low, choose(condition.certain, b, choose(condition.possible, _extreme("maximum", b, d), d))
+
+    # -- what is measured ---------------------------------------------------------------------------------------------
+    def _one_sided(self, node: Expr) -> Range | None:
+        """The ends of what reads one position at most: itself where it reads none; None where it reads both."""
+        positions = symbols(node) & _AXES.keys()
+        if len(positions) > 1:
+            return None
+        return self._measured(node, _AXES[next(iter(positions))]) if positions else (node, node)
+
+    def _measured(self, node: Expr, axis: str) -> Range:
+        texts = [v.text for v in self.values[axis]]
+        if node.text not in texts:
+            self.values[axis].append(node)
+            texts.append(node.text)
+        low, high = _names(f"_{axis}", texts.index(node.text))
+        return name(low), name(high)
+
+    def published(self, found: _Truth) -> Survey:
+        """The result under its public names, with the values that it uses and no others."""
+        used = symbols(found.certain) | symbols(found.possible)
+        public: dict[str, Expr] = {}
+        kept: dict[str, tuple[Expr, ...]] = {}
+        for axis, values in self.values.items():
+            numbers = [k for k in range(len(values)) if used & {*_names(f"_{axis}", k)}]
+            numbers.sort(key=lambda k: values[k].text)
+            kept[axis] = tuple(values[k] for k in numbers)
+            for n, k in enumerate(numbers):
+                public |= {own: name(new) for own, new in zip(_names(f"_{axis}", k), _names(axis, n))}
+        return Survey(kept["q"], kept["kv"], substitute(found.possible, public), substitute(found.certain, public))
+
+
+def _names(axis: str, number: int) -> tuple[str, str]:
+    return f"{axis}{number}_low", f"{axis}{number}_high"
