@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,12 +75,9 @@ class Attention(Declaration):
         A row that sees no key gives 0 and lse -inf, with zero gradients. Raises WeftError for operands that do not
         fit, listing every problem, and UnavailableError where a target cannot compute the call.
         """
-        for name, option in (("kv_lens", kv_lens), ("q_lens", q_lens), ("cu_seqlens_q", cu_seqlens_q),
-                             ("cu_seqlens_kv", cu_seqlens_kv), ("block_table", block_table)):  # fmt: skip
-            if option is not None:
-                raise UnavailableError(
-                    f"{self.name}: the option {name} is not available; pass padded operands and a mask"
-                )
+        if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
+            self._refuse(kv_lens=kv_lens, q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+                         block_table=block_table)  # fmt: skip
         if self.latent is not None:
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
@@ -88,38 +85,48 @@ class Attention(Declaration):
         query, key, value = _autocast(query, key, value)
         return self._run(query, key, value, None, return_lse, q_offset, target, schedule, operands)
 
+    def _refuse(self, **options: Tensor | None) -> NoReturn:
+        names = [name for name, option in options.items() if option is not None]
+        raise UnavailableError(f"{self.name}: the option {names[0]} is not available; pass padded operands and a mask")
+
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
         head_dim: int | None = None,
     ) -> Result:  # fmt: skip
-        target = self._checked(query, key, value, q_offset, target, operands)
+        tracing = torch.compiler.is_compiling()
+        if tracing:
+            self._check_traced(query, key, value, operands)
+        else:
+            target = target or default_target()
+            self._check(query, key, value, q_offset, target, operands)
         if q_offset is None:
             q_offset = key.shape[2] - query.shape[2]
         values = [operands[n] for n in self._operand_names]  # type: ignore[attr-defined]
         q_offset, q_offsets = (0, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-        out, lse = self._dispatch(
+        arguments = (
             query, key, value, rope, *values, q_offset, q_offsets, head_dim or query.shape[3],
             target or "", "" if schedule is None else str(schedule),
         )  # fmt: skip
+        out, lse = self._forward_op(*arguments) if tracing else self._dispatch(arguments)  # type: ignore[attr-defined]
         return (out, lse) if return_lse else out
 
-    def _checked(
+    def _check_traced(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
+        """What torch.compile can trace of the checks; the op makes the others when it runs."""
+        if self.latent is None:
+            validate.check_tensors(str(self.name), query, key, value)
+        if set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
+            raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
+
+    def _check(
         self, query: Tensor, key: Tensor, value: Tensor | None, q_offset: int | Tensor | None, target: str | None,
         operands: Mapping[str, Any],
-    ) -> str | None:  # fmt: skip
-        """The target in force; raises for a call that is not sound. What was found sound once is not checked again."""
-        if torch.compiler.is_compiling():
-            if self.latent is None:
-                validate.check_tensors(str(self.name), query, key, value)
-            if set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
-                raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
-            return target
-        target = target or default_target()
+    ) -> None:  # fmt: skip
+        """Raise for a call that is not sound; what was found sound once is not checked again."""
         layout = layout_of((query, key, value, q_offset, target, *operands, *operands.values()))
         rememberable = is_hashable(layout)  # not with symbolic sizes, nor with things that the checks will refuse
         if rememberable and layout in self._sound_calls:  # type: ignore[attr-defined]
-            return target
+            return
         if self.latent is None:
             validate.check_tensors(str(self.name), query, key, value)
         validate.check_operands(self, operands, query.device)
@@ -129,12 +136,9 @@ class Attention(Declaration):
             check_name(target)
         if rememberable:
             self._sound_calls.keep(layout, True)  # type: ignore[attr-defined]
-        return target
 
-    def _dispatch(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def _dispatch(self, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         op = self._forward_op  # type: ignore[attr-defined]
-        if torch.compiler.is_compiling():
-            return op(*arguments)
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         _refuse_transforms(str(self.name), tensors)
         if torch.is_grad_enabled():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .codegen.checks import tensor_problems
 from .ir.errors import WeftError, collected
 from .ir.expr import INT32_MAX, Scalar, TensorOperand
 
@@ -135,7 +136,7 @@ def _operand_problems(operand: Scalar | TensorOperand, value: object, device: to
     elif not isinstance(value, Tensor):
         yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}"
     else:
-        yield from _tensor_problems(operand, value, device)
+        yield from tensor_problems(operand, value, device)
 
 
 def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
@@ -148,20 +149,6 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
             yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {value}"
     elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         yield f"{operand.name}: expected a number, got {value!r}"
-
-
-def _tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device) -> Iterator[str]:
-    if value.dim() != operand.rank:
-        yield f"{operand.name}: expected {operand.rank} dimensions, got shape {list(value.shape)}"
-    if value.device != device:
-        yield f"{operand.name}: expected device {device} as in query, got {value.device}"
-    fits = {
-        "float": value.is_floating_point(),
-        "int": value.dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8),
-        "bool": value.dtype == torch.bool,
-    }
-    if not fits[operand.dtype]:
-        yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}"
 
 
 def check_q_offset(q_offset: object, batch: int, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ..compiler.facts import Facts
@@ -11,6 +12,8 @@ from ..compiler.ranges import Ranges, check_integers
 from ..ir.errors import collected
 from ..ir.expr import Scalar, TensorOperand
 from .launch import CallTensors
+
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_call(facts: Facts, parameters: Sequence[Scalar | TensorOperand], call: CallTensors) -> None:
@@ -31,7 +34,8 @@ def check_call(facts: Facts, parameters: Sequence[Scalar | TensorOperand], call:
     for parameter, value in zip(parameters, call.operands, strict=True):
         if isinstance(value, Tensor):
             extents[parameter.name] = tuple(value.shape)
-            problems += _operand_problems(parameter, value, call.query)
+            assert isinstance(parameter, TensorOperand)
+            problems += tensor_problems(parameter, value, call.query.device)
         elif parameter.dtype == "int":
             env[parameter.name] = (int(value), int(value))
     if not problems:
@@ -42,13 +46,18 @@ def check_call(facts: Facts, parameters: Sequence[Scalar | TensorOperand], call:
         raise collected(str(facts.attention.name), list(dict.fromkeys(problems)))
 
 
-def _operand_problems(parameter: Scalar | TensorOperand, value: Tensor, query: Tensor) -> Iterator[str]:
-    """What a kernel needs of an operand: a graph compiled by torch reaches the op without the checks of the call."""
-    assert isinstance(parameter, TensorOperand)
-    if value.dim() != parameter.rank:
-        yield f"{parameter.name}: expected {parameter.rank} dimensions, got shape {list(value.shape)}"
-    if value.device != query.device:
-        yield f"{parameter.name}: expected device {query.device} as in query, got {value.device}"
+def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device) -> Iterator[str]:
+    """What a kernel needs of a tensor operand.
+
+    Asked at the call, and again by the op: a graph compiled by torch reaches the op without the checks of the call.
+    """
+    if value.dim() != operand.rank:
+        yield f"{operand.name}: expected {operand.rank} dimensions, got shape {list(value.shape)}"
+    if value.device != device:
+        yield f"{operand.name}: expected device {device} as in query, got {value.device}"
+    fits = {"float": value.is_floating_point(), "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
+    if not fits[operand.dtype]:
+        yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}"
 
 
 def hopper_misfit(call: CallTensors) -> str | None:

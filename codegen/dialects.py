@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..ir.errors import InternalError
 from ..ir.expr import OPS, Call, Const, Expr, Load, Scalar, Symbol
@@ -17,6 +17,7 @@ from ..ir.walk import nodes
 _NEVER_NEGATIVE = frozenset({"kv_pos", "head", "kv_head", "group", "batch", "q_len", "kv_len", "head_dim", "block"})
 # Symbols that are one number for a whole tile, so that plain Python arithmetic serves.
 _UNIFORM = frozenset({"q_len", "kv_len", "head_dim", "group"})
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _FLOAT_FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
 
 
@@ -39,6 +40,7 @@ class Printer:
     dialect: Dialect
     names: Mapping[str, str] = field(default_factory=dict)
     scalar_code: bool = False  # every value is one number (tile programs)
+    compared: bool = False  # the value goes into a comparison, with no arithmetic between
 
     def __call__(self, node: Expr, outer: int = 0) -> str:
         match node:
@@ -52,9 +54,15 @@ class Printer:
             case Load():
                 return self.dialect.load(self, node)
             case Call(op, args):
-                return self._call(op, args, node, outer)
+                return self._inside(op)._call(op, args, node, outer)
             case _:
                 raise InternalError(f"{self.dialect.name} printer: unknown node {type(node).__name__}")
+
+    def _inside(self, op: str) -> Printer:
+        """The printer of the operands of `op`."""
+        if op in ("minimum", "maximum", "where") or self.compared == (op in _COMPARISONS):
+            return self
+        return replace(self, compared=not self.compared)
 
     def _call(self, name: str, args: tuple[Expr, ...], node: Call, outer: int) -> str:
         op = OPS[name]
@@ -140,6 +148,8 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
         name = f"arg_{node.tensor.name}"
         offset = " + ".join(f"{printer(index, 7)} * {name}_s{d}" for d, index in enumerate(node.index))
         value = f"{language}.load({name} + {offset})"
+        if node.dtype == "int" and printer.scalar_code and not printer.compared:
+            return f"as_bound({value})"
         if node.dtype == "int":
             return f"as_int({value})"  # ids of 64 bits keep them: two must not meet because their low halves do
         return f"{value}.to({language}.{'float32' if node.dtype == 'float' else 'int1'})"

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from ..compiler.cse import shared
 from ..compiler.facts import Facts
+from ..compiler.survey import Survey
 from ..compiler.symbolic import simplify
+from ..compiler.tiles import lookups
 from ..compiler.types import Assign, OperandGradient, TileProgram
 from ..ir.attention import Attention
 from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
@@ -62,6 +64,7 @@ class FunctionPrinter:
     facts: Facts
     language: Language
     approximate_tanh: bool = False  # NVIDIA's tanh.approx.f32: for 16-bit operands only
+    measured: bool = False  # ranges of tiles are read from memory, where the functions of `survey` left them
 
     @property
     def env(self) -> str:
@@ -73,7 +76,7 @@ class FunctionPrinter:
         parts = [*self._score_parts(), *self._mask_parts()]
         match algorithm:
             case "flash":
-                parts += [self.tiles(self.facts.kv_tiles), *self._tile_lookups(self.facts.kv_tiles)]
+                parts += self._tiles_and_lookups(self.facts.kv_tiles)
             case "streaming":
                 parts += self._prefixed_tiles(self.facts.q_tiles)
         return self._join(parts)
@@ -93,8 +96,19 @@ class FunctionPrinter:
             parts += self._prefixed_tiles(self.facts.q_tiles)
         return self._join(parts)
 
+    def survey(self, found: Survey) -> str:
+        """What measures tiles: q_values, kv_values, the decision `pair`, and the ranges that follow from positions."""
+        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values)]
+        parts += [self.pair(found), self.tiles(self.facts.kv_tiles), self.tiles(self.facts.q_tiles)]
+        return self._join([part for part in parts if part])
+
     def _prefixed_tiles(self, program: TileProgram) -> list[str]:
-        return [self.tiles(program), *self._tile_lookups(program, prefix=f"{program.axis}_")]
+        return self._tiles_and_lookups(program, prefix=f"{program.axis}_")
+
+    def _tiles_and_lookups(self, program: TileProgram, prefix: str = "") -> list[str]:
+        if not self.measured:
+            return [self.tiles(program), *self._tile_lookups(program, prefix)]
+        return [self.tiles_at(program), *self._tile_lookups(lookups(program), prefix)]
 
     # -- elementwise functions -----------------------------------------------------------------------------------------
     def _score_parts(self) -> list[str]:
@@ -149,6 +163,44 @@ class FunctionPrinter:
             "full tiles, then lo, full_lo, full_hi, hi of each range."
         )
         return self._function(signature, title, lines)
+
+    def tiles_at(self, program: TileProgram) -> str:
+        """kv_tiles_at or q_tiles_at: the ranges of one tile as they were measured."""
+        load = f"{self.language.module}.load"
+        lines = [f"{output} = {load}(spans + {n})" for n, output in enumerate(program.outputs)]
+        ranges = range(len(program.outputs) // 4)
+        lines.append(f"n_full = {' + '.join(f'full_hi{k} - full_lo{k}' for k in ranges)}")
+        lines.append(f"n_edge = {' + '.join(f'hi{k} - lo{k}' for k in ranges)} - n_full")
+        lines += _returned(["n_edge", "n_full", *program.outputs])
+        what = "keys" if program.axis == "kv" else "queries (by row)"
+        title = (
+            f"Tiles of {what} to visit, as measured for the tile at `spans`: how many edge and full tiles, then lo, "
+            "full_lo, full_hi, hi of each range."
+        )
+        return self._function(f"{program.axis}_tiles_at(spans)", title, lines)
+
+    # -- what is measured ----------------------------------------------------------------------------------------------
+    def values(self, axis: str, values: tuple[Expr, ...]) -> str:
+        """q_values or kv_values: what the mask computes at positions of one axis; "" where that is the position."""
+        values = tuple(v for v in values if not isinstance(v, Symbol))
+        if not values:
+            return ""
+        assignments, results = shared(list(values))
+        printer = Printer(self.language.dialect)
+        lines = [f"{target} = {printer(node)}" for target, node in assignments]
+        what = "queries" if axis == "q" else "keys"
+        title = f"What the mask reads at positions of {what}: {'; '.join(v.text for v in values)}."
+        lines.append(f"return {', '.join(map(printer, results))}")
+        return self._function(f"{axis}_values({axis}_pos, {self.env})", title, lines)
+
+    def pair(self, found: Survey) -> str:
+        """Two tiles by the least and greatest values in them."""
+        printer = Printer(self.language.dialect)
+        title = "Whether any pair of two tiles may be visible, and whether every pair is, by least and greatest values."
+        arguments = [f"{axis}{n}_{end}" for axis, values in (("q", found.q_values), ("kv", found.kv_values))
+                     for n in range(len(values)) for end in ("low", "high")]  # fmt: skip
+        lines = _returned([printer(found.possible), printer(found.certain)])
+        return self._function(f"pair({', '.join(arguments)}, {self.env})", title, lines)
 
     def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
         """Scalars enter in 64 bits, so that no bound can overflow."""
@@ -205,6 +257,8 @@ class FunctionPrinter:
         helpers: list[str] = []
         if not self.language.is_gpu:
             return helpers
+        if "as_bound(" in text:
+            helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
         if "as_int(" in text:
             helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
         if "floor_div(" in text or "floor_mod(" in text:
@@ -244,6 +298,13 @@ def as_int(x):
     if x.dtype.primitive_bitwidth < 32:
         x = x.to({m}.int32)
     return x
+'''
+_AS_BOUND = '''{jit}
+def as_bound(x):
+    """An int read from a tensor, for the arithmetic of tile bounds: in 64 bits, and within 2**31 of 0."""
+    # A limit may be the largest value of its dtype, where limit + 1 would wrap. Positions are below 2**31, and what the
+    # mask itself adds or multiplies is promised to be below 2**30, so bounds keep their meaning.
+    return {m}.minimum({m}.maximum(x.to({m}.int64), -2147483648), 2147483648)
 '''
 _FLOOR_DIV = '''{jit}
 def floor_div(a, b):

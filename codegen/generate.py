@@ -12,6 +12,8 @@ from ..compiler.facts import Facts
 from ..compiler.segments import Segments
 from ..compiler.types import Schedule, Segment, Specialisation
 from ..ir.errors import InternalError
+from ..ir.expr import Const, Expr, Symbol
+from ..ir.walk import symbols
 from .functions import LANGUAGES, FunctionPrinter, parameter_names
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
     Precondition: the schedule fits the hardware. Guarantee: the text parses, and equal inputs give equal bytes.
     """
     language = LANGUAGES[schedule.target]
-    printer = FunctionPrinter(facts, language, approximate_tanh=_has_fast_tanh(spec))
+    measured = facts.measures_tiles(schedule)
+    printer = FunctionPrinter(facts, language, approximate_tanh=_has_fast_tanh(spec), measured=measured)
     gradients = facts.operand_gradients(frozenset(spec.gradients)) if spec.direction == "backward" else ()
     functions = (
         printer.backward(gradients, schedule.algorithm)
@@ -43,6 +46,8 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, strides=language.is_gpu)),
         "masked": facts.attention.is_masked,
+        "measured": measured,
+        "by_head": facts.mask_differs_by_head,
         "linear": facts.linear_scale is not None,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
@@ -52,6 +57,37 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
     }
     name = f"{_family(schedule.target)}/{schedule.algorithm}_{spec.direction}.py.jinja"
     return _tidy(_environment().get_template(name).render(context), name)
+
+
+def generate_spans(facts: Facts) -> str:
+    """Source of the module that measures which tiles a call must visit, for kernels of any GPU target."""
+    found = facts.survey
+    if found is None:
+        raise InternalError(f"generate: {facts.attention.name} has nothing to measure")
+    language = LANGUAGES["triton"]
+    printer = FunctionPrinter(facts, language)
+    axes = (("kv", "q", facts.kv_tiles), ("q", "kv", facts.q_tiles))
+    context: Context = {
+        "name": facts.attention.name,
+        "mask_text": str(facts.attention.mask),
+        "functions": printer.survey(found),
+        "env": printer.env,
+        "params": ", ".join(parameter_names(facts.attention, strides=True)),
+        "by_head": facts.mask_differs_by_head,
+        "values": {"q": _measured(found.q_values), "kv": _measured(found.kv_values)},
+        "finds_full": not (isinstance(found.certain, Const) and found.certain.value is False),
+        "axes": [
+            {"axis": axis, "other": other, "bounds": ", ".join(p.outputs), "ranges": len(p.outputs) // 4}
+            for axis, other, p in axes
+        ],
+    }
+    name = "triton/tile_spans.py.jinja"
+    return _tidy(_environment().get_template(name).render(context), name)
+
+
+def _measured(values: tuple[Expr, ...]) -> list[dict[str, object]]:
+    """Which values a kernel must measure: a tile's ends are those of the positions in it."""
+    return [{"i": i, "measured": not isinstance(value, Symbol)} for i, value in enumerate(values)]
 
 
 def _family(target: str) -> str:
@@ -84,12 +120,24 @@ def _target_context(facts: Facts, spec: Specialisation, schedule: Schedule) -> C
         case "hopper":
             return {"config": hopper_config(spec, facts)}
         case "cpu":
-            return {"bounds": list(facts.kv_tiles.outputs), "q_bounds": list(facts.q_tiles.outputs),
-                    "per_head_bounds": facts.bounds_differ_by_head}  # fmt: skip
+            return _cpu_context(facts)
         case "triton" | "interpret":
             return {}
         case _:
             raise InternalError(f"generate: unknown target {schedule.target}")
+
+
+def _cpu_context(facts: Facts) -> Context:
+    """Where the mask has parts without closed form, what it reads also decides which tiles are visited."""
+    open_mask, by_head = not facts.kv_bounds.closed_form, facts.bounds_differ_by_head
+    read = symbols(facts.attention.folded_mask) if open_mask and not by_head else frozenset()
+    return {
+        "bounds": list(facts.kv_tiles.outputs),
+        "q_bounds": list(facts.q_tiles.outputs),
+        "open_mask": open_mask,
+        "per_head_bounds": by_head,
+        "apart": "heads" if read & {"head", "kv_head"} else "rows" if "batch" in read else "",
+    }
 
 
 def hopper_config(spec: Specialisation, facts: Facts) -> dict[str, object]:

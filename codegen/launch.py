@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,49 +53,81 @@ def rows_like(tensor: Tensor, heads: int, width: int) -> Place:
 
 
 Launches = dict[str, object]  # what a module settled for calls that are equal in all but addresses; {} at first
+Forward = Callable[[CallTensors, Tensor, Tensor], None]
+Backward = Callable[[CallTensors, Tensor, Tensor, Tensor, Tensor | None, Sequence[Tensor]], list[Tensor]]
 
 
-def forward(compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor, launches: Launches) -> None:
-    """Fill out [B, Hq, L, Dv] and lse [B, Hq, L]."""
+def forward(compiled: Compiled) -> Forward:
+    """A function of (call, out, lse) that fills out [B, Hq, L, Dv] and lse [B, Hq, L].
+
+    It is meant for calls that are equal in all but addresses: what the module settles at the first is kept in it.
+    """
     module, tiling = compiled.module, compiled.schedule.forward
+    launches: Launches = {}
+    measuring = _measuring(compiled, launches)
     match compiled.schedule.target:
         case "cpu":
-            module.forward(*_cpu_arguments(call), out=out, lse=lse, block_q=tiling.block_q, block_kv=tiling.block_kv)
+            blocks = {"block_q": tiling.block_q, "block_kv": tiling.block_kv}
+            return lambda call, out, lse: module.forward(*_cpu_arguments(call), out=out, lse=lse, **blocks)
         case "hopper":
-            module.launch(call.query, call.key, call.value, out, lse, call.q_offset, *_flat(call.operands))
+            return lambda call, out, lse: module.launch(
+                call.query, call.key, call.value, out, lse, call.q_offset, *_flat(call.operands), launches,
+                *measuring(call),
+            )  # fmt: skip
         case "triton" | "interpret":
-            module.launch_forward(
-                call.query, call.keys, call.value, out, lse, call.q_offset, call.operands,
-                gpu_config(tiling), call.head_dim, launches,
+            config = gpu_config(tiling)
+            return lambda call, out, lse: module.launch_forward(
+                call.query, call.keys, call.value, out, lse, call.q_offset, call.operands, config, call.head_dim,
+                launches, *measuring(call),
             )  # fmt: skip
         case _:
             raise InternalError(f"launch: unknown target {compiled.schedule.target}")
 
 
-def backward(
-    compiled: Compiled, call: CallTensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    gradients: Sequence[Tensor], launches: Launches,
-) -> list[Tensor]:  # fmt: skip
-    """Fill the gradients of query, key, value and rope (where there is one). Returns the raw sums of operand
-    gradients, one for each of spec's gradient reads: total [B, Hq], row [B, Hq, L], column [B, Hq, T], float32."""
-    dquery, dkey, dvalue, *drope = gradients
-    dkeys = [dkey, *drope]
+def backward(compiled: Compiled) -> Backward:
+    """A function of (call, out, lse, dout, dlse, gradients), to be kept like that of `forward`.
+
+    It fills the gradients of query, key, value and rope (where there is one), and returns the raw sums of operand
+    gradients, one for each of spec's gradient reads: total [B, Hq], row [B, Hq, L], column [B, Hq, T], float32.
+    """
     schedule, module = compiled.schedule, compiled.module
+    launches: Launches = {}
+    measuring = _measuring(compiled, launches)
     match schedule.target:
         case "cpu":
-            sums = module.backward(
-                dout, dlse, *_cpu_arguments(call), out=out, lse=lse, dquery=dquery, dkeys=dkeys, dvalue=dvalue,
-                block_q=schedule.backward_q.block_q, block_kv=schedule.backward_q.block_kv,
-            )  # fmt: skip
+            blocks = {"block_q": schedule.backward_q.block_q, "block_kv": schedule.backward_q.block_kv}
+
+            def run(call, out, lse, dout, dlse, gradients):  # type: ignore[no-untyped-def]
+                dquery, dkey, dvalue, *drope = gradients
+                into = {"dquery": dquery, "dkeys": [dkey, *drope], "dvalue": dvalue}
+                return list(module.backward(dout, dlse, *_cpu_arguments(call), out=out, lse=lse, **into, **blocks))
+
         case "triton" | "interpret":
-            sums = module.launch_backward(
-                dout, dlse, call.query, call.keys, call.value, out, lse, dquery, dkeys, dvalue, call.q_offset,
-                call.operands, gpu_config(schedule.backward_q),
-                gpu_config(schedule.backward_kv), call.head_dim, launches,
-            )  # fmt: skip
+            configs = gpu_config(schedule.backward_q), gpu_config(schedule.backward_kv)
+
+            def run(call, out, lse, dout, dlse, gradients):  # type: ignore[no-untyped-def]
+                dquery, dkey, dvalue, *drope = gradients
+                return module.launch_backward(
+                    dout, dlse, call.query, call.keys, call.value, out, lse, dquery, [dkey, *drope], dvalue,
+                    call.q_offset, call.operands, *configs, call.head_dim, launches, *measuring(call),
+                )  # fmt: skip
+
         case _:
             raise InternalError(f"launch: target {schedule.target} has no backward")
-    return list(sums)
+    return run
+
+
+def _measuring(compiled: Compiled, launches: Launches) -> Callable[[CallTensors], Sequence[Callable[..., Tensor]]]:
+    """For kernels that read from memory which tiles to visit: what measures that, given axis, block_q and block_kv."""
+    spans = compiled.spans
+    if spans is None:
+        return lambda call: ()
+    return lambda call: (
+        partial(
+            spans.launch_spans, query=call.query, key=call.key, q_offset=call.q_offset, operands=call.operands,
+            head_dim=call.head_dim, launches=launches,
+        ),
+    )  # fmt: skip
 
 
 def _cpu_arguments(call: CallTensors) -> tuple[object, ...]:
@@ -112,7 +144,6 @@ def _flat(operands: Sequence[Operand]) -> list[Operand]:
     return flat
 
 
-@lru_cache(maxsize=256)
 def gpu_config(tiling: Tiling) -> dict[str, int | str]:
     """A tiling as the keyword arguments of a Triton launch."""
     return {

@@ -22,21 +22,26 @@ def layout_of(arguments: Iterable[object]) -> tuple[object, ...]:
     return tuple(layout)
 
 
+def launch_layout(arguments: Iterable[object]) -> tuple[object, ...]:
+    """The same, and whether every tensor starts at a multiple of 16 bytes, as fast copies want it."""
+    layout: list[object] = []
+    addresses = 0
+    for value in arguments:
+        if isinstance(value, Tensor):
+            layout += (value.shape, value.stride(), value.dtype, value.get_device())
+            addresses |= value.data_ptr()
+        else:
+            layout.append(value)
+    layout.append(addresses % 16 == 0)
+    return tuple(layout)
+
+
 def is_hashable(layout: tuple[object, ...]) -> bool:
     try:
         hash(layout)
     except TypeError:
         return False
     return True
-
-
-def addresses_align(arguments: Iterable[object]) -> bool:
-    """Whether every tensor starts at a multiple of 16 bytes, as fast copies want it."""
-    addresses = 0
-    for value in arguments:
-        if isinstance(value, Tensor):
-            addresses |= value.data_ptr()
-    return addresses % 16 == 0
 
 
 class Recent(dict[object, T]):

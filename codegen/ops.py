@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from ..ir.reference import evaluate
 from . import launch
 from .checks import check_call, hopper_misfit
 from .launch import CallTensors, Operand, Place
-from .layout import Recent, addresses_align, layout_of
+from .layout import Recent, launch_layout
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _registered: dict[str, Ops] = {}
+Run = TypeVar("Run")
 N_FIRST = 4  # query, key, value, rope come before the variant's operands
 
 
@@ -79,12 +80,11 @@ def _register(attention: Attention) -> Ops:
 
 
 # -- the functions behind the ops --------------------------------------------------------------------------------------
-class _Ready(NamedTuple):
+class _Ready(NamedTuple, Generic[Run]):
     """What is settled for all calls of one layout, checks included."""
 
-    compiled: Compiled
-    launches: launch.Launches
-    results: tuple[launch.Place, ...]  # of what a call returns: out and lse, or the gradients
+    run: Run
+    results: tuple[Place, ...]  # of what a call returns: out and lse, or the gradients
 
 
 class _Variant:
@@ -94,15 +94,14 @@ class _Variant:
         self.attention = attention
         self.parameters = attention.parameters
         self.facts = facts_of(attention)
-        self.forward_calls: Recent[_Ready] = Recent()
-        self.backward_calls: Recent[_Ready] = Recent()
+        self.forward_calls: Recent[_Ready[launch.Forward]] = Recent()
+        self.backward_calls: Recent[_Ready[launch.Backward]] = Recent()
 
     # forward
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, *rest: object
     ) -> tuple[Tensor, Tensor]:
-        arguments = (query, key, value, rope, *rest)
-        layout = (*layout_of(arguments), addresses_align(arguments))
+        layout = launch_layout((query, key, value, rope, *rest))
         call, target, schedule = self._unpack(query, key, value, rope, rest)
         ready = self.forward_calls.get(layout)
         if ready is None:
@@ -110,11 +109,11 @@ class _Variant:
             if 0 in (query.shape[0], query.shape[2], key.shape[2]):
                 return launch.zero_forward(*self._forward_results(query, value))
             with _on_device(query):
-                compiled = self._compiled("forward", call, target, schedule)
-            ready = self.forward_calls.keep(layout, _Ready(compiled, {}, self._forward_places(query, value)))
-        out, lse = (place.beside(query) for place in ready.results)
+                run = launch.forward(self._compiled("forward", call, target, schedule))
+            ready = self.forward_calls.keep(layout, _Ready(run, self._forward_places(query, value)))
+        out, lse = [query.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in ready.results]
         with _on_device(query):
-            launch.forward(ready.compiled, call, out, lse, ready.launches)
+            ready.run(call, out, lse)
         return out, lse
 
     def fake_forward(
@@ -143,18 +142,17 @@ class _Variant:
         wanted = tuple(n for n in str(names).split(",") if n)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        arguments = (dout, dlse, out, lse, query, key, value, rope, *rest)
-        layout = (*layout_of(arguments), addresses_align(arguments))
+        layout = launch_layout((dout, dlse, out, lse, query, key, value, rope, *rest))
         ready = self.backward_calls.get(layout)
         if ready is None:
             if 0 in (query.shape[0], query.shape[2], key.shape[2]):
                 return [place.beside(query).zero_() for place in self._gradient_places(call, wanted)]
             with _on_device(query):
-                compiled = self._compiled("backward", call, target, schedule, wanted)
-            ready = self.backward_calls.keep(layout, _Ready(compiled, {}, self._gradient_places(call, ())))
-        tensors = [place.beside(query) for place in ready.results]
+                run = launch.backward(self._compiled("backward", call, target, schedule, wanted))
+            ready = self.backward_calls.keep(layout, _Ready(run, self._gradient_places(call, ())))
+        tensors = [query.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in ready.results]
         with _on_device(query):
-            sums = launch.backward(ready.compiled, call, out, lse, dout, dlse, tensors, ready.launches)
+            sums = ready.run(call, out, lse, dout, dlse, tensors)
         if not wanted:
             return tensors
         gradients = self.facts.operand_gradients(frozenset(wanted))

@@ -49,6 +49,7 @@ class Traits:
     masked: bool = True  # the mask is not True
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
+    measured: bool = False  # what the mask reads is measured in each call, to find the tiles to visit
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Compiled:
     facts: Facts
     spec: Specialisation
     notes: tuple[str, ...]  # why another target was not chosen
+    spans: ModuleType | None = None  # measures which tiles to visit, where the mask reads tensors by position
 
 
 def builds() -> int:
@@ -63,7 +64,20 @@ def compile_kernel(attention: Attention, spec: Specialisation, target: str | Non
     entry = cache.load_or_build(cache_key(attention, spec, plan), lambda: _generate(facts, spec, plan, parts))
     settings.trace(settings.SOURCE, entry.source)
     module = _load(entry.path, entry.source, chosen)
-    return Compiled(module, entry.path, entry.source, plan, parts, facts, spec, notes)
+    spans = _spans_module(facts, spec.arch, chosen) if facts.measures_tiles(plan) else None
+    return Compiled(module, entry.path, entry.source, plan, parts, facts, spec, notes, spans)
+
+
+def _spans_module(facts: Facts, arch: str, target: str) -> ModuleType:
+    from ..codegen.generate import generate_spans
+
+    key = cache.Key(
+        name=str(facts.attention.name), kernel="tile_spans", target="interpret" if target == "interpret" else "triton",
+        layout=arch, variant=facts.attention.canonical_text, schedule="",
+    )  # fmt: skip
+    entry = cache.load_or_build(key, lambda: generate_spans(facts))
+    settings.trace(settings.SOURCE, entry.source)
+    return _load(entry.path, entry.source, key.target)
 
 
 def _generate(facts: Facts, spec: Specialisation, plan: Schedule, parts: Segments) -> str:

@@ -15,8 +15,9 @@ from ..ir.expr import Call, Const, Expr, Load, Symbol, symbol
 from ..ir.walk import loads, symbols
 from .bounds import kv_bounds, q_bounds
 from .cost import Traits
+from .survey import Survey, survey
 from .tiles import tile_program
-from .types import Bounds, OperandGradient, TileProgram
+from .types import Bounds, OperandGradient, Schedule, TileProgram
 
 GradientKind = Literal["total", "row", "column", "mixed"]
 
@@ -47,6 +48,29 @@ class Facts:
     @cached_property
     def q_tiles(self) -> TileProgram:
         return tile_program(self.q_bounds)
+
+    @cached_property
+    def survey(self) -> Survey | None:
+        """What to measure on the device to narrow the ranges of tiles; None where positions alone say all, or nothing.
+
+        For masks that read tensors by position, whose values no bound can know before the call.
+        """
+        reads = loads(self.attention.folded_mask)
+        if not any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index):
+            return None
+        if self.kv_bounds.closed_form and self.q_bounds.closed_form:
+            return None
+        found = survey(self.attention.folded_mask)
+        measured = (*found.q_values, *found.kv_values) if found else ()
+        return found if any(loads(value) for value in measured) else None
+
+    def measures_tiles(self, schedule: Schedule) -> bool:
+        """Whether kernels of this schedule read from memory which tiles to visit, as measured for the call."""
+        return schedule.algorithm == "flash" and schedule.target != "cpu" and self.survey is not None
+
+    @cached_property
+    def mask_differs_by_head(self) -> bool:
+        return bool(symbols(self.attention.folded_mask) & {"head", "kv_head"})
 
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Load, GradientKind], ...]:
@@ -106,6 +130,7 @@ class Facts:
             masked=self.attention.is_masked,
             operand_gradients=len(self.attention.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,
+            measured=self.survey is not None,
         )
 
 

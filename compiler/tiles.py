@@ -43,6 +43,13 @@ def tile_program(bounds: Bounds) -> TileProgram:
     return TileProgram(bounds.axis, body, outputs, _public(_edge_tile(tiles)), _public(_full_tile(tiles)))
 
 
+def lookups(program: TileProgram) -> TileProgram:
+    """The same ranges with any content, as where they are read from memory: how the i-th tile is found in them."""
+    names = [name(f"_{output}") for output in program.outputs]
+    tiles = [_Rows(lo, hi, full_lo, full_hi) for lo, full_lo, full_hi, hi in zip(*[iter(names)] * 4)]
+    return TileProgram(program.axis, (), program.outputs, _public(_edge_tile(tiles)), _public(_full_tile(tiles)))
+
+
 def _public(node: Expr) -> Expr:
     """The same expression with the names that readers of the program know."""
     return rewrite(node, lambda n: name(n.name[1:]) if isinstance(n, Symbol) and n.name.startswith("_") else None)

@@ -40,7 +40,10 @@ from weft.ir.attention import Attention
 
 Direction = Literal["forward", "backward"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+TYPE_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1",
+}  # fmt: skip
 TARGETS = {"cuda": 32, "hip": 64}  # threads of a warp
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -126,7 +129,8 @@ def compiled(
     """Generate one direction of a variant and compile every kernel that a call of it launches."""
     sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, dtype=dtype)
     plan = variant.plan(sizes, device=device, target=target, schedule=schedule)
-    gradients = tuple(sorted(t.name for t in variant.tensors)) if direction == "backward" else ()
+    wanted = {load.tensor.name for load in variant.gradient_loads} if direction == "backward" else set()
+    gradients = tuple(sorted(wanted))
     spec = Specialisation(direction, by_name(device).arch, dtype, head_dim, head_dim, gradients=gradients)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernel(variant, spec, target, str(plan.schedule))
@@ -155,11 +159,12 @@ def recorded(made: Compiled, sizes: Shape) -> list[Launch]:
     query, key, value, out, dout = _rows(sizes, 5)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
     call = CallTensors(query, key, value, None, _operands(made.facts.attention), 0, sizes.head_dim)
-    with mock.patch.object(JITFunction, "run", record), _without_device(made.module):
+    modules = [module for module in (made.module, made.spans) if module is not None]
+    with mock.patch.object(JITFunction, "run", record), _without_device(*modules):
         if made.spec.direction == "forward":
-            launch.forward(made, call, out, lse, {})
+            launch.forward(made)(call, out, lse)
         else:
-            launch.backward(made, call, out, lse, dout, dlse, _rows(sizes, 3), {})
+            launch.backward(made)(call, out, lse, dout, dlse, _rows(sizes, 3))
     return launches
 
 
@@ -170,22 +175,24 @@ def _rows(sizes: Shape, number: int) -> list[Tensor]:
 
 
 def _operands(variant: Attention) -> list[Tensor | int]:
-    """One value for each operand of a variant, by name: int scalars, and float32 tensors."""
-    tensors = {t.name: torch.empty([2] * t.rank) for t in variant.tensors}
+    """One value for each operand of a variant, by name: int scalars, and tensors of float32 or int64."""
+    dtypes = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
+    tensors = {t.name: torch.empty([2] * t.rank, dtype=dtypes[t.dtype]) for t in variant.tensors}
     return [tensors.get(p.name, 64) for p in sorted(variant.parameters, key=lambda p: p.name)]
 
 
 @contextlib.contextmanager
-def _without_device(module: ModuleType) -> Iterator[None]:
+def _without_device(*modules: ModuleType) -> Iterator[None]:
     """Answers for launch code that asks which device it is on; the Hopper module also wants a stream and a counter."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
         active = SimpleNamespace(get_current_stream=lambda device: 0)
-        stack.enter_context(mock.patch.object(module, "driver", SimpleNamespace(active=active)))
-        if hasattr(module, "_counter"):
-            counter = torch.zeros(1, dtype=torch.int32)
-            stack.enter_context(mock.patch.object(module, "_counter", lambda device, stream: counter))
-            stack.enter_context(mock.patch.object(module, "_processors", lambda device: 132))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "driver", SimpleNamespace(active=active)))
+            if hasattr(module, "_counter"):
+                counter = torch.zeros(1, dtype=torch.int32)
+                stack.enter_context(mock.patch.object(module, "_counter", lambda device, stream: counter))  # noqa: B023
+                stack.enter_context(mock.patch.object(module, "_processors", lambda device: 132))
         yield
 
 

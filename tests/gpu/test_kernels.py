@@ -19,7 +19,7 @@ slopes = weft.tensor("slopes", 1)
 temperature = weft.tensor("temperature", 1)
 bias_q = weft.tensor("bias_q", 3)
 bias_kv = weft.tensor("bias_kv", 3)
-doc = weft.tensor("doc", 1, int)
+doc, docs = weft.tensor("doc", 1, int), weft.tensor("docs", 2, int)
 
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 VARIANTS = {
@@ -42,6 +42,12 @@ VARIANTS = {
                               + bias_kv[weft.batch, head, kv_pos], name="biases"),
                {"bias_q": "q", "bias_kv": "kv"}),
     "documents": (weft.Attention(mask=masks.causal & (doc[q_pos] == doc[kv_pos]), name="documents"), {"doc": "doc"}),
+    "documents_of_batch": (weft.Attention(mask=masks.causal & masks.document(docs), name="documents_of_batch"),
+                           {"docs": "docs"}),
+    "documents_or_prefix": (weft.Attention(mask=masks.document(docs) | masks.prefix_lm(70), name="two_ranges"),
+                            {"docs": "docs"}),
+    "unsorted_by_head": (weft.Attention(mask=(docs[weft.batch, kv_pos] <= head) & (kv_pos < q_pos + 100 * head),
+                                        name="unsorted_by_head"), {"docs": "shuffled"}),
     "nothing": (weft.Attention(mask=(kv_pos <= q_pos) & (q_pos >= 40), name="first_rows_empty"), {}),
 }  # fmt: skip
 
@@ -53,6 +59,8 @@ def operands_of(spec, shape, kv_len, seed=3):
         "head": lambda: torch.rand(heads, generator=generator) * 0.5 + 0.1,
         "q": lambda: torch.randn(batch, heads, q_len, generator=generator),
         "kv": lambda: torch.randn(batch, heads, kv_len, generator=generator),
+        "docs": lambda: torch.randint(0, 5, (batch, max(q_len, kv_len)), generator=generator).sort().values << 40,
+        "shuffled": lambda: torch.randint(0, 5, (batch, max(q_len, kv_len)), generator=generator).to(torch.int8),
         "doc": lambda: torch.sort(torch.randint(0, 5, (max(q_len, kv_len),), generator=generator)).values.int(),
     }
     return {n: made[v]().cuda() if isinstance(v, str) else v for n, v in spec.items()}
@@ -90,6 +98,14 @@ def test_every_variant(name, target):
         pytest.skip("the hopper target needs compute capability 9.0")
     check(name, (2, 4, 300, 64), 2, 300, target=target)
     check(name, (1, 2, 257, 128), 1, 257, target=target, gradients=False)
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["documents_of_batch", "documents_or_prefix", "unsorted_by_head"])
+@pytest.mark.parametrize("length", [1, 64, 129, 1100])
+def test_measured_tiles(name, length, target):
+    check(name, (2, 4, length, 64), 2, length, target=target)
+    check(name, (1, 2, max(1, length // 3), 128), 1, length, target=target)
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])
@@ -131,12 +147,15 @@ def test_repeated_launches_agree_bit_for_bit():
         q, k, v = (
             torch.randn(2, 8, 1000, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
-        first = None
-        for _ in range(20):
-            out, lse = CAUSAL(q, k, v, target=target, return_lse=True)
-            found = [out, lse, *torch.autograd.grad(out, [q, k, v], torch.ones_like(out))]
-            first = first or found
-            assert all(torch.equal(a, b) for a, b in zip(first, found)), f"{target} D{dim}: a bit differs"
+        docs = (torch.arange(1000, device="cuda") // 300).expand(2, -1)
+        for variant, given in ((CAUSAL, {}), (VARIANTS["documents_of_batch"][0], {"docs": docs})):
+            first = None
+            for _ in range(20):
+                out, lse = variant(q, k, v, target=target, return_lse=True, **given)
+                found = [out, lse, *torch.autograd.grad(out, [q, k, v], torch.ones_like(out))]
+                first = first or found
+                same = all(torch.equal(a, b) for a, b in zip(first, found))
+                assert same, f"{variant.name} {target} D{dim}: a bit differs"
 
 
 def test_new_lengths_batches_and_windows_compile_nothing():
@@ -212,6 +231,44 @@ def test_latent_forms():
     for form in ("expanded", "absorbed"):
         out = mla(query, cache, uk=uk, uv=uv, form=form)
         assert (out.double() - exact).norm() / exact.norm() < 2e-2, form
+
+
+def test_gradients_of_the_expanded_latent_form():
+    mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=128, rope=64), name="mla")
+    shapes = ((2, 4, 150, 192), (2, 1, 150, 192), (4, 128, 128), (4, 128, 128))
+    given = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) / (11 if len(shape) == 3 else 1) for shape in shapes
+    ]
+
+    def gradients(call, dtype):
+        query, cache, uk, uv = leaves = [x.to(dtype).requires_grad_() for x in given]
+        out = call(query, cache, uk=uk, uv=uv)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    found = gradients(mla, torch.bfloat16)
+    plain = gradients(mla.reference, torch.bfloat16)
+    exact = gradients(mla.reference, torch.float64)
+    for name, got, usual, wanted in zip(("query", "cache", "uk", "uv"), found, plain, exact):
+        error, allowed = ((x.double() - wanted).norm() / wanted.norm() for x in (got, usual))
+        assert error <= 2 * allowed + 2e-3, f"{name}: {error:.4f}, plain torch {allowed:.4f}"
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_documents_change_between_replays_of_a_graph(target):
+    variant = VARIANTS["documents_of_batch"][0]
+    q, k, v = (torch.randn(2, 4, 700, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    docs = torch.zeros(2, 700, dtype=torch.int64, device="cuda")
+    variant(q, k, v, docs=docs, target=target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = variant(q, k, v, docs=docs, target=target)
+    for length in (700, 100, 256, 33, 700):
+        docs.copy_((torch.arange(700, device="cuda") // length).expand(2, -1))
+        graph.replay()
+        q64, k64, v64 = (x.double() for x in (q, k, v))
+        exact = variant.reference(q64, k64, v64, docs=docs)
+        assert (out.double() - exact).norm() / exact.norm() < 1e-2, length
+        assert torch.equal(out, variant(q, k, v, docs=docs.clone(), target=target)), length
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "streaming"])

@@ -99,9 +99,9 @@ def _leaf(value, dtype):
 EPSILON = {torch.float64: 1e-15, torch.float32: 6e-8, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
-def check(attention, tensors, operands, **options):
+def check(attention, tensors, operands, schedule=None, **options):
     dtype = tensors[0].dtype
-    ours = results(on_cpu(attention), tensors, operands, dtype, **options)
+    ours = results(on_cpu(attention), tensors, operands, dtype, schedule=schedule, **options)
     exact = results(attention.reference, tensors, operands, torch.float64, **options)
     plain = results(attention.reference, tensors, operands, dtype, **options)
     labels = ["out", "lse", "d query", "d key", "d value", *(f"d operand {i}" for i in range(len(exact) - 5))]
@@ -224,6 +224,142 @@ def test_nan_in_hidden_keys_does_not_matter(name):
     key[:, :, 50:] = math.nan
     dirty = attention(query, key, value, target="cpu", q_offset=0, return_lse=True, **operands)
     torch.testing.assert_close(dirty, clean, rtol=1e-6, atol=1e-6)
+
+
+# -- masks without closed form: the mask of a tile is evaluated before its products ------------------------------------
+IDS = weft.tensor("ids", 1, int)
+SEEN = weft.tensor("seen", 3, bool)
+SAME = IDS[q_pos] == IDS[kv_pos]
+OPEN = {
+    "packed": CAUSAL & SAME,
+    "both_ways": SAME,
+    "padded": CAUSAL & SAME & (IDS[kv_pos] >= 0),
+    "keys_only": IDS[kv_pos] > 1,
+    "rows_only": IDS[q_pos] > 1,
+    "shared_prefix": SAME | (kv_pos < 40),
+    "by_row": CAUSAL & (DOCUMENT[batch, q_pos] == DOCUMENT[batch, kv_pos]),
+    "by_head": CAUSAL & SEEN[head, q_pos // 16, kv_pos // 16],
+    "by_head_and_row": SEEN[head, q_pos // 16, kv_pos // 16] & (DOCUMENT[batch, q_pos] == DOCUMENT[batch, kv_pos]),
+}
+SMALL_TILES = "flash/cpu/16x16w1s1/16x16w1s1/16x16w1s1"
+
+
+def open_operands(order, length):
+    """Ids of each token, blocks that each head sees, and other ids in each batch row; -1 is padding."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(-1, 5, (length,), generator=generator)
+    ids = torch.cat([x.expand(n) for x, n in zip(ids, [3, 60, 1, 37] * length)])[:length] if order == "runs" else ids
+    ids = ids.sort().values if order == "sorted" else ids
+    blocks = -(-length // 16)
+    seen = torch.rand(HEADS, blocks, blocks, generator=generator) < 0.2
+    seen[1] = False
+    return {"ids": ids, "document": torch.stack([ids, ids.roll(50)]), "seen": seen}
+
+
+@pytest.mark.parametrize("length", [70, 203])
+@pytest.mark.parametrize("order", ["sorted", "runs", "shuffled"])
+@pytest.mark.parametrize("name", OPEN)
+def test_masks_without_closed_form(name, order, length):
+    """Tiles are skipped, joined or left unmasked by what the mask says: few and many, full and partly hidden."""
+    curve = weft.Attention(score=5.0 * weft.tanh(score / 5.0), mask=OPEN[name], name=f"curved_{name}")
+    tensors, known = inputs(length, length, torch.float32, kv_heads=2), open_operands(order, length)
+    for attention in (weft.Attention(mask=OPEN[name], name=name), curve):
+        given = {t.name: known[t.name] for t in attention.tensors}
+        check(attention, tensors, given, schedule=SMALL_TILES)
+
+
+@pytest.mark.parametrize("offset", [None, 20, torch.tensor([7, 100], dtype=torch.int32)])
+def test_masks_without_closed_form_and_gradients_of_operands(offset):
+    attention = weft.Attention(score + ROW_BIAS[head, q_pos] * COLUMN_BIAS[head, kv_pos], OPEN["by_head_and_row"],
+                               name="open_biases")  # fmt: skip
+    known = open_operands("runs", 203) | operands_of(("row_bias", "column_bias"), torch.float32, 2)
+    given = {t.name: known[t.name] for t in attention.tensors}
+    check(attention, inputs(90, 203, torch.float32, kv_heads=2), given, q_offset=offset, schedule=SMALL_TILES)
+
+
+def test_rows_without_visible_keys_where_the_mask_has_no_closed_form():
+    """Padding sees nothing and is seen by nothing: whole tiles of it, and rows of tiles that hold other tokens."""
+    attention = weft.Attention(mask=OPEN["padded"], name="padded")
+    ids = torch.arange(300) // 50
+    ids[20:25], ids[130:300] = -1, -1
+    tensors = inputs(300, 300, torch.float32)
+    check(attention, tensors, {"ids": ids}, schedule=SMALL_TILES)
+    out, lse, *grads = results(on_cpu(attention), tensors, {"ids": ids}, torch.float32)
+    assert bool((out[:, :, ids < 0] == 0).all()) and bool((lse[:, :, ids < 0] == -math.inf).all())
+    assert all(bool((grad[:, :, ids < 0] == 0).all()) for grad in grads)
+
+
+def test_nan_in_an_empty_tile_does_not_matter():
+    """Not even in a value: the tile is not multiplied."""
+    attention = weft.Attention(mask=OPEN["packed"], name="packed")
+    tensors, ids = inputs(384, 384, torch.float32), torch.arange(384) // 128
+    clean = results(on_cpu(attention), tensors, {"ids": ids}, torch.float32)
+    for tensor in tensors:
+        tensor[:, :, 128:256] = math.nan
+    dirty = results(on_cpu(attention), tensors, {"ids": ids}, torch.float32)
+    for got, wanted in zip(dirty, clean, strict=True):
+        assert bool(got[:, :, 128:256].isnan().all())
+        torch.testing.assert_close(got[:, :, ids != 1], wanted[:, :, ids != 1], rtol=0, atol=0)
+
+
+def pairs_multiplied(monkeypatch, attention, tensors, operands):
+    """How many pairs of a query and a key have their dot product computed: by a forward, and by it and a backward."""
+    width, counts, bmm = tensors[0].shape[-1], [0], torch.bmm
+
+    def counted(a, b):
+        if a.shape[-1] == width:  # q.k, and in a backward dout.v: other products sum over rows or columns
+            counts[-1] += a.shape[0] * a.shape[1] * b.shape[2]
+        return bmm(a, b)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    tensors = [t.requires_grad_() for t in tensors]
+    out = attention(*tensors, target="cpu", **operands)
+    counts.append(0)
+    out.sum().backward()
+    return counts[0], counts[1] // 2
+
+
+@pytest.mark.parametrize("batch_rows", [1, 3])
+def test_empty_tiles_of_documents_cost_no_product(monkeypatch, batch_rows):
+    """Documents of two tiles, sorted or not: three tiles of each are multiplied, and none of two documents."""
+    tile, length = 128, 2048
+    order = torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])
+    packed = weft.Attention(mask=OPEN["packed"], name="packed")
+    for ids in (torch.arange(8), order):
+        ids = ids.repeat_interleave(2 * tile)
+        tensors = inputs(length, length, torch.float32, batch_rows=batch_rows)
+        counts = pairs_multiplied(monkeypatch, packed, tensors, {"ids": ids})
+        assert counts == (batch_rows * HEADS * 8 * 3 * tile**2,) * 2
+
+
+def test_batch_rows_and_heads_skip_their_own_tiles(monkeypatch):
+    """Rows with documents of their own, and heads with blocks of their own, pay for no tile that only another sees."""
+    tile, length = 128, 2048
+    ids = torch.stack([torch.arange(length) // tile, (torch.arange(length) + 512) // (4 * tile)])
+    by_row = weft.Attention(mask=DOCUMENT[batch, q_pos] == DOCUMENT[batch, kv_pos], name="by_row")
+    tensors = inputs(length, length, torch.float32)
+    counts = pairs_multiplied(monkeypatch, by_row, tensors, {"document": ids})
+    assert counts == (HEADS * (16 + 64) * tile**2,) * 2
+    seen = torch.zeros(HEADS, 16, 16, dtype=torch.bool)
+    seen[0], seen[1, 3, 4:9], seen[2, :, 0] = True, True, True  # and head 3 sees nothing
+    by_head = weft.Attention(mask=SEEN[head, q_pos // tile, kv_pos // tile], name="by_head")
+    counts = pairs_multiplied(monkeypatch, by_head, inputs(length, length, torch.float32), {"seen": seen})
+    assert counts == (2 * (256 + 5 + 16) * tile**2,) * 2
+
+
+def test_nothing_is_hidden_where_everything_is_visible(monkeypatch):
+    """Documents that end at tiles need no mask after all: no score is replaced."""
+    attention = weft.Attention(mask=OPEN["both_ways"], name="both_ways")
+    tensors, ids = inputs(1024, 1024, torch.float32), torch.arange(1024) // 256
+    wanted = attention(*tensors, target="cpu", ids=ids)
+
+    def refuse(*args, **options):
+        raise AssertionError("a score was hidden")
+
+    monkeypatch.setattr(torch, "minimum", refuse)
+    assert torch.equal(attention(*tensors, target="cpu", ids=ids), wanted)
+    with pytest.raises(AssertionError, match="a score was hidden"):
+        attention(*tensors, target="cpu", ids=ids + torch.arange(1024) // 100)
 
 
 MLA = weft.Attention(mask=CAUSAL, latent=weft.Latent(rank=32, rope=16), name="mla")

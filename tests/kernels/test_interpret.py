@@ -15,6 +15,7 @@ slopes = weft.tensor("slopes", 1)
 bias_q = weft.tensor("bias_q", 3)
 bias_kv = weft.tensor("bias_kv", 2)
 doc = weft.tensor("doc", 1, int)
+limit = weft.tensor("limit", 1, int)
 
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 DENSE = weft.Attention(name="dense")
@@ -103,6 +104,37 @@ def test_ids_of_any_int_dtype(dtype):
     step = 2**32 if dtype == torch.int64 else 60  # ids that differ above 32 bits only
     ids = (torch.arange(50) // 13 * step).to(dtype)
     check_variant(variant, *operands((1, 2, 50, 16), 1, 50), target="interpret", operands={"doc": ids})
+
+
+LIMITS = {
+    "until": kv_pos <= limit[batch],
+    "beyond": limit[batch] <= kv_pos,
+    "window": q_pos - kv_pos < limit[batch],
+    "blocks": kv_pos // 16 <= limit[batch],
+    "outside": ~((kv_pos < limit[batch]) & (limit[batch] < q_pos)),
+}
+
+
+@pytest.mark.parametrize("target", ["interpret", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_as_large_as_their_dtype(name, dtype, target):
+    """No bound wraps around: the arithmetic on what was read has room."""
+    variant = weft.Attention(mask=LIMITS[name], name=name)
+    info = torch.iinfo(dtype)
+    limits = torch.tensor([info.max, info.max - 1, 3, info.min, info.min + 1], dtype=dtype)
+    check_variant(variant, *operands((5, 1, 40, 16), 1, 70), target=target, operands={"limit": limits})
+
+
+@pytest.mark.parametrize("target", ["interpret", "cpu"])
+def test_limits_beyond_32_bits_are_compared_exactly(target):
+    """Only arithmetic bounds what was read: two values that are compared with each other keep all their bits."""
+    first, second = weft.tensor("first", 1, int), weft.tensor("second", 1, int)
+    ids = {"first": torch.tensor([2**40, 2**40, -(2**41)]), "second": torch.tensor([2**40, 2**41, -(2**40)])}
+    made = operands((3, 1, 40, 16), 1, 40)
+    for name, seen in (("equal", first[batch] == second[batch]), ("less", first[batch] < second[batch])):
+        variant = weft.Attention(mask=seen & masks.causal, name=name)
+        check_variant(variant, *made, target=target, operands=ids, label=name)
 
 
 def test_latent_attention_in_both_forms():

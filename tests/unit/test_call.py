@@ -70,6 +70,26 @@ def test_own_operands():
         ALIBI(q, k, v, slopes=[1.0] * 4)
 
 
+def test_an_op_checks_operands_that_no_call_has_seen():
+    """A compiled or exported graph reaches the op with whatever tensors it is given."""
+    ids = weft.tensor("ids", 1, int)
+    packed = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.document(ids), name="packed_alibi")
+    op = getattr(torch.ops.weft, f"packed_alibi_{packed.digest}_forward")
+
+    def call(ids, slopes):
+        return op(*qkv(), None, ids, slopes, 0, None, 16, "cpu", "")
+
+    out, _ = call(torch.zeros(8, dtype=torch.int64), torch.ones(4))
+    assert bool(torch.isfinite(out).all())
+    for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float32):
+        with pytest.raises(WeftError, match=rf"packed_alibi: ids: expected a tensor of int, got {dtype}"):
+            call(torch.zeros(8, dtype=dtype), torch.ones(4))
+    with pytest.raises(WeftError, match=r"slopes: expected a tensor of float, got torch.int64"):
+        call(torch.zeros(8, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
+    with pytest.raises(WeftError, match=r"(?s)ids: expected 1 dimensions.*slopes: expected a tensor of float"):
+        call(torch.zeros(2, 8, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
+
+
 def test_an_index_that_can_leave_its_tensor_is_refused():
     q, k, v = qkv()
     with pytest.raises(WeftError, match=r"`slopes\[head\]`: index 0, `head`, ranges from 0 to 3 .* 2 entries"):
