@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..ir.errors import WeftError
-from .settings import CACHE, current, trace
+from .settings import CACHE, current, edited_dir, trace
 
 SOURCE, META = "source.py", "meta.json"
 STAGING, LOCKS = ".tmp-", ".locks"
@@ -90,11 +90,16 @@ class Key:
     torch: str = field(default_factory=_torch_version)
 
     @functools.cached_property
-    def folder(self) -> str:
-        """`gemma_local-flash_forward-triton-d128-bf16-0123456789ab`: for people, made unique by a digest of the key."""
+    def label(self) -> str:
+        """`gemma_local-flash_forward-triton-d128-bf16`: for people; different keys may share it."""
         label = "-".join((self.name, self.kernel, self.target, self.layout))
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", label)[:120].lstrip(".")
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """The label, made unique by a digest of the key."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-        return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', label)[:120].lstrip('.')}-{digest[:12]}"
+        return f"{self.label}-{digest[:12]}"
 
 
 # --- reading and building -----------------------------------------------------------------------------------------
@@ -121,16 +126,21 @@ def load_or_build(key: Key, build: Callable[[], str]) -> Entry:
     return found or _build(root, key, build)
 
 
-def load_file(path: str | os.PathLike[str]) -> Entry:
-    """A module edited by hand, loaded on purpose: no key and no checksum.
+def edited(key: Key) -> Entry | None:
+    """The module that the user wrote in place of this one: `<label>.py` in the folder WEFT_EDITED_DIR names.
 
-    Raises WeftError if it cannot be read.
+    Loaded as it is, with no checksum, and never without saying so. Raises WeftError if it is there and cannot be read.
     """
-    path = Path(path).absolute()
+    folder = edited_dir()
+    path = None if folder is None else folder.absolute() / f"{key.label}.py"
+    if path is None or not path.exists():
+        return None
     try:
-        return Entry(path, path.read_text(encoding="utf-8"), built=False)
+        source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise WeftError(f"{path}: expected a generated module to load, got {error}") from error
+        raise WeftError(f"{path}: expected an edited module to load, got {error}") from error
+    _warn_once(f"{key.name} runs the edited module {path}")
+    return Entry(path, source, built=False)
 
 
 def _find(root: Path, key: Key) -> Entry | None:

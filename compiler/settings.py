@@ -5,6 +5,7 @@
 | debug level | `WEFT_DEBUG` | `debug=` | prints: 0 nothing, 1 plan, 2 + cache, 3 + IR after each stage, 4 + source |
 | cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; default: the user's cache folder |
 | target | `WEFT_TARGET` | `target=` | target of calls that name none; default: from the operands' device |
+| edited modules | `WEFT_EDITED_DIR` | | folder of modules to load in place of generated ones |
 
 A block (`with weft.settings(debug=2):`) goes before the environment, and an argument of a call before both. Blocks
 follow `contextvars`: they hold for the thread or task that opened them, so settings are read where a call is made and
@@ -54,6 +55,12 @@ def default_target() -> str | None:
     """`current().target`, without reading what a call does not need."""
     block = _block.get()
     return (os.environ.get("WEFT_TARGET") or None) if block is None else block.target
+
+
+def edited_dir() -> Path | None:
+    """Where edited modules are; of the environment alone, since a process loads a module once."""
+    folder = os.environ.get("WEFT_EDITED_DIR")
+    return Path(folder) if folder else None
 
 
 @contextmanager

@@ -124,12 +124,40 @@ def test_an_error_of_the_builder_is_passed_on_and_leaves_nothing(root):
     assert load_or_build(KEY, build).built
 
 
-def test_a_file_edited_by_hand_is_loaded_on_purpose_only(root, tmp_path):
-    mine = tmp_path / "mine.py"
+def test_an_edited_module_takes_the_place_of_the_generated_one(root, tmp_path, monkeypatch):
+    assert cache.edited(KEY) is None
+    monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path))
+    assert cache.edited(KEY) is None
+    mine = tmp_path / f"{KEY.label}.py"
     mine.write_text("answer = 43\n")
-    assert cache.load_file(mine).source == "answer = 43\n"
-    with pytest.raises(WeftError, match=r"absent\.py: expected a generated module to load, got .*No such file"):
-        cache.load_file(tmp_path / "absent.py")
+    with pytest.warns(RuntimeWarning, match=rf"runs the edited module .*{KEY.label}\.py"):
+        assert cache.edited(KEY).source == "answer = 43\n"
+    mine.write_bytes(b"\xff")
+    with pytest.raises(WeftError, match=rf"{KEY.label}\.py: expected an edited module to load, got .*decode"):
+        cache.edited(KEY)
+
+
+def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
+    code = """
+        import torch, weft
+        q = torch.ones(1, 1, 8, 16)
+        print(weft.Attention(mask=weft.masks.causal, name="mine")(q, q, q, target="cpu").sum().item())
+    """
+    generated, mine = tmp_path / "cache", tmp_path / "edited"
+    environment = {**os.environ, "WEFT_CACHE_DIR": str(generated), "WEFT_EDITED_DIR": str(mine)}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    first = run()
+    assert float(first.stdout) == 8 * 16 and "edited" not in first.stderr
+    (entry,) = generated.glob("mine-*")
+    mine.mkdir()
+    text = (entry / "source.py").read_text().replace("mean.view(", "2 * mean.view(")
+    (mine / f"{entry.name.rpartition('-')[0]}.py").write_text(text)
+    second = run()
+    assert float(second.stdout) == 2 * 8 * 16 and "mine runs the edited module" in second.stderr
 
 
 def test_a_warm_start_is_quick(root):
