@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import planning, validate
-from .codegen.layout import Recent, is_hashable, layout_of
-from .codegen.ops import ops_of
+from .codegen.checks import check_q_offset, check_tensors
+from .codegen.ops import Ops, ops_of
 from .compiler.settings import default_target
 from .compiler.targets import check_name
 from .compiler.types import Plan, Schedule, Shape
@@ -29,12 +29,15 @@ Form = Literal["expanded", "absorbed"]
 class Attention(Declaration):
     __doc__ = Declaration.__doc__
 
+    if TYPE_CHECKING:  # set once, when the variant is declared
+        _ops: Ops
+        _operand_names: tuple[str, ...]
+
     def __post_init__(self) -> None:
         super().__post_init__()
         # Registered here and not at the first call, so that torch.compile finds an op and traces no registration.
-        object.__setattr__(self, "_forward_op", ops_of(self).forward)
+        object.__setattr__(self, "_ops", ops_of(self))
         object.__setattr__(self, "_operand_names", tuple(p.name for p in self.parameters))
-        object.__setattr__(self, "_sound_calls", Recent())
 
     def __call__(
         self,
@@ -94,60 +97,69 @@ class Attention(Declaration):
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
         head_dim: int | None = None,
     ) -> Result:  # fmt: skip
-        tracing = torch.compiler.is_compiling()
-        if tracing:
+        if torch.compiler.is_compiling():
             self._check_traced(query, key, value, operands)
-        else:
-            target = target or default_target()
+            out, lse = self._ops.forward(
+                *self._arguments(query, key, value, rope, q_offset, head_dim, target, schedule, operands)
+            )
+            return (out, lse) if return_lse else out
+        target = target or default_target()
+        try:
+            arguments = self._arguments(query, key, value, rope, q_offset, head_dim, target, schedule, operands)
+        except (AttributeError, IndexError, KeyError):  # something is missing, or is no tensor: the checks say what
             self._check(query, key, value, q_offset, target, operands)
+            raise
+        needs_gradient = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+        known = len(operands) == len(self._operand_names) and _is_plain(arguments)
+        ready = self._ops.variant.ready(arguments) if known else None
+        if ready is None:
+            self._check(query, key, value, q_offset, target, operands)
+        if ready is None or needs_gradient:
+            result = self._dispatch(arguments, needs_gradient)
+        else:
+            result = self._ops.variant.repeat(ready, arguments)
+        return result if return_lse else result[0]
+
+    def _arguments(
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
+        head_dim: int | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The arguments of the op."""
         if q_offset is None:
             q_offset = key.shape[2] - query.shape[2]
-        values = [operands[n] for n in self._operand_names]  # type: ignore[attr-defined]
         q_offset, q_offsets = (0, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-        arguments = (
-            query, key, value, rope, *values, q_offset, q_offsets, head_dim or query.shape[3],
-            target or "", "" if schedule is None else str(schedule),
+        return (
+            query, key, value, rope, *[operands[n] for n in self._operand_names], q_offset, q_offsets,
+            head_dim or query.shape[3], target or "", "" if schedule is None else str(schedule),
         )  # fmt: skip
-        out, lse = self._forward_op(*arguments) if tracing else self._dispatch(arguments)  # type: ignore[attr-defined]
-        return (out, lse) if return_lse else out
 
     def _check_traced(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
         """What torch.compile can trace of the checks; the op makes the others when it runs."""
         if self.latent is None:
-            validate.check_tensors(str(self.name), query, key, value)
-        if set(operands) != set(self._operand_names):  # type: ignore[attr-defined]
-            raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")  # type: ignore[attr-defined]
+            check_tensors(str(self.name), query, key, value)
+        if set(operands) != set(self._operand_names):
+            raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")
 
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor | None, q_offset: int | Tensor | None, target: str | None,
         operands: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Raise for a call that is not sound; what was found sound once is not checked again."""
-        layout = layout_of((query, key, value, q_offset, target, *operands, *operands.values()))
-        rememberable = is_hashable(layout)  # not with symbolic sizes, nor with things that the checks will refuse
-        if rememberable and layout in self._sound_calls:  # type: ignore[attr-defined]
-            return
+        """Raise for a call that is not sound, naming all that is wrong with it."""
         if self.latent is None:
-            validate.check_tensors(str(self.name), query, key, value)
+            check_tensors(str(self.name), query, key, value)
         validate.check_operands(self, operands, query.device)
         if q_offset is not None:
-            validate.check_q_offset(q_offset, query.shape[0], query.device)
+            check_q_offset(q_offset, query.shape[0], query.device)
         if target is not None:
             check_name(target)
-        if rememberable:
-            self._sound_calls.keep(layout, True)  # type: ignore[attr-defined]
 
-    def _dispatch(self, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        op = self._forward_op  # type: ignore[attr-defined]
-        tensors = [a for a in arguments if isinstance(a, Tensor)]
-        _refuse_transforms(str(self.name), tensors)
-        if torch.is_grad_enabled():
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    return op(*arguments)
-        # Nothing to record: going past the autograd key halves what a call costs the host.
+    def _dispatch(self, arguments: tuple[Any, ...], needs_gradient: bool) -> tuple[Tensor, Tensor]:
+        _refuse_transforms(str(self.name), [a for a in arguments if isinstance(a, Tensor)])
+        if needs_gradient:
+            return self._ops.forward(*arguments)
+        # Nothing to record: going past the autograd key halves what the dispatch costs the host.
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments)
+            return self._ops.forward(*arguments)
 
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
@@ -206,7 +218,7 @@ class Attention(Declaration):
             else:
                 value = key[..., : self.latent.rank]
         else:
-            validate.check_tensors(str(self.name), query, key, value)
+            check_tensors(str(self.name), query, key, value)
             assert value is not None
         validate.check_operands(self, operands, query.device)
         result = reference(self, query, key, value, operands, q_offset, head_dim)
@@ -238,6 +250,22 @@ class Attention(Declaration):
                   **options: Any) -> str:  # fmt: skip
         """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
         return planning.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, str, type(None)})
+
+
+def _is_plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether nothing but the call itself is to see the op: no tensor subclass, mode, transform, tracer or profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
+        and forward_ad._current_level < 0
+        and all(type(a) in _PLAIN_TYPES for a in arguments)
+    )
 
 
 def _refuse_transforms(name: str, tensors: list[Tensor]) -> None:

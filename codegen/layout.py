@@ -12,18 +12,11 @@ MOST_REMEMBERED = 1024  # layouts of calls, for each variant
 
 
 def layout_of(arguments: Iterable[object]) -> tuple[object, ...]:
-    """Shape, strides, dtype and device of every tensor among the arguments; the others with their types."""
-    layout: list[object] = []
-    for value in arguments:
-        if isinstance(value, Tensor):
-            layout += (value.shape, value.stride(), value.dtype, value.get_device())
-        else:
-            layout += (type(value), value)
-    return tuple(layout)
+    """All of a call that its kernels depend on, but for addresses.
 
-
-def launch_layout(arguments: Iterable[object]) -> tuple[object, ...]:
-    """The same, and whether every tensor starts at a multiple of 16 bytes, as fast copies want it."""
+    Shape, strides, dtype and device of every tensor among the arguments, the others with their types (True is no 1),
+    and whether every tensor starts at a multiple of 16 bytes, as fast copies want it.
+    """
     layout: list[object] = []
     addresses = 0
     for value in arguments:
@@ -31,21 +24,20 @@ def launch_layout(arguments: Iterable[object]) -> tuple[object, ...]:
             layout += (value.shape, value.stride(), value.dtype, value.get_device())
             addresses |= value.data_ptr()
         else:
-            layout.append(value)
+            layout += (type(value), value)
     layout.append(addresses % 16 == 0)
     return tuple(layout)
 
 
-def is_hashable(layout: tuple[object, ...]) -> bool:
-    try:
-        hash(layout)
-    except TypeError:
-        return False
-    return True
-
-
 class Recent(dict[object, T]):
     """What was found out about layouts; the oldest entry goes when there are too many."""
+
+    def found(self, layout: object) -> T | None:
+        """What is known of a layout; nothing of one that cannot be hashed, as with symbolic sizes."""
+        try:
+            return self.get(layout)
+        except TypeError:
+            return None
 
     def keep(self, layout: object, found: T) -> T:
         if len(self) >= MOST_REMEMBERED:

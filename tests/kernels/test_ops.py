@@ -31,7 +31,7 @@ def attend(query, key, value, slopes):
 def test_opcheck():
     query, key, value, table = operands()
     arguments = (query, key, value, None, table, 9, 0, None, 16, "", "")
-    found = torch.library.opcheck(VARIANT._forward_op, arguments)
+    found = torch.library.opcheck(VARIANT._ops.forward, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
 
 
@@ -110,4 +110,4 @@ def test_equal_variants_share_their_ops():
         (q_pos >= kv_pos) & (window > q_pos - kv_pos),
         name="op_test",
     )
-    assert again == VARIANT and again._forward_op is VARIANT._forward_op
+    assert again == VARIANT and again._ops.forward is VARIANT._ops.forward
