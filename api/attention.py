@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ Form = Literal["expanded", "absorbed"]
 class Attention(Declaration):
     __doc__ = Declaration.__doc__
 
-    if TYPE_CHECKING:  # set once, when the variant is declared
-        _ops: Ops
-        _operand_names: tuple[str, ...]
+    if TYPE_CHECKING:  # set when the variant is declared; ClassVar keeps them out of the dataclass's fields
+        _ops: ClassVar[Ops]
+        _operand_names: ClassVar[tuple[str, ...]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,7 +262,7 @@ def _is_plain(arguments: tuple[Any, ...]) -> bool:
         and not torch._C._is_torch_function_mode_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
+        and not torch._C._autograd._profiler_enabled()
         and forward_ad._current_level < 0
         and all(type(a) in _PLAIN_TYPES for a in arguments)
     )

@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .codegen.checks import tensor_problems
 from .compiler import driver, hardware, targets
-from .compiler.facts import facts_of
-from .compiler.types import Plan, Schedule, Shape, Specialisation
+from .compiler.facts import Facts, facts_of
+from .compiler.measured import Measurement, Table, visited
+from .compiler.types import Plan, Schedule, Shape, Specialisation, TileProgram
 from .ir import parse
-from .ir.errors import WeftError
+from .ir.errors import WeftError, collected
+from .ir.expr import Scalar, TensorOperand
+from .ir.walk import scalars, symbols, tensors
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
     from .compiler.cost import CountTiles
+    from .compiler.picture import Ranges
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -120,27 +125,72 @@ def latent_form(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, 
 
 # -- the methods -------------------------------------------------------------------------------------------------------
 def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as tile programs read them: numbers as they are, tensors as functions of their indices."""
-    return {n: v if not isinstance(v, Tensor) else lambda *index, t=v: int(t[index]) for n, v in options.items()}
+    """The options as tile programs read them: numbers as they are, tensors that the mask reads as tables."""
+    env: dict[str, Any] = {n: v for n, v in options.items() if not isinstance(v, Tensor)}
+    problems: list[str] = []
+    for operand in _mask_operands(attention):
+        value = options.get(operand.name)
+        if isinstance(operand, Scalar) or value is None:
+            continue
+        if isinstance(value, Tensor):
+            problems += tensor_problems(operand, value, value.device)
+            env[operand.name] = Table(operand.name, value.detach().tolist)
+        elif not callable(value):
+            problems.append(f"{operand.name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
+    if problems:
+        raise collected(str(attention.name), problems)
+    return env
 
 
-def _counter(attention: Attention, sizes: Shape, options: Mapping[str, Any]) -> CountTiles | None:
-    """Tile counts of the whole problem; None where they depend on operands that were not given."""
+def _mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:
+    """The operands that the mask reads, by name."""
+    mask = attention.folded_mask
+    return sorted((*scalars(mask), *tensors(mask)), key=lambda operand: operand.name)
+
+
+def _to_give(attention: Attention, options: Mapping[str, Any]) -> str:
+    """What the mask reads and was not given, as arguments: "doc=..., window=..."; "" where all is there."""
+    return ", ".join(f"{o.name}=..." for o in _mask_operands(attention) if o.name not in options)
+
+
+def _counter(
+    attention: Attention, sizes: Shape, schedule: Schedule, options: Mapping[str, Any]
+) -> tuple[CountTiles | None, tuple[str, ...]]:
+    """Tile counts of the whole problem, with a note where they are not those of a call.
+
+    None where they depend on operands that were not given.
+    """
     from .compiler.plan import counter
 
-    facts = facts_of(attention)
+    facts, missing = facts_of(attention), _to_give(attention, options)
+    measured = facts.measures_tiles(schedule)
+    survey = facts.survey if measured and not missing else None
+    lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
+    decisive = [attention.folded_mask] if survey else [line.value for line in lines]
+    read = {name for value in decisive for name in symbols(value)}
+    offset = options.get("q_offset")
+    count = counter(
+        facts.kv_tiles,
+        facts.q_tiles,
+        sizes,
+        q_offset=offset if isinstance(offset, int) else None,
+        env=_environment(attention, options),
+        by_head=bool(read & {"head", "kv_head"}),
+        by_batch="batch" in read,
+        survey=survey,
+    )
+    if survey is not None:
+        return count, ()
     try:
-        count = counter(
-            facts.kv_tiles,
-            facts.q_tiles,
-            sizes,
-            env=_environment(attention, options),
-            by_head=facts.bounds_differ_by_head,
-        )
         count("kv", 128, 128)
     except WeftError:
-        return None
-    return count
+        if not missing:
+            raise
+        return None, (f"tiles are counted as without a mask: give {missing} for exact counts",)
+    if measured:
+        return count, (f"tiles are counted by positions alone, an upper limit: give {missing} for those of a call",)
+    open_mask = schedule.target == "cpu" and not facts.kv_bounds.closed_form
+    return count, ("tiles are counted by positions alone, an upper limit",) if open_mask else ()
 
 
 def plan(
@@ -159,18 +209,17 @@ def plan(
     from .compiler.schedule import resolve
 
     resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
-    notes = (*notes, *facts.kv_bounds.notes)
-    count = _counter(attention, sizes, options)
-    if count is None:
-        every = [*(s.name for s in attention.scalars), *(t.name for t in attention.tensors)]
-        missing = sorted(n for n in every if n not in options)
-        notes = (
-            *notes,
-            f"tiles are counted as without a mask: give {', '.join(f'{n}=...' for n in missing)} for exact counts",
-        )
+    count, counted = _counter(attention, sizes, resolved, options)
     return make_plan(
-        str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count, notes=notes
-    )
+        str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count,
+        notes=(*notes, *_open_parts(facts, resolved), *counted),
+    )  # fmt: skip
+
+
+def _open_parts(facts: Facts, schedule: Schedule) -> tuple[str, ...]:
+    """The parts of the mask without a closed form, which decide nothing where no tile is left out for what it reads."""
+    left_out = schedule.target == "cpu" or facts.measures_tiles(schedule)
+    return tuple(f"by positions alone, {note}" if left_out else note for note in facts.kv_bounds.notes)
 
 
 def explain(
@@ -216,28 +265,55 @@ def show_mask(
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
     from .compiler import picture
-    from .compiler.tiles import tile_ranges
 
     facts = facts_of(attention)
-    missing = sorted(s.name for s in attention.scalars if s.dtype == "int" and s.name not in options)
-    if missing and attention.is_masked:
-        raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
-    offset = kv_len - q_len if q_offset is None else q_offset
+    _check_drawable(attention, facts.kv_tiles, options)
+    offset, missing = kv_len - q_len if q_offset is None else q_offset, _to_give(attention, options)
     env = {
         "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
-        "batch": batch, "block": block_kv, "length": kv_len, "head_dim": 64, **_environment(attention, options),
+        "batch": batch, "head_dim": 64, **_environment(attention, options),
     }  # fmt: skip
 
-    def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
-        return tile_ranges(facts.kv_tiles, {**env, "q_first": first_row + offset, "q_last": last_row + offset})
-
-    grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
     title = f"{attention.name}: {q_len} queries, {kv_len} keys"
+    if facts.survey is not None and missing:
+        title += f"; by positions alone, give {missing} for the tiles of a call"
+    measured = facts.survey is not None and not missing
+    find = _measured_ranges if measured else _ranges_by_position
+    ranges = find(facts, env, block_q, block_kv)
+    grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
     if path is not None:
-        picture.mask_picture(
-            grid, path, title=title, dense=_dense(attention, q_len, kv_len, offset, head, batch, options)
-        )
+        dense = None if missing else _dense(attention, q_len, kv_len, offset, head, batch, options)
+        picture.mask_picture(grid, path, title=title, dense=dense)
     return picture.mask_text(grid, title=title)
+
+
+def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
+    from .compiler.tiles import tile_ranges
+
+    def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
+        ends = {"q_first": first_row + env["q_offset"], "q_last": last_row + env["q_offset"]}
+        return tile_ranges(facts.kv_tiles, {**env, **ends}, block=block_kv, length=env["kv_len"])
+
+    return ranges
+
+
+def _measured_ranges(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
+    assert facts.survey is not None
+    lengths = {name: env[name] for name in ("q_len", "kv_len", "q_offset")}
+    spans = Measurement(facts.survey, env, **lengths).spans(facts.kv_tiles, block_q, block_kv)
+    return lambda first_row, last_row: visited(spans(first_row // block_q))
+
+
+def _check_drawable(attention: Attention, program: TileProgram, options: Mapping[str, Any]) -> None:
+    """Raise WeftError where the tiles depend on an operand that was not given."""
+    if not attention.is_masked:
+        return
+    needed = {s.name for s in attention.scalars if s.dtype == "int"}
+    needed |= {s.name for line in program.body for s in scalars(line.value)}
+    needed |= {t.name for line in program.body for t in tensors(line.value)}
+    missing = sorted(name for name in needed if name not in options)
+    if missing:
+        raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
 
 
 def _dense(

@@ -133,7 +133,7 @@ def check_call(facts: Facts, parameters: Sequence[Scalar | TensorOperand], call:
             extents[parameter.name] = tuple(value.shape)
             assert isinstance(parameter, TensorOperand)
             problems += tensor_problems(parameter, value, call.query.device)
-        elif parameter.dtype == "int":
+        elif isinstance(parameter, Scalar) and parameter.dtype == "int":
             problems += range_problems(parameter, int(value))
             env[parameter.name] = (int(value), int(value))
     if not problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import Lock
 from typing import TypeVar
 
 from torch import Tensor
@@ -32,6 +33,10 @@ def layout_of(arguments: Iterable[object]) -> tuple[object, ...]:
 class Recent(dict[object, T]):
     """What was found out about layouts; the oldest entry goes when there are too many."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._keeping = Lock()  # backward passes come from other threads
+
     def found(self, layout: object) -> T | None:
         """What is known of a layout; nothing of one that cannot be hashed, as with symbolic sizes."""
         try:
@@ -40,7 +45,8 @@ class Recent(dict[object, T]):
             return None
 
     def keep(self, layout: object, found: T) -> T:
-        if len(self) >= MOST_REMEMBERED:
-            self.pop(next(iter(self), None), None)
-        self[layout] = found
+        with self._keeping:
+            if len(self) >= MOST_REMEMBERED:
+                self.pop(next(iter(self)), None)
+            self[layout] = found
         return found

@@ -22,15 +22,17 @@ from .hardware import Hardware
 from .kernels import (
     KERNELS,
     ROW_STATISTICS,
+    SPANS,
     Axis,
     Kernel,
     Sizes,
     Slot,
     hopper_forward_sram,
     hopper_forward_sram_two_queries,
+    with_measuring,
 )
 from .segments import Segments, for_heads
-from .types import DTYPE_BYTES, Schedule, Shape, TileCounts, Tiling
+from .types import DTYPE_BYTES, Measuring, Schedule, Shape, TileCounts, Tiling
 
 Bound = Literal["matrix", "memory", "exp", "latency"]
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -39,6 +41,8 @@ L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time read
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
+HOPPER_ROWS = 64  # query rows of a consumer of the Hopper forward, which has tiles of its own: ROWS of the template
+SPANS_WARPS = 8  # of a program that measures tiles
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Traits:
     masked: bool = True  # the mask is not True
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
-    measured: bool = False  # what the mask reads is measured in each call, to find the tiles to visit
+    measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,28 @@ def tiling_in(schedule: Schedule, slot: Slot) -> Tiling:
             return schedule.backward_kv
 
 
+def measures_tiles(schedule: Schedule, traits: Traits) -> bool:
+    """Whether kernels of this schedule read from memory which tiles to visit, as measured for the call."""
+    return schedule.algorithm == "flash" and schedule.target != "cpu" and traits.measured is not None
+
+
+def kernels_of(schedule: Schedule, traits: Traits) -> tuple[Kernel, ...]:
+    """The kernels of a schedule, forward and backward, in order of execution."""
+    kernels = KERNELS[schedule.algorithm]
+    if traits.measured is None or not measures_tiles(schedule, traits):
+        return kernels
+    return with_measuring(kernels, traits.measured)
+
+
+def _tiling(kernel: Kernel, schedule: Schedule) -> Tiling:
+    """The tiling of a kernel; what measures tiles has that of the kernel that visits them."""
+    tiling = tiling_in(schedule, kernel.slot)
+    if kernel.name not in SPANS:
+        return tiling
+    by_consumer = schedule.target == "hopper" and kernel.direction == "forward"
+    return Tiling(HOPPER_ROWS if by_consumer else tiling.block_q, tiling.block_kv, SPANS_WARPS, 1)
+
+
 def _form(kernel: Kernel, schedule: Schedule, tiling: Tiling) -> Kernel:
     """The kernel as the schedule's target writes it: the Hopper forward holds its tiles in SRAM otherwise."""
     if schedule.target != "hopper" or kernel.name != "flash_forward":
@@ -253,12 +279,12 @@ def predict(
     parts = segments or for_heads(shape.head_dim, shape.value_dim)
     counts = count or dense_counts(shape)
     costs = []
-    for kernel in KERNELS[schedule.algorithm]:
-        tiling = tiling_in(schedule, kernel.slot)
+    for kernel in kernels_of(schedule, traits):
+        tiling = _tiling(kernel, schedule)
         kernel = _form(kernel, schedule, tiling)
         # The textbook algorithm stores every score, visible or not.
         counter = dense_counts(shape) if schedule.algorithm == "standard" else counts
-        visits = kernel.name != ROW_STATISTICS.name
+        visits = kernel.name not in (ROW_STATISTICS.name, *SPANS)
         tiles = counter(kernel.axis, tiling.block_q, tiling.block_kv) if visits else TileCounts(0, 0, 0)
         costs.append(cost_of(kernel, tiling, shape, hardware, parts, tiles, traits))
     return tuple(costs)

@@ -48,7 +48,7 @@ def explanation(
     """The same for a rich console, with colour."""
     parts: list[RenderableType] = [_header(plan, attention)]
     if kv_bounds or q_bounds:
-        parts += ["", Text("Where tiles look", style="bold"), *_bounds_lines(kv_bounds, q_bounds)]
+        parts += ["", Text("Where tiles look", style="bold"), *_bounds_lines(plan, kv_bounds, q_bounds)]
     parts += ["", _kernel_table(plan), *_totals(plan)]
     for kernel in plan.kernels:
         parts += ["", _stage_table(kernel), _formulas(kernel)]
@@ -87,7 +87,7 @@ def _segments(segments: tuple[Segment, ...]) -> str:
     return " + ".join(texts)
 
 
-def _bounds_lines(kv_bounds: Bounds | None, q_bounds: Bounds | None) -> Iterator[RenderableType]:
+def _bounds_lines(plan: Plan, kv_bounds: Bounds | None, q_bounds: Bounds | None) -> Iterator[RenderableType]:
     owners = ("queries q_first..q_last see keys", "keys kv_first..kv_last are seen by queries")
     for bounds, owner in zip((kv_bounds, q_bounds), owners, strict=True):
         if bounds is None:
@@ -95,8 +95,21 @@ def _bounds_lines(kv_bounds: Bounds | None, q_bounds: Bounds | None) -> Iterator
         for interval in bounds.intervals:
             yield Padding(Text(f"{owner} [{interval.lo}, {interval.hi})"), (0, 0, 0, 2))
             yield Padding(Text(f"all of them in [{interval.full_lo}, {interval.full_hi})"), (0, 0, 0, 4))
-        for note in bounds.notes:
-            yield Padding(Text(f"no closed form: {note}; every tile is visited and masked"), (0, 0, 0, 2))
+        for line in _open_parts(plan, bounds):
+            yield Padding(Text(line), (0, 0, 0, 2))
+
+
+def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
+    """The parts of the mask without a closed form, and which tiles are left out nevertheless."""
+    spans = f"{bounds.axis}_spans"
+    notes = [f"by positions alone, {note}" for note in bounds.notes]
+    if any(kernel.name == spans for kernel in plan.kernels):
+        measured = f"what the mask reads is measured in each call by {spans}: tiles that cannot match are skipped"
+        return [*notes, measured]
+    if plan.schedule.target == "cpu":
+        evaluated = "the mask of each tile is evaluated first: the tile is skipped where nothing is visible"
+        return [*notes, evaluated] if notes and bounds.axis == "kv" else notes  # it loops over tiles of keys only
+    return [f"no closed form: {note}; every tile is visited and masked" for note in bounds.notes]
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ from ..ir.errors import WeftError
 from ..ir.expr import Call, Const, Expr, Load, Symbol, symbol
 from ..ir.walk import loads, symbols
 from .bounds import kv_bounds, q_bounds
-from .cost import Traits
+from .cost import Traits, measures_tiles
+from .measured import measuring
 from .survey import Survey, survey
 from .tiles import tile_program
-from .types import Bounds, OperandGradient, Schedule, TileProgram
+from .types import Bounds, Measuring, OperandGradient, Schedule, TileProgram
 
 GradientKind = Literal["total", "row", "column", "mixed"]
 
@@ -64,9 +65,14 @@ class Facts:
         measured = (*found.q_values, *found.kv_values) if found else ()
         return found if any(loads(value) for value in measured) else None
 
+    def _measuring(self) -> Measuring | None:
+        if self.survey is None:  # tiles are asked for below only: a warm start does without
+            return None
+        return measuring(self.survey, self.kv_tiles, self.q_tiles, by_head=self.mask_differs_by_head)
+
     def measures_tiles(self, schedule: Schedule) -> bool:
         """Whether kernels of this schedule read from memory which tiles to visit, as measured for the call."""
-        return schedule.algorithm == "flash" and schedule.target != "cpu" and self.survey is not None
+        return measures_tiles(schedule, self.traits)
 
     @cached_property
     def mask_differs_by_head(self) -> bool:
@@ -130,7 +136,7 @@ class Facts:
             masked=self.attention.is_masked,
             operand_gradients=len(self.attention.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,
-            measured=self.survey is not None,
+            measured=self._measuring(),
         )
 
 

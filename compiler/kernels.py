@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
+
+from .types import Measuring
 
 Axis = Literal["kv", "q"]
 Direction = Literal["forward", "backward"]
@@ -23,6 +26,8 @@ Slot = Literal["forward", "backward_q", "backward_kv"]
 
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
+SPAN = 16  # bytes of a range of tiles: four int32
+READ = 8  # bytes of what a mask reads at a position, at most
 
 
 @dataclass(frozen=True)
@@ -482,3 +487,50 @@ STANDARD = (
     ),
 )  # fmt: skip
 KERNELS = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}
+
+
+# -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
+SPANS = ("kv_spans", "q_spans")
+_MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
+
+
+@lru_cache(maxsize=64)
+def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
+    """kv_spans or q_spans: which tiles of `axis` each tile of the other one must visit.
+
+    A program looks at all tiles of `axis`, whose positions all programs read; what one has read, others find in L2.
+    """
+    own_reads, reads = measuring.q_reads, measuring.kv_reads
+    ranges = measuring.kv_ranges
+    if axis == "q":
+        own_reads, reads, ranges = reads, own_reads, measuring.q_ranges
+
+    def rows(x: Sizes) -> float:
+        """Programs of a batch row."""
+        return (x.Hq if measuring.by_head else 1) * (x.nq if axis == "kv" else x.nkv)
+
+    def programs(x: Sizes) -> float:
+        return x.B * rows(x)
+
+    def read(x: Sizes) -> float:
+        own, other = (x.L, x.T) if axis == "kv" else (x.T, x.L)
+        return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.j))
+
+    def written(x: Sizes) -> float:
+        return SPAN * ranges * programs(x)
+
+    name, loop, again = ("kv_spans", _MANY_KEYS, _KEYS) if axis == "kv" else ("q_spans", _MANY_QUERIES, _QUERIES)
+    return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, again)
+
+
+def with_measuring(kernels: tuple[Kernel, ...], measuring: Measuring) -> tuple[Kernel, ...]:
+    """Flash kernels, with those before them that measure which tiles they visit."""
+    found = []
+    for kernel in kernels:
+        if kernel.name == "flash_forward":
+            found.append(spans_kernel("kv", "forward", "forward", measuring))
+        elif kernel.name == "flash_dquery":
+            found.append(spans_kernel("kv", "backward", "backward_q", measuring))
+            found.append(spans_kernel("q", "backward", "backward_kv", measuring))
+        found.append(kernel)
+    return tuple(found)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from .cost import CountTiles, KernelCost, Traits, predict
 from .hardware import Hardware
 from .kernels import Axis, Formula
+from .measured import MOST_POSITIONS, MOST_STEPS, Measurement
 from .segments import Segments, for_heads
+from .survey import Survey
 from .tiles import Environment, count_tiles
 from .types import KernelPlan, Plan, Quantity, Schedule, Segment, Shape, Stage, TileCounts, TileProgram
 
@@ -44,7 +46,8 @@ def make_plan(
     )
 
 
-_HEADS_COUNTED = 8  # where tiles differ by head, this many heads stand for all
+_HEADS_COUNTED = 8  # where tiles differ by head or by batch row, this many of them stand for all
+_GOLDEN = 0.618034  # multiples of it spread evenly over [0, 1), however many are taken
 
 
 def counter(
@@ -55,25 +58,42 @@ def counter(
     q_offset: int | None = None,
     env: Environment | None = None,
     by_head: bool = False,
+    by_batch: bool = False,
+    survey: Survey | None = None,
 ) -> CountTiles:
     """The tiles that kernels of a variant visit, over all heads and batches, from the programs that they run.
 
-    env: values of the scalars and tensors that the mask reads. by_head: tiles differ from head to head; evenly spaced
-    heads are counted and stand for the others. Raises WeftError, when tiles are counted, naming a missing value.
+    env: values of the scalars and tensors that the mask reads. by_head, by_batch: tiles differ from head to head, from
+    batch row to batch row; some are counted and stand for the others. survey: the kernels measure what the mask reads,
+    and visit what is left then. Raises WeftError, at the latest when tiles are counted, naming a missing value.
     """
-    some = range(0, shape.heads, -(-shape.heads // _HEADS_COUNTED)) if by_head else range(1)
+    length = shape.q_len + shape.kv_len
+    most = max(1, min(_HEADS_COUNTED, MOST_POSITIONS // length)) if survey else _HEADS_COUNTED
+    heads = [
+        {**(env or {}), "batch": batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
+        for batch, head in _some_heads(shape.batch if by_batch else 1, shape.heads if by_head else 1, most)
+    ]
+    sizes = {"q_len": shape.q_len, "kv_len": shape.kv_len}
+    measured = [Measurement(survey, head, q_offset=q_offset, **sizes) for head in heads] if survey else []
 
     def count(axis: Axis, block_q: int, block_kv: int) -> TileCounts:
         program = kv_tiles if axis == "kv" else q_tiles
-        found = []
-        for head in some:
-            here = {**(env or {}), "head": head, "kv_head": head // shape.group, "group": shape.group}
-            sizes = {"q_len": shape.q_len, "kv_len": shape.kv_len, "block_q": block_q, "block_kv": block_kv}
-            found.append(count_tiles(program, q_offset=q_offset, env=here, **sizes))
+        blocks = {"block_q": block_q, "block_kv": block_kv}
+        if measured:
+            found = [m.count(program, **blocks, most=MOST_STEPS // len(measured)) for m in measured]
+        else:
+            found = [count_tiles(program, q_offset=q_offset, env=head, **sizes, **blocks) for head in heads]
         share = shape.batch * shape.heads / len(found)
         return TileCounts(*(round(share * sum(getattr(c, part) for c in found)) for part in ("empty", "edge", "full")))
 
     return count
+
+
+def _some_heads(batches: int, heads: int, most: int) -> list[tuple[int, int]]:
+    """All pairs (batch row, head), or this many of them: evenly spaced heads, and batch rows in another order."""
+    if batches * heads <= most:
+        return [(batch, head) for batch in range(batches) for head in range(heads)]
+    return [(int((k * _GOLDEN + 0.5) % 1 * batches), (2 * k + 1) * heads // (2 * most)) for k in range(most)]
 
 
 def _kernel_plan(cost: KernelCost, parts: Segments, traits: Traits) -> KernelPlan:
@@ -239,6 +259,24 @@ def _streaming_backward(t: _Tiles) -> list[Stage]:
     ]
 
 
+def _kv_spans(t: _Tiles) -> list[Stage]:
+    return _spans("queries", t.q, "keys", t.kv, _EACH_KV)
+
+
+def _q_spans(t: _Tiles) -> list[Stage]:
+    return _spans("keys", t.kv, "queries", t.q, _EACH_Q)
+
+
+def _spans(own: str, rows: int, others: str, other_rows: int, each: str) -> list[Stage]:
+    values = "what the mask reads at"
+    return [
+        _load(f"{values} {rows} {own}", _ONCE, "HBM -> registers"),
+        _load(f"{values} {other_rows} {others}", each, "HBM -> registers"),
+        _compute("least and greatest values; can any pair match, must every pair", each),
+        _store("first and last tile that can match, first and last full one; for each range"),
+    ]
+
+
 def _standard_scores(t: _Tiles) -> list[Stage]:
     return [
         _load(f"{t.query()}, {t.key()}", _ONCE),
@@ -318,6 +356,8 @@ def _standard_dkey(t: _Tiles) -> list[Stage]:
 
 
 _STAGES = {
+    "kv_spans": _kv_spans,
+    "q_spans": _q_spans,
     "flash_forward": _flash_forward,
     "row_statistics": _row_statistics,
     "flash_dquery": _flash_dquery,

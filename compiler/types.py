@@ -66,6 +66,17 @@ class TileProgram:
 
 
 @dataclass(frozen=True)
+class Measuring:
+    """What the cost of measuring tiles depends on besides sizes (compiler/measured.py)."""
+
+    by_head: bool  # for each head, because the mask differs by head; else for each batch row
+    kv_ranges: int  # ranges of key tiles that a tile of queries may visit
+    q_ranges: int  # ranges of query tiles that a tile of keys may visit
+    q_reads: int  # reads of tensors at the position of a query
+    kv_reads: int  # reads of tensors at the position of a key
+
+
+@dataclass(frozen=True)
 class OperandGradient:
     """How the gradient of one read of a float tensor is reduced inside the kernels."""
 

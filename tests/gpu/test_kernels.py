@@ -44,8 +44,10 @@ VARIANTS = {
     "documents": (weft.Attention(mask=masks.causal & (doc[q_pos] == doc[kv_pos]), name="documents"), {"doc": "doc"}),
     "documents_of_batch": (weft.Attention(mask=masks.causal & masks.document(docs), name="documents_of_batch"),
                            {"docs": "docs"}),
-    "documents_or_prefix": (weft.Attention(mask=masks.document(docs) | masks.prefix_lm(70), name="two_ranges"),
+    "documents_or_prefix": (weft.Attention(mask=masks.document(docs) | masks.prefix_lm(70), name="or_prefix"),
                             {"docs": "docs"}),
+    "documents_two_ranges": (weft.Attention(mask=masks.document(docs) & masks.global_window(20, 60), name="two_ranges"),
+                             {"docs": "docs"}),
     "unsorted_by_head": (weft.Attention(mask=(docs[weft.batch, kv_pos] <= head) & (kv_pos < q_pos + 100 * head),
                                         name="unsorted_by_head"), {"docs": "shuffled"}),
     "nothing": (weft.Attention(mask=(kv_pos <= q_pos) & (q_pos >= 40), name="first_rows_empty"), {}),
@@ -101,7 +103,9 @@ def test_every_variant(name, target):
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])
-@pytest.mark.parametrize("name", ["documents_of_batch", "documents_or_prefix", "unsorted_by_head"])
+@pytest.mark.parametrize(
+    "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
+)
 @pytest.mark.parametrize("length", [1, 64, 129, 1100])
 def test_measured_tiles(name, length, target):
     check(name, (2, 4, length, 64), 2, length, target=target)

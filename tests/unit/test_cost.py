@@ -10,14 +10,19 @@ import sympy
 from weft.compiler.cost import HEADS_TOGETHER, paper_tiling, predict, sizes_of, sram_bytes, tile_moves
 from weft.compiler.formulas import formula_text
 from weft.compiler.hardware import A100, B200, CPU, H200, MI300X
-from weft.compiler.kernels import FLASH, KERNELS, Kernel, Sizes, row_bytes
+from weft.compiler.kernels import FLASH, KERNELS, Kernel, Sizes, row_bytes, spans_kernel
 from weft.compiler.schedule import choose
 from weft.compiler.segments import for_heads, for_latent
-from weft.compiler.types import Schedule, Shape, TileCounts, Tiling
+from weft.compiler.types import Measuring, Schedule, Shape, TileCounts, Tiling
 
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
 ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
 BY_NAME = {k.name: k for kernels in KERNELS.values() for k in kernels}
+MEASURING = Measuring(by_head=True, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=2)
+SPANS = {
+    "kv_spans": spans_kernel("kv", "forward", "forward", MEASURING),
+    "q_spans": spans_kernel("q", "backward", "backward_kv", MEASURING),
+}
 
 
 def letters(**changes: float) -> Sizes:
@@ -218,7 +223,7 @@ def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
 
 
 # -- formulas --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kernel", BY_NAME.values(), ids=list(BY_NAME))
+@pytest.mark.parametrize("kernel", (BY_NAME | SPANS).values(), ids=list(BY_NAME | SPANS))
 def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None:
     sizes = replace(
         sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333),

@@ -29,7 +29,7 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
-    assert with_main == {"quickstart", "custom_score", "latent", "demo"}
+    assert with_main == {"quickstart", "custom_score", "latent", "packed_documents", "demo"}
 
 
 def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +52,15 @@ def test_latent_forms_agree(capsys: pytest.CaptureFixture[str]) -> None:
     by_hand, *kernels = (float(x) for x in re.findall(r"(?:largest difference|error) (\d\S*?)[,\s]", output))
     assert by_hand < 1e-10
     assert len(kernels) == 2 and max(kernels) < 1e-4
+
+
+def test_packed_documents_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    load("packed_documents").main(length=256, heads=2, dim=16)
+    output = capsys.readouterr().out
+    assert "reach the document that the loss reads, and nothing else: True" in output
+    assert "216 empty, 16 edge" in output
+    difference = re.search(r"packed against alone: largest difference (\S+)", output)
+    assert difference is not None and float(difference[1]) < (1e-5 if not torch.cuda.is_available() else 0.1)
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import weft
+from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.explain import bytes_text, count_text, explain
 from weft.compiler.facts import facts_of
 from weft.compiler.hardware import H200, KNOWN
@@ -67,6 +71,130 @@ def test_a_mask_without_closed_form_says_so() -> None:
     plan = make_plan("odd", SHAPE, H200, choose(SHAPE, H200, "triton"), traits=facts.traits)
     assert facts.kv_bounds.notes
     assert "no closed form: " in explain(plan, table, facts.kv_bounds, facts.q_bounds)
+
+
+# -- masks that read tensors by position ------------------------------------------------------------------------------
+ids, window = weft.tensor("ids", 2, int), weft.scalar("window", int)
+DOCUMENTS = weft.Attention(mask=masks.causal & masks.document(ids), name="documents")
+PACKED = {"ids": (torch.arange(8192) // 1024).expand(2, -1)}
+MEASURED = "what the mask reads is measured in each call by {}: tiles that cannot match are skipped"
+EVALUATED = "the mask of each tile is evaluated first: the tile is skipped where nothing is visible"
+OPEN = "`ids[batch, kv_pos] == ids[batch, q_pos]` has no closed form: it skips no tile and makes none full"
+UPPER = "tiles are counted by positions alone, an upper limit"
+
+
+def explained(variant: weft.Attention = DOCUMENTS, **options) -> str:
+    """The text in one line, as if the page were wide."""
+    shape = weft.shape(batch=2, heads=4, q_len=8192, head_dim=64, dtype=options.pop("dtype", "bf16"))
+    return " ".join(variant.explain(shape, **options).split())
+
+
+def counts_of(text: str, kernel: str) -> str:
+    """empty/edge/full of a kernel's row."""
+    return text.split(f" {kernel} ")[1].split()[1]
+
+
+@pytest.mark.parametrize("options", [{"device": "h100"}, {"device": "a100"}, {"device": "mi300x", "target": "triton"}])
+def test_tiles_that_are_measured(options) -> None:
+    text = explained(**options)
+    for kernel in ("kv_spans", "q_spans"):
+        assert MEASURED.format(kernel) in text
+        assert counts_of(text, kernel) == "0/0/0"
+    assert f"by positions alone, {OPEN}" in text
+    assert "no closed form: `" not in text and "every tile is visited" not in text and EVALUATED not in text
+
+
+def test_tiles_of_the_interpreter_are_measured_too() -> None:
+    assert MEASURED.format("kv_spans") in explained(device="cpu", target="interpret", dtype="fp32")
+
+
+@pytest.mark.parametrize("schedule", ["standard", "streaming"])
+def test_other_schedules_visit_every_tile(schedule) -> None:
+    text = explained(device="h100", schedule=schedule, **PACKED)
+    assert f"no closed form: {OPEN}; every tile is visited and masked" in text
+    assert "spans" not in text and "by positions alone" not in text
+
+
+def test_a_cpu_evaluates_the_mask_first() -> None:
+    text = explained(device="cpu", dtype="fp32")
+    assert text.count(EVALUATED) == 1 and f"by positions alone, {OPEN}" in text
+    assert "spans" not in text and "every tile" not in text
+    assert text.endswith(UPPER)
+
+
+def test_counts_are_measured_where_the_tensors_are_given() -> None:
+    options = {"device": "h100", "target": "triton"}
+    given, alone = (explained(**options, **more) for more in (PACKED, {}))
+    schedule = DOCUMENTS.plan(weft.shape(heads=4, q_len=8192, head_dim=64), **options).schedule
+    tiling, documents = schedule.forward, 2 * 4 * 8  # of all batch rows and heads
+    assert tiling.block_q == tiling.block_kv == 64
+    edge, full = documents * 16, documents * 16 * 15 // 2
+    expected = "/".join(map(count_text, (8 * 128**2 - edge - full, edge, full)))
+    assert counts_of(given, "flash_forward") == expected
+    assert UPPER not in given
+    assert counts_of(alone, "flash_forward") == f"{count_text(8 * 127 * 64)}/{count_text(8 * 129 * 64)}/0"
+    assert f"{UPPER}: give ids=... for those of a call" in alone
+
+
+def test_counts_with_some_operands_say_which_to_give() -> None:
+    recent = weft.Attention(mask=DOCUMENTS.mask & (q_pos - kv_pos < window), name="recent")
+    text = explained(recent, device="h100", window=512)
+    assert f"{UPPER}: give ids=... for those of a call" in text
+    assert counts_of(text, "flash_forward").endswith("/0")
+    text = explained(recent, device="h100", **PACKED)
+    assert "tiles are counted as without a mask: give window=... for exact counts" in text
+    assert "tiles are counted" not in explained(recent, device="h100", window=512, **PACKED)
+
+
+def test_operands_that_the_mask_does_not_read_are_not_asked_for() -> None:
+    slopes = weft.tensor("slopes", 1)
+    alibi = weft.Attention(score=weft.score + slopes[head] * (kv_pos - q_pos), mask=DOCUMENTS.mask, name="alibi")
+    assert "tiles are counted" not in explained(alibi, device="h100", **PACKED)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(8192, dtype=torch.int64), r"documents: ids: expected 2 dimensions, got shape \[8192\]"),
+        (torch.zeros(2, 8192), r"documents: ids: expected a tensor of int, got torch.float32"),
+        (torch.zeros(2, 100, dtype=torch.int64), r"ids: the mask reads index 8191, expected 0 to 99"),
+        (torch.zeros(1, 8192, dtype=torch.int64), r"ids: the mask reads index 1, expected 0 to 0"),
+        ([[0] * 8192] * 2, r"documents: ids: expected a tensor of int, got list"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(value, message) -> None:
+    with pytest.raises(weft.WeftError, match=message):
+        explained(device="h100", ids=value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_the_tensors_may_be_those_of_the_call(dtype) -> None:
+    q = torch.zeros(2, 2, 300, 16)
+    found = DOCUMENTS.plan(q, q, q, target="interpret", ids=(torch.arange(300) // 100).to(dtype).expand(2, -1))
+    forward = found.kernels[1]
+    assert (forward.name, forward.tiling.block_q, forward.tiling.block_kv) == ("flash_forward", 32, 32)
+    assert forward.tiles.visited == 4 * (3 * 10 - 2)  # a triangle for each document; two corners are shared
+
+
+def test_an_offset_moves_the_tiles() -> None:
+    shape, given = weft.shape(heads=1, q_len=64, kv_len=512, head_dim=64), {"ids": torch.arange(512)[None] // 128}
+    forward = lambda **more: DOCUMENTS.plan(shape, device="a100", **given, **more).kernels[1].tiles  # noqa: E731
+    assert forward().visited == forward(q_offset=448).visited == 2
+    assert forward(q_offset=256).visited == 1
+
+
+def test_a_long_sequence_is_explained_in_under_a_second() -> None:
+    length = 100_000
+    shape = weft.shape(batch=4, heads=8, q_len=length, head_dim=64)
+    schedule = "flash/triton/64x64w4s3/64x64w4s2/64x64w4s2"
+    by_head = weft.Attention(mask=DOCUMENTS.mask & (ids[batch, kv_pos] // 2 <= 5 * head), name="by_head")
+    draws = torch.randint(0, 100, (4, length), generator=torch.Generator().manual_seed(0))
+    explained(device="h100")  # imports sympy
+    for variant in (DOCUMENTS, by_head):
+        for given in (draws, draws.sort().values):
+            begun = time.process_time()
+            variant.explain(shape, device="h100", target="triton", schedule=schedule, ids=given)
+            assert time.process_time() - begun < 1, variant.name
 
 
 def test_a_plan_is_explained_in_under_a_second_beyond_starting_python() -> None:
@@ -142,3 +270,50 @@ def test_a_png_is_written(tmp_path: Path) -> None:
     path = mask_picture(grid(128, 128, 64), tmp_path / "new" / "mask.png", title="local", dense=dense)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert path.stat().st_size > 5000
+
+
+SMALL = {"ids": torch.arange(512)[None] // 150}
+
+
+def test_show_mask_draws_what_is_measured() -> None:
+    lines = DOCUMENTS.show_mask(512, 512, block_q=64, block_kv=64, **SMALL).splitlines()
+    assert lines == [
+        "documents: 512 queries, 512 keys",
+        "┌────────┐",
+        "│▒       │",
+        "│█▒      │",
+        "│▒▒▒     │",
+        "│  ▒▒    │",
+        "│  ▒▒▒   │",
+        "│    ▒▒  │",
+        "│    ▒█▒ │",
+        "│    ▒▒▒▒│",
+        "└────────┘",
+        "44 empty, 18 edge ▒, 2 full █; tile 64 queries x 64 keys",
+    ]
+
+
+def test_show_mask_draws_the_batch_row_and_the_head_that_were_asked_for() -> None:
+    variant = weft.Attention(mask=DOCUMENTS.mask & (q_pos - kv_pos < 64 * (head + 1)), name="by_head")
+    both = {"ids": torch.stack([torch.zeros(512, dtype=torch.int64), torch.arange(512) // 64])}
+    picture = lambda **which: variant.show_mask(512, 512, block_q=64, block_kv=64, **which, **both)  # noqa: E731
+    assert "49 empty, 15 edge" in picture() and "56 empty, 8 edge" in picture(batch=1)
+    assert "43 empty, 14 edge ▒, 7 full" in picture(head=1)
+    with pytest.raises(weft.WeftError, match="ids: the mask reads index 2, expected 0 to 1"):
+        picture(batch=2)
+
+
+def test_show_mask_without_the_tensors_draws_positions_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mask.png"
+    lines = DOCUMENTS.show_mask(512, 512, block_q=64, block_kv=64, path=path).splitlines()
+    assert lines[0] == "documents: 512 queries, 512 keys; by positions alone, give ids=... for the tiles of a call"
+    assert lines[-1] == "28 empty, 36 edge ▒, 0 full █; tile 64 queries x 64 keys"
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_show_mask_asks_for_tensors_that_its_bounds_read() -> None:
+    limits = weft.tensor("limits", 1, int)
+    variant = weft.Attention(mask=kv_pos < limits[batch], name="lengths")
+    with pytest.raises(weft.WeftError, match="lengths: show_mask: missing the operand limits; pass limits=..."):
+        variant.show_mask(64, 64)
+    assert "2 empty, 2 edge ▒, 0 full" in variant.show_mask(64, 64, block_q=32, block_kv=32, limits=torch.tensor([20]))

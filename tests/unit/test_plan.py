@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from weft.compiler.cost import Traits, kernels_of, measures_tiles, predict
 from weft.compiler.facts import facts_of
-from weft.compiler.hardware import H200, KNOWN
+from weft.compiler.hardware import CPU, H200, KNOWN
 from weft.compiler.plan import counter, make_plan
-from weft.compiler.schedule import ALGORITHMS, Traits, choose
+from weft.compiler.schedule import ALGORITHMS, TARGETS, choose
 from weft.compiler.segments import for_latent
-from weft.compiler.types import Shape, TileCounts
+from weft.compiler.types import Measuring, Plan, Schedule, Shape, TileCounts
 from weft.ir.attention import Attention
 from weft.ir.errors import WeftError
-from weft.ir.expr import scalar, symbol
+from weft.ir.expr import scalar, symbol, tensor
 
 Q_POS, KV_POS, SCORE = symbol("q_pos"), symbol("kv_pos"), symbol("score")
 CAUSAL = Attention(mask=KV_POS <= Q_POS, name="causal")
@@ -105,3 +106,106 @@ def test_a_score_that_is_not_linear_shows_its_derivative() -> None:
     plan = make_plan("capped", GPT2, H200, choose(GPT2, H200, "triton"), traits=Traits(linear=False))
     texts = " ".join(s.what for k in plan.kernels for s in k.stages)
     assert "score(Q K^T)" in texts and "dS = P * (dP - delta) * score'" in texts
+
+
+# -- kernels that measure tiles --------------------------------------------------------------------------------------
+IDS = tensor("ids", 2, int)
+BATCH, HEAD = symbol("batch"), symbol("head")
+DOCUMENTS = Attention(mask=(KV_POS <= Q_POS) & (IDS[BATCH, Q_POS] == IDS[BATCH, KV_POS]), name="documents")
+BY_HEAD = Attention(mask=(IDS[BATCH, KV_POS] <= HEAD) & (KV_POS <= Q_POS), name="by_head")
+LONG = Shape(4, 16, 8, 8192, 8192, 128, 128)
+
+
+def measured_plan(attention: Attention, target: str = "triton", algorithm: str = "flash") -> Plan:
+    traits = facts_of(attention).traits
+    hardware = CPU if target in ("cpu", "interpret") else H200
+    schedule = choose(LONG, hardware, target, algorithm, traits=traits)
+    return make_plan(str(attention.name), LONG, hardware, schedule, traits=traits)
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper", "interpret"])
+def test_flash_kernels_of_gpu_targets_follow_those_that_measure_their_tiles(target) -> None:
+    kernels = measured_plan(DOCUMENTS, target).kernels
+    assert [(k.direction, k.name) for k in kernels] == [
+        ("forward", "kv_spans"),
+        ("forward", "flash_forward"),
+        ("backward", "row_statistics"),
+        ("backward", "kv_spans"),
+        ("backward", "q_spans"),
+        ("backward", "flash_dquery"),
+        ("backward", "flash_dkey_dvalue"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attention", "target", "algorithm"),
+    [
+        (DOCUMENTS, "cpu", "flash"),
+        (DOCUMENTS, "triton", "streaming"),
+        (DOCUMENTS, "triton", "standard"),
+        (CAUSAL, "triton", "flash"),
+        (Attention(mask=(Q_POS * KV_POS) % 7 < 3, name="odd"), "triton", "flash"),
+    ],
+)
+def test_other_plans_measure_nothing(attention, target, algorithm) -> None:
+    assert not {"kv_spans", "q_spans"} & {k.name for k in measured_plan(attention, target, algorithm).kernels}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("attention", [DOCUMENTS, CAUSAL])
+def test_plans_and_code_agree_on_what_is_measured(attention, algorithm, target) -> None:
+    facts, tiling = facts_of(attention), choose(LONG, H200, "triton").forward
+    schedule = Schedule(algorithm, target, tiling, tiling, tiling)
+    assert measures_tiles(schedule, facts.traits) == facts.measures_tiles(schedule)
+    names = [kernel.name for kernel in kernels_of(schedule, facts.traits)]
+    assert ("kv_spans" in names) == facts.measures_tiles(schedule)
+
+
+def test_what_measuring_costs() -> None:
+    plan = measured_plan(DOCUMENTS)
+    forward, _, _, for_dquery, for_dkey, dquery, dkey = plan.kernels
+    assert (forward.programs.formula, forward.programs.value) == ("B*nq", 4 * 8192 // forward.tiling.block_q)
+    assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*nkv", 4 * 8192 // dkey.tiling.block_kv)
+    assert (for_dquery.tiling.block_q, for_dquery.tiling.block_kv) == (dquery.tiling.block_q, dquery.tiling.block_kv)
+    for kernel in (forward, for_dquery, for_dkey):
+        assert (kernel.hbm_read.formula, kernel.hbm_read.value) == ("8*B*(L + T)", 8 * 4 * 2 * 8192)
+        assert kernel.hbm_written.value == 16 * kernel.programs.value
+        assert kernel.tiles == TileCounts(0, 0, 0)
+        assert (kernel.flops.value, kernel.sram_bytes.value) == (0, 0)
+        assert H200.launch_seconds <= kernel.seconds < 4 * H200.launch_seconds
+        assert [s.kind for s in kernel.stages] == ["load", "load", "compute", "store"]
+
+
+def test_masks_that_differ_by_head_are_measured_for_each() -> None:
+    forward, _, _, _, for_dkey, _, dkey = measured_plan(BY_HEAD).kernels
+    assert (forward.programs.formula, forward.programs.value) == ("B*Hq*nq", 4 * 16 * 8192 // forward.tiling.block_q)
+    assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*Hq*nkv", 4 * 16 * 8192 // dkey.tiling.block_kv)
+    assert forward.hbm_read.formula == "8*B*T"  # nothing is read at a query's position
+
+
+def test_the_hopper_forward_has_tiles_measured_for_each_consumer() -> None:
+    kv_spans, forward, _, for_dquery, *_ = measured_plan(DOCUMENTS, "hopper").kernels
+    assert (forward.tiling.block_q, kv_spans.tiling.block_q) == (128, 64)
+    assert kv_spans.programs.value == 4 * 8192 // 64
+    assert for_dquery.tiling.block_q == measured_plan(DOCUMENTS, "hopper").schedule.backward_q.block_q
+
+
+def test_each_range_takes_sixteen_bytes() -> None:
+    near = (KV_POS < 5) | (Q_POS - KV_POS < 17)
+    mask = (KV_POS <= Q_POS) & near & (IDS[BATCH, Q_POS] == IDS[BATCH, KV_POS])
+    forward, *_, for_dkey, _, _ = measured_plan(Attention(mask=mask, name="two_ranges")).kernels
+    assert (forward.name, forward.hbm_written.formula) == ("kv_spans", "32*B*nq")
+    assert (for_dkey.name, for_dkey.hbm_written.formula) == ("q_spans", "16*B*nkv")
+
+
+def test_measuring_a_long_sequence_takes_longer_than_a_launch() -> None:
+    traits = Traits(measured=Measuring(by_head=False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1))
+    seconds = []
+    for length in (1 << 10, 1 << 17, 1 << 18):
+        shape = Shape(1, 16, 16, length, length, 128, 128)
+        kernel = predict(shape, choose(shape, H200, "triton", traits=traits), H200, traits=traits)[0]
+        assert kernel.kernel.name == "kv_spans"
+        seconds.append(kernel.seconds)
+    assert seconds[0] == H200.launch_seconds < seconds[1]
+    assert seconds[2] == pytest.approx(4 * seconds[1], rel=0.01)  # each program looks at each position

@@ -1,0 +1,130 @@
+"""The kernels that measure which tiles to visit, in Triton's interpreter, against the model that plans count with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import batch, head, kv_pos, masks, q_pos
+from weft.compiler.driver import compile_kernel
+from weft.compiler.facts import facts_of
+from weft.compiler.measured import Measurement, Table
+from weft.compiler.types import Specialisation
+
+pytest.importorskip("triton")
+
+ids, doc = weft.tensor("ids", 2, int), weft.tensor("doc", 1, int)
+valid, weights = weft.tensor("valid", 2, bool), weft.tensor("weights", 1)
+limit, window = weft.tensor("limit", 1, int), weft.scalar("window", int)
+same = masks.document(ids)
+
+MASKS = {
+    "causal_documents": masks.causal & same,
+    "documents": masks.document(doc),
+    "documents_or_prefix": same | masks.prefix_lm(40),
+    "two_ranges": same & masks.global_window(5, 17),
+    "three_ranges": same & masks.block_diffusion(48, 8),  # of queries
+    "by_head": (ids[batch, kv_pos] <= head) & (kv_pos < q_pos + 20 * head),
+    "padding": masks.causal & valid[batch, kv_pos],
+    "closed_full_parts": masks.causal & ((abs(q_pos - kv_pos) < window) | same),
+    "never_full": same & ((q_pos + kv_pos) % 3 == 0),
+    "floats_and_arithmetic": (weights[kv_pos] > 0.25) & (doc[q_pos] // 2 <= weft.maximum(doc[kv_pos], limit[batch])),
+    "one_side": masks.sliding_window(window) & (doc[q_pos] % 3 != 1),
+    "either": weft.where(valid[batch, q_pos], same, masks.causal),
+}
+LENGTHS = [(128, 128, None), (70, 101, None), (101, 45, 0), (33, 200, 60), (1, 130, None)]
+ROWS = 300  # positions that the operands have values for
+
+
+def operands(kind: str) -> dict[str, Tensor | int]:
+    generator = torch.Generator().manual_seed(4)
+    found = torch.randint(0, 6, (2, ROWS), generator=generator)
+    found = {"sorted": found.sort().values, "unsorted": found, "padded": found.sort().values * (found > 0)}[kind]
+    flags = torch.arange(ROWS) < torch.tensor([[50], [90]])
+    return {
+        "ids": found + 2**40, "doc": found[0].to(torch.int8), "valid": flags, "window": 45,
+        "weights": torch.rand(ROWS, generator=generator).sort().values, "limit": torch.tensor([3, -1]),
+    }  # fmt: skip
+
+
+def modelled(variant: weft.Attention, given: dict[str, Tensor | int], axis: str, **sizes) -> list[list[list[int]]]:
+    """The table that the kernel of an axis should write, [rows, tiles, 4 * ranges]."""
+    facts = facts_of(variant)
+    block_q, block_kv, offsets = sizes["block_q"], sizes["block_kv"], sizes["offsets"]
+    lengths = {"q_len": sizes["q_len"], "kv_len": sizes["kv_len"]}
+    tiles = -(-lengths["q_len"] // block_q) if axis == "kv" else -(-lengths["kv_len"] // block_kv)
+    program = facts.kv_tiles if axis == "kv" else facts.q_tiles
+    tables = {n: Table(n, v.tolist) if isinstance(v, Tensor) else v for n, v in given.items()}
+    rows = []
+    for b in range(2):
+        for h in range(4 if facts.mask_differs_by_head else 1):
+            env = {**tables, "batch": b, "head": h, "kv_head": h // 2, "group": 2}
+            spans = Measurement(facts.survey, env, q_offset=offsets[b], **lengths).spans(program, block_q, block_kv)
+            rows.append([[end for span in spans(tile) for end in span] for tile in range(tiles)])
+    return rows
+
+
+def measured(variant: weft.Attention) -> Callable[..., Tensor]:
+    compiled = compile_kernel(variant, Specialisation("forward", "cpu", "fp32", 16, 16), "interpret", None)
+    return compiled.spans.launch_spans
+
+
+def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[int, int]) -> None:
+    variant = weft.Attention(mask=MASKS[name], name=name)
+    (q_len, kv_len, q_offset), (block_q, block_kv) = lengths, blocks
+    given = {p.name: operands(kind)[p.name] for p in variant.parameters}
+    query, key = torch.empty(2, 4, q_len, 16), torch.empty(2, 2, kv_len, 16)
+    first = kv_len - q_len if q_offset is None else q_offset
+    offsets = first.tolist() if isinstance(first, Tensor) else [first] * 2
+    for axis in ("kv", "q"):
+        table = measured(variant)(axis, block_q, block_kv, query, key, first, list(given.values()), 16, {})
+        assert table.dtype == torch.int32
+        expected = modelled(
+            variant, given, axis, q_len=q_len, kv_len=kv_len, offsets=offsets, block_q=block_q, block_kv=block_kv
+        )
+        assert table.tolist() == expected, f"{name}, {kind}, {axis}, {lengths}, {blocks}"
+
+
+@pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded"])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_kernels_write_what_the_model_says(name: str, kind: str) -> None:
+    for lengths in LENGTHS:
+        check(name, kind, lengths, (16, 32))
+
+
+def test_masks_of_several_ranges_are_among_them() -> None:
+    ranges = {name: facts_of(weft.Attention(mask=mask, name=name)).traits.measured for name, mask in MASKS.items()}
+    assert ranges["two_ranges"].kv_ranges == 2 and ranges["three_ranges"].q_ranges == 3
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (64, 32), (32, 128)])
+@pytest.mark.parametrize("name", ["causal_documents", "two_ranges", "by_head"])
+def test_tiles_of_other_sizes(name: str, blocks: tuple[int, int]) -> None:
+    check(name, "sorted", (101, 190, None), blocks)
+    check(name, "padded", (190, 101, 0), blocks)
+
+
+@pytest.mark.parametrize("name", ["causal_documents", "two_ranges", "either"])
+def test_an_offset_for_each_batch_row(name: str) -> None:
+    check(name, "sorted", (70, 200, torch.tensor([3, 120], dtype=torch.int32)), (16, 32))
+
+
+def test_axes_longer_than_what_a_program_looks_at_together() -> None:
+    """4096 positions are looked at together, so first, last and full tiles come from several turns of a loop."""
+    mask = masks.causal & masks.document(doc)
+    variant = weft.Attention(mask=mask, name="long")
+    given = {"doc": (torch.arange(9000) // 2900).to(torch.int16)}
+    query, key = torch.empty(1, 1, 9000, 16), torch.empty(1, 1, 9000, 16)
+    facts = facts_of(variant)
+    env = {"doc": Table("doc", given["doc"].tolist)}
+    measurement = Measurement(facts.survey, env, q_len=9000, kv_len=9000)
+    for axis, program, blocks in (("kv", facts.kv_tiles, (1024, 256)), ("q", facts.q_tiles, (256, 1024))):
+        table = measured(variant)(axis, *blocks, query, key, 0, list(given.values()), 16, {})
+        spans = measurement.spans(program, *blocks)
+        assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(9)]
+        lo, full_lo, full_hi, hi = table[0].unbind(-1)
+        assert (full_hi - full_lo).max() > 4 and (hi - lo).max() > 9
