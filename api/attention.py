@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from . import planning, validate
 from .codegen.checks import check_q_offset, check_tensors
-from .codegen.ops import Ops, ops_of
+from .codegen.ops import Ops, ops_of, unwatched
 from .compiler.settings import default_target
 from .compiler.targets import check_name
 from .compiler.types import Plan, Schedule, Shape
@@ -110,12 +110,13 @@ class Attention(Declaration):
             self._check(query, key, value, q_offset, target, operands)
             raise
         needs_gradient = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
-        known = len(operands) == len(self._operand_names) and _is_plain(arguments)
+        known = len(operands) == len(self._operand_names) and unwatched(arguments)
         ready = self._ops.variant.ready(arguments) if known else None
         if ready is None:
             self._check(query, key, value, q_offset, target, operands)
-        if ready is None or needs_gradient:
             result = self._dispatch(arguments, needs_gradient)
+        elif needs_gradient:
+            result = self._ops.variant.record(ready, arguments)
         else:
             result = self._ops.variant.repeat(ready, arguments)
         return result if return_lse else result[0]
@@ -250,22 +251,6 @@ class Attention(Declaration):
                   **options: Any) -> str:  # fmt: skip
         """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
         return planning.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
-
-
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, str, type(None)})
-
-
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether nothing but the call itself is to see the op: no tensor subclass, mode, transform, tracer or profiler."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch._C._autograd._profiler_enabled()
-        and forward_ad._current_level < 0
-        and all(type(a) in _PLAIN_TYPES for a in arguments)
-    )
 
 
 def _refuse_transforms(name: str, tensors: list[Tensor]) -> None:

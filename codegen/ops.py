@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..compiler.driver import Compiled, compile_kernel
 from ..compiler.facts import facts_of
@@ -73,8 +74,9 @@ def _register(attention: Attention) -> Ops:
         torch.library.register_vmap(f"weft::{op}", variant.refuse_vmap, lib=_LIBRARY)
     namespace = torch.ops.weft
     ops = Ops(getattr(namespace, forward).default, getattr(namespace, backward).default, variant)
+    variant.backward_op = ops.backward
     torch.library.register_autograd(
-        f"weft::{forward}", variant.autograd_of(ops.backward), setup_context=variant.save, lib=_LIBRARY
+        f"weft::{forward}", variant.gradients, setup_context=variant.save_for_backward, lib=_LIBRARY
     )
     torch.library.register_autograd(f"weft::{backward}", variant.refuse_double_backward, lib=_LIBRARY)
     return ops
@@ -95,6 +97,7 @@ class _Variant:
         self.attention = attention
         self.parameters = attention.parameters
         self.facts = facts_of(attention)
+        self.backward_op: Callable[..., list[Tensor]] = self.backward  # the op, once it is registered
         self.forward_calls: Recent[_Ready[launch.Forward]] = Recent()
         self.backward_calls: Recent[_Ready[launch.Backward]] = Recent()
 
@@ -122,6 +125,10 @@ class _Variant:
         """What the op computes, without torch's dispatch, which takes the host longer than the launch does."""
         query, key, value, rope, *rest = arguments
         return self._run_forward(ready, self._unpack(query, key, value, rope, rest)[0])  # type: ignore[arg-type]
+
+    def record(self, ready: _Ready[launch.Forward], arguments: Sequence[object]) -> tuple[Tensor, Tensor]:
+        """The same for a call that wants gradients."""
+        return _Recorded.apply(self, ready, *arguments)
 
     def _run_forward(self, ready: _Ready[launch.Forward], call: CallTensors) -> tuple[Tensor, Tensor]:
         query = call.query
@@ -252,37 +259,41 @@ class _Variant:
         return "triton" if misfit is not None else target
 
     # autograd
-    def save(self, ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    def save_for_backward(self, ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        self.save(ctx, inputs, output, ctx.needs_input_grad)
+
+    def save(self, ctx, inputs, output, needs) -> None:  # type: ignore[no-untyped-def]
+        """Keep what `gradients` wants. needs: which of the inputs need a gradient."""
         names = [p.name for p in self.parameters]
-        needs = ctx.needs_input_grad[N_FIRST : N_FIRST + len(names)]
-        ctx.wanted = ",".join(n for n, need in zip(names, needs) if need)
-        self.facts.check_gradients(frozenset(ctx.wanted.split(",")))
-        if inputs[2] is None and any(ctx.needs_input_grad):
+        wanted = [n for n, need in zip(names, needs[N_FIRST:]) if need]
+        self.facts.check_gradients(frozenset(wanted))
+        if inputs[2] is None and any(needs):
             raise WeftError(
                 f"{self.attention.name}: the absorbed form has no backward; "
                 "call with uk=, uv= and form='expanded' to train"
             )
+        ctx.wanted = ",".join(wanted)
         ctx.set_materialize_grads(False)
         tensors = [t for t in inputs if isinstance(t, Tensor)]
         ctx.rest = [None if isinstance(t, Tensor) else t for t in inputs]
         ctx.is_tensor = [isinstance(t, Tensor) for t in inputs]
         ctx.save_for_backward(*output, *tensors)
 
-    def autograd_of(self, backward_op: torch._ops.OpOverload) -> Callable[..., tuple[Tensor | None, ...]]:
-        def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-            out, lse, *saved = ctx.saved_tensors
-            tensors = iter(saved)
-            inputs = [next(tensors) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.rest)]
-            dout = torch.zeros_like(out) if dout is None else dout
-            gradients = iter(backward_op(dout, dlse, out, lse, *inputs, ctx.wanted))
-            wanted = ctx.wanted.split(",")
-            names = [None] * N_FIRST + [p.name for p in self.parameters] + [None] * (len(inputs))
-            return tuple(
-                next(gradients) if (i < N_FIRST and inputs[i] is not None) or (n is not None and n in wanted) else None
-                for i, n in zip(range(len(inputs)), names)
-            )
-
-        return backward
+    def gradients(self, ctx, dout, dlse) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        """Of every input of the forward op."""
+        out, lse, *saved = ctx.saved_tensors
+        tensors = iter(saved)
+        inputs = [next(tensors) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.rest)]
+        dout = torch.zeros_like(out) if dout is None else dout
+        arguments = (dout, dlse, out, lse, *inputs, ctx.wanted)
+        direct = not torch.is_grad_enabled() and unwatched(arguments)
+        found = iter(self.backward(*arguments) if direct else self.backward_op(*arguments))
+        wanted = ctx.wanted.split(",")
+        names = [None] * N_FIRST + [p.name for p in self.parameters] + [None] * (len(inputs))
+        return tuple(
+            next(found) if (i < N_FIRST and inputs[i] is not None) or (n is not None and n in wanted) else None
+            for i, n in zip(range(len(inputs)), names)
+        )
 
     def refuse_double_backward(self, ctx, *grads) -> NoReturn:  # type: ignore[no-untyped-def]
         raise WeftError(
@@ -295,6 +306,37 @@ class _Variant:
             f"{self.attention.name}: vmap is not available; "
             "put the mapped dimension into the batch dimension of the operands"
         )
+
+
+class _Recorded(torch.autograd.Function):
+    """A call that is ready, and its gradients: what the op's autograd does, in half of its time on the host."""
+
+    @staticmethod
+    def forward(ctx, variant, ready, *inputs):  # type: ignore[no-untyped-def]
+        output = variant.repeat(ready, inputs)
+        ctx.variant = variant
+        variant.save(ctx, inputs, output, ctx.needs_input_grad[2:])
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        return None, None, *ctx.variant.gradients(ctx, dout, dlse)
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, str, type(None)})
+
+
+def unwatched(arguments: Sequence[object]) -> bool:
+    """Whether nothing but its caller is to see an op: no tensor subclass, mode, transform, tracer or profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch._C._autograd._profiler_enabled()
+        and forward_ad._current_level < 0
+        and all(type(a) in _PLAIN_TYPES for a in arguments)
+    )
 
 
 def scatter(

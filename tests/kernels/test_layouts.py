@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import kv_pos, masks, q_pos, score
@@ -153,3 +154,29 @@ def test_who_watches_ops_sees_a_call_that_is_ready() -> None:
         assert isinstance(variant(q, k, v, window=3), FakeTensor)
     with pytest.raises(weft.WeftError, match="vmap is not available"):
         torch.func.vmap(lambda x: variant(x[None], k, v, window=3))(q)
+
+
+def test_gradients_of_a_call_that_is_ready_are_those_of_the_op() -> None:
+    variant = SCALED.replace(name="layouts_recorded")
+    leaves = [rows(12).requires_grad_() for _ in range(3)] + [torch.randn(2, requires_grad=True)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, gain: Tensor) -> Tensor:
+        out, lse = variant(query, key, value, gain=gain, return_lse=True)
+        return (out * out).sum() + lse.sin().sum()
+
+    def watched() -> list[Tensor]:
+        with torch.profiler.profile():
+            return list(torch.autograd.grad(attend(*leaves), leaves))
+
+    through_op = watched()  # the first call, and under a profiler: dispatched by torch
+    for _ in range(2):
+        assert all(map(torch.equal, torch.autograd.grad(attend(*leaves), leaves), through_op))
+    some = torch.autograd.grad(attend(*leaves), [leaves[1], leaves[3]])
+    assert torch.equal(some[0], through_op[1]) and torch.equal(some[1], through_op[3])
+    kept = torch.autograd.grad(checkpoint(attend, *leaves, use_reentrant=False), leaves)
+    assert all(map(torch.equal, kept, through_op))
+    frozen = [leaves[0].detach(), *leaves[1:3], leaves[3].detach()]
+    assert torch.equal(torch.autograd.grad(attend(*frozen), leaves[1])[0], through_op[1])
+    (first,) = torch.autograd.grad(attend(*leaves), leaves[0], create_graph=True)
+    with pytest.raises(weft.WeftError, match="second derivatives are not available"):
+        first.sum().backward()
