@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from bench_first_call import FirstCall, first_call
-from bench_measure import Effort, ceilings, host_microseconds, measure_row, reason_of
+from bench_measure import Effort, ceilings, host_times, measure_row
 from bench_peers import COLUMNS, TITLES
 from bench_report import Report, as_markdown, print_report, speed_grid, write_json
 from bench_rows import QUICK, ROWS, Row
@@ -74,7 +74,8 @@ def run(options: argparse.Namespace, console: Console) -> Report:
     effort = Effort(2 if options.quick else options.rounds, options.launches, deadline)
     rows = chosen_rows(options)
     if not options.no_host_time:
-        _host_times(report, console)
+        report.host_us = host_times(report.columns)
+        console.print("host times measured", style="dim")
     for number, row in enumerate(rows, 1):
         result = measure_row(row, options.columns, effort)
         report.rows.append(result)
@@ -89,15 +90,6 @@ def run(options: argparse.Namespace, console: Console) -> Report:
     report.seconds = time.monotonic() - begin
     _save(report, options)
     return report
-
-
-def _host_times(report: Report, console: Console) -> None:
-    for column in report.columns:
-        try:
-            report.host_us[column] = host_microseconds(column)
-        except Exception as error:  # shown in the table
-            report.host_us[column] = reason_of(error)
-    console.print("host times measured", style="dim")
 
 
 def _first_calls(report: Report, deadline: float, console: Console) -> None:

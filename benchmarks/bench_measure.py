@@ -232,36 +232,55 @@ def _extra_mib(made: Contender) -> float | None:
     return (torch.cuda.max_memory_allocated() - before - asked_for) / 2**20
 
 
-def host_microseconds(column: str, calls: int = 200, batches: int = 5) -> tuple[float, float]:
-    """Host time of a call at a tiny shape: forward without gradients, and forward with backward. Raises what it meets.
+@dataclass(frozen=True)
+class HostTime:
+    """Microseconds of a call in each round. Other work on the host's cores only adds, so that the least counts too."""
 
-    The GPU needs a few microseconds a kernel there, so that the host is what a run of calls waits for.
+    forward: tuple[float, ...]  # without gradients
+    both: tuple[float, ...]  # forward and backward
+
+
+def host_times(
+    columns: Iterable[str], rounds: int = 15, calls: int = 60, device: str = "cuda"
+) -> dict[str, HostTime | str]:
+    """Host time of a call at a tiny shape for each column, or why there is none.
+
+    The GPU needs a few microseconds a kernel there, so that the host is what a run of calls waits for. Columns take
+    turns in shuffled rounds: what else the host is doing changes from second to second.
     """
     row = Row("causal", 1, 1, 16, 64)
+    found: dict[str, HostTime | str] = {}
+    ready: dict[str, tuple[Contender, list[float], list[float]]] = {}
     start_row()
-    made = contender(column, row, make_operands(row, "cuda"))
+    for column in columns:
+        try:
+            made = contender(column, row, make_operands(row, device))
+            for _ in range(2):
+                _host_round(made, 20)
+            ready[column] = (made, [], [])
+        except Exception as error:  # shown in the table
+            found[column] = reason_of(error)
+    order = random.Random(0)
+    for _ in range(rounds):
+        for column in order.sample(sorted(ready), len(ready)):
+            made, forward, both = ready[column]
+            for times, microseconds in zip((forward, both), _host_round(made, calls), strict=True):
+                times.append(microseconds)
+    return found | {column: HostTime(tuple(f), tuple(b)) for column, (_, f, b) in ready.items()}
 
-    def forward_only() -> None:
+
+def _host_round(made: Contender, calls: int) -> tuple[float, float]:
+    def forwards() -> None:
         with torch.no_grad():
-            made.forward()
+            for _ in range(calls):
+                made.forward()
 
     def both() -> None:
-        torch.autograd.grad(made.forward(), made.leaves, made.grad_out)
+        for _ in range(calls):
+            torch.autograd.grad(made.forward(), made.leaves, made.grad_out)
 
     with made.context():
-        return _call_us(forward_only, calls, batches), _call_us(both, calls, batches)
-
-
-def _call_us(call: Callable[[], None], calls: int, batches: int) -> float:
-    for _ in range(20):
-        call()
-    torch.cuda.synchronize()
-
-    def batch() -> None:
-        for _ in range(calls):
-            call()
-
-    return statistics.median(_host_ms(batch) for _ in range(batches)) * 1e3 / calls
+        return _host_ms(forwards) * 1e3 / calls, _host_ms(both) * 1e3 / calls
 
 
 @dataclass(frozen=True)

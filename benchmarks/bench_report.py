@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench_first_call import FirstCall
-from bench_measure import Ceilings, RowResult
+from bench_measure import Ceilings, HostTime, RowResult
 from bench_peers import TITLES
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +24,7 @@ class Report:
     command: str  # that makes this report again
     rows: list[RowResult] = field(default_factory=list)
     ceilings: Ceilings | None = None
-    host_us: dict[str, tuple[float, float] | str] = field(default_factory=dict)  # or why not
+    host_us: dict[str, HostTime | str] = field(default_factory=dict)  # or why not
     first_calls: dict[str, FirstCall] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -127,7 +128,7 @@ def latency_grid(report: Report) -> Grid:
     lines = tuple((TITLES[column], *_latencies(report, column, notes)) for column in columns)
     header = (
         "",
-        "host time of a call, us",
+        "host time of a call, us: median (least)",
         "of forward + backward, us",
         "first call, caches empty, s",
         "first call of a warm process, s",
@@ -140,12 +141,16 @@ def _latencies(report: Report, column: str, notes: Notes) -> tuple[str, str, str
     if isinstance(host, str):
         calls = (notes.mark(host), "")
     else:
-        calls = (f"{host[0]:.1f}", f"{host[1]:.1f}") if host else ("", "")
+        calls = (_median_and_least(host.forward), _median_and_least(host.both)) if host else ("", "")
     if first is None:
         return (*calls, "", "")
     if first.cold_s is None or first.warm_s is None:
         return (*calls, notes.mark(first.reason), "")
     return (*calls, f"{first.cold_s:.2f}", f"{first.warm_s:.2f}")
+
+
+def _median_and_least(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):.1f} ({min(times):.1f})"
 
 
 # --- shown --------------------------------------------------------------------------------------------------------

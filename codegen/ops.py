@@ -133,8 +133,11 @@ class _Variant:
     def _run_forward(self, ready: _Ready[launch.Forward], call: CallTensors) -> tuple[Tensor, Tensor]:
         query = call.query
         out, lse = [query.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in ready.results]
-        with _on_device(query):
+        if _is_here(query):
             ready.run(call, out, lse)
+        else:
+            with torch.cuda.device(query.device):
+                ready.run(call, out, lse)
         return out, lse
 
     def fake_forward(
@@ -324,18 +327,23 @@ class _Recorded(torch.autograd.Function):
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, str, type(None)})
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_mode = torch._C._is_torch_function_mode_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
+_tracer = torch._C._get_tracing_state
+_profiler = torch._C._autograd._profiler_enabled
 
 
 def unwatched(arguments: Sequence[object]) -> bool:
     """Whether nothing but its caller is to see an op: no tensor subclass, mode, transform, tracer or profiler."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch._C._autograd._profiler_enabled()
+        _dispatch_modes() == 0
+        and not _function_mode()
+        and _transform() is None
+        and _tracer() is None
+        and not _profiler()
         and forward_ad._current_level < 0
-        and all(type(a) in _PLAIN_TYPES for a in arguments)
+        and _PLAIN_TYPES.issuperset(map(type, arguments))
     )
 
 
@@ -375,9 +383,8 @@ def contiguous_like(tensor: Tensor) -> Place:
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the operands' GPU the current one: Triton launches there, whatever the caller's current device is."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(tensor.device)
+    return nullcontext() if _is_here(tensor) else torch.cuda.device(tensor.device)
 
 
-_HERE = nullcontext()
+def _is_here(tensor: Tensor) -> bool:
+    return not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device()

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from ..ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
-from ..ir.walk import children
+from ..ir.walk import children, nodes
 
 Range: TypeAlias = tuple[int, int]  # lowest and highest value
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
@@ -31,8 +31,18 @@ def check_integers(root: Expr, env: Ranges, extents: Extents) -> list[str]:
     env: range of every symbol and int scalar. extents: the shape of every tensor operand. Problems are integers beyond
     32 bits, divisors that can be 0, and indices that can leave their tensor.
     """
+    if _computes_no_ints(root):
+        return []
     steps = _steps(root)
     return list(dict.fromkeys(_problems(steps, _ranges(steps, env), extents)))
+
+
+@lru_cache(maxsize=4096)
+def _computes_no_ints(root: Expr) -> bool:
+    """Whether ints are compared and chosen among only, as in `kv_pos <= q_pos`: sizes cannot make that wrong."""
+    chosen = ("minimum", "maximum", "where")
+    computed = (isinstance(n, Call) and n.dtype == "int" and n.op not in chosen for n in nodes(root))
+    return not any(computed) and not any(isinstance(n, Load) for n in nodes(root))
 
 
 def range_of(node: Expr, env: Ranges) -> Range:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import bench_peers
 import bench_report
 import traffic
 from bench_first_call import FirstCall
-from bench_measure import Ceilings, Cell, Effort, RowResult, launch_times, measure_row, relative_error
+from bench_measure import Ceilings, Cell, Effort, HostTime, RowResult, launch_times, measure_row, relative_error
 from bench_peers import COLUMNS, TITLES, NotOffered
 from bench_report import Report, as_markdown, print_report, speed_grid
 from bench_rows import DENSE, QUICK, ROWS, VARIANTS, Row
@@ -175,6 +176,17 @@ def test_launches_are_counted():
     assert len(times) == 3 and len(calls) >= 3
 
 
+def test_columns_take_turns_for_their_host_time():
+    found = bench_measure.host_times(("math", "cudnn"), rounds=3, calls=2, device="cpu")
+    assert len(found["math"].forward) == len(found["math"].both) == 3 and min(found["math"].both) > 0
+    assert isinstance(found["cudnn"], str) and found["cudnn"]
+    report = Report("card", ("math", "cudnn"), "command", host_us=found)
+    (grid,) = [grid for grid in bench_report.grids(report) if "host" in grid.title]
+    (math_line, cudnn_line) = grid.lines
+    assert re.fullmatch(r"[\d.]+ \([\d.]+\)", math_line[1]) and cudnn_line[1] == "(a)"
+    assert found["cudnn"] in grid.notes[0]
+
+
 # --- reports ------------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +204,7 @@ def sample() -> Report:
         "python benchmarks/attention.py",
         [RowResult(row, "cudnn", cells)],
         Ceilings(794.0, 4240.0),
-        {"cudnn": (10.04, 30.0), "fa4": "ImportError: none"},
+        {"cudnn": HostTime((10.04, 9.0, 12.0), (30.0,)), "fa4": "ImportError: none"},
         {"weft_triton": FirstCall(3.2, 0.31), "flex": FirstCall(None, None, "TimeoutExpired: 60 s")},
         12.0,
     )
