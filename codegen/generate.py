@@ -8,11 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..compiler.affine import is_bool
 from ..compiler.facts import Facts
 from ..compiler.segments import Segments
 from ..compiler.types import Schedule, Segment, Specialisation
 from ..ir.errors import InternalError
-from ..ir.expr import Const, Expr, Symbol
+from ..ir.expr import Expr, Symbol
 from ..ir.walk import symbols
 from .functions import LANGUAGES, FunctionPrinter, parameter_names
 
@@ -75,7 +76,7 @@ def generate_spans(facts: Facts) -> str:
         "params": ", ".join(parameter_names(facts.attention, strides=True)),
         "by_head": facts.mask_differs_by_head,
         "values": {"q": _measured(found.q_values), "kv": _measured(found.kv_values)},
-        "finds_full": not (isinstance(found.certain, Const) and found.certain.value is False),
+        "finds_full": not is_bool(found.certain, False),
         "axes": [
             {"axis": axis, "other": other, "bounds": ", ".join(p.outputs), "ranges": len(p.outputs) // 4}
             for axis, other, p in axes

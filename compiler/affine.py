@@ -35,6 +35,11 @@ def make(op: str, *args: Expr) -> Expr:
     return Call(op, args, _result(OPS[op], args, ""))
 
 
+def is_bool(node: Expr, value: bool) -> bool:
+    """Whether a node is the constant True, or the constant False."""
+    return isinstance(node, Const) and node.value is value
+
+
 def const(value: Number) -> Const:
     return Const(value)
 

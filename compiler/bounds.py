@@ -24,6 +24,7 @@ from .affine import (
     at_most,
     choose,
     const,
+    is_bool,
     is_positive,
     make,
     maximum,
@@ -208,7 +209,9 @@ class _Solver:
         node = const(condition) if isinstance(condition, bool) else condition
         unknown = [a for a in assume if not is_positive(a)]
         if not unknown:
-            return [] if _is(node, False) else [_Term()] if _is(node, True) else [_Term((_Literal("run_time", node),))]
+            if isinstance(node, Const):
+                return [_Term()] if node.value else []
+            return [_Term((_Literal("run_time", node),))]
         return [_Term((_Literal("other_sign", choose(node, const(0), const(1)), tuple(unknown)),))]
 
     def solved(self, position: str, gap: Sum, assume: tuple[Expr, ...], node: Expr) -> _Terms:
@@ -260,10 +263,6 @@ class _Solver:
                 return [_Term((_Literal("other_sign", gap.expr, assume),))]
             case _:
                 return self.open(node)
-
-
-def _is(node: Expr, value: bool) -> bool:
-    return isinstance(node, Const) and node.value is value
 
 
 def _negated(node: Expr) -> Expr:
@@ -457,10 +456,10 @@ class _Piece:
     def interval(self) -> Interval | None:
         start, end = self.axis.start, self.axis.end
         visible, complete = all_of(self.visible), all_of(self.complete)
-        if _is(visible, False):
+        if is_bool(visible, False):
             return None
         lo, hi = limit(maximum, self.lo, start), choose(visible, limit(minimum, self.hi, end), start)
-        if not self.certain or _is(complete, False):
+        if not self.certain or is_bool(complete, False):
             return Interval(lo, hi, start, start)
         full_hi = choose(complete, limit(minimum, self.full_hi, end), start)
         return Interval(lo, hi, limit(maximum, self.full_lo, start), full_hi)
@@ -485,10 +484,10 @@ def _certainly(literal: _Literal, condition: Expr) -> Expr:
 def _possibly(literal: _Literal, condition: Expr) -> Expr:
     """The condition, or True where an assumption fails."""
     assumed = all_of(make("lt", const(0), a) for a in literal.assume)
-    if _is(assumed, True) or _is(condition, True):
+    if is_bool(assumed, True) or is_bool(condition, True):
         return condition
     fails = make("not", assumed)
-    return fails if _is(condition, False) else make("or", condition, fails)
+    return fails if is_bool(condition, False) else make("or", condition, fails)
 
 
 def _tile_part(term: _Term, axis: Axis) -> tuple[Tile, list[Expr]]:

@@ -12,8 +12,9 @@ from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 from ..ir.errors import WeftError
-from ..ir.expr import Call, Const, Expr, Load, Symbol
+from ..ir.expr import Call, Expr, Load, Symbol
 from ..ir.walk import loads, nodes, scalars, symbols, tensors
+from .affine import is_bool
 from .kernels import Axis
 from .survey import Survey
 from .tiles import _OPERATORS, Environment, Value, _function, _operand, _values
@@ -190,7 +191,7 @@ class Measurement:
         if True not in possible:
             return Span(*[span.lo] * 4)
         first, end = span.lo + possible.index(True), span.hi - possible[::-1].index(True)
-        if _is_never(self.found.certain):
+        if is_bool(self.found.certain, False):
             return Span(first, end, end, end)
         certain = _decided(self.found.certain, others, values, first, end)
         full = [
@@ -219,10 +220,6 @@ class Measurement:
             edge, full = edge + len(edges), full + len(fulls)
         edge, full = round(edge * tiles / number), round(full * tiles / number)
         return TileCounts(empty=max(0, tiles * others - edge - full), edge=edge, full=full)
-
-
-def _is_never(node: Expr) -> bool:
-    return isinstance(node, Const) and node.value is False
 
 
 def _decided(condition: Expr, others: Ends, values: dict[str, object], first: int, end: int) -> list[Value]:

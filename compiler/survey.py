@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..ir.canonical import canonical
-from ..ir.expr import Call, Const, Expr, Load
+from ..ir.expr import Call, Expr, Load
 from ..ir.walk import nodes, substitute, symbols
-from .affine import choose, const, make, name
+from .affine import choose, const, is_bool, make, name
 
 Range: TypeAlias = tuple[Expr, Expr]  # least and greatest value over both tiles
 _AXES = {"q_pos": "q", "kv_pos": "kv"}
@@ -48,7 +48,7 @@ def survey(mask: Expr) -> Survey | None:
     """
     surveyor = _Surveyor()
     found = surveyor.truth(mask)
-    return None if _is(found.possible, True) else surveyor.published(found)
+    return None if is_bool(found.possible, True) else surveyor.published(found)
 
 
 # -- conditions -------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class _Truth:
 
     @property
     def unknown(self) -> bool:
-        return _is(self.possible, True) and _is(self.certain, False)
+        return is_bool(self.possible, True) and is_bool(self.certain, False)
 
     def __invert__(self) -> _Truth:
         return _Truth(_negated(self.possible), _negated(self.certain))
@@ -74,10 +74,6 @@ class _Truth:
 
 
 _UNKNOWN = _Truth(const(False), const(True))
-
-
-def _is(node: Expr, value: bool) -> bool:
-    return isinstance(node, Const) and node.value is value
 
 
 def _negated(node: Expr) -> Expr:
