@@ -176,7 +176,7 @@ _FUNCTIONS: dict[str, type[_Function]] = {
     **{f.op: f for f in (_Abs, _Minimum, _Maximum, _FloorDiv, _Mod)},
 }
 _ARITHMETIC: dict[str, Callable[..., sympy.Expr]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a,
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "neg": lambda a: -a,
 }  # fmt: skip
 
 
@@ -232,8 +232,9 @@ class _Border:
                 return self.enter(inner) if inner.dtype == "int" else self._atom(call("floor", inner))
             case Call("where", (condition, a, b)):
                 return self._choice(simplify(condition), a, b, node.dtype)
-            case Call("div", (a, b)):
-                return self._quotient(a, b)
+            case Call("mul" | "div"):
+                # all at once: a product of two with a number in it would be multiplied out, one of three would not
+                return sympy.Mul(*self._factors(node, node.dtype))
             case Call(op, args):
                 operands = [self._operand(a, node.dtype) for a in args]
                 return _ARITHMETIC[op](*operands) if op in _ARITHMETIC else self._function(op)(*operands)
@@ -257,14 +258,26 @@ class _Border:
             return self._operand(a if condition.value else b, world)
         return _Where(self._atom(condition), self._operand(a, world), self._operand(b, world))
 
-    def _quotient(self, a: Expr, b: Expr) -> sympy.Expr:
-        if a.dtype == b.dtype == "int":
-            a, b = simplify(a), simplify(b)
-            if not (isinstance(a, Const) and isinstance(b, Const) and b.value):
-                # floor(q_pos / 49) must not become floor(q_pos * (1 / 49)): keep a quotient of ints as it is.
-                return self._atom(call("div", a, b))
-        denominator = self._operand(b, "float")
-        return self._operand(a, "float") / (self._atom(Const(0.0)) if denominator == 0 else denominator)
+    def _factors(self, node: Expr, world: str) -> list[sympy.Expr]:
+        """The factors of a product, quotients included."""
+        match node:
+            case Call("mul", (a, b)) if node.dtype == world:
+                return [*self._factors(a, world), *self._factors(b, world)]
+            case Call("div", (a, b)) if world == "float":
+                quotient = self._quotient_of_ints(a, b)
+                if quotient is not None:
+                    return [quotient]
+                below = [self._atom(Const(0.0)) if f == 0 else f for f in self._factors(b, world)]
+                return [*self._factors(a, world), *(1 / f for f in below)]
+            case _:
+                return [self._operand(node, world)]
+
+    def _quotient_of_ints(self, a: Expr, b: Expr) -> sympy.Expr | None:
+        """floor(q_pos / 49) must not become floor(q_pos * (1 / 49)): a quotient of ints stays as it is."""
+        if a.dtype != "int" or b.dtype != "int":
+            return None
+        a, b = simplify(a), simplify(b)
+        return None if isinstance(a, Const) and isinstance(b, Const) and b.value else self._atom(call("div", a, b))
 
     def _function(self, op: str) -> type[_Function]:
         if op not in _FUNCTIONS:

@@ -251,6 +251,13 @@ def test_simplify_twice_is_once(expr):
     assert simplify(simplify(expr)).text == simplify(expr).text
 
 
+def test_a_number_beside_a_sum_in_a_product_is_written_one_way():
+    cap = scalar("cap", float)
+    once = simplify(call("tanh", symbol("qk") * (0.25 + cap) / 3.0))
+    assert once.text == simplify(once).text == "tanh((0.25 + cap) * 0.3333333333333333 * qk)"
+    assert simplify((0.25 + cap) * 0.5).text == "0.125 + 0.5 * cap"
+
+
 def autograd(expr, env, name):
     """d expr[i] / d leaf[j] summed over i, as torch has it."""
     if expr.dtype != "float":
