@@ -322,8 +322,7 @@ class _Border:
 
     def _product(self, node: sympy.Expr, more: list[sympy.Expr], world: str) -> Expr:
         """coefficient * factors / divisors: what the whole tile shares first, divided once, then the rest."""
-        coefficient, rest = node.as_coeff_Mul()
-        powers = rest.as_powers_dict() if rest != 1 else {}
+        coefficient, powers = _primitive(node)
         factors = [self._power(base, power, world) for base, power in powers.items() if power > 0]
         factors = _ordered([*factors, *(self._leave(m, world) for m in more)])
         divisors = _ordered(self._power(base, -power, world) for base, power in powers.items() if power < 0)
@@ -338,7 +337,10 @@ class _Border:
             elif above:
                 result = _chain("mul", above, world)
         assert result is not None
-        return call("neg", result) if coefficient == -1 else result
+        if coefficient != -1:
+            return result
+        negative = call("neg", result)
+        return simplify(negative) if result.dtype != world else negative  # ints in the float world: as they would enter
 
     def _power(self, base: sympy.Expr, power: sympy.Expr, world: str) -> Expr:
         """base ** power for a positive whole power, by squaring."""
@@ -384,6 +386,22 @@ def _common_factor(terms: Sequence[sympy.Expr]) -> sympy.Expr:
         elif all(e < 0 for e in exponents):
             factors.append(base ** max(exponents))
     return sympy.Mul(*factors)
+
+
+def _primitive(node: sympy.Expr) -> tuple[sympy.Rational, dict[sympy.Expr, sympy.Expr]]:
+    """A product as its number and the powers of its factors, to which the common factors of a sum's terms belong."""
+    coefficient, rest = node.as_coeff_Mul()
+    powers: dict[sympy.Expr, sympy.Expr] = {}
+    for base, power in (rest.as_powers_dict() if rest != 1 else {}).items():
+        common = _common_factor(base.args) if base.is_Add and power.is_Integer else sympy.S.One
+        if common != 1:
+            base = sympy.Add(*(term / common for term in base.args))
+            number, factors = _primitive(common)
+            coefficient *= number**power
+            for factor, times in factors.items():
+                powers[factor] = powers.get(factor, 0) + times * power
+        powers[base] = powers.get(base, 0) + power
+    return coefficient, {base: power for base, power in powers.items() if power != 0}
 
 
 def _spread(node: Expr) -> int:
