@@ -132,7 +132,7 @@ class _Variant:
 
     def _run_forward(self, ready: _Ready[launch.Forward], call: CallTensors) -> tuple[Tensor, Tensor]:
         query = call.query
-        out, lse = [query.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in ready.results]
+        out, lse = [place.beside(query) for place in ready.results]
         if _is_here(query):
             ready.run(call, out, lse)
         else:
@@ -174,7 +174,7 @@ class _Variant:
             with _on_device(query):
                 run = launch.backward(self._compiled("backward", call, target, schedule, wanted))
             ready = self.backward_calls.keep(layout, _Ready(run, self._gradient_places(call, ())))
-        tensors = [query.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in ready.results]
+        tensors = [place.beside(query) for place in ready.results]
         with _on_device(query):
             sums = ready.run(call, out, lse, dout, dlse, tensors)
         if not wanted:

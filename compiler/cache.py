@@ -115,10 +115,14 @@ class Entry:
 
 
 def load_or_build(key: Key, build: Callable[[], str]) -> Entry:
-    """The module of this key: from the cache if it is there and sound, else from `build()`, which is then kept.
+    """The module of this key: the user's edit of it; else from the cache if it is there and sound; else from `build()`,
+    which is then kept.
 
     Processes that want the same key at once wait for the one that builds it. Whatever `build` raises is passed on.
     """
+    own = _edited(key)
+    if own is not None:
+        return own
     root = _usable_root()
     if root is None:
         return _temporary(key, build())
@@ -126,7 +130,7 @@ def load_or_build(key: Key, build: Callable[[], str]) -> Entry:
     return found or _build(root, key, build)
 
 
-def edited(key: Key) -> Entry | None:
+def _edited(key: Key) -> Entry | None:
     """The module that the user wrote in place of this one: `<label>.py` in the folder WEFT_EDITED_DIR names.
 
     Loaded as it is, with no checksum, and never without saying so. Raises WeftError if it is there and cannot be read.

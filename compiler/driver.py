@@ -61,8 +61,7 @@ def compile_kernel(attention: Attention, spec: Specialisation, target: str | Non
     settings.trace(settings.PLAN, f"{attention.name} {spec.direction}: {plan}")
     settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
     # Schedule -> source, unless an edited copy or the cache has it -> module
-    key = cache_key(attention, spec, plan)
-    entry = cache.edited(key) or cache.load_or_build(key, lambda: _generate(facts, spec, plan, parts))
+    entry = cache.load_or_build(cache_key(attention, spec, plan), lambda: _generate(facts, spec, plan, parts))
     settings.trace(settings.SOURCE, entry.source)
     module = _load(entry.path, entry.source, chosen)
     spans = _spans_module(facts, spec.arch, chosen) if facts.measures_tiles(plan) else None
@@ -70,13 +69,11 @@ def compile_kernel(attention: Attention, spec: Specialisation, target: str | Non
 
 
 def _spans_module(facts: Facts, arch: str, target: str) -> ModuleType:
-    from ..codegen.generate import generate_spans
-
     key = cache.Key(
         name=str(facts.attention.name), kernel="tile_spans", target="interpret" if target == "interpret" else "triton",
         layout=arch, variant=facts.attention.canonical_text, schedule="",
     )  # fmt: skip
-    entry = cache.edited(key) or cache.load_or_build(key, lambda: generate_spans(facts))
+    entry = cache.load_or_build(key, lambda: _generate_spans(facts))
     settings.trace(settings.SOURCE, entry.source)
     return _load(entry.path, entry.source, key.target)
 
@@ -85,6 +82,12 @@ def _generate(facts: Facts, spec: Specialisation, plan: Schedule, parts: Segment
     from ..codegen.generate import generate
 
     return generate(facts, spec, plan, parts)
+
+
+def _generate_spans(facts: Facts) -> str:
+    from ..codegen.generate import generate_spans
+
+    return generate_spans(facts)
 
 
 def _load(path: Path, source: str, target: str) -> ModuleType:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +133,17 @@ def test_axes_longer_than_what_a_program_looks_at_together() -> None:
         assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(9)]
         lo, full_lo, full_hi, hi = table[0].unbind(-1)
         assert (full_hi - full_lo).max() > 4 and (hi - lo).max() > 9
+
+
+def test_a_warm_start_generates_nothing(tmp_path: Path) -> None:
+    code = """
+        import sys, torch, weft
+        variant = weft.Attention(mask=weft.masks.document(weft.tensor("doc", 1, int)), name="warm")
+        rows = torch.randn(1, 1, 40, 16)
+        variant(rows, rows, rows, doc=torch.zeros(40, dtype=torch.int64), target="interpret")
+        print(sorted({"jinja2", "sympy"} & set(sys.modules)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    environment = {**os.environ, "WEFT_CACHE_DIR": str(tmp_path)}
+    runs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert [run.stdout for run in runs] == ["['jinja2', 'sympy']\n", "[]\n"]

@@ -125,16 +125,17 @@ def test_an_error_of_the_builder_is_passed_on_and_leaves_nothing(root):
 
 
 def test_an_edited_module_takes_the_place_of_the_generated_one(root, tmp_path, monkeypatch):
-    assert cache.edited(KEY) is None
     monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path))
-    assert cache.edited(KEY) is None
+    assert load_or_build(KEY, build).source == TEXT
     mine = tmp_path / f"{KEY.label}.py"
     mine.write_text("answer = 43\n")
     with pytest.warns(RuntimeWarning, match=rf"runs the edited module .*{KEY.label}\.py"):
-        assert cache.edited(KEY).source == "answer = 43\n"
+        assert load_or_build(KEY, build).source == "answer = 43\n"
     mine.write_bytes(b"\xff")
     with pytest.raises(WeftError, match=rf"{KEY.label}\.py: expected an edited module to load, got .*decode"):
-        cache.edited(KEY)
+        load_or_build(KEY, build)
+    mine.unlink()
+    assert load_or_build(KEY, build).source == TEXT
 
 
 def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
