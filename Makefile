@@ -41,7 +41,7 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed/weft
-	ln -s $(CURDIR)/api/* $(CURDIR)/ir $(CURDIR)/compiler $(CURDIR)/codegen $(CURDIR)/templates build/typed/weft/
+	ln -s $(CURDIR)/api/* $(CURDIR)/ir $(CURDIR)/compiler $(CURDIR)/codegen $(CURDIR)/runtime $(CURDIR)/templates build/typed/weft/
 	MYPYPATH=build/typed $(RUN) -m mypy -p weft
 
 format: $(READY)

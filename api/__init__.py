@@ -8,8 +8,7 @@ weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capp
 
 from . import masks, scores
 from .attention import Attention
-from .compiler.settings import settings
-from .compiler.types import Plan, Schedule, Shape
+from .compiler.planning.records import Plan, Schedule, Shape
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
@@ -32,6 +31,7 @@ from .ir.functions import (
 )
 from .ir.parse import parse
 from .planning import parse_attention, shape
+from .runtime.settings import settings
 
 __version__ = "0.1.0"
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import planning, validate
-from .codegen.checks import check_q_offset, check_tensors
-from .codegen.ops import Ops, ops_of, unwatched
-from .compiler.settings import default_target
-from .compiler.targets import check_name
-from .compiler.types import Plan, Schedule, Shape
+from .compiler.planning.records import Plan, Schedule, Shape
+from .compiler.planning.target import check_name
 from .ir.attention import Attention as Declaration
 from .ir.errors import UnavailableError, WeftError
 from .ir.reference import expand_latent, reference
+from .runtime.checks import check_q_offset, check_tensors
+from .runtime.ops import Ops, ops_of, unwatched
+from .runtime.settings import default_target
 
 Result = Tensor | tuple[Tensor, Tensor]
 Form = Literal["expanded", "absorbed"]

@@ -23,11 +23,13 @@ from typing import Any, Literal
 import click
 
 from . import Attention, parse, scalar, score, shape, tensor
-from .compiler import cache, hardware, targets
-from .compiler.schedule import Algorithm
-from .compiler.types import DTYPE_BYTES, Shape
+from .compiler.planning import hardware
+from .compiler.planning import target as targets
+from .compiler.planning.records import DTYPE_BYTES, Shape
+from .compiler.planning.schedule import Algorithm
 from .ir.errors import WeftError
 from .ir.expr import Expr, Number, Scalar, TensorOperand
+from .runtime import cache
 
 _KINDS = {"int": int, "float": float, "bool": bool}
 _SHARED = "weft.cli.shared"

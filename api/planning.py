@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .codegen.checks import tensor_problems
-from .compiler import driver, hardware, targets
-from .compiler.facts import Facts, facts_of
-from .compiler.measured import Measurement, Table, visited
-from .compiler.types import Plan, Schedule, Shape, Specialisation, TileProgram
+from .compiler.analysis.facts import Facts, facts_of
+from .compiler.analysis.measured import Measurement, Table, visited
+from .compiler.analysis.records import TileProgram
+from .compiler.planning import hardware
+from .compiler.planning import target as targets
+from .compiler.planning.cost import measures_tiles
+from .compiler.planning.records import Plan, Schedule, Shape, Specialisation
 from .ir import parse
 from .ir.errors import WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.walk import scalars, symbols, tensors
+from .runtime import driver
+from .runtime.checks import tensor_problems
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
-    from .compiler.cost import CountTiles
-    from .compiler.picture import Ranges
+    from .compiler.planning.cost import CountTiles
+    from .compiler.planning.picture import Ranges
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -160,10 +164,10 @@ def _counter(
 
     None where they depend on operands that were not given.
     """
-    from .compiler.plan import counter
+    from .compiler.planning.plan import counter
 
     facts, missing = facts_of(attention), _to_give(attention, options)
-    measured = facts.measures_tiles(schedule)
+    measured = measures_tiles(schedule, facts.traits)
     survey = facts.survey if measured and not missing else None
     lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
     decisive = [attention.folded_mask] if survey else [line.value for line in lines]
@@ -197,7 +201,7 @@ def plan(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
-    from .compiler.plan import make_plan
+    from .compiler.planning.plan import make_plan
 
     sizes, tensors_on = _shape_of(attention, operands, options)
     machine = _hardware(device, tensors_on)
@@ -206,7 +210,7 @@ def plan(
     facts = facts_of(attention)
     chosen, notes = targets.choose(spec, target, driver.algorithm_of(wanted))
     parts = driver.segments_of(attention, spec)
-    from .compiler.schedule import resolve
+    from .compiler.planning.schedule import resolve
 
     resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
     count, counted = _counter(attention, sizes, resolved, options)
@@ -218,7 +222,7 @@ def plan(
 
 def _open_parts(facts: Facts, schedule: Schedule) -> tuple[str, ...]:
     """The parts of the mask without a closed form, which decide nothing where no tile is left out for what it reads."""
-    left_out = schedule.target == "cpu" or facts.measures_tiles(schedule)
+    left_out = schedule.target == "cpu" or measures_tiles(schedule, facts.traits)
     return tuple(f"by positions alone, {note}" if left_out else note for note in facts.kv_bounds.notes)
 
 
@@ -226,7 +230,7 @@ def explain(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .compiler.explain import explain as render
+    from .compiler.planning.explain import explain as render
 
     facts = facts_of(attention)
     made = plan(attention, operands, device, target, schedule, form, options)
@@ -241,7 +245,7 @@ def source(
     from dataclasses import replace
 
     from .codegen.generate import generate
-    from .compiler.schedule import resolve
+    from .compiler.planning.schedule import resolve
 
     if direction not in ("forward", "backward"):
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
@@ -264,7 +268,7 @@ def show_mask(
     attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .compiler import picture
+    from .compiler.planning import picture
 
     facts = facts_of(attention)
     _check_drawable(attention, facts.kv_tiles, options)
@@ -288,7 +292,7 @@ def show_mask(
 
 
 def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
-    from .compiler.tiles import tile_ranges
+    from .compiler.analysis.tiles import tile_ranges
 
     def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
         ends = {"q_first": first_row + env["q_offset"], "q_last": last_row + env["q_offset"]}

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
-from .compiler import driver, hardware, targets, tuner
-from .compiler.facts import facts_of
-from .compiler.kernels import Slot
-from .compiler.schedule import SLOTS, Algorithm, alternatives, choose
-from .compiler.segments import Segments
-from .compiler.tuner import Tuned, TuneKey
-from .compiler.types import Schedule, Shape, Specialisation, Tiling
+from .compiler.analysis.facts import facts_of
+from .compiler.planning import hardware
+from .compiler.planning import target as targets
+from .compiler.planning.kernels import Slot
+from .compiler.planning.records import Schedule, Shape, Specialisation, Tiling
+from .compiler.planning.schedule import SLOTS, Algorithm, alternatives, choose
+from .compiler.planning.segments import Segments
 from .ir.errors import WeftError
+from .runtime import driver, tuner
+from .runtime.tuner import Tuned, TuneKey
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _CPU_TILINGS = tuple(Tiling(q, kv, 1, 1) for q, kv in ((64, 64), (128, 128), (128, 256), (256, 256), (256, 512)))

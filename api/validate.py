@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .codegen.checks import kind_problems, range_problems, rank_problems, tensor_problems
 from .ir.errors import collected
 from .ir.expr import Scalar, TensorOperand
+from .runtime.checks import kind_problems, range_problems, rank_problems, tensor_problems
 
 if TYPE_CHECKING:
     from .ir.attention import Attention

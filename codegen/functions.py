@@ -9,12 +9,12 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from ..compiler.cse import shared
-from ..compiler.facts import Facts
-from ..compiler.survey import Survey
-from ..compiler.symbolic import simplify
-from ..compiler.tiles import lookups
-from ..compiler.types import Assign, OperandGradient, TileProgram
+from ..compiler.analysis.cse import shared
+from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.records import Assign, OperandGradient, TileProgram
+from ..compiler.analysis.survey import Survey
+from ..compiler.analysis.symbolic import simplify
+from ..compiler.analysis.tiles import lookups
 from ..ir.attention import Attention
 from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
 from ..ir.walk import nodes, symbols

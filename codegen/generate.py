@@ -8,10 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..compiler.affine import is_bool
-from ..compiler.facts import Facts
-from ..compiler.segments import Segments
-from ..compiler.types import Schedule, Segment, Specialisation
+from ..compiler.analysis.affine import is_bool
+from ..compiler.analysis.facts import Facts
+from ..compiler.planning.cost import measures_tiles
+from ..compiler.planning.records import Schedule, Segment, Specialisation
+from ..compiler.planning.segments import Segments
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from ..ir.walk import symbols
@@ -30,7 +31,7 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
     Precondition: the schedule fits the hardware. Guarantee: the text parses, and equal inputs give equal bytes.
     """
     language = LANGUAGES[schedule.target]
-    measured = facts.measures_tiles(schedule)
+    measured = measures_tiles(schedule, facts.traits)
     printer = FunctionPrinter(facts, language, approximate_tanh=_has_fast_tanh(spec), measured=measured)
     gradients = facts.operand_gradients(frozenset(spec.gradients)) if spec.direction == "backward" else ()
     functions = (

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Union
+from typing import Union
 
+from .attention import Attention, Latent
 from .errors import WeftError
 from .expr import NO_TRUTH, OPS, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
-
-if TYPE_CHECKING:
-    from .attention import Attention
 
 Declared = Union[Scalar, TensorOperand]
 _BINARY = {
@@ -53,8 +51,6 @@ def parse_attention(text: str) -> Attention:
 
 
 def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
-    from .attention import Attention, Latent
-
     if not (isinstance(tree, ast.Call) and ast.unparse(tree.func) == "weft.Attention" and not tree.args):
         raise WeftError(f"expected weft.Attention(...), got {ast.unparse(tree)}")
     score: Operand = symbol("score")

@@ -31,12 +31,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, MockTensor
 
 import weft
-from weft.codegen import launch
-from weft.codegen.launch import CallTensors
-from weft.compiler.driver import Compiled, compile_kernel
-from weft.compiler.hardware import by_name
-from weft.compiler.types import KernelPlan, Schedule, Shape, Specialisation
+from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.records import KernelPlan, Schedule, Shape, Specialisation
 from weft.ir.attention import Attention
+from weft.runtime import launch
+from weft.runtime.driver import Compiled, compile_kernel
+from weft.runtime.launch import CallTensors
 
 Direction = Literal["forward", "backward"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

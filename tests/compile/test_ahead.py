@@ -9,7 +9,7 @@ import pytest
 
 import weft
 from weft import head, kv_pos, q_pos, score
-from weft.compiler.hardware import by_name
+from weft.compiler.planning.hardware import by_name
 
 pytest.importorskip("triton")
 from .ahead import Direction, Kernel, Module, compiled, count_opcode

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.compiler.driver import builds
+from weft.runtime.driver import builds
 
 from ..support import check_variant, poisoned
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import kv_pos, masks, q_pos, score
-from weft.codegen.layout import MOST_REMEMBERED, Recent, layout_of
+from weft.runtime.prepared import MOST_REMEMBERED, Recent, layout_of
 
 pytest.importorskip("triton")
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.compiler.driver import builds
+from weft.runtime.driver import builds
 
 window = weft.scalar("window", int)
 slopes = weft.tensor("slopes", 1)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.compiler.driver import compile_kernel
-from weft.compiler.facts import facts_of
-from weft.compiler.measured import Measurement, Table
-from weft.compiler.types import Specialisation
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.measured import Measurement, Table
+from weft.compiler.planning.records import Specialisation
+from weft.runtime.driver import compile_kernel
 
 pytest.importorskip("triton")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-import weft.compiler.cache as cache
-from weft.compiler.cache import Key, load_or_build
-from weft.compiler.settings import settings
+import weft.runtime.cache as cache
 from weft.ir.errors import WeftError
+from weft.runtime.cache import Key, load_or_build
+from weft.runtime.settings import settings
 
 KEY = Key(
     "gemma_local", "flash_forward", "triton", "d128-bf16", "score=score mask=True", "flash 128x64", "g", "3.6", "2.11"
@@ -164,7 +164,7 @@ def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
 def test_a_warm_start_is_quick(root):
     code = f"""
         import time
-        import weft.compiler.cache as cache
+        import weft.runtime.cache as cache
         start = time.perf_counter()
         key = cache.Key("a", "b", "c", "d", "e", "f")
         built = cache.load_or_build(key, lambda: {TEXT!r}).built

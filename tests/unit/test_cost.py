@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import sympy
 
-from weft.compiler.cost import HEADS_TOGETHER, paper_tiling, predict, sizes_of, sram_bytes, tile_moves
-from weft.compiler.formulas import formula_text
-from weft.compiler.hardware import A100, B200, CPU, H200, MI300X
-from weft.compiler.kernels import FLASH, KERNELS, Kernel, Sizes, row_bytes, spans_kernel
-from weft.compiler.schedule import choose
-from weft.compiler.segments import for_heads, for_latent
-from weft.compiler.types import Measuring, Schedule, Shape, TileCounts, Tiling
+from weft.compiler.analysis.records import Measuring, TileCounts
+from weft.compiler.planning.cost import HEADS_TOGETHER, paper_tiling, predict, sizes_of, sram_bytes, tile_moves
+from weft.compiler.planning.formulas import formula_text
+from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X
+from weft.compiler.planning.kernels import FLASH, KERNELS, Kernel, Sizes, row_bytes, spans_kernel
+from weft.compiler.planning.records import Schedule, Shape, Tiling
+from weft.compiler.planning.schedule import choose
+from weft.compiler.planning.segments import for_heads, for_latent
 
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
 ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
@@ -217,7 +218,7 @@ def test_a_latent_tile_that_is_key_and_value_is_counted_once() -> None:
 
 
 def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
-    from weft.codegen import launch
+    from weft.runtime import launch
 
     assert launch.HEAD_BUNCH == HEADS_TOGETHER
 

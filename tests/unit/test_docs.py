@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import weft
 from weft.cli import main
-from weft.compiler.settings import Settings
+from weft.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,8 @@ import pytest
 from weft.ir import functions as fn
 from weft.ir.attention import Attention, Latent
 from weft.ir.errors import InternalError, UnavailableError, WeftError, collected
-from weft.ir.expr import Call, Const, call, scalar, symbol, tensor
+from weft.ir.expr import Call, Const, call, print_expr, scalar, symbol, tensor
 from weft.ir.parse import parse, parse_attention
-from weft.ir.printer import print_expr
 from weft.ir.walk import children
 
 q_pos, kv_pos, head, batch, score = (symbol(n) for n in ("q_pos", "kv_pos", "head", "batch", "score"))

@@ -12,14 +12,15 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.compiler.explain import bytes_text, count_text, explain
-from weft.compiler.facts import facts_of
-from weft.compiler.hardware import H200, KNOWN
-from weft.compiler.picture import TileGrid, grid_of, mask_picture, mask_text
-from weft.compiler.plan import counter, make_plan
-from weft.compiler.schedule import choose
-from weft.compiler.tiles import tile_ranges
-from weft.compiler.types import Shape, TileCounts
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import TileCounts
+from weft.compiler.analysis.tiles import tile_ranges
+from weft.compiler.planning.explain import bytes_text, count_text, explain
+from weft.compiler.planning.hardware import H200, KNOWN
+from weft.compiler.planning.picture import TileGrid, grid_of, mask_picture, mask_text
+from weft.compiler.planning.plan import counter, make_plan
+from weft.compiler.planning.records import Shape
+from weft.compiler.planning.schedule import choose
 from weft.ir.attention import Attention
 from weft.ir.expr import scalar, symbol
 
@@ -200,7 +201,7 @@ def test_a_long_sequence_is_explained_in_under_a_second() -> None:
 def test_a_plan_is_explained_in_under_a_second_beyond_starting_python() -> None:
     code = """
 import time, sys
-import weft.ir.attention, weft.compiler.facts
+import weft.ir.attention, weft.compiler.analysis.facts
 started = time.process_time()
 sys.path.insert(0, sys.argv[1])
 import test_explain

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from weft.compiler.hardware import A100, H100, H200, KNOWN, MI300X, by_name, for_device, of_device, this_machine
+from weft.compiler.planning.hardware import (
+    A100,
+    H100,
+    H200,
+    KNOWN,
+    MI300X,
+    by_name,
+    for_device,
+    of_device,
+    this_machine,
+)
 from weft.ir.errors import WeftError
 
 

@@ -11,11 +11,12 @@ import pytest
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.compiler.facts import Facts, facts_of
-from weft.compiler.measured import MOST_POSITIONS, Measurement, Span, Table, visited
-from weft.compiler.plan import counter
-from weft.compiler.tiles import count_tiles, lookups, tile_ranges
-from weft.compiler.types import Measuring, Shape, TileCounts
+from weft.compiler.analysis.facts import Facts, facts_of
+from weft.compiler.analysis.measured import MOST_POSITIONS, Measurement, Span, Table, visited
+from weft.compiler.analysis.records import Measuring, TileCounts
+from weft.compiler.analysis.tiles import count_tiles, lookups, tile_ranges
+from weft.compiler.planning.plan import counter
+from weft.compiler.planning.records import Shape
 from weft.ir.errors import WeftError
 from weft.ir.expr import Expr
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft import head, kv_len, kv_pos, masks, q_pos
-from weft.compiler.ranges import check_integers, range_of
+from weft.compiler.analysis.ranges import check_integers, range_of
 from weft.ir.expr import Expr, call, expression
 
 from .tiling import evaluate

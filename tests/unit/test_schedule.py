@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from weft.compiler import schedule as module
-from weft.compiler.cost import Traits, accumulator_registers, sram_bytes
-from weft.compiler.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X
-from weft.compiler.kernels import KERNELS
-from weft.compiler.schedule import ALGORITHMS, candidates, choose, parse_schedule, resolve, tiling_in
-from weft.compiler.segments import for_heads, for_latent
-from weft.compiler.types import Schedule, Shape, Tiling
+from weft.compiler.analysis.records import Traits
+from weft.compiler.planning import schedule as module
+from weft.compiler.planning.cost import accumulator_registers, sram_bytes
+from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X
+from weft.compiler.planning.kernels import KERNELS
+from weft.compiler.planning.records import Schedule, Shape, Tiling
+from weft.compiler.planning.schedule import ALGORITHMS, candidates, choose, parse_schedule, resolve, tiling_in
+from weft.compiler.planning.segments import for_heads, for_latent
 from weft.ir.errors import WeftError
 
 GPUS = [A100, H100, H200, B200, MI300X]
@@ -149,8 +150,10 @@ def test_choosing_is_quick_and_needs_no_sympy() -> None:
     for width in (72, 88, 136, 168):
         choose(shape(width), B200, "triton")
     assert time.perf_counter() - started < 0.2
-    code = "import sys, weft.compiler.types as t, weft.compiler.schedule as s, weft.compiler.hardware as h; \
-            s.choose(t.Shape(1, 1, 1, 8, 8, 64, 64), h.H100, 'triton'); print('sympy' in sys.modules)"
+    code = (
+        "import sys; from weft.compiler.planning import hardware, records, schedule; "
+        "schedule.choose(records.Shape(1, 1, 1, 8, 8, 64, 64), hardware.H100, 'triton'); print('sympy' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.compiler.segments import SEGMENT_COLUMNS, for_heads, for_latent, split
+from weft.compiler.planning.segments import SEGMENT_COLUMNS, for_heads, for_latent, split
 from weft.ir.errors import InternalError
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.compiler import settings as module
-from weft.compiler.settings import Settings, current, settings, trace
 from weft.ir.errors import WeftError
+from weft.runtime import settings as module
+from weft.runtime.settings import Settings, current, settings, trace
 
 
 @pytest.fixture(autouse=True)

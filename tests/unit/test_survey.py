@@ -11,8 +11,8 @@ import pytest
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.compiler.affine import name
-from weft.compiler.survey import Survey, survey
+from weft.compiler.analysis.affine import name
+from weft.compiler.analysis.survey import Survey, survey
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
 from weft.ir.walk import substitute, symbols

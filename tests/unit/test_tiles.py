@@ -10,10 +10,10 @@ import pytest
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.affine import const, make
-from weft.compiler.bounds import kv_bounds, q_bounds
-from weft.compiler.tiles import MOST_EXACT, count_tiles, tile_program, tile_ranges
-from weft.compiler.types import Bounds, Interval, TileProgram
+from weft.compiler.analysis.affine import const, make
+from weft.compiler.analysis.bounds import kv_bounds, q_bounds
+from weft.compiler.analysis.records import Bounds, Interval, TileProgram
+from weft.compiler.analysis.tiles import MOST_EXACT, count_tiles, tile_program, tile_ranges
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, expression, symbol
 from weft.ir.walk import symbols

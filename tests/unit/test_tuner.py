@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from weft.compiler.hardware import H200
-from weft.compiler.schedule import choose
-from weft.compiler.settings import settings
-from weft.compiler.tuner import FOLDER, TuneKey, forget, remembered, shape_class, tune
-from weft.compiler.types import Schedule, Shape, Tiling
+from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.records import Schedule, Shape, Tiling
+from weft.compiler.planning.schedule import choose
 from weft.ir.errors import WeftError
+from weft.runtime.settings import settings
+from weft.runtime.tuner import FOLDER, TuneKey, forget, remembered, shape_class, tune
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
 START = choose(SHAPE, H200, "triton")
@@ -101,7 +101,8 @@ def test_a_tuned_schedule_is_the_one_that_calls_use(tmp_path, monkeypatch) -> No
     import torch
 
     import weft
-    from weft.compiler import driver, hardware
+    from weft.compiler.planning import hardware
+    from weft.runtime import driver
     from weft.tuning import tune as tune_variant
 
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..ir.canonical import canonical
-from ..ir.expr import Call, Expr, Load
-from ..ir.walk import nodes, substitute, symbols
+from ...ir.canonical import canonical
+from ...ir.expr import Call, Expr, Load
+from ...ir.walk import nodes, substitute, symbols
 from .affine import choose, const, is_bool, make, name
 
 Range: TypeAlias = tuple[Expr, Expr]  # least and greatest value over both tiles

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ..ir.errors import InternalError
-from .types import Segment
+from ...ir.errors import InternalError
+from .records import Segment
 
 SEGMENT_COLUMNS = 8  # what one more dot and one more accumulator cost, in columns of padding
 

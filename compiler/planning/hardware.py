@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ..ir.errors import WeftError
+from ...ir.errors import WeftError
 
 if TYPE_CHECKING:
     import torch

@@ -13,12 +13,13 @@ from functools import lru_cache
 from math import log
 from typing import Literal, get_args
 
-from ..ir.errors import WeftError
-from .cost import Traits, accumulator_registers, cost_of, dense_counts, sram_bytes, tiling_in
+from ...ir.errors import WeftError
+from ..analysis.records import Traits
+from .cost import accumulator_registers, cost_of, dense_counts, sram_bytes, tiling_in
 from .hardware import Hardware
 from .kernels import KERNELS, Kernel, Slot
+from .records import Schedule, Shape, Tiling
 from .segments import Segments, for_heads
-from .types import Schedule, Shape, Tiling
 
 Algorithm = Literal["standard", "streaming", "flash"]
 Target = Literal["hopper", "triton", "interpret", "cpu"]

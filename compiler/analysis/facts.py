@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from ..ir.attention import Attention
-from ..ir.errors import WeftError
-from ..ir.expr import Call, Const, Expr, Load, Symbol, symbol
-from ..ir.walk import loads, symbols
+from ...ir.attention import Attention
+from ...ir.errors import WeftError
+from ...ir.expr import Call, Const, Expr, Load, Symbol, symbol
+from ...ir.walk import loads, symbols
 from .bounds import kv_bounds, q_bounds
-from .cost import Traits, measures_tiles
 from .measured import measuring
+from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
 from .survey import Survey, survey
 from .tiles import tile_program
-from .types import Bounds, Measuring, OperandGradient, Schedule, TileProgram
 
 GradientKind = Literal["total", "row", "column", "mixed"]
 
@@ -69,10 +68,6 @@ class Facts:
         if self.survey is None:  # tiles are asked for below only: a warm start does without
             return None
         return measuring(self.survey, self.kv_tiles, self.q_tiles, by_head=self.mask_differs_by_head)
-
-    def measures_tiles(self, schedule: Schedule) -> bool:
-        """Whether kernels of this schedule read from memory which tiles to visit, as measured for the call."""
-        return measures_tiles(schedule, self.traits)
 
     @cached_property
     def mask_differs_by_head(self) -> bool:

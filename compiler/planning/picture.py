@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from .types import TileCounts
+from ..analysis.records import TileCounts
 
 if TYPE_CHECKING:
     import numpy

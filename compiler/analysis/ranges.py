@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from ..ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
-from ..ir.walk import children, nodes
+from ...ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
+from ...ir.walk import children, nodes
 
 Range: TypeAlias = tuple[int, int]  # lowest and highest value
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal as Choice
 
-from ..ir.errors import InternalError
-from ..ir.expr import Call, Const, Expr, Symbol, symbol
-from ..ir.walk import nodes, rewrite, symbols
+from ...ir.errors import InternalError
+from ...ir.expr import Call, Const, Expr, Symbol, symbol
+from ...ir.walk import nodes, rewrite, symbols
 from .affine import (
     Sum,
     all_of,
@@ -35,7 +35,7 @@ from .affine import (
 )  # fmt: skip
 from .interval_arithmetic import Range, Tile, range_over
 from .intervals import MAX_INTERVALS, Axis, few, limit, merged, without
-from .types import Bounds, Interval
+from .records import Bounds, Interval
 
 _MAX_TERMS = 16
 _MAX_HIDDEN = 3

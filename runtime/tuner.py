@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from ..compiler.planning.kernels import Slot
+from ..compiler.planning.records import Schedule, Shape, Tiling
+from ..compiler.planning.schedule import SLOTS, parse_schedule, with_tiling
 from ..ir.errors import WeftError
 from . import cache
-from .kernels import Slot
-from .schedule import SLOTS, parse_schedule, with_tiling
-from .types import Schedule, Shape, Tiling
 
 if TYPE_CHECKING:
     from rich.console import Console

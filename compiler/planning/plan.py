@@ -5,14 +5,15 @@ A plan needs no GPU and no tensors, only sizes and a Hardware record.
 
 from __future__ import annotations
 
-from .cost import CountTiles, KernelCost, Traits, predict
+from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
+from ..analysis.records import Axis, TileCounts, TileProgram, Traits
+from ..analysis.survey import Survey
+from ..analysis.tiles import Environment, count_tiles
+from .cost import CountTiles, KernelCost, predict
 from .hardware import Hardware
-from .kernels import Axis, Formula
-from .measured import MOST_POSITIONS, MOST_STEPS, Measurement
+from .kernels import Formula
+from .records import KernelPlan, Plan, Quantity, Schedule, Segment, Shape, Stage
 from .segments import Segments, for_heads
-from .survey import Survey
-from .tiles import Environment, count_tiles
-from .types import KernelPlan, Plan, Quantity, Schedule, Segment, Shape, Stage, TileCounts, TileProgram
 
 
 def make_plan(

@@ -10,9 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..ir.attention import Attention
+from ...ir.attention import Attention
+from ..analysis.records import Bounds
 from .hardware import KNOWN
-from .types import Bounds, KernelPlan, Plan, Segment
+from .records import KernelPlan, Plan, Segment
 
 WIDTH = 100
 _GLOSSARY = (

@@ -6,9 +6,9 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Literal, get_args
 
-from ..ir.attention import Attention
-from ..ir.errors import UnavailableError, WeftError
-from .types import Specialisation
+from ...ir.attention import Attention
+from ...ir.errors import UnavailableError, WeftError
+from .records import Specialisation
 
 _CPU_IS_FLASH = "cpu: has schedule flash only; {algorithm} runs on targets triton and interpret"
 Target = Literal["hopper", "triton", "interpret", "cpu"]

@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler.driver import Compiled, compile_kernel
-from ..compiler.facts import facts_of
-from ..compiler.targets import device_arch
-from ..compiler.types import OperandGradient, Specialisation
+from ..compiler.analysis.facts import facts_of
+from ..compiler.analysis.records import OperandGradient
+from ..compiler.planning.records import Specialisation
+from ..compiler.planning.target import device_arch
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import TensorOperand
 from ..ir.reference import evaluate
 from . import launch
 from .checks import check_call, hopper_misfit
+from .driver import Compiled, compile_kernel
 from .launch import CallTensors, Operand, Place
-from .layout import Recent, layout_of
+from .prepared import Recent, layout_of
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")

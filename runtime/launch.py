@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.driver import Compiled
-from ..compiler.types import Tiling
+from ..compiler.planning.records import Tiling
 from ..ir.errors import InternalError
+from ..runtime.driver import Compiled
 
 Operand = Tensor | int | float
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2

@@ -8,11 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from ..compiler.analysis.facts import Facts, facts_of
+from ..compiler.planning import hardware, schedule, segments
+from ..compiler.planning import target as targets
+from ..compiler.planning.cost import measures_tiles
+from ..compiler.planning.records import Schedule, Shape, Specialisation
+from ..compiler.planning.segments import Segments
 from ..ir.attention import Attention
-from . import cache, hardware, schedule, segments, settings, targets, tuner
-from .facts import Facts, facts_of
-from .segments import Segments
-from .types import Schedule, Shape, Specialisation
+from . import cache, settings, tuner
 
 _built = 0
 
@@ -64,7 +67,7 @@ def compile_kernel(attention: Attention, spec: Specialisation, target: str | Non
     entry = cache.load_or_build(cache_key(attention, spec, plan), lambda: _generate(facts, spec, plan, parts))
     settings.trace(settings.SOURCE, entry.source)
     module = _load(entry.path, entry.source, chosen)
-    spans = _spans_module(facts, spec.arch, chosen) if facts.measures_tiles(plan) else None
+    spans = _spans_module(facts, spec.arch, chosen) if measures_tiles(plan, facts.traits) else None
     return Compiled(module, entry.path, entry.source, plan, parts, facts, spec, notes, spans)
 
 

@@ -11,14 +11,13 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
-from ..ir.errors import WeftError
-from ..ir.expr import Call, Expr, Load, Symbol
-from ..ir.walk import loads, nodes, scalars, symbols, tensors
+from ...ir.errors import WeftError
+from ...ir.expr import Call, Expr, Load, Symbol
+from ...ir.walk import loads, nodes, scalars, symbols, tensors
 from .affine import is_bool
-from .kernels import Axis
+from .records import Axis, Measuring, TileCounts, TileProgram
 from .survey import Survey
 from .tiles import _OPERATORS, Environment, Value, _function, _operand, _values
-from .types import Measuring, TileCounts, TileProgram
 
 MOST_STEPS = 1 << 22  # operators applied to pairs of tiles by one count of all heads: a fifth of a second
 MOST_POSITIONS = 1 << 20  # positions of all heads measured together whose values are computed

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from math import ceil, exp
 from typing import Literal
 
+from ..analysis.records import Axis, TileCounts, Traits
 from .hardware import Hardware
 from .kernels import (
     KERNELS,
     ROW_STATISTICS,
     SPANS,
-    Axis,
     Kernel,
     Sizes,
     Slot,
@@ -31,8 +31,8 @@ from .kernels import (
     hopper_forward_sram_two_queries,
     with_measuring,
 )
+from .records import DTYPE_BYTES, Schedule, Shape, Tiling
 from .segments import Segments, for_heads
-from .types import DTYPE_BYTES, Measuring, Schedule, Shape, TileCounts, Tiling
 
 Bound = Literal["matrix", "memory", "exp", "latency"]
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -43,17 +43,6 @@ HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the temp
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
 HOPPER_ROWS = 64  # query rows of a consumer of the Hopper forward, which has tiles of its own: ROWS of the template
 SPANS_WARPS = 8  # of a program that measures tiles
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What the schedule and the cost depend on besides sizes."""
-
-    linear: bool = True  # the score is a positive number times q.k
-    masked: bool = True  # the mask is not True
-    operand_gradients: int = 0  # tensor reads in the score that have a gradient
-    positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
-    measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ def sizes_of(
     hardware: Hardware,
     parts: Segments,
     visited: int,
-    traits: Traits = Traits(),
+    traits: Traits = Traits(),  # noqa: B008  frozen
 ) -> Sizes:
     """The letters of a problem, with k = 1: as if there were no L2."""
     size = element_bytes(shape.dtype)
@@ -200,7 +189,7 @@ def cost_of(
     hardware: Hardware,
     parts: Segments,
     tiles: TileCounts,
-    traits: Traits = Traits(),
+    traits: Traits = Traits(),  # noqa: B008  frozen
 ) -> KernelCost:
     """Numbers of one kernel."""
     once = sizes_of(kernel, tiling, shape, hardware, parts, tiles.visited, traits)
@@ -269,7 +258,7 @@ def predict(
     hardware: Hardware,
     *,
     segments: Segments | None = None,
-    traits: Traits = Traits(),
+    traits: Traits = Traits(),  # noqa: B008  frozen
     count: CountTiles | None = None,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel of a schedule, forward and backward, in order of execution.

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from ..ir.expr import Call, Expr, Load, Symbol
-from ..ir.walk import children, nodes, rebuild
+from ...ir.expr import Call, Expr, Load, Symbol
+from ...ir.walk import children, nodes, rebuild
 
 
 def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
@@ -16,7 +16,7 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
     An operator or tensor read whose text occurs twice or more (in one expression or in several) gets a name `t0`,
     `t1`, ... that is not used in `exprs`; each value may use the names before it. Leaves are never named.
 
-    >>> from ..ir.parse import parse
+    >>> from ...ir.parse import parse
     >>> shared([parse("tanh(score) * 2.0"), parse("1.0 - tanh(score) * tanh(score)")])
     ([('t0', tanh(score))], [t0 * 2.0, 1.0 - t0 * t0])
     """

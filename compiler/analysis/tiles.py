@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ..ir.errors import InternalError, WeftError
-from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
-from ..ir.walk import rewrite, scalars, substitute, tensors
+from ...ir.errors import InternalError, WeftError
+from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from ...ir.walk import rewrite, scalars, substitute, tensors
 from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
-from .types import Assign, Bounds, Interval, TileCounts, TileProgram
+from .records import Assign, Bounds, Interval, TileCounts, TileProgram
 
 Value = int | float | bool
 MOST_EXACT = 4096  # tiles of the other axis that count_tiles runs one by one

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from .types import Measuring
+from ..analysis.records import Axis, Measuring
 
-Axis = Literal["kv", "q"]
 Direction = Literal["forward", "backward"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..compiler.facts import Facts
-from ..compiler.ranges import Ranges, check_integers
+from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.ranges import Ranges, check_integers
 from ..ir.errors import WeftError, collected
 from ..ir.expr import INT32_MAX, Scalar, TensorOperand
 from .launch import CallTensors

@@ -1,0 +1,105 @@
+"""What analysis proved about a variant, as small frozen records: what it hands to planning and code generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...ir.expr import Expr, Load
+
+Axis = Literal["kv", "q"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Positions [lo, hi) outside which a tile of the other axis sees nothing; in [full_lo, full_hi) it sees everything.
+
+    Expressions over the ends of the tile (`q_first`, `q_last` or `kv_first`, `kv_last`, positions, inclusive),
+    lengths, heads, batch and operands; any order of the ends may hold at run time (empty when lo >= hi).
+    """
+
+    lo: Expr
+    hi: Expr
+    full_lo: Expr
+    full_hi: Expr
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a tile must look. Sound: nothing visible lies outside the intervals, nothing hidden in their full parts."""
+
+    axis: Literal["kv", "q"]  # the axis that the intervals lie on
+    intervals: tuple[Interval, ...]  # may overlap at run time; the tile program makes them disjoint
+    notes: tuple[str, ...]  # the parts of the mask without a closed form, for `explain`
+
+    @property
+    def closed_form(self) -> bool:
+        return not self.notes
+
+
+@dataclass(frozen=True)
+class Assign:
+    """One line of a tile program: `name = value`, integers only."""
+
+    name: str
+    value: Expr
+    comment: str = ""
+
+
+@dataclass(frozen=True)
+class TileProgram:
+    """Straight-line integer code that turns a tile's ends into ranges of tile indices on the other axis.
+
+    Symbols it reads besides those of Bounds: `block` (tile size on the axis), `length` (kv_len, or q_len), and for the
+    q axis `q_offset`. Names it defines: n_edge, n_full, and lo<k>, full_lo<k>, full_hi<k>, hi<k> for each interval.
+    """
+
+    axis: Literal["kv", "q"]
+    body: tuple[Assign, ...]
+    outputs: tuple[str, ...]  # ("lo0", "full_lo0", "full_hi0", "hi0", "lo1", ...)
+    edge_tile: Expr  # over symbol `i` and the outputs: index of the i-th edge tile
+    full_tile: Expr  # likewise: index of the i-th full tile
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What the cost of measuring tiles depends on besides sizes (compiler/measured.py)."""
+
+    by_head: bool  # for each head, because the mask differs by head; else for each batch row
+    kv_ranges: int  # ranges of key tiles that a tile of queries may visit
+    q_ranges: int  # ranges of query tiles that a tile of keys may visit
+    q_reads: int  # reads of tensors at the position of a query
+    kv_reads: int  # reads of tensors at the position of a key
+
+
+@dataclass(frozen=True)
+class OperandGradient:
+    """How the gradient of one read of a float tensor is reduced inside the kernels."""
+
+    load: Load
+    kind: Literal["total", "row", "column"]  # indexed by heads and batch only; by q too; by kv too
+    derivative: Expr  # d score' / d load, over qk
+
+
+@dataclass(frozen=True)
+class TileCounts:
+    """Tiles of the whole problem by class."""
+
+    empty: int  # never visited
+    edge: int  # the mask or the length check is evaluated
+    full: int  # no mask code
+
+    @property
+    def visited(self) -> int:
+        return self.edge + self.full
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the schedule and the cost depend on besides sizes."""
+
+    linear: bool = True  # the score is a positive number times q.k
+    masked: bool = True  # the mask is not True
+    operand_gradients: int = 0  # tensor reads in the score that have a gradient
+    positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
+    measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit
