@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
-from ..compiler.planning.cost import measures_tiles
+from ..compiler.planning.cost import measures_tiles, tiling_in
+from ..compiler.planning.kernels import KERNELS
 from ..compiler.planning.records import Schedule, Segment, Specialisation
 from ..compiler.planning.segments import Segments
+from ..compiler.planning.stages import Tiles, stages_of
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from ..ir.walk import symbols
 from .functions import LANGUAGES, FunctionPrinter, parameter_names
+from .stages import StageComments, wrapped
 
 if TYPE_CHECKING:
     import jinja2
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 Context = dict[str, object]
+_WITHOUT_STAGES = {
+    f"{family}/{kernel}_{direction}.py.jinja"
+    for family in ("hopper", "triton", "cpu")
+    for kernel in ("flash", "streaming", "standard")
+    for direction in ("forward", "backward")
+}
 
 
 def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> str:
@@ -58,7 +67,20 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
         **_target_context(facts, spec, schedule),
     }
     name = f"{_family(schedule.target)}/{schedule.algorithm}_{spec.direction}.py.jinja"
-    return _tidy(_environment().get_template(name).render(context), name)
+    stages = _stages(facts, spec, schedule, segments)
+    text = _environment().get_template(name).render(context, stage=stages)
+    if name not in _WITHOUT_STAGES:
+        stages.check()
+    return _tidy(text, name)
+
+
+def _stages(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> StageComments:
+    kernels = [k for k in KERNELS[schedule.algorithm] if k.direction == spec.direction]
+    tilings = {k.name: tiling_in(schedule, k.slot) for k in kernels}
+    return StageComments({
+        name: stages_of(schedule.target, name, Tiles(t.block_q, t.block_kv, segments, facts.traits))
+        for name, t in tilings.items()
+    })  # fmt: skip
 
 
 def generate_spans(facts: Facts) -> str:
@@ -177,7 +199,7 @@ def _environment() -> jinja2.Environment:
 
 def _tidy(text: str, template: str) -> str:
     """Blank lines as PEP 8 has them; and what does not parse is our mistake."""
-    text = re.sub(r"[ \t]+\n", "\n", text)
+    text = re.sub(r"[ \t]+\n", "\n", wrapped(text))
     text = re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
     try:
         ast.parse(text)

@@ -12,8 +12,9 @@ from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, predict
 from .hardware import Hardware
 from .kernels import Formula
-from .records import KernelPlan, Plan, Quantity, Schedule, Segment, Shape, Stage
+from .records import KernelPlan, Plan, Quantity, Schedule, Shape
 from .segments import Segments, for_heads
+from .stages import Tiles, stages_of
 
 
 def make_plan(
@@ -42,7 +43,7 @@ def make_plan(
         qk_segments=parts.qk,
         v_segments=parts.v,
         value_is_key=parts.value_is_key,
-        kernels=tuple(_kernel_plan(cost, parts, traits) for cost in costs),
+        kernels=tuple(_kernel_plan(cost, schedule.target, parts, traits) for cost in costs),
         notes=notes,
     )
 
@@ -97,7 +98,7 @@ def _some_heads(batches: int, heads: int, most: int) -> list[tuple[int, int]]:
     return [(int((k * _GOLDEN + 0.5) % 1 * batches), (2 * k + 1) * heads // (2 * most)) for k in range(most)]
 
 
-def _kernel_plan(cost: KernelCost, parts: Segments, traits: Traits) -> KernelPlan:
+def _kernel_plan(cost: KernelCost, target: str, parts: Segments, traits: Traits) -> KernelPlan:
     from .formulas import formula_text  # imports sympy, which a call that only runs kernels does without
 
     def quantity(formula: Formula) -> Quantity:
@@ -111,7 +112,7 @@ def _kernel_plan(cost: KernelCost, parts: Segments, traits: Traits) -> KernelPla
         programs=quantity(kernel.programs),
         loop=kernel.loop,
         tiles=cost.tiles,
-        stages=stages_of(kernel.name, _Tiles(cost, parts, traits)),
+        stages=stages_of(target, kernel.name, Tiles(cost.tiling.block_q, cost.tiling.block_kv, parts, traits)),
         sram_bytes=quantity(kernel.sram),
         hbm_read=quantity(kernel.read),
         hbm_written=quantity(kernel.written),
@@ -119,259 +120,3 @@ def _kernel_plan(cost: KernelCost, parts: Segments, traits: Traits) -> KernelPla
         seconds=cost.seconds,
         bound=cost.bound,
     )
-
-
-# -- stages ----------------------------------------------------------------------------------------------------------
-class _Tiles:
-    """Tiles of a kernel in words: "K tile [128, 64 + 16]"."""
-
-    def __init__(self, cost: KernelCost, parts: Segments, traits: Traits) -> None:
-        self.q, self.kv = cost.tiling.block_q, cost.tiling.block_kv
-        self.parts, self.traits = parts, traits
-
-    def query(self, what: str = "Q") -> str:
-        return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
-
-    def output(self, what: str) -> str:
-        return f"{what} tile [{self.q}, {_columns(self.parts.v)}]"
-
-    def key(self, what: str = "K") -> str:
-        return f"{what} tile [{self.kv}, {_columns(self.parts.qk)}]"
-
-    def value(self, what: str = "V") -> str:
-        return f"{what} tile [{self.kv}, {_columns(self.parts.v)}]"
-
-    def scores(self, what: str = "S") -> str:
-        return f"{what} tile [{self.q}, {self.kv}]"
-
-    def rows(self, what: str) -> str:
-        return f"{what} [{self.q}]"
-
-    @property
-    def score_text(self) -> str:
-        return "scale * Q K^T" if self.traits.linear else "score(Q K^T)"
-
-    @property
-    def mask_text(self) -> str:
-        return "; mask on edge tiles only" if self.traits.masked else "; lengths checked on edge tiles only"
-
-
-def _columns(segments: tuple[Segment, ...]) -> str:
-    return " + ".join(f"{s.block}" if s.block == s.width else f"{s.block} ({s.width} used)" for s in segments)
-
-
-_IN, _AHEAD, _OUT = "HBM -> SRAM", "HBM -> SRAM, ahead", "registers -> HBM"
-_EACH_KV, _EACH_Q, _ONCE = "key tile", "query tile", "program"
-
-
-def stages_of(kernel: str, t: _Tiles) -> tuple[Stage, ...]:
-    """What a program of a kernel loads, keeps, computes and stores, in order."""
-    return tuple(_STAGES[kernel](t))
-
-
-def _load(what: str, per: str, moves: str = _IN) -> Stage:
-    return Stage("load", what, moves, per)
-
-
-def _keep(what: str) -> Stage:
-    return Stage("keep", what, "registers", _ONCE)
-
-
-def _compute(what: str, per: str) -> Stage:
-    return Stage("compute", what, "", per)
-
-
-def _store(what: str, per: str = _ONCE) -> Stage:
-    return Stage("store", what, _OUT, per)
-
-
-def _flash_forward(t: _Tiles) -> list[Stage]:
-    value = [] if t.parts.value_is_key else [_load(t.value(), _EACH_KV, _AHEAD)]
-    key = f"{t.key()}, used as V too" if t.parts.value_is_key else t.key()
-    return [
-        _load(t.query(), _ONCE),
-        _keep(f"{t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"),
-        _load(key, _EACH_KV, _AHEAD),
-        *value,
-        _compute(f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_KV),
-        _compute("new max; P = exp2(S - max); sum and O rescaled", _EACH_KV),
-        _compute("O += P V", _EACH_KV),
-        _store(f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
-    ]
-
-
-def _row_statistics(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.output('O')}, {t.output('dO')}, {t.rows('lse')}", _ONCE, "HBM -> registers"),
-        _compute("delta = rowsum(O * dO) - dlse", _ONCE),
-        _store(f"{t.rows('delta')}, {t.rows('lse in base 2')}"),
-    ]
-
-
-def _flash_dquery(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
-        _keep(f"{t.query('dQ')} float32"),
-        _load(f"{t.key()}, {t.value()}", _EACH_KV, _AHEAD),
-        _compute(f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_KV),
-        _compute(f"dP = dO V^T; dS = {_dscore(t)}", _EACH_KV),
-        _compute("dQ += dS K", _EACH_KV),
-        _store(t.query("dQ")),
-    ]
-
-
-def _flash_dkey_dvalue(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.key()}, {t.value()}", _ONCE),
-        _keep(f"{t.key('dK')} float32, {t.value('dV')} float32"),
-        _load(f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q, _AHEAD),
-        _compute(f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
-        _compute(f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}", _EACH_Q),
-        _compute("dK += dS^T Q", _EACH_Q),
-        _store(f"{t.key('dK')}, {t.value('dV')}"),
-    ]
-
-
-def _dscore(t: _Tiles) -> str:
-    return "P * (dP - delta)" + ("" if t.traits.linear else " * score'")
-
-
-def _streaming_forward(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.key()}, {t.value()}", _EACH_KV),
-        _load(f"{t.query()}, running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
-        _compute(f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_Q),
-        _compute("new max; P = exp2(S - max); sum and O rescaled; O += P V", _EACH_Q),
-        _store(f"running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
-        _store(f"{t.output('O / sum')}, {t.rows('lse')}"),
-    ]
-
-
-def _streaming_backward(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.key()}, {t.value()}", _EACH_KV),
-        _keep(f"{t.key('dK')} float32, {t.value('dV')} float32"),
-        _load(f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q),
-        _compute(f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
-        _compute(f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}; dK += dS^T Q", _EACH_Q),
-        _load(f"running {t.query('dQ')} float32", _EACH_Q),
-        _store(f"running {t.query('dQ')} float32, with dS K added", _EACH_Q),
-        _store(f"{t.key('dK')}, {t.value('dV')}", _EACH_KV),
-    ]
-
-
-def _kv_spans(t: _Tiles) -> list[Stage]:
-    return _spans("queries", t.q, "keys", t.kv, _EACH_KV)
-
-
-def _q_spans(t: _Tiles) -> list[Stage]:
-    return _spans("keys", t.kv, "queries", t.q, _EACH_Q)
-
-
-def _spans(own: str, rows: int, others: str, other_rows: int, each: str) -> list[Stage]:
-    values = "what the mask reads at"
-    return [
-        _load(f"{values} {rows} {own}", _ONCE, "HBM -> registers"),
-        _load(f"{values} {other_rows} {others}", each, "HBM -> registers"),
-        _compute("least and greatest values; can any pair match, must every pair", each),
-        _store("first and last tile that can match, first and last full one; for each range"),
-    ]
-
-
-def _standard_scores(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.query()}, {t.key()}", _ONCE),
-        _compute(f"{t.scores()} = {t.score_text}; -inf where masked", _ONCE),
-        _store(t.scores()),
-    ]
-
-
-def _standard_softmax(t: _Tiles) -> list[Stage]:
-    return [
-        _load("rows of S, twice", _ONCE, "HBM -> registers"),
-        _compute("max and sum in the first sweep, P = exp2(S - max) / sum in the second", _ONCE),
-        _store("rows of P over those of S, lse"),
-    ]
-
-
-def _standard_output(t: _Tiles) -> list[Stage]:
-    return [
-        _keep(f"{t.output('O')} float32"),
-        _load(f"{t.scores('P')}, {t.value()}", _EACH_KV, _AHEAD),
-        _compute("O += P V", _EACH_KV),
-        _store(t.output("O")),
-    ]
-
-
-def _standard_weights(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.query()}, {t.key()}, {t.rows('lse')}", _ONCE),
-        _compute(f"{t.scores('P')} = exp2({t.score_text} - lse); 0 where masked", _ONCE),
-        _store(t.scores("P")),
-    ]
-
-
-def _standard_dvalue(t: _Tiles) -> list[Stage]:
-    return [
-        _keep(f"{t.value('dV')} float32"),
-        _load(f"{t.scores('P')}, {t.output('dO')}", _EACH_Q, _AHEAD),
-        _compute("dV += P^T dO", _EACH_Q),
-        _store(t.value("dV")),
-    ]
-
-
-def _standard_dweights(t: _Tiles) -> list[Stage]:
-    return [
-        _load(f"{t.output('dO')}, {t.value()}", _ONCE),
-        _compute(f"{t.scores('dP')} = dO V^T", _ONCE),
-        _store(t.scores("dP")),
-    ]
-
-
-def _standard_dscores(t: _Tiles) -> list[Stage]:
-    again = [] if t.traits.linear else [_load(f"{t.query()}, {t.key()}, for score'", _ONCE)]
-    return [
-        _load(f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
-        *again,
-        _compute(f"dS = {_dscore(t)}", _ONCE),
-        _store(f"{t.scores('dS')} over dP"),
-    ]
-
-
-def _standard_dquery(t: _Tiles) -> list[Stage]:
-    return [
-        _keep(f"{t.query('dQ')} float32"),
-        _load(f"{t.scores('dS')}, {t.key()}", _EACH_KV, _AHEAD),
-        _compute("dQ += dS K", _EACH_KV),
-        _store(t.query("dQ")),
-    ]
-
-
-def _standard_dkey(t: _Tiles) -> list[Stage]:
-    return [
-        _keep(f"{t.key('dK')} float32"),
-        _load(f"{t.scores('dS')}, {t.query()}", _EACH_Q, _AHEAD),
-        _compute("dK += dS^T Q", _EACH_Q),
-        _store(t.key("dK")),
-    ]
-
-
-_STAGES = {
-    "kv_spans": _kv_spans,
-    "q_spans": _q_spans,
-    "flash_forward": _flash_forward,
-    "row_statistics": _row_statistics,
-    "flash_dquery": _flash_dquery,
-    "flash_dkey_dvalue": _flash_dkey_dvalue,
-    "streaming_forward": _streaming_forward,
-    "streaming_backward": _streaming_backward,
-    "standard_scores": _standard_scores,
-    "standard_softmax": _standard_softmax,
-    "standard_output": _standard_output,
-    "standard_weights": _standard_weights,
-    "standard_dvalue": _standard_dvalue,
-    "standard_dweights": _standard_dweights,
-    "standard_dscores": _standard_dscores,
-    "standard_dquery": _standard_dquery,
-    "standard_dkey": _standard_dkey,
-}

@@ -90,6 +90,7 @@ class Quantity:
 class Stage:
     """One step of a kernel as a person reads it."""
 
+    key: str  # what its template calls it: "load query"
     kind: Literal["load", "keep", "compute", "store"]
     what: str  # "K tile [128, 128]"
     moves: str = ""  # "HBM -> SRAM", "SRAM -> registers", "registers -> HBM"

@@ -1,0 +1,276 @@
+"""What each kernel loads, keeps, computes and stores, in words: printed by `explain`, and in the kernels themselves.
+
+Every stage has a key. A template prints the words of a stage as the comment over the code that does it, by
+`{{ stage("flash_forward", "load query") }}`, and places each stage of its kernels exactly once, which codegen checks.
+A kernel whose steps differ on a target has an entry of its own, `("hopper", "flash_forward")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...ir.errors import InternalError
+from ..analysis.records import Traits
+from .records import Segment, Stage
+from .segments import Segments
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of a kernel in words: "K tile [128, 64 + 16]"."""
+
+    q: int  # rows of a query tile
+    kv: int  # rows of a key tile
+    parts: Segments
+    traits: Traits
+
+    def query(self, what: str = "Q") -> str:
+        return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
+
+    def output(self, what: str) -> str:
+        return f"{what} tile [{self.q}, {_columns(self.parts.v)}]"
+
+    def key(self, what: str = "K") -> str:
+        return f"{what} tile [{self.kv}, {_columns(self.parts.qk)}]"
+
+    def value(self, what: str = "V") -> str:
+        return f"{what} tile [{self.kv}, {_columns(self.parts.v)}]"
+
+    def scores(self, what: str = "S") -> str:
+        return f"{what} tile [{self.q}, {self.kv}]"
+
+    def rows(self, what: str) -> str:
+        return f"{what} [{self.q}]"
+
+    @property
+    def score_text(self) -> str:
+        return "scale * Q K^T" if self.traits.linear else "score(Q K^T)"
+
+    @property
+    def mask_text(self) -> str:
+        return "; mask on edge tiles only" if self.traits.masked else "; lengths checked on edge tiles only"
+
+
+def _columns(segments: tuple[Segment, ...]) -> str:
+    return " + ".join(f"{s.block}" if s.block == s.width else f"{s.block} ({s.width} used)" for s in segments)
+
+
+_IN, _AHEAD, _OUT = "HBM -> SRAM", "HBM -> SRAM, ahead", "registers -> HBM"
+_EACH_KV, _EACH_Q, _ONCE = "key tile", "query tile", "program"
+
+
+def stages_of(target: str, kernel: str, tiles: Tiles) -> tuple[Stage, ...]:
+    """What a program of a kernel loads, keeps, computes and stores, in order."""
+    words = _STAGES.get((target, kernel)) or _STAGES.get(("", kernel))
+    if words is None:
+        raise InternalError(f"stages: no words for kernel {kernel} of target {target}")
+    return tuple(words(tiles))
+
+
+def _load(key: str, what: str, per: str, moves: str = _IN) -> Stage:
+    return Stage(f"load {key}", "load", what, moves, per)
+
+
+def _keep(key: str, what: str) -> Stage:
+    return Stage(f"keep {key}", "keep", what, "registers", _ONCE)
+
+
+def _compute(key: str, what: str, per: str) -> Stage:
+    return Stage(f"compute {key}", "compute", what, "", per)
+
+
+def _store(key: str, what: str, per: str = _ONCE) -> Stage:
+    return Stage(f"store {key}", "store", what, _OUT, per)
+
+
+def _flash_forward(t: Tiles) -> list[Stage]:
+    value = [] if t.parts.value_is_key else [_load("value", t.value(), _EACH_KV, _AHEAD)]
+    key = f"{t.key()}, used as V too" if t.parts.value_is_key else t.key()
+    return [
+        _load("query", t.query(), _ONCE),
+        _keep("sums", f"{t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"),
+        _load("key", key, _EACH_KV, _AHEAD),
+        *value,
+        _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_KV),
+        _compute("weights", "new max; P = exp2(S - max); sum and O rescaled", _EACH_KV),
+        _compute("output", "O += P V", _EACH_KV),
+        _store("output", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
+    ]
+
+
+def _row_statistics(t: Tiles) -> list[Stage]:
+    return [
+        _load("rows", f"{t.output('O')}, {t.output('dO')}, {t.rows('lse')}", _ONCE, "HBM -> registers"),
+        _compute("delta", "delta = rowsum(O * dO) - dlse", _ONCE),
+        _store("statistics", f"{t.rows('delta')}, {t.rows('lse in base 2')}"),
+    ]
+
+
+def _flash_dquery(t: Tiles) -> list[Stage]:
+    return [
+        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
+        _keep("dquery", f"{t.query('dQ')} float32"),
+        _load("key", f"{t.key()}, {t.value()}", _EACH_KV, _AHEAD),
+        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_KV),
+        _compute("dscores", f"dP = dO V^T; dS = {_dscore(t)}", _EACH_KV),
+        _compute("dquery", "dQ += dS K", _EACH_KV),
+        _store("dquery", t.query("dQ")),
+    ]
+
+
+def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
+    return [
+        _load("key", f"{t.key()}, {t.value()}", _ONCE),
+        _keep("dkey", f"{t.key('dK')} float32, {t.value('dV')} float32"),
+        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q, _AHEAD),
+        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
+        _compute("dscores", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}", _EACH_Q),
+        _compute("dkey", "dK += dS^T Q", _EACH_Q),
+        _store("dkey", f"{t.key('dK')}, {t.value('dV')}"),
+    ]
+
+
+def _dscore(t: Tiles) -> str:
+    return "P * (dP - delta)" + ("" if t.traits.linear else " * score'")
+
+
+def _streaming_forward(t: Tiles) -> list[Stage]:
+    return [
+        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
+        _load("query", f"{t.query()}, running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
+        _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_Q),
+        _compute("weights", "new max; P = exp2(S - max); sum and O rescaled; O += P V", _EACH_Q),
+        _store("running", f"running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
+        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}"),
+    ]
+
+
+def _streaming_backward(t: Tiles) -> list[Stage]:
+    return [
+        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
+        _keep("dkey", f"{t.key('dK')} float32, {t.value('dV')} float32"),
+        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q),
+        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
+        _compute("dscores", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}; dK += dS^T Q", _EACH_Q),
+        _load("running", f"running {t.query('dQ')} float32", _EACH_Q),
+        _store("running", f"running {t.query('dQ')} float32, with dS K added", _EACH_Q),
+        _store("dkey", f"{t.key('dK')}, {t.value('dV')}", _EACH_KV),
+    ]
+
+
+def _kv_spans(t: Tiles) -> list[Stage]:
+    return _spans("queries", t.q, "keys", t.kv, _EACH_KV)
+
+
+def _q_spans(t: Tiles) -> list[Stage]:
+    return _spans("keys", t.kv, "queries", t.q, _EACH_Q)
+
+
+def _spans(own: str, rows: int, others: str, other_rows: int, each: str) -> list[Stage]:
+    values = "what the mask reads at"
+    return [
+        _load("own", f"{values} {rows} {own}", _ONCE, "HBM -> registers"),
+        _load("others", f"{values} {other_rows} {others}", each, "HBM -> registers"),
+        _compute("matches", "least and greatest values; can any pair match, must every pair", each),
+        _store("ranges", "first and last tile that can match, first and last full one; for each range"),
+    ]
+
+
+def _standard_scores(t: Tiles) -> list[Stage]:
+    return [
+        _load("query", f"{t.query()}, {t.key()}", _ONCE),
+        _compute("scores", f"{t.scores()} = {t.score_text}; -inf where masked", _ONCE),
+        _store("scores", t.scores()),
+    ]
+
+
+def _standard_softmax(t: Tiles) -> list[Stage]:
+    return [
+        _load("scores", "rows of S, twice", _ONCE, "HBM -> registers"),
+        _compute("weights", "max and sum in the first sweep, P = exp2(S - max) / sum in the second", _ONCE),
+        _store("weights", "rows of P over those of S, lse"),
+    ]
+
+
+def _standard_output(t: Tiles) -> list[Stage]:
+    return [
+        _keep("output", f"{t.output('O')} float32"),
+        _load("weights", f"{t.scores('P')}, {t.value()}", _EACH_KV, _AHEAD),
+        _compute("output", "O += P V", _EACH_KV),
+        _store("output", t.output("O")),
+    ]
+
+
+def _standard_weights(t: Tiles) -> list[Stage]:
+    return [
+        _load("query", f"{t.query()}, {t.key()}, {t.rows('lse')}", _ONCE),
+        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse); 0 where masked", _ONCE),
+        _store("weights", t.scores("P")),
+    ]
+
+
+def _standard_dvalue(t: Tiles) -> list[Stage]:
+    return [
+        _keep("dvalue", f"{t.value('dV')} float32"),
+        _load("weights", f"{t.scores('P')}, {t.output('dO')}", _EACH_Q, _AHEAD),
+        _compute("dvalue", "dV += P^T dO", _EACH_Q),
+        _store("dvalue", t.value("dV")),
+    ]
+
+
+def _standard_dweights(t: Tiles) -> list[Stage]:
+    return [
+        _load("output", f"{t.output('dO')}, {t.value()}", _ONCE),
+        _compute("dweights", f"{t.scores('dP')} = dO V^T", _ONCE),
+        _store("dweights", t.scores("dP")),
+    ]
+
+
+def _standard_dscores(t: Tiles) -> list[Stage]:
+    again = [] if t.traits.linear else [_load("query", f"{t.query()}, {t.key()}, for score'", _ONCE)]
+    return [
+        _load("weights", f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
+        *again,
+        _compute("dscores", f"dS = {_dscore(t)}", _ONCE),
+        _store("dscores", f"{t.scores('dS')} over dP"),
+    ]
+
+
+def _standard_dquery(t: Tiles) -> list[Stage]:
+    return [
+        _keep("dquery", f"{t.query('dQ')} float32"),
+        _load("dscores", f"{t.scores('dS')}, {t.key()}", _EACH_KV, _AHEAD),
+        _compute("dquery", "dQ += dS K", _EACH_KV),
+        _store("dquery", t.query("dQ")),
+    ]
+
+
+def _standard_dkey(t: Tiles) -> list[Stage]:
+    return [
+        _keep("dkey", f"{t.key('dK')} float32"),
+        _load("dscores", f"{t.scores('dS')}, {t.query()}", _EACH_Q, _AHEAD),
+        _compute("dkey", "dK += dS^T Q", _EACH_Q),
+        _store("dkey", t.key("dK")),
+    ]
+
+
+_STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
+    ("", "kv_spans"): _kv_spans,
+    ("", "q_spans"): _q_spans,
+    ("", "flash_forward"): _flash_forward,
+    ("", "row_statistics"): _row_statistics,
+    ("", "flash_dquery"): _flash_dquery,
+    ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,
+    ("", "streaming_forward"): _streaming_forward,
+    ("", "streaming_backward"): _streaming_backward,
+    ("", "standard_scores"): _standard_scores,
+    ("", "standard_softmax"): _standard_softmax,
+    ("", "standard_output"): _standard_output,
+    ("", "standard_weights"): _standard_weights,
+    ("", "standard_dvalue"): _standard_dvalue,
+    ("", "standard_dweights"): _standard_dweights,
+    ("", "standard_dscores"): _standard_dscores,
+    ("", "standard_dquery"): _standard_dquery,
+    ("", "standard_dkey"): _standard_dkey,
+}
