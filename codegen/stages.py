@@ -39,10 +39,9 @@ class StageComments:
         """Raise InternalError unless every stage of the plan was placed exactly once."""
         for kernel, stages in self._words.items():
             for key in stages:
-                if self._placed[kernel, key] != 1:
-                    raise InternalError(
-                        f"template: stage {key!r} of kernel {kernel} is placed {self._placed[kernel, key]} times, not once"
-                    )
+                times = self._placed[kernel, key]
+                if times != 1:
+                    raise InternalError(f"template: stage {key!r} of kernel {kernel} is placed {times} times, not once")
 
 
 def wrapped(text: str) -> str:
