@@ -8,7 +8,10 @@ weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capp
 
 from . import masks, scores
 from .attention import Attention
-from .compiler.planning.records import Plan, Schedule, Shape
+from .compiler.planning.plan import Plan
+from .compiler.planning.records import Shape
+from .compiler.planning.schedule import Schedule
+from .describe import parse_attention, shape
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
@@ -30,7 +33,6 @@ from .ir.functions import (
     where,
 )
 from .ir.parse import parse
-from .planning import parse_attention, shape
 from .runtime.settings import settings
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +10,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import planning, validate
-from .compiler.planning.records import Plan, Schedule, Shape
-from .compiler.planning.target import check_name
+from . import describe, validate
+from .compiler.planning.plan import Plan
+from .compiler.planning.records import Shape
+from .compiler.planning.schedule import Schedule
 from .ir.attention import Attention as Declaration
 from .ir.errors import UnavailableError, WeftError
+from .ir.expr import TensorOperand
 from .ir.reference import expand_latent, reference
-from .runtime.checks import check_q_offset, check_tensors
-from .runtime.ops import Ops, ops_of, unwatched
-from .runtime.settings import default_target
+from .runtime import ops
+from .runtime.call import Call, dense_offset, float_tensor, options_of
+from .runtime.checks import check_tensors
+from .runtime.settings import default_target, traced_target
+from .runtime.variant import Variant, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
 Form = Literal["expanded", "absorbed"]
@@ -29,15 +33,28 @@ Form = Literal["expanded", "absorbed"]
 class Attention(Declaration):
     __doc__ = Declaration.__doc__
 
-    if TYPE_CHECKING:  # set when the variant is declared; ClassVar keeps them out of the dataclass's fields
-        _ops: ClassVar[Ops]
-        _operand_names: ClassVar[tuple[str, ...]]
+    if TYPE_CHECKING:  # set when the variant is made; ClassVar keeps them out of the dataclass's fields
+        _names: ClassVar[tuple[str, ...]]  # of the operands
+        _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
+        _variant: ClassVar[Variant]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Registered here and not at the first call, so that torch.compile finds an op and traces no registration.
-        object.__setattr__(self, "_ops", ops_of(self))
-        object.__setattr__(self, "_operand_names", tuple(p.name for p in self.parameters))
+        self._derive()
+
+    def _derive(self) -> None:
+        """What every call reads, worked out once: torch.compile then traces attributes, and no analysis."""
+        kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in self.parameters)
+        found = {"_names": tuple(p.name for p in self.parameters), "_kinds": kinds, "_variant": variant_of(self)}
+        self.__dict__.update(found)  # frozen for users
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold what was declared, and nothing of this process."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._derive()
 
     def __call__(
         self,
@@ -97,70 +114,56 @@ class Attention(Declaration):
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
         head_dim: int | None = None,
     ) -> Result:  # fmt: skip
+        text = None if schedule is None else str(schedule)
         if torch.compiler.is_compiling():
-            self._check_traced(query, key, value, operands)
-            out, lse = self._ops.forward(
-                *self._arguments(query, key, value, rope, q_offset, head_dim, target, schedule, operands)
-            )
+            out, lse = self._traced(query, key, value, rope, q_offset, target, text, operands, head_dim)
             return (out, lse) if return_lse else out
-        target = target or default_target()
-        try:
-            arguments = self._arguments(query, key, value, rope, q_offset, head_dim, target, schedule, operands)
-        except (AttributeError, IndexError, KeyError):  # something is missing, or is no tensor: the checks say what
-            self._check(query, key, value, q_offset, target, operands)
-            raise
-        needs_gradient = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
-        known = len(operands) == len(self._operand_names) and unwatched(arguments)
-        ready = self._ops.variant.ready(arguments) if known else None
-        if ready is None:
-            self._check(query, key, value, q_offset, target, operands)
-            result = self._dispatch(arguments, needs_gradient)
-        elif needs_gradient:
-            result = self._ops.variant.record(ready, arguments)
-        else:
-            result = self._ops.variant.repeat(ready, arguments)
-        return result if return_lse else result[0]
-
-    def _arguments(
-        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
-        head_dim: int | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """The arguments of the op."""
+        if operands.keys() != set(self._names) or not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+            self._check(query, key, value, operands)
+        if query.dim() != 4 or key.dim() != 4 or (value is None and self.latent is None):
+            self._check(query, key, value, operands)
         if q_offset is None:
             q_offset = key.shape[2] - query.shape[2]
-        q_offset, q_offsets = (0, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-        return (
-            query, key, value, rope, *[operands[n] for n in self._operand_names], q_offset, q_offsets,
-            head_dim or query.shape[3], target or "", "" if schedule is None else str(schedule),
+        call = Call(
+            query, key, value, rope, {n: operands[n] for n in self._names}, dense_offset(q_offset),
+            options_of(target or default_target(), text), head_dim or query.shape[3],
         )  # fmt: skip
+        found = ops.run(self._variant, call)
+        return found if return_lse else found[0]
 
-    def _check_traced(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
-        """What torch.compile can trace of the checks; the op makes the others when it runs."""
-        if self.latent is None:
-            check_tensors(str(self.name), query, key, value)
-        if set(operands) != set(self._operand_names):
-            raise WeftError(f"{self.name}: expected the operands {self._operand_names}, got {tuple(operands)}")
-
-    def _check(
-        self, query: Tensor, key: Tensor, value: Tensor | None, q_offset: int | Tensor | None, target: str | None,
-        operands: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        """Raise for a call that is not sound, naming all that is wrong with it."""
+    def _check(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
+        """Raise for a call that cannot be put together, naming all that is wrong with it."""
         if self.latent is None:
             check_tensors(str(self.name), query, key, value)
         validate.check_operands(self, operands, query.device)
-        if q_offset is not None:
-            check_q_offset(q_offset, query.shape[0], query.device)
-        if target is not None:
-            check_name(target)
 
-    def _dispatch(self, arguments: tuple[Any, ...], needs_gradient: bool) -> tuple[Tensor, Tensor]:
-        _refuse_transforms(str(self.name), [a for a in arguments if isinstance(a, Tensor)])
-        if needs_gradient:
-            return self._ops.forward(*arguments)
-        # Nothing to record: going past the autograd key halves what the dispatch costs the host.
-        with torch._C._AutoDispatchBelowAutograd():
-            return self._ops.forward(*arguments)
+    def _traced(
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
+        target: str | None, schedule: str | None, operands: Mapping[str, Any], head_dim: int | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
+        if self.latent is None:
+            check_tensors(str(self.name), query, key, value)
+        if set(operands) != set(self._names):
+            raise WeftError(f"{self.name}: expected the operands {self._names}, got {tuple(operands)}")
+        tensors, floats, ints = [], [], []
+        for name, kind in zip(self._names, self._kinds):
+            given = operands[name]
+            if isinstance(given, bool) or (kind == "int" and isinstance(given, float)):
+                raise WeftError(f"{self.name}: {name}: expected {kind}, got {given!r}")
+            if kind == "tensor":
+                tensors.append(given)
+            elif kind == "float":
+                floats.append(float_tensor(given))
+            else:
+                ints.append(given)
+        offset = key.shape[2] - query.shape[2] if q_offset is None else q_offset
+        number, per_row = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+        parts = [f"{n}={v}" for n, v in (("target", target or traced_target()), ("schedule", schedule)) if v]
+        return ops.FORWARD(
+            query, key, value, rope, tensors, floats, ints, number, per_row, head_dim or query.shape[3],
+            self.canonical_text, ";".join(parts),
+        )  # fmt: skip
 
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
@@ -184,7 +187,7 @@ class Attention(Declaration):
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
             return self._run(query, cache, None, None, *tail)
         nope = query.shape[3] - rope_dim
-        form = form or planning.latent_form(self, query, cache, uk, uv)
+        form = form or describe.latent_form(self, query, cache, uk, uv)
         if form == "expanded":
             latent = cache[..., :rank]
             rope = cache[..., rank:] if rope_dim else None
@@ -233,42 +236,33 @@ class Attention(Declaration):
         device: "h100"-style name of a hardware record; the operands' device or this machine where not given.
         options: values of scalar operands (for the tile counts), or any operand of the call.
         """
-        return planning.plan(self, operands, device, target, schedule, form, options)
+        return describe.plan(self, operands, device, target, schedule, form, options)
 
     def explain(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
                 schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The plan for a person: stages, loops, tile classes, bytes (formula and number), predicted time, its bound."""
-        return planning.explain(self, operands, device, target, schedule, form, options)
+        return describe.explain(self, operands, device, target, schedule, form, options)
 
     def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
                device: str | None = None, target: str | None = None, schedule: str | Schedule | None = None,
                form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The generated module of one direction as text: Python that can be read, edited and loaded."""
-        return planning.source(self, operands, direction, device, target, schedule, form, options)
+        return describe.source(self, operands, direction, device, target, schedule, form, options)
 
     def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
                   path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,
                   **options: Any) -> str:  # fmt: skip
         """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
-        return planning.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
-
-
-def _refuse_transforms(name: str, tensors: list[Tensor]) -> None:
-    """Derivatives that torch would drop or refuse in its own words: forward mode, and torch.func's grad and jvp."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
-    if torch._C._functorch.peek_interpreter_stack() is not None and any(
-        torch._C._functorch.is_gradtrackingtensor(t) for t in tensors
-    ):
-        raise UnavailableError(
-            f"{name}: torch.func.grad and its relatives are not available; use torch.autograd.grad or .backward()"
-        )
+        return describe.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do."""
+    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 stays."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )

@@ -23,13 +23,13 @@ from typing import Any, Literal
 import click
 
 from . import Attention, parse, scalar, score, shape, tensor
+from .codegen.targets import targets
 from .compiler.planning import hardware
-from .compiler.planning import target as targets
+from .compiler.planning.kernels import Algorithm
 from .compiler.planning.records import DTYPE_BYTES, Shape
-from .compiler.planning.schedule import Algorithm
 from .ir.errors import WeftError
 from .ir.expr import Expr, Number, Scalar, TensorOperand
-from .runtime import cache
+from .runtime import cache, driver
 
 _KINDS = {"int": int, "float": float, "bool": bool}
 _SHARED = "weft.cli.shared"
@@ -93,7 +93,7 @@ _SHAPE_OPTIONS = (
 )
 _PLAN_OPTIONS = (
     _shared("--device", metavar="NAME", help="A hardware record, e.g. h100; this machine if not given."),
-    _shared("--target", type=click.Choice(targets.TARGETS), help="From the device if not given."),
+    _shared("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given."),
     _shared("--schedule", metavar="TEXT", help="flash, streaming, standard, or the text of a schedule."),
 )
 
@@ -256,18 +256,18 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, output: Pat
 
 @main.command()
 @_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS)
-@click.option("--target", type=click.Choice(targets.TARGETS), help="From this machine if not given.")
+@click.option("--target", type=click.Choice([t.name for t in targets()]), help="From this machine if not given.")
 @click.option("--algorithm", type=click.Choice(["flash", "streaming", "standard"]), default="flash", show_default=True)
 @click.pass_context
 def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
-    """Time the tilings worth trying on this machine and remember the fastest."""
-    from .tuning import tune as measure
+    """Time the forms of kernels worth trying on this machine and remember the fastest."""
+    from .tuning import tune as search  # lazy: only this command wants it
 
     ctx.meta[_SHARED] |= {"device": None, "target": target, "schedule": None}
     r = _request(ctx)
-    found = measure(r.variant, r.shape, r.values, target=target, algorithm=algorithm)
-    for slot, seconds in found.seconds.items():
-        click.echo(f"{slot:12} {seconds * 1000:9.3f} ms")
+    found = search(r.variant, r.shape, r.values, target=target, algorithm=algorithm)
+    for kernel, seconds in found.seconds.items():
+        click.echo(f"{kernel:18} {seconds * 1000:9.3f} ms")
     for text, reason in found.failed.items():
         click.echo(f"passed over {text}: {reason}")
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
@@ -349,5 +349,5 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def _targets() -> list[tuple[str, str]]:
-    found = targets.available()
+    found = driver.available()
     return [(name, (reason or "available").removeprefix(f"{name}: ")) for name, reason in found.items()]

@@ -1,4 +1,4 @@
-"""Measured schedules: time the tilings worth trying on this machine, on random operands, and remember the fastest."""
+"""Tuned schedules: time the forms worth trying on this machine, on random operands, and remember the fastest."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from .attention import Attention
 from .compiler.analysis.facts import facts_of
 from .compiler.planning import hardware
-from .compiler.planning import target as targets
-from .compiler.planning.kernels import Slot
-from .compiler.planning.records import Schedule, Shape, Specialisation, Tiling
-from .compiler.planning.schedule import SLOTS, Algorithm, alternatives, choose
-from .compiler.planning.segments import Segments
+from .compiler.planning.forms import Form
+from .compiler.planning.kernels import SPANS, Algorithm
+from .compiler.planning.records import Shape
+from .compiler.planning.schedule import Schedule
+from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from .compiler.planning.tuner import Clock, Tuned, search
 from .ir.errors import WeftError
-from .runtime import driver, tuner
-from .runtime.tuner import Tuned, TuneKey
+from .runtime import driver, tuned
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CPU_TILINGS = tuple(Tiling(q, kv, 1, 1) for q, kv in ((64, 64), (128, 128), (128, 256), (256, 256), (256, 512)))
+_WANTED: dict[Direction, frozenset[str]] = {"forward": frozenset(), "backward": frozenset({"query", "key", "value"})}
 _REPEATS = 7
 
 
@@ -47,38 +47,52 @@ def tune(
     missing = sorted({s.name for s in attention.scalars} - set(values))
     if missing:
         raise WeftError(f"{name}: tune: missing values of {', '.join(missing)}")
+    found = [_direction(attention, shape, values, d, target, algorithm, progress) for d in ("forward", "backward")]
+    driver.forget()
+    forward, backward = found
+    return Tuned(
+        forward.schedule.joined(backward.schedule), {**forward.seconds, **backward.seconds},
+        forward.tried + backward.tried, {**forward.failed, **backward.failed},
+    )  # fmt: skip
+
+
+def _direction(
+    attention: Attention, shape: Shape, values: Mapping[str, Any], direction: Direction, target: str | None,
+    algorithm: Algorithm, progress: bool,
+) -> Tuned:  # fmt: skip
     machine = hardware.this_machine()
-    spec = Specialisation("forward", machine.arch, shape.dtype, shape.head_dim, shape.value_dim)
-    chosen, _ = targets.choose(spec, target, algorithm)
-    parts = driver.segments_of(attention, spec)
-    start = choose(shape, machine, chosen, algorithm, segments=parts, traits=facts_of(attention).traits)
-    key = TuneKey(attention.digest, tuner.shape_class(shape), machine.name, chosen, algorithm)
-    choices = {slot: _choices(slot, shape, machine, start, parts) for slot in SLOTS}
-    return tuner.tune(key, start, choices, _clock(attention, shape, values), progress=progress)
+    widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
+    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction])
+    chosen = driver.resolve(attention, signature, machine, target, algorithm)
+    facts = facts_of(attention)
+    choices: dict[str, list[Form]] = {}
+    for code in chosen.code.kernels:
+        forms = list(chosen.target.forms(code.kernel, signature, machine, facts))
+        if code.name not in SPANS and len(forms) > 1:
+            choices[code.name] = forms
+    key = tuned.key_of(attention, signature, machine, chosen.target.name)
+    clock = _clock(attention, shape, values, direction, target)
+    return tuned.remember(key, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
 
 
-def _choices(slot: Slot, shape: Shape, machine: hardware.Hardware, start: Schedule, parts: Segments) -> list[Tiling]:
-    if start.target == "cpu":
-        return list(_CPU_TILINGS)
-    return alternatives(slot, shape, machine, start.target, start.algorithm, parts)
-
-
-def _clock(attention: Attention, shape: Shape, values: Mapping[str, Any]) -> tuner.Measure:
+def _clock(
+    attention: Attention, shape: Shape, values: Mapping[str, Any], direction: Direction, target: str | None
+) -> Clock:
     """Seconds of the forward pass, or of forward and backward, under a schedule: the median of several runs."""
     query, key, value = _operands(shape)
     grad = torch.randn_like(query[..., :1]).expand(*query.shape[:3], shape.value_dim).contiguous()
 
     def forward(schedule: Schedule) -> Tensor:
-        out = attention(query, key, value, target=schedule.target, schedule=schedule, **values)
+        out = attention(query, key, value, target=target, schedule=schedule, **values)
         assert isinstance(out, Tensor)
         return out
 
-    def measure(schedule: Schedule, slot: Slot) -> float:
-        if slot == "forward":
+    def seconds(schedule: Schedule, kernel: str) -> float:
+        if direction == "forward":
             return _median(lambda: forward(schedule))
         return _median(lambda: forward(schedule).backward(grad))
 
-    return measure
+    return seconds
 
 
 def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .ir.errors import collected
-from .ir.expr import Scalar, TensorOperand
-from .runtime.checks import kind_problems, range_problems, rank_problems, tensor_problems
+from .runtime.checks import check_operand_kinds, kind_problems, rank_problems
 
 if TYPE_CHECKING:
     from .ir.attention import Attention
@@ -18,47 +17,9 @@ if TYPE_CHECKING:
 
 def check_operands(attention: Attention, given: Mapping[str, object], device: torch.device) -> None:
     """The variant's own operands: all there, none unknown, each of the declared kind."""
-    declared = {p.name: p for p in attention.parameters}
-    problems = [_unknown(n, declared) for n in given if n not in declared]
-    for name, operand in declared.items():
-        if name not in given:
-            problems.append(f"{name}: missing; pass {name}=... ({_kind(operand)}, declared at {operand.where})")
-        else:
-            problems += _operand_problems(operand, given[name], device)
+    problems = check_operand_kinds(attention, given, device)
     if problems:
         raise collected(str(attention.name), problems)
-
-
-def _unknown(name: str, declared: Mapping[str, object]) -> str:
-    names = ", ".join(sorted(declared)) or "none"
-    return f"{name}: unknown operand or option; this variant's operands are: {names}"
-
-
-def _kind(operand: Scalar | TensorOperand) -> str:
-    if isinstance(operand, Scalar):
-        return f"{'an' if operand.dtype == 'int' else 'a'} {operand.dtype}"
-    return f"a tensor of {operand.dtype} with {operand.rank} dimension{'s' if operand.rank > 1 else ''}"
-
-
-def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device) -> Iterator[str]:
-    if isinstance(operand, Scalar):
-        yield from _scalar_problems(operand, value)
-    elif not isinstance(value, Tensor):
-        yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}"
-    else:
-        yield from tensor_problems(operand, value, device)
-
-
-def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
-    if isinstance(value, Tensor):
-        yield f"{operand.name}: expected a Python number, got a tensor; declare it with weft.tensor to pass a tensor"
-    elif operand.dtype == "int":
-        if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
-            yield f"{operand.name}: expected an int, got {value!r}"
-        elif isinstance(value, int):
-            yield from range_problems(operand, value)
-    elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        yield f"{operand.name}: expected a number, got {value!r}"
 
 
 def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None) -> None:

@@ -49,12 +49,9 @@ class Language:
         return bool(self.module)
 
 
-LANGUAGES = {
-    "triton": Language(TRITON, "@triton.jit", "tl", ": tl.constexpr", True),
-    "interpret": Language(TRITON, "@triton.jit", "tl", ": tl.constexpr", True),
-    "hopper": Language(GLUON, "@gluon.jit", "gl", ": gl.constexpr", True),
-    "cpu": Language(TORCH, "", "", "", False),
-}
+TRITON_LANGUAGE = Language(TRITON, "@triton.jit", "tl", ": tl.constexpr", True)
+GLUON_LANGUAGE = Language(GLUON, "@gluon.jit", "gl", ": gl.constexpr", True)
+TORCH_LANGUAGE = Language(TORCH, "", "", "", False)
 
 
 @dataclass(frozen=True)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
-from ..compiler.planning.cost import measures_tiles, tiling_in
-from ..compiler.planning.kernels import KERNELS
-from ..compiler.planning.records import Schedule, Segment, Specialisation
+from ..compiler.planning.kernels import SPANS
+from ..compiler.planning.plan import CodePlan
+from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
-from ..compiler.planning.stages import Tiles, stages_of
+from ..compiler.planning.signature import Signature
+from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
-from ..ir.walk import symbols
-from .functions import LANGUAGES, FunctionPrinter, parameter_names
+from .functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .stages import StageComments, wrapped
 
 if TYPE_CHECKING:
     import jinja2
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-Context = dict[str, object]
 _WITHOUT_STAGES = {
     f"{family}/{kernel}_{direction}.py.jinja"
     for family in ("hopper", "triton", "cpu")
@@ -34,53 +34,58 @@ _WITHOUT_STAGES = {
 }
 
 
-def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> str:
-    """Source of the module that computes one direction of a variant on one target.
+def generate(facts: Facts, code: CodePlan, target: Target) -> str:
+    """Source of the module that computes one direction of a variant on one target: the plan, written out.
 
-    Precondition: the schedule fits the hardware. Guarantee: the text parses, and equal inputs give equal bytes.
+    Guarantee: the text parses, defines every kernel of the plan, and says each of its stages once, over the code that
+    does it; equal inputs give equal bytes.
     """
-    language = LANGUAGES[schedule.target]
-    measured = measures_tiles(schedule, facts.traits)
-    printer = FunctionPrinter(facts, language, approximate_tanh=_has_fast_tanh(spec), measured=measured)
-    gradients = facts.operand_gradients(frozenset(spec.gradients)) if spec.direction == "backward" else ()
-    functions = (
-        printer.backward(gradients, schedule.algorithm)
-        if spec.direction == "backward"
-        else printer.forward(schedule.algorithm)
-    )
+    signature, algorithm = code.signature, code.schedule.algorithm
+    backward = signature.direction == "backward"
+    measured = any(code.has(spans) for spans in SPANS)
+    printer = FunctionPrinter(facts, target.language, approximate_tanh=_has_fast_tanh(signature), measured=measured)
+    gradients = facts.operand_gradients(signature.wanted) if backward else ()
+    stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
     context: Context = {
         "name": facts.attention.name,
         "title": facts.attention.name,
         "attention_text": str(facts.attention),
-        "schedule_text": str(schedule),
-        "functions": functions,
+        "functions": printer.backward(gradients, algorithm) if backward else printer.forward(algorithm),
         "env": printer.env,
-        "params": ", ".join(parameter_names(facts.attention, strides=language.is_gpu)),
+        "params": ", ".join(parameter_names(facts.attention, strides=target.language.is_gpu)),
         "masked": facts.attention.is_masked,
         "measured": measured,
         "by_head": facts.mask_differs_by_head,
         "linear": facts.linear_scale is not None,
+        "signed_scale": facts.scale_sign_unknown,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "grads": [{"i": i, "kind": g.kind, "name": g.load.tensor.name} for i, g in enumerate(gradients)],
-        **_segment_context(segments),
-        **_target_context(facts, spec, schedule),
+        "wanted": signature.wanted,
+        "stage": stages,
+        **_segment_context(code.segments),
+        **target.context(code, facts),
     }
-    name = f"{_family(schedule.target)}/{schedule.algorithm}_{spec.direction}.py.jinja"
-    stages = _stages(facts, spec, schedule, segments)
-    text = _environment().get_template(name).render(context, stage=stages)
+    name = target.template(code)
+    text = _tidy(_environment().get_template(name).render(context))
     if name not in _WITHOUT_STAGES:
         stages.check()
-    return _tidy(text, name)
+    _verify(text, name, [k.name for k in code.kernels if k.name not in SPANS] if target.language.is_gpu else [])
+    return text
 
 
-def _stages(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> StageComments:
-    kernels = [k for k in KERNELS[schedule.algorithm] if k.direction == spec.direction]
-    tilings = {k.name: tiling_in(schedule, k.slot) for k in kernels}
-    return StageComments({
-        name: stages_of(schedule.target, name, Tiles(t.block_q, t.block_kv, segments, facts.traits))
-        for name, t in tilings.items()
-    })  # fmt: skip
+def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
+    """Raise InternalError unless the text parses and defines these kernels."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        lines = [f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines())]
+        around = "\n".join(lines[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
+        raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    missing = sorted(set(kernels) - defined)
+    if missing:
+        raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
 
 
 def generate_spans(facts: Facts) -> str:
@@ -88,8 +93,7 @@ def generate_spans(facts: Facts) -> str:
     found = facts.survey
     if found is None:
         raise InternalError(f"generate: {facts.attention.name} has nothing to measure")
-    language = LANGUAGES["triton"]
-    printer = FunctionPrinter(facts, language)
+    printer = FunctionPrinter(facts, TRITON_LANGUAGE)
     axes = (("kv", "q", facts.kv_tiles), ("q", "kv", facts.q_tiles))
     context: Context = {
         "name": facts.attention.name,
@@ -106,7 +110,9 @@ def generate_spans(facts: Facts) -> str:
         ],
     }
     name = "triton/tile_spans.py.jinja"
-    return _tidy(_environment().get_template(name).render(context), name)
+    text = _tidy(_environment().get_template(name).render(context))
+    _verify(text, name, SPANS)
+    return text
 
 
 def _measured(values: tuple[Expr, ...]) -> list[dict[str, object]]:
@@ -114,13 +120,8 @@ def _measured(values: tuple[Expr, ...]) -> list[dict[str, object]]:
     return [{"i": i, "measured": not isinstance(value, Symbol)} for i, value in enumerate(values)]
 
 
-def _family(target: str) -> str:
-    """The folder of a target's templates: the interpreter runs the portable Triton source."""
-    return "triton" if target == "interpret" else target
-
-
-def _has_fast_tanh(spec: Specialisation) -> bool:
-    return spec.arch.startswith("sm_") and spec.dtype in ("bf16", "fp16")
+def _has_fast_tanh(signature: Signature) -> bool:
+    return signature.arch.startswith("sm_") and signature.dtype in ("bf16", "fp16")
 
 
 def _segment_context(segments: Segments) -> Context:
@@ -139,50 +140,6 @@ def _segment_context(segments: Segments) -> Context:
             "value_is_key": segments.value_is_key}  # fmt: skip
 
 
-def _target_context(facts: Facts, spec: Specialisation, schedule: Schedule) -> Context:
-    match schedule.target:
-        case "hopper":
-            return {"config": hopper_config(spec, facts)}
-        case "cpu":
-            return _cpu_context(facts)
-        case "triton" | "interpret":
-            return {}
-        case _:
-            raise InternalError(f"generate: unknown target {schedule.target}")
-
-
-def _cpu_context(facts: Facts) -> Context:
-    """Where the mask has parts without closed form, what it reads also decides which tiles are visited."""
-    open_mask, by_head = not facts.kv_bounds.closed_form, facts.bounds_differ_by_head
-    read = symbols(facts.attention.folded_mask) if open_mask and not by_head else frozenset()
-    return {
-        "bounds": list(facts.kv_tiles.outputs),
-        "q_bounds": list(facts.q_tiles.outputs),
-        "open_mask": open_mask,
-        "per_head_bounds": by_head,
-        "apart": "heads" if read & {"head", "kv_head"} else "rows" if "batch" in read else "",
-    }
-
-
-def hopper_config(spec: Specialisation, facts: Facts) -> dict[str, object]:
-    """The form of the Hopper kernel that measured best for these widths (docs/performance.md).
-
-    What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
-    """
-    spare = not facts.traits.positional  # registers
-    if spec.head_dim == 64:
-        return {
-            "head_dim": 64, "block_kv": 128, "consumers": 3 if spare else 2, "stages": 3,
-            "query_buffers": 2 if spare else 1, "query_in_registers": not spare, "lazy_rescale": False,
-            "pair_maximum": True, "overlap_edges": False, "loads_at_positions": facts.loads_at_positions,
-        }  # fmt: skip
-    return {
-        "head_dim": 128, "block_kv": 128, "consumers": 2, "stages": 2, "query_buffers": 1,
-        "query_in_registers": spare, "lazy_rescale": True, "pair_maximum": False,
-        "overlap_edges": facts.score_reads_positions, "loads_at_positions": facts.loads_at_positions,
-    }  # fmt: skip
-
-
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     import jinja2
@@ -197,14 +154,7 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def _tidy(text: str, template: str) -> str:
-    """Blank lines as PEP 8 has them; and what does not parse is our mistake."""
+def _tidy(text: str) -> str:
+    """Blank lines as PEP 8 has them, and stages as comments."""
     text = re.sub(r"[ \t]+\n", "\n", wrapped(text))
-    text = re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        numbered = "\n".join(f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines()))
-        around = "\n".join(numbered.splitlines()[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
-        raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
-    return text
+    return re.sub(r"\n{4,}", "\n\n\n", text).strip() + "\n"

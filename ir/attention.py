@@ -137,9 +137,15 @@ class Attention:
 
     @cached_property
     def canonical_text(self) -> str:
-        """Text shared by all variants that are equal, however they were written."""
+        """Text shared by all variants that are equal, however they were written; it reads back as one of them.
+
+        The scale is folded into the score, so that `scale` is 1 here.
+        """
+        score = substitute(self.folded_score, {"qk": symbol("score")})
         lines = self._declarations(self._expressions)
-        return "\n".join([*lines, f"score={self.folded_score}, mask={self.folded_mask}{self._options()}"])
+        return "\n".join(
+            [*lines, f"weft.Attention(score={score}, mask={self.folded_mask}, scale=1.0{self._options()})"]
+        )
 
     @cached_property
     def digest(self) -> str:

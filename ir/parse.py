@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from threading import RLock
 from typing import Union
 
 from .attention import Attention, Latent
@@ -11,6 +12,9 @@ from .errors import WeftError
 from .expr import NO_TRUTH, OPS, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
 
 Declared = Union[Scalar, TensorOperand]
+# CPython 3.11 counts the depth of its parser in one place for all threads: two that parse at once can fail. Held by
+# whatever parses or makes others parse, as the compilation of kernels does.
+PARSING = RLock()
 _BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
     ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
@@ -29,7 +33,8 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
     (kv_pos <= q_pos) & (q_pos - kv_pos < window)
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with PARSING:
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         raise WeftError(f"not an expression of the language: {text!r} ({error})") from None
     return expression(_node(tree, operands or {}))
@@ -38,7 +43,8 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
 def parse_attention(text: str) -> Attention:
     """The variant that `str(attention)` printed: declarations, one a line, then `weft.Attention(...)`."""
     try:
-        body = ast.parse(text).body
+        with PARSING:
+            body = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
         raise WeftError(f"not a variant: {text!r} ({error})") from None
     if not body or not isinstance(body[-1], ast.Expr):

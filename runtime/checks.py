@@ -1,4 +1,4 @@
-"""Checks on concrete sizes and values, made where an op runs and remembered, so that a repeated call pays nothing."""
+"""What a call must satisfy: kinds and shapes of tensors, and sizes and values that kernels can compute with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.ranges import Ranges, check_integers
+from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints
+from ..ir.attention import Attention
 from ..ir.errors import WeftError, collected
 from ..ir.expr import INT32_MAX, Scalar, TensorOperand
-from .launch import CallTensors
+from .call import BackwardCall, Call
 
 MAX_HEAD_DIM = 256
+MOST_PROVEN = 4096  # kinds of sizes remembered for each variant
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -105,43 +108,188 @@ def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{label}: expected a contiguous last dimension, got strides {strides}; call .contiguous()"
 
 
-def check_call(facts: Facts, parameters: Sequence[Scalar | TensorOperand], call: CallTensors) -> None:
-    """Raise WeftError where operands do not fit, an index could leave its tensor or an integer could leave 32 bits.
+def fits(call: Call) -> bool:
+    """Whether the main tensors fit each other: what may vary between calls that share what is prepared."""
+    if call.value is None or call.rope is not None:
+        return _latent_fits(call)
+    offset = call.q_offset
+    if not isinstance(offset, int) and (offset.dim() != 1 or offset.shape[0] != call.query.shape[0]):
+        return False
+    return _fit(call.query, call.key, call.value)
 
-    The call makes some of these checks too, with all problems in one message; but a graph compiled or exported by torch
-    reaches the op without them.
+
+def _latent_fits(call: Call) -> bool:
+    query, key, value, rope = call.query, call.key, call.value, call.rope
+    tensors = [t for t in (key, value, rope) if t is not None]
+    kv_len, width = key.shape[2], key.shape[3] + (0 if rope is None else rope.shape[3])
+    return (
+        all(t.dim() == 4 and t.dtype == query.dtype and t.device == query.device for t in tensors)
+        and all(t.shape[0] == query.shape[0] and t.shape[2] == kv_len and t.stride(3) == 1 for t in tensors)
+        and query.shape[3] == width
+        and query.stride(3) == 1
+        and all(t.shape[1] > 0 and query.shape[1] % t.shape[1] == 0 for t in tensors)
+        and (value is None or value.shape[1] == key.shape[1])
+    )
+
+
+def check_call(attention: Attention, call: Call) -> None:
+    """Raise WeftError where the tensors of a call do not fit, or an operand is of another kind than declared.
+
+    The api makes these checks too, with all problems in one message; but a graph compiled or exported by torch reaches
+    the op without them.
     """
-    name = str(facts.attention.name)
+    name = str(attention.name)
     if call.value is not None and call.rope is None:
         check_tensors(name, call.query, call.key, call.value)
+    elif not _latent_fits(call):
+        shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in call.tensors.items())
+        raise WeftError(f"{name}: the operands of latent attention do not fit each other: {shapes}")
     check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
-    batch, heads, q_len = call.query.shape[:3]
-    kv_heads, kv_len = call.key.shape[1:3]
-    if isinstance(call.q_offset, Tensor):
-        first, last = 0, max(kv_len - 1, 0)  # offsets on the device are promised to keep positions inside the keys
-    else:
-        first, last = call.q_offset, call.q_offset + max(q_len - 1, 0)
-    env: Ranges = {
-        "q_pos": (first, last), "kv_pos": (0, max(kv_len - 1, 0)), "batch": (0, max(batch - 1, 0)),
-        "head": (0, heads - 1), "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2,
-        "q_len": (q_len, q_len), "kv_len": (kv_len, kv_len), "head_dim": (call.head_dim, call.head_dim),
-    }  # fmt: skip
-    extents: dict[str, tuple[int, ...]] = {}
-    problems: list[str] = []
-    for parameter, value in zip(parameters, call.operands, strict=True):
-        if isinstance(value, Tensor):
-            extents[parameter.name] = tuple(value.shape)
-            assert isinstance(parameter, TensorOperand)
-            problems += tensor_problems(parameter, value, call.query.device)
-        elif isinstance(parameter, Scalar) and parameter.dtype == "int":
-            problems += range_problems(parameter, int(value))
-            env[parameter.name] = (int(value), int(value))
-    if not problems:
-        attention = facts.attention
-        for expression in (attention.folded_score, attention.folded_mask):
-            problems += check_integers(expression, env, extents)
+    problems = check_operand_kinds(attention, call.operands, call.query.device)
     if problems:
-        raise collected(name, list(dict.fromkeys(problems)))
+        raise collected(name, problems)
+
+
+def check_operand_kinds(attention: Attention, given: Mapping[str, object], device: torch.device) -> list[str]:
+    """What is wrong with the variant's own operands: each must be there and of the declared kind."""
+    declared = {p.name: p for p in attention.parameters}
+    problems = [_unknown(n, declared) for n in given if n not in declared]
+    for name, operand in declared.items():
+        if name not in given:
+            problems.append(f"{name}: missing; pass {name}=... ({_kind(operand)}, declared at {operand.where})")
+        else:
+            problems += _operand_problems(operand, given[name], device)
+    return problems
+
+
+def _unknown(name: str, declared: Mapping[str, object]) -> str:
+    names = ", ".join(sorted(declared)) or "none"
+    return f"{name}: unknown operand or option; this variant's operands are: {names}"
+
+
+def _kind(operand: Scalar | TensorOperand) -> str:
+    if isinstance(operand, Scalar):
+        return f"{'an' if operand.dtype == 'int' else 'a'} {operand.dtype}"
+    return f"a tensor of {operand.dtype} with {operand.rank} dimension{'s' if operand.rank > 1 else ''}"
+
+
+def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device) -> Iterator[str]:
+    if isinstance(operand, Scalar):
+        yield from _scalar_problems(operand, value)
+    elif not isinstance(value, Tensor):
+        yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}"
+    else:
+        yield from tensor_problems(operand, value, device)
+
+
+def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield f"{operand.name}: expected a Python number, got a tensor; declare it with weft.tensor to pass a tensor"
+    elif operand.dtype == "int":
+        if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
+            yield f"{operand.name}: expected an int, got {value!r}"
+        elif isinstance(value, int):
+            yield from range_problems(operand, value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        yield f"{operand.name}: expected a number, got {value!r}"
+
+
+def check_backward(name: str, b: BackwardCall) -> None:
+    """Raise WeftError where what a backward starts from does not fit the forward."""
+    query, value = b.call.query, b.call.value
+    batch, heads, rows, _ = query.shape
+    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if b.out.shape[:3] != (batch, heads, rows) or (value is not None and b.out.shape[3] != value.shape[3]):
+        raise WeftError(f"{name}: out: expected [{batch}, {heads}, {rows}, Dv], got {list(b.out.shape)}")
+    for label, tensor, shape, dtype in (
+        ("dout", b.dout, b.out.shape, query.dtype), ("out", b.out, b.out.shape, query.dtype),
+        ("lse", b.lse, b.out.shape[:3], statistics), ("dlse", b.dlse, b.out.shape[:3], statistics),
+    ):  # fmt: skip
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != query.device:
+            got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise WeftError(f"{name}: {label}: expected {list(shape)} {dtype} on {query.device}, got {got}")
+
+
+class SizeChecks:
+    """Proof for a call that no index leaves its tensor and no integer leaves 32 bits.
+
+    Most calls are within sizes that were proven before: lengths and batch up to a power of two, int scalars within one.
+    """
+
+    def __init__(self, facts: Facts, parameters: Sequence[Scalar | TensorOperand]) -> None:
+        attention = facts.attention
+        self._name = str(attention.name)
+        self._expressions = (attention.folded_score, attention.folded_mask)
+        self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
+        self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
+        self._needed = any(computes_ints(e) for e in self._expressions)
+        self._proven: set[object] = set()
+
+    def check(self, call: Call) -> None:
+        """Raise WeftError for sizes and values that kernels could not compute with, whatever tensors hold."""
+        for scalar in self._ints:
+            value = call.operands[scalar.name]
+            assert not isinstance(value, Tensor)
+            if not -INT32_MAX <= value <= INT32_MAX:
+                raise collected(self._name, list(range_problems(scalar, int(value))))
+        if isinstance(call.q_offset, int) and abs(call.q_offset) > INT32_MAX // 2:
+            check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
+        if self._needed:
+            self._prove(call)
+
+    def _prove(self, call: Call) -> None:
+        offset = call.q_offset
+        extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
+        ints = [int(call.operands[s.name]) for s in self._ints]  # type: ignore[arg-type]
+        bucket = (
+            call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
+            call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,
+            (offset.bit_length(), offset < 0) if isinstance(offset, int) else None,
+            *(value.bit_length() if value >= 0 else -value.bit_length() for value in ints), *extents.values(),
+        )  # fmt: skip
+        if bucket in self._proven:
+            return
+        exact = self._problems(call, ints, extents, rounded=False)
+        if exact:
+            raise collected(self._name, exact)
+        if len(self._proven) < MOST_PROVEN and not self._problems(call, ints, extents, rounded=True):
+            self._proven.add(bucket)
+
+    def _problems(
+        self, call: Call, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]], rounded: bool
+    ) -> list[str]:
+        env = self._ranges(call, ints, rounded)
+        found = [p for expression in self._expressions for p in check_integers(expression, env, extents)]
+        return list(dict.fromkeys(found))
+
+    def _ranges(self, call: Call, ints: Sequence[int], rounded: bool) -> Ranges:
+        """Range of every symbol and int scalar: as they are, or of all calls in the same bucket."""
+
+        def upto(value: int) -> tuple[int, int]:
+            size = value.bit_length()
+            return (1 << size >> 1, (1 << size) - 1) if rounded else (value, value)
+
+        def around(value: int) -> tuple[int, int]:
+            low, high = upto(abs(value))
+            return (low, high) if value >= 0 else (-high, -low)
+
+        batch, heads, q_len = call.query.shape[:3]
+        kv_heads, kv_len = call.key.shape[1:3]
+        q_lens, kv_lens, batches = upto(q_len), upto(kv_len), upto(batch)
+        last_kv = max(kv_lens[1] - 1, 0)
+        if isinstance(call.q_offset, Tensor):
+            first, last = 0, last_kv  # offsets on the device are promised to keep positions inside the keys
+        else:
+            offsets = around(call.q_offset)
+            first, last = offsets[0], offsets[1] + max(q_lens[1] - 1, 0)
+        env: Ranges = {
+            "q_pos": (first, last), "kv_pos": (0, last_kv), "batch": (0, max(batches[1] - 1, 0)),
+            "head": (0, heads - 1), "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2,
+            "q_len": q_lens, "kv_len": kv_lens, "head_dim": (call.head_dim, call.head_dim),
+        }  # fmt: skip
+        return env | {scalar.name: around(value) for scalar, value in zip(self._ints, ints)}
 
 
 def check_q_offset(q_offset: object, batch: int, device: torch.device) -> None:
@@ -174,15 +322,3 @@ def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device)
     fits = {"float": value.is_floating_point(), "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
     if not fits[operand.dtype]:
         yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}"
-
-
-def hopper_misfit(call: CallTensors) -> str | None:
-    """Why the Hopper kernel cannot read these tensors in place; None where it can."""
-    if isinstance(call.q_offset, Tensor):
-        return "a q_offset for each batch row is computed by the triton target"
-    if call.value is None or call.rope is not None:
-        return None  # latent attention: refused by its widths
-    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-        if (tensor.data_ptr() | tensor.element_size() * (tensor.stride(0) | tensor.stride(1) | tensor.stride(2))) % 16:
-            return f"{name}: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
-    return None

@@ -1,38 +1,49 @@
-"""The whole path in one flat list of steps: from a variant to a loaded module."""
+"""The whole path in one flat list of steps: from a variant and a signature to loaded modules.
+
+`resolve` is the one place that chooses: calls, plan, explain, source and tune all ask it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
+from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
-from ..compiler.planning import hardware, schedule, segments
-from ..compiler.planning import target as targets
-from ..compiler.planning.cost import measures_tiles
-from ..compiler.planning.records import Schedule, Shape, Specialisation
-from ..compiler.planning.segments import Segments
+from ..compiler.planning.hardware import Hardware, this_machine
+from ..compiler.planning.kernels import SPANS, Algorithm, Kernel
+from ..compiler.planning.plan import CodePlan, code_plan
+from ..compiler.planning.schedule import Choice, Schedule, asked
+from ..compiler.planning.segments import segments_of
+from ..compiler.planning.signature import Dtypes, Signature, Widths
+from ..compiler.planning.target import Target
 from ..ir.attention import Attention
-from . import cache, settings, tuner
+from ..ir.errors import UnavailableError, WeftError
+from . import cache, settings, tuned
 
 _built = 0
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A generated module and what it was generated for."""
+class Resolved:
+    """What was chosen for one direction."""
 
-    module: ModuleType
+    target: Target
+    code: CodePlan
+    notes: tuple[str, ...]  # why a target that comes before was passed over
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The modules of one direction, loaded."""
+
+    resolved: Resolved
+    modules: tuple[ModuleType, ...]  # the kernels, and what measures their tiles where there is such
     path: Path
     source: str
-    schedule: Schedule
-    segments: Segments
-    facts: Facts
-    spec: Specialisation
-    notes: tuple[str, ...]  # why another target was not chosen
-    spans: ModuleType | None = None  # measures which tiles to visit, where the mask reads tensors by position
 
 
 def builds() -> int:
@@ -40,111 +51,209 @@ def builds() -> int:
     return _built
 
 
-@lru_cache(maxsize=4096)
-def compile_kernel(attention: Attention, spec: Specialisation, target: str | None, wanted: str | None) -> Compiled:
-    """The module that computes one direction of a variant; made once, then found again.
+def resolve(
+    attention: Attention,
+    signature: Signature,
+    hardware: Hardware,
+    target: str | None = None,
+    schedule: str | Schedule | None = None,
+    unfit: frozenset[str] = frozenset(),
+) -> Resolved:
+    """The target, and the form of each kernel, for one direction of a variant.
 
-    target: None for the best one on spec.arch. wanted: None, the name of an algorithm, or the text of a Schedule.
+    target, schedule: what the call asks for. unfit: targets that cannot take its tensors.
+    Raises UnavailableError where what was asked for cannot compute such calls, WeftError for a schedule that is none.
     """
+    return _resolve(attention, signature, hardware, target, None if schedule is None else str(asked(schedule)), unfit)
+
+
+@lru_cache(maxsize=4096)
+def _resolve(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str | None, schedule: str | None,
+    unfit: frozenset[str],
+) -> Resolved:  # fmt: skip
     # ir.Attention -> Facts
     facts = facts_of(attention)
-    # Specialisation -> target and reasons
-    chosen, notes = targets.choose(spec, target, algorithm_of(wanted))
-    # widths -> Segments
-    parts = segments_of(attention, spec)
-    # Facts + Shape + Hardware -> Schedule, a measured one where there is one
-    plan = schedule.resolve(
-        wanted or measured(attention, spec, chosen),
-        nominal_shape(spec),
-        hardware_of(spec.arch),
-        chosen,
-        segments=parts,
-        traits=facts.traits,
+    # what was asked for -> algorithm, and kernels with forms
+    given = asked(schedule)
+    # Facts + Signature -> target and its kernels
+    chosen, notes = _target(facts, signature, given, target, unfit)
+    kernels = chosen.kernels(given.algorithm, signature.direction, facts, signature.wanted)
+    # Facts + Signature + Hardware -> Schedule: asked for, else timed on this machine, else the target's own choice
+    remembered = Schedule(given.algorithm, {})
+    if schedule is None:
+        remembered = tuned.remembered(attention, signature, hardware, chosen.name) or remembered
+    schedule_found = _schedule(facts, signature, hardware, given, remembered, chosen, kernels)
+    # Schedule -> CodePlan
+    parts = segments_of(attention, signature.widths)
+    code = code_plan(signature, chosen.name, chosen.measured_by, schedule_found, kernels, parts, facts.traits)
+    settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
+    return Resolved(chosen, code, notes)
+
+
+def _target(
+    facts: Facts, signature: Signature, given: Schedule, name: str | None, unfit: frozenset[str]
+) -> tuple[Target, tuple[str, ...]]:
+    """The target of such calls and notes for `explain`."""
+    forward = signature.direction == "forward"
+    written = _written_target(given, facts, signature)
+    if name is not None and written is not None and written != name:
+        raise WeftError(f"schedule: it is for target {written}, the call's target is {name}; pass target={written!r}")
+    name = name or written
+    if name is not None:
+        wanted = target_named(name)
+        reason = why_not(wanted, given.algorithm, signature, facts)
+        if reason is None:
+            return wanted, ()
+        if forward or wanted.kernels(given.algorithm, signature.direction, facts, signature.wanted):
+            raise UnavailableError(f"target {reason}")
+    notes: list[str] = []
+    for target in targets():
+        if target.by_name_only or target.name in unfit:
+            continue
+        reason = why_not(target, given.algorithm, signature, facts)
+        if reason is None:
+            return target, tuple(n for n in notes if n)
+        notes.append(reason)
+    raise UnavailableError(f"target {_most_telling(notes, signature)}")
+
+
+def _most_telling(reasons: Sequence[str], signature: Signature) -> str:
+    """Of why no target can: what the target for this kind of device says."""
+    family = "cpu" if signature.arch == "cpu" else "triton"
+    return next((r for r in reasons if r.startswith(family)), reasons[-1])
+
+
+def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
+    """The target that a schedule's text names for kernels of this direction."""
+    for target in targets():
+        names = {k.name for k in target.kernels(given.algorithm, signature.direction, facts, signature.wanted)}
+        if any(choice.target == target.name and kernel in names for kernel, choice in given.kernels.items()):
+            return target.name
+    return None
+
+
+def why_not(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> str | None:
+    """Why a target cannot compute one direction; None where it can."""
+    kernels = target.kernels(algorithm, signature.direction, facts, signature.wanted)
+    reasons = (target.supports(kernel, signature, facts) for kernel in kernels)
+    return next(
+        (r for r in reasons if r is not None), None if kernels else target.refusal(algorithm, signature.direction)
     )
-    settings.trace(settings.PLAN, f"{attention.name} {spec.direction}: {plan}")
+
+
+def available() -> dict[str, str | None]:
+    """Each target, with None where this machine can run it or the reason why it cannot (for `weft doctor`)."""
+    facts = facts_of(Attention())
+    found: dict[str, str | None] = {}
+    for target in targets():
+        reasons = []
+        for arch in dict.fromkeys((this_machine().arch, "cpu")):
+            signature = Signature("forward", arch, Dtypes.all("fp16"), Widths(64, 64))
+            reasons.append(why_not(target, "flash", signature, facts))
+        found[target.name] = None if None in reasons else reasons[0]
+    return found
+
+
+def _schedule(
+    facts: Facts, signature: Signature, hardware: Hardware, given: Schedule, remembered: Schedule, target: Target,
+    kernels: Sequence[Kernel],
+) -> Schedule:  # fmt: skip
+    choices: dict[str, Choice] = {}
+    for kernel in kernels:
+        if kernel.name in SPANS:
+            continue
+        choice = given.kernels.get(kernel.name)
+        if choice is None:
+            kept = remembered.kernels.get(kernel.name)
+            form = kept.form if kept else target.forms(kernel, signature, hardware, facts)[0]
+            choices[kernel.name] = Choice(target.name, form)
+            continue
+        if choice.target != target.name:
+            raise WeftError(
+                f"schedule: {kernel.name} is for target {choice.target}, the call's target is {target.name}; "
+                f"pass target={choice.target!r}"
+            )
+        target.check(kernel, choice.form, signature, hardware, facts)
+        choices[kernel.name] = choice
+    _check_names(given, facts)
+    return Schedule(given.algorithm, choices)
+
+
+def _check_names(given: Schedule, facts: Facts) -> None:
+    """Kernels that a schedule names must be some target's, in one direction or the other."""
+    everything = frozenset({"query", "key", "value", "rope"})
+    known = {
+        k.name for target in targets() for direction in ("forward", "backward")
+        for k in target.kernels(given.algorithm, direction, facts, everything) if k.name not in SPANS
+    }  # fmt: skip
+    unknown = [name for name in given.kernels if name not in known]
+    if unknown:
+        raise WeftError(f"schedule: expected kernels among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=4096)
+def compile_kernels(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str | None = None,
+    schedule: str | None = None, unfit: frozenset[str] = frozenset(),
+) -> Compiled:  # fmt: skip
+    """The modules that compute one direction of a variant; made once, then found again. Arguments as of `resolve`."""
+    # ... -> CodePlan
+    found = resolve(attention, signature, hardware, target, schedule, unfit)
+    code, facts = found.code, facts_of(attention)
     settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
-    # Schedule -> source, unless an edited copy or the cache has it -> module
-    entry = cache.load_or_build(cache_key(attention, spec, plan), lambda: _generate(facts, spec, plan, parts))
+    # CodePlan -> source, unless an edited copy or the cache has it -> module
+    entry = cache.load_or_build(cache_key(attention, code), lambda: _generate(facts, code, found.target))
     settings.trace(settings.SOURCE, entry.source)
-    module = _load(entry.path, entry.source, chosen)
-    spans = _spans_module(facts, spec.arch, chosen) if measures_tiles(plan, facts.traits) else None
-    return Compiled(module, entry.path, entry.source, plan, parts, facts, spec, notes, spans)
+    modules = [_load(found.target, entry)]
+    if any(code.has(name) for name in SPANS):
+        modules.append(_spans_module(facts, code))
+    return Compiled(found, tuple(modules), entry.path, entry.source)
 
 
-def _spans_module(facts: Facts, arch: str, target: str) -> ModuleType:
+def forget() -> None:
+    """Choose and load anew, as after tuning."""
+    _resolve.cache_clear()
+    compile_kernels.cache_clear()
+
+
+def _spans_module(facts: Facts, code: CodePlan) -> ModuleType:
+    target = target_named(next(k.target for k in code.kernels if k.name in SPANS))
     key = cache.Key(
-        name=str(facts.attention.name), kernel="tile_spans", target="interpret" if target == "interpret" else "triton",
-        layout=arch, variant=facts.attention.canonical_text, schedule="",
+        name=str(facts.attention.name), kernel="tile_spans", target=target.name, layout=code.signature.arch,
+        variant=facts.attention.canonical_text, schedule="",
     )  # fmt: skip
     entry = cache.load_or_build(key, lambda: _generate_spans(facts))
     settings.trace(settings.SOURCE, entry.source)
-    return _load(entry.path, entry.source, key.target)
+    return _load(target, entry)
 
 
-def _generate(facts: Facts, spec: Specialisation, plan: Schedule, parts: Segments) -> str:
-    from ..codegen.generate import generate
+def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
+    from ..codegen.generate import generate  # lazy: imports sympy, which a warm start does without
 
-    return generate(facts, spec, plan, parts)
+    return generate(facts, code, target)
 
 
 def _generate_spans(facts: Facts) -> str:
-    from ..codegen.generate import generate_spans
+    from ..codegen.generate import generate_spans  # lazy: as above
 
     return generate_spans(facts)
 
 
-def _load(path: Path, source: str, target: str) -> ModuleType:
+def _load(target: Target, entry: cache.Entry) -> ModuleType:
     global _built
-    from ..codegen.loader import load
-
     _built += 1
-    return load(path, interpret=target == "interpret", source=source)
+    return target.load(entry.path, entry.source)
 
 
-def cache_key(attention: Attention, spec: Specialisation, plan: Schedule) -> cache.Key:
+def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
     """Everything that the generated text depends on."""
     return cache.Key(
         name=str(attention.name),
-        kernel=f"{plan.algorithm}_{spec.direction}",
-        target=plan.target,
-        layout=f"{spec.layout}-{spec.arch}",
+        kernel=f"{code.schedule.algorithm}_{code.signature.direction}",
+        target=code.target,
+        layout=f"{code.signature.label}-{code.signature.arch}",
         variant=attention.canonical_text,
-        schedule=f"{plan}; {spec}",
+        schedule=f"{code.schedule}; {code.signature}",
     )
-
-
-def segments_of(attention: Attention, spec: Specialisation) -> Segments:
-    """The head dimensions as the kernel's tiles hold them."""
-    latent = attention.latent
-    if latent is None:
-        return segments.for_heads(spec.head_dim, spec.value_dim)
-    nope = spec.head_dim - latent.rope
-    form: Literal["absorbed", "expanded"] = "absorbed" if spec.value_is_key else "expanded"
-    return segments.for_latent(form, latent.rank, latent.rope, nope, spec.value_dim)
-
-
-def nominal_shape(spec: Specialisation) -> Shape:
-    """A shape with these widths: schedules never depend on lengths, batch or heads."""
-    return Shape(1, 1, 1, 4096, 4096, spec.head_dim, spec.value_dim, spec.dtype)
-
-
-def measured(attention: Attention, spec: Specialisation, target: str) -> Schedule | None:
-    """The schedule that `weft tune` found fastest for such calls on this machine."""
-    machine = hardware.this_machine()
-    if machine.arch != spec.arch:
-        return None
-    shape = tuner.shape_class(nominal_shape(spec))
-    return tuner.remembered(tuner.TuneKey(attention.digest, shape, machine.name, target, "flash"))
-
-
-def algorithm_of(wanted: str | None) -> str:
-    """The algorithm that a schedule's name or text asks for."""
-    if wanted is None or wanted in schedule.ALGORITHMS:
-        return wanted or "flash"
-    return schedule.parse_schedule(wanted).algorithm
-
-
-def hardware_of(arch: str) -> hardware.Hardware:
-    """The record whose limits hold for code generated for `arch`."""
-    known = (h for h in hardware.KNOWN.values() if h.arch == arch)
-    return next(known, None) or hardware.this_machine()

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from ..ir.errors import WeftError
 
 PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
@@ -55,6 +57,12 @@ def default_target() -> str | None:
     """`current().target`, without reading what a call does not need."""
     block = _block.get()
     return (os.environ.get("WEFT_TARGET") or None) if block is None else block.target
+
+
+@torch.compiler.assume_constant_result
+def traced_target() -> str | None:
+    """`default_target()` while torch.compile traces: what is in force there stays with the graph."""
+    return default_target()
 
 
 def edited_dir() -> Path | None:

@@ -5,14 +5,16 @@ A warm start needs the cheap facts only; the derivatives, which need sympy, are 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from ...ir.attention import Attention
+from ...ir.canonical import canonical
 from ...ir.errors import WeftError
-from ...ir.expr import Call, Const, Expr, Load, Symbol, symbol
-from ...ir.walk import loads, symbols
+from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
+from ...ir.walk import children, loads, symbols
 from .bounds import kv_bounds, q_bounds
 from .measured import measuring
 from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
@@ -30,8 +32,28 @@ class Facts:
 
     @cached_property
     def linear_scale(self) -> Expr | None:
-        """c when the score is c * qk with a provably positive c that is one number for a head; else None."""
-        return _positive_factor(self.attention.folded_score)
+        """c when the score is c * qk, however it is written, with a c that is one number for a head; else None."""
+        written = _linear_factor(self.attention.folded_score)
+        return self._slope_where_linear if written is None else written
+
+    @cached_property
+    def _slope_where_linear(self) -> Expr | None:
+        """d score / d qk where that is one number for a head, and the score is 0 where q.k is."""
+        score = self.attention.folded_score
+        if not _may_be_linear(score):
+            return None
+        from .symbolic import simplify  # lazy: imports sympy, which plain scores do without
+
+        slope = self.score_derivative
+        if symbols(slope) & {"qk", "q_pos", "kv_pos"}:
+            return None
+        rest = simplify(call("sub", score, call("mul", slope, symbol("qk"))))
+        return slope if isinstance(rest, Const) and rest.value == 0 else None
+
+    @cached_property
+    def scale_sign_unknown(self) -> bool:
+        """Whether the factor of a linear score may be negative or 0 at run time."""
+        return self.linear_scale is not None and not _is_positive(self.linear_scale)
 
     @cached_property
     def kv_bounds(self) -> Bounds:
@@ -90,12 +112,17 @@ class Facts:
         from .symbolic import derivative
 
         self.check_gradients(operands)
-        score = self.attention.folded_score
-        return tuple(
-            OperandGradient(load, kind, derivative(score, load))
-            for load, kind in self.gradient_kinds
-            if load.tensor.name in operands and kind != "mixed"
-        )
+        score, known = self.attention.folded_score, self._load_derivatives
+        found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands and kind != "mixed"]
+        for load, _ in found:
+            if load.text not in known:
+                known[load.text] = derivative(score, load)
+        return tuple(OperandGradient(load, kind, known[load.text]) for load, kind in found)
+
+    @cached_property
+    def _load_derivatives(self) -> dict[str, Expr]:
+        """d score / d load, by the text of the load: each is asked for in every backward."""
+        return {}
 
     def check_gradients(self, operands: frozenset[str]) -> None:
         """Raise WeftError where the gradient of one of these operands cannot be reduced."""
@@ -124,6 +151,14 @@ class Facts:
         return any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index)
 
     @cached_property
+    def pair_bytes(self) -> int:
+        """Bytes that score and mask read for each pair, each element as wide as its kind can be in SRAM."""
+        widths = {"float": 4, "int": 8, "bool": 1}
+        reads = {load.text: load for load in loads(self.attention.folded_score) + loads(self.attention.folded_mask)}
+        both = {"q_pos", "kv_pos"}
+        return sum(widths[r.dtype] for r in reads.values() if both <= set().union(*(symbols(i) for i in r.index)))
+
+    @cached_property
     def traits(self) -> Traits:
         """What the scheduler and the cost model need to know."""
         return Traits(
@@ -131,6 +166,7 @@ class Facts:
             masked=self.attention.is_masked,
             operand_gradients=len(self.attention.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,
+            pair_bytes=self.pair_bytes,
             measured=self._measuring(),
         )
 
@@ -141,13 +177,48 @@ def facts_of(attention: Attention) -> Facts:
     return Facts(attention)
 
 
-def _positive_factor(score: Expr) -> Expr | None:
-    if isinstance(score, Call) and score.op == "mul":
-        for qk, factor in (score.args, score.args[::-1]):
-            uniform = not symbols(factor) & {"qk", "q_pos", "kv_pos"}
-            if isinstance(qk, Symbol) and qk.name == "qk" and uniform and _is_positive(factor):
-                return factor
-    return None
+def _linear_factor(score: Expr) -> Expr | None:
+    """c of a score that is written as a product c * qk, with a c that is one number for a head."""
+    factor = _without_qk(score)
+    if factor is None or symbols(factor) & {"qk", "q_pos", "kv_pos"}:
+        return None
+    return canonical(factor)
+
+
+def _without_qk(node: Expr) -> Expr | None:
+    """What a product multiplies qk by: (2 * qk) / t -> 2 / t. None where the node is no such product."""
+    match node:
+        case Symbol("qk"):
+            return Const(1.0)
+        case Call("mul", (a, b)) if "qk" not in symbols(b):
+            inner = _without_qk(a)
+            return None if inner is None else call("mul", inner, b)
+        case Call("mul", (a, b)) if "qk" not in symbols(a):
+            inner = _without_qk(b)
+            return None if inner is None else call("mul", a, inner)
+        case Call("div", (a, b)) if "qk" not in symbols(b):
+            inner = _without_qk(a)
+            return None if inner is None else call("div", inner, b)
+        case Call("neg", (a,)):
+            inner = _without_qk(a)
+            return None if inner is None else call("neg", inner)
+        case _:
+            return None
+
+
+def _may_be_linear(score: Expr) -> bool:
+    """A cheap look: sums, products and quotients of qk and what a head shares."""
+    if score.dtype != "float" or symbols(score) & {"q_pos", "kv_pos"}:
+        return False
+    return all(not isinstance(n, Call) or n.op in ("add", "sub", "mul", "div", "neg") for n in _over_qk(score))
+
+
+def _over_qk(node: Expr) -> Iterator[Expr]:
+    """The nodes below which q.k is."""
+    if "qk" in symbols(node):
+        yield node
+        for child in children(node):
+            yield from _over_qk(child)
 
 
 def _is_positive(node: Expr) -> bool:

@@ -31,18 +31,18 @@ def check_integers(root: Expr, env: Ranges, extents: Extents) -> list[str]:
     env: range of every symbol and int scalar. extents: the shape of every tensor operand. Problems are integers beyond
     32 bits, divisors that can be 0, and indices that can leave their tensor.
     """
-    if _computes_no_ints(root):
+    if not computes_ints(root):
         return []
     steps = _steps(root)
     return list(dict.fromkeys(_problems(steps, _ranges(steps, env), extents)))
 
 
 @lru_cache(maxsize=4096)
-def _computes_no_ints(root: Expr) -> bool:
-    """Whether ints are compared and chosen among only, as in `kv_pos <= q_pos`: sizes cannot make that wrong."""
+def computes_ints(root: Expr) -> bool:
+    """Whether sizes could make it wrong; not where ints are compared and chosen among only, as in `kv_pos <= q_pos`."""
     chosen = ("minimum", "maximum", "where")
     computed = (isinstance(n, Call) and n.dtype == "int" and n.op not in chosen for n in nodes(root))
-    return not any(computed) and not any(isinstance(n, Load) for n in nodes(root))
+    return any(computed) or any(isinstance(n, Load) for n in nodes(root))
 
 
 def range_of(node: Expr, env: Ranges) -> Range:

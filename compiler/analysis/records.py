@@ -102,4 +102,5 @@ class Traits:
     masked: bool = True  # the mask is not True
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
+    pair_bytes: int = 0  # of what score and mask read for each pair of a query and a key
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ...ir.attention import Attention
 from ..analysis.records import Bounds
-from .hardware import KNOWN
-from .records import KernelPlan, Plan, Segment
+from .plan import KernelPlan, Plan
+from .records import Segment
 
 WIDTH = 100
 _GLOSSARY = (
@@ -71,11 +71,13 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
         table.add_row("mask", Text(str(attention.mask)))
     sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
     table.add_row("problem", Text(f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"))
-    value = "columns of the key" if plan.value_is_key else _segments(plan.v_segments)
-    table.add_row("tile columns", Text(f"query, key {_segments(plan.qk_segments)}; value {value}"))
-    record = KNOWN.get(plan.hardware)
-    table.add_row("hardware", Text(record.title if record else plan.hardware))
-    table.add_row("schedule", Text(str(plan.schedule)))
+    parts = plan.segments
+    value = "columns of the key" if parts.value_is_key else _segments(parts.v)
+    table.add_row("tile columns", Text(f"query, key {_segments(parts.qk)}; value {value}"))
+    table.add_row("hardware", Text(plan.hardware.title))
+    table.add_row("schedule", Text(plan.schedule.algorithm))
+    for name, choice in plan.schedule.kernels.items():
+        table.add_row("", Text(f"{name}={choice}"))
     return table
 
 
@@ -107,7 +109,7 @@ def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
     if any(kernel.name == spans for kernel in plan.kernels):
         measured = f"what the mask reads is measured in each call by {spans}: tiles that cannot match are skipped"
         return [*notes, measured]
-    if plan.schedule.target == "cpu":
+    if plan.codes[0].target == "cpu":
         evaluated = "the mask of each tile is evaluated first: the tile is skipped where nothing is visible"
         return [*notes, evaluated] if notes and bounds.axis == "kv" else notes  # it loops over tiles of keys only
     return [f"no closed form: {note}; every tile is visited and masked" for note in bounds.notes]
@@ -142,7 +144,9 @@ def _totals(plan: Plan) -> Iterator[Text]:
 
 def _stage_table(kernel: KernelPlan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), title_justify="left", show_header=False)
-    table.title = Text(f"{kernel.name} ({kernel.tiling}): a program loops over {kernel.loop}", style="bold")
+    table.title = Text(
+        f"{kernel.name} ({kernel.target} {kernel.form}): a program loops over {kernel.loop}", style="bold"
+    )
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold", ratio=1)
     table.add_column(no_wrap=True)

@@ -19,10 +19,15 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from ..analysis.records import Axis, Measuring
+from .signature import Direction
 
-Direction = Literal["forward", "backward"]
+Bound = Literal["matrix", "memory", "exp", "latency"]
+Algorithm = Literal["standard", "streaming", "flash"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 
+_READ_PAIRS = frozenset(
+    {"flash_forward", "flash_dquery", "flash_dkey_dvalue", "streaming_forward", "streaming_backward"}
+)
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 SPAN = 16  # bytes of a range of tiles: four int32
@@ -75,7 +80,7 @@ class Kernel:
 
     name: str
     direction: Direction
-    slot: Slot  # the tiling of the schedule that it uses
+    slot: Slot  # which column of the tables of tilings is its own
     axis: Axis  # what a program loops over: "kv" for a kernel that owns query tiles
     loop: str  # the same in words
     programs: Formula
@@ -85,6 +90,11 @@ class Kernel:
     flops: Formula  # of matrix products; padding and masked parts of visited tiles included
     exps: Formula
     again: Again
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether its loop evaluates the variant's score or mask, for each pair of a query and a key."""
+        return self.name in _READ_PAIRS
 
 
 # -- parts of formulas -----------------------------------------------------------------------------------------------
@@ -294,6 +304,23 @@ def streaming_backward_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (3 * x.C + 2 * x.Cv)
 
 
+# -- the cpu target's one backward pass ------------------------------------------------------------------------------
+def key_value_sums(x: Sizes) -> float:
+    """The running gradients of key and value, float32."""
+    return RUNNING * x.B * x.Hkv * x.T * (x.D + x.Du)
+
+
+def cpu_backward_read(x: Sizes) -> float:
+    """Q, O, dO and the statistics once; K, V and the sums of their gradients at every visit."""
+    rows = query_bytes(x) + 2 * output_bytes(x) + row_bytes(x)
+    return rows + keys_again(x) * (key_value_bytes(x) + key_value_sums(x))
+
+
+def cpu_backward_written(x: Sizes) -> float:
+    """dQ once; the sums at every visit, then dK and dV from them."""
+    return query_bytes(x) + keys_again(x) * key_value_sums(x) + key_value_bytes(x)
+
+
 # -- standard: FlashAttention paper, algorithms 0 and 3 --------------------------------------------------------------
 def product_sram(x: Sizes) -> float:
     """Tiles of both factors of a product over columns."""
@@ -486,6 +513,15 @@ STANDARD = (
     ),
 )  # fmt: skip
 KERNELS = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}
+
+# The cpu target: queries outer in both directions, five products in one backward pass.
+CPU_FLASH = (
+    FLASH[0],
+    Kernel(
+        "flash_backward", "backward", "backward_q", "kv", _OVER_KEYS, query_programs, flash_dquery_sram,
+        cpu_backward_read, cpu_backward_written, streaming_backward_flops, score_count, _KEYS,
+    ),
+)  # fmt: skip
 
 
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------

@@ -1,53 +1,236 @@
-"""Schedule -> Plan: every kernel's loops, stages and predicted cost as data, for `explain`, the demo and the tests.
+"""Plans: which kernels compute a variant, stage by stage, and what they cost. The plan is what is generated.
 
-A plan needs no GPU and no tensors, only sizes and a Hardware record.
+A plan has two halves. `CodePlan` says what code there is: kernels with their targets, forms and stages, and no lengths;
+`generate` takes it, and prints its stages over the code that does them. `Plan` adds the figures of a shape.
+Neither needs a GPU or tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...ir.errors import InternalError
 from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, Traits
 from ..analysis.survey import Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, predict
+from .forms import Form, Tiling
 from .hardware import Hardware
-from .kernels import Formula
-from .records import KernelPlan, Plan, Quantity, Schedule, Shape
-from .segments import Segments, for_heads
+from .kernels import Bound, Direction, Formula, Kernel
+from .records import Quantity, Shape, Stage
+from .schedule import Schedule
+from .segments import Segments
+from .signature import Signature
 from .stages import Tiles, stages_of
+
+
+# -- what code there is ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class KernelCode:
+    """One kernel: what it does, and in which form."""
+
+    kernel: Kernel
+    target: str
+    form: Form
+    stages: tuple[Stage, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+@dataclass(frozen=True)
+class CodePlan:
+    """All kernels of one direction on one target: what one generated module holds."""
+
+    signature: Signature
+    target: str
+    schedule: Schedule
+    segments: Segments
+    kernels: tuple[KernelCode, ...]  # in order of execution
+
+    def form(self, kernel: str) -> Form:
+        return next(k.form for k in self.kernels if k.name == kernel)
+
+    def has(self, kernel: str) -> bool:
+        return any(k.name == kernel for k in self.kernels)
+
+
+SPANS_WARPS = 8  # of a program that measures tiles
+_VISITORS = {
+    ("forward", "kv"): "flash_forward",
+    ("backward", "kv"): "flash_dquery",
+    ("backward", "q"): "flash_dkey_dvalue",
+}
+
+
+def code_plan(
+    signature: Signature, target: str, measured_by: str, schedule: Schedule, kernels: Sequence[Kernel],
+    parts: Segments, traits: Traits,
+) -> CodePlan:  # fmt: skip
+    """The plan of the kernels that `schedule` gives to `target`, each with its stages.
+
+    measured_by: the target whose kernels measure tiles for it. These have no form of their own: their tiles are those
+    of the kernel that visits what they find.
+    """
+
+    def of(kernel: Kernel) -> KernelCode:
+        own, form = target, schedule.kernels[kernel.name].form if kernel.name in schedule.kernels else None
+        if form is None:
+            visitor = schedule.form(_VISITORS[kernel.direction, kernel.axis])
+            own, form = measured_by, Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
+        tiles = Tiles(form.block_q, form.block_kv, parts, traits)
+        return KernelCode(kernel, own, form, stages_of(own, kernel.name, tiles))
+
+    made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))
+    verify_code(made)
+    return made
+
+
+def verify_code(code: CodePlan) -> None:
+    """Raise InternalError unless the kernels are different ones of this direction, each with different stages."""
+    names = [k.name for k in code.kernels]
+    if not names or len(set(names)) != len(names):
+        raise InternalError(f"plan: expected different kernels, got {names}")
+    for k in code.kernels:
+        keys = [stage.key for stage in k.stages]
+        if len(set(keys)) != len(keys) or not any(stage.kind == "store" for stage in k.stages):
+            raise InternalError(f"plan: the stages of {k.name} are {keys}: expected different ones, and a store")
+        if k.kernel.direction != code.signature.direction:
+            raise InternalError(
+                f"plan: {k.name} belongs to the {k.kernel.direction}, not the {code.signature.direction}"
+            )
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class KernelPlan:
+    """One generated kernel and its predicted cost."""
+
+    code: KernelCode
+    programs: Quantity  # size of the grid
+    tiles: TileCounts
+    sram_bytes: Quantity  # of one program
+    hbm_read: Quantity  # bytes of the whole kernel
+    hbm_written: Quantity
+    flops: Quantity
+    seconds: float  # predicted
+    bound: Bound
+
+    @property
+    def name(self) -> str:
+        return self.code.name
+
+    @property
+    def direction(self) -> Direction:
+        return self.code.kernel.direction
+
+    @property
+    def target(self) -> str:
+        return self.code.target
+
+    @property
+    def form(self) -> Form:
+        return self.code.form
+
+    @property
+    def loop(self) -> str:
+        """What one program iterates over."""
+        return self.code.kernel.loop
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.code.stages
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per HBM byte."""
+        return self.flops.value / max(1.0, self.hbm_read.value + self.hbm_written.value)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule as data: everything code generation and `explain` need."""
+
+    name: str
+    shape: Shape
+    hardware: Hardware
+    codes: tuple[CodePlan, ...]  # of the forward, of the backward
+    kernels: tuple[KernelPlan, ...]
+    notes: tuple[str, ...] = ()  # why a target or closed form was not used
+
+    @property
+    def schedule(self) -> Schedule:
+        whole = self.codes[0].schedule
+        for code in self.codes[1:]:
+            whole = whole.joined(code.schedule)
+        return whole
+
+    @property
+    def segments(self) -> Segments:
+        return self.codes[0].segments
+
+    def code(self, direction: Direction) -> CodePlan:
+        """What is generated for one direction."""
+        return next(code for code in self.codes if code.signature.direction == direction)
+
+    def _of(self, direction: str) -> tuple[KernelPlan, ...]:
+        return tuple(k for k in self.kernels if k.direction == direction)
+
+    def hbm_bytes(self, direction: str) -> float:
+        """Predicted bytes read and written, "forward" or "backward"."""
+        return sum(k.hbm_read.value + k.hbm_written.value for k in self._of(direction))
+
+    def seconds(self, direction: str) -> float:
+        """Predicted time, "forward" or "backward"."""
+        return sum(k.seconds for k in self._of(direction))
 
 
 def make_plan(
     name: str,
     shape: Shape,
     hardware: Hardware,
-    schedule: Schedule,
+    codes: Sequence[CodePlan],
+    traits: Traits,
     *,
-    segments: Segments | None = None,
-    traits: Traits = Traits(),  # noqa: B008  frozen
     count: CountTiles | None = None,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    """The plan of a variant under a schedule.
+    """The plan of a variant for these sizes.
 
     count: tiles of the whole problem by class, see cost.CountTiles; where not given, every tile is visited.
     notes: what `explain` should say besides, such as why another target was not chosen.
     """
-    parts = segments or for_heads(shape.head_dim, shape.value_dim)
-    costs = predict(shape, schedule, hardware, segments=parts, traits=traits, count=count)
-    return Plan(
-        name=name,
-        shape=shape,
-        hardware=hardware.name,
-        schedule=schedule,
-        qk_segments=parts.qk,
-        v_segments=parts.v,
-        value_is_key=parts.value_is_key,
-        kernels=tuple(_kernel_plan(cost, schedule.target, parts, traits) for cost in costs),
-        notes=notes,
+    kernels = [k for code in codes for k in code.kernels]
+    parts = codes[0].segments
+    costs = predict(shape, [(k.kernel, k.form) for k in kernels], hardware, parts, traits, count)
+    plans = tuple(_kernel_plan(code, cost) for code, cost in zip(kernels, costs))
+    return Plan(name, shape, hardware, tuple(codes), plans, notes)
+
+
+def _kernel_plan(code: KernelCode, cost: KernelCost) -> KernelPlan:
+    from .formulas import formula_text  # lazy: imports sympy, which a call that only runs kernels does without
+
+    def quantity(formula: Formula) -> Quantity:
+        return Quantity(formula_text(formula, cost.sizes), formula(cost.sizes))
+
+    kernel = code.kernel
+    return KernelPlan(
+        code=code,
+        programs=quantity(kernel.programs),
+        tiles=cost.tiles,
+        sram_bytes=quantity(code.form.sram(kernel)),
+        hbm_read=quantity(kernel.read),
+        hbm_written=quantity(kernel.written),
+        flops=quantity(kernel.flops),
+        seconds=cost.seconds,
+        bound=cost.bound,
     )
 
 
+# -- tiles of a problem ----------------------------------------------------------------------------------------------
 _HEADS_COUNTED = 8  # where tiles differ by head or by batch row, this many of them stand for all
 _GOLDEN = 0.618034  # multiples of it spread evenly over [0, 1), however many are taken
 
@@ -96,27 +279,3 @@ def _some_heads(batches: int, heads: int, most: int) -> list[tuple[int, int]]:
     if batches * heads <= most:
         return [(batch, head) for batch in range(batches) for head in range(heads)]
     return [(int((k * _GOLDEN + 0.5) % 1 * batches), (2 * k + 1) * heads // (2 * most)) for k in range(most)]
-
-
-def _kernel_plan(cost: KernelCost, target: str, parts: Segments, traits: Traits) -> KernelPlan:
-    from .formulas import formula_text  # imports sympy, which a call that only runs kernels does without
-
-    def quantity(formula: Formula) -> Quantity:
-        return Quantity(formula_text(formula, cost.sizes), formula(cost.sizes))
-
-    kernel = cost.kernel
-    return KernelPlan(
-        name=kernel.name,
-        direction=kernel.direction,
-        tiling=cost.tiling,
-        programs=quantity(kernel.programs),
-        loop=kernel.loop,
-        tiles=cost.tiles,
-        stages=stages_of(target, kernel.name, Tiles(cost.tiling.block_q, cost.tiling.block_kv, parts, traits)),
-        sram_bytes=quantity(kernel.sram),
-        hbm_read=quantity(kernel.read),
-        hbm_written=quantity(kernel.written),
-        flops=quantity(kernel.flops),
-        seconds=cost.seconds,
-        bound=cost.bound,
-    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ...ir.attention import Attention
 from ...ir.errors import InternalError
 from .records import Segment
+from .signature import Widths
 
 SEGMENT_COLUMNS = 8  # what one more dot and one more accumulator cost, in columns of padding
 
@@ -74,3 +76,13 @@ def for_latent(form: Literal["expanded", "absorbed"], rank: int, rope: int, nope
             return Segments((Segment(0, rank, "key"), *rotary), (Segment(0, rank, "value"),), value_is_key=True)
         case _:
             raise InternalError(f"segments: unknown form {form!r}")
+
+
+def segments_of(attention: Attention, widths: Widths) -> Segments:
+    """The head dimensions of a variant as its kernels' tiles hold them."""
+    latent = attention.latent
+    if latent is None:
+        return for_heads(widths.head_dim, widths.value_dim)
+    nope = widths.head_dim - latent.rope
+    form: Literal["absorbed", "expanded"] = "absorbed" if widths.value_is_key else "expanded"
+    return for_latent(form, latent.rank, latent.rope, nope, widths.value_dim)

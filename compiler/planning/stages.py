@@ -135,6 +135,16 @@ def _dscore(t: Tiles) -> str:
     return "P * (dP - delta)" + ("" if t.traits.linear else " * score'")
 
 
+def _cpu_backward(t: Tiles) -> list[Stage]:
+    return [
+        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
+        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
+        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_KV),
+        _compute("sums", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}; dK += dS^T Q; dQ += dS K", _EACH_KV),
+        _store("dquery", t.query("dQ")),
+    ]
+
+
 def _streaming_forward(t: Tiles) -> list[Stage]:
     return [
         _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
@@ -259,6 +269,7 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
     ("", "flash_forward"): _flash_forward,
+    ("cpu", "flash_backward"): _cpu_backward,
     ("", "row_statistics"): _row_statistics,
     ("", "flash_dquery"): _flash_dquery,
     ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,

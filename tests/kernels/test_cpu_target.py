@@ -241,7 +241,7 @@ OPEN = {
     "by_head": CAUSAL & SEEN[head, q_pos // 16, kv_pos // 16],
     "by_head_and_row": SEEN[head, q_pos // 16, kv_pos // 16] & (DOCUMENT[batch, q_pos] == DOCUMENT[batch, kv_pos]),
 }
-SMALL_TILES = "flash/cpu/16x16w1s1/16x16w1s1/16x16w1s1"
+SMALL_TILES = "flash/flash_forward=cpu:16x16/flash_backward=cpu:16x16"
 
 
 def open_operands(order, length):

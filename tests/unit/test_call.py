@@ -74,10 +74,11 @@ def test_an_op_checks_operands_that_no_call_has_seen():
     """A compiled or exported graph reaches the op with whatever tensors it is given."""
     ids = weft.tensor("ids", 1, int)
     packed = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.document(ids), name="packed_alibi")
-    op = getattr(torch.ops.weft, f"packed_alibi_{packed.digest}_forward")
 
     def call(ids, slopes):
-        return op(*qkv(), None, ids, slopes, 0, None, 16, "cpu", "")
+        return torch.ops.weft.attention(
+            *qkv(), None, [ids, slopes], [], [], 0, None, 16, packed.canonical_text, "target=cpu"
+        )
 
     out, _ = call(torch.zeros(8, dtype=torch.int64), torch.ones(4))
     assert bool(torch.isfinite(out).all())

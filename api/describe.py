@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,23 +12,26 @@ from torch import Tensor
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement, Table, visited
 from .compiler.analysis.records import TileProgram
-from .compiler.planning import hardware
-from .compiler.planning import target as targets
-from .compiler.planning.cost import measures_tiles
-from .compiler.planning.records import Plan, Schedule, Shape, Specialisation
+from .compiler.analysis.tiles import tile_ranges
+from .compiler.planning import hardware, picture
+from .compiler.planning.cost import CountTiles
+from .compiler.planning.kernels import SPANS
+from .compiler.planning.picture import Ranges
+from .compiler.planning.plan import CodePlan, Plan, counter, make_plan
+from .compiler.planning.records import Shape
+from .compiler.planning.schedule import Schedule
+from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from .ir import parse
 from .ir.errors import WeftError, collected
 from .ir.expr import Scalar, TensorOperand
+from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .runtime import driver
-from .runtime.checks import tensor_problems
+from .runtime.checks import DTYPES, tensor_problems
+from .runtime.settings import default_target
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
-    from .compiler.planning.cost import CountTiles
-    from .compiler.planning.picture import Ranges
-
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 def shape(
@@ -54,7 +57,7 @@ def shape(
 
 def parse_attention(text: str) -> Attention:
     """The variant that `str(variant)` printed."""
-    from .attention import Attention
+    from .attention import Attention  # lazy: the class has the functions of this module as its methods
 
     declared = parse.parse_attention(text)
     return Attention(declared.score, declared.mask, scale=declared.scale, latent=declared.latent, name=declared.name)
@@ -78,7 +81,7 @@ def _shape_of(
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
     kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
     made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], key.shape[2], query.shape[3], width,
-                 _DTYPE_NAMES[query.dtype])  # fmt: skip
+                 DTYPES[query.dtype])  # fmt: skip
     return made, str(query.device)
 
 
@@ -88,18 +91,61 @@ def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
     return hardware.for_device(tensors_on) if tensors_on else hardware.this_machine()
 
 
-def _specialised(attention: Attention, sizes: Shape, arch: str, form: Form | None) -> tuple[Shape, Specialisation]:
-    """Shape and specialisation as the kernel sees them: latent forms change widths and heads."""
+def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape, Widths]:
+    """Sizes and widths as kernels see them: latent forms change widths and heads."""
     latent = attention.latent
     if latent is None:
-        return sizes, Specialisation("forward", arch, sizes.dtype, sizes.head_dim, sizes.value_dim)
+        return sizes, Widths(sizes.head_dim, sizes.value_dim)
     form = form or cheaper_form(attention, sizes)
     if form == "expanded":
-        spec = Specialisation("forward", arch, sizes.dtype, sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
-        return sizes, spec
+        return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
     width = latent.rank + latent.rope
     absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
-    return absorbed, Specialisation("forward", arch, sizes.dtype, width, latent.rank, value_is_key=True)
+    return absorbed, Widths(width, latent.rank, value_is_key=True)
+
+
+def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
+    """All gradients that a backward can be asked for."""
+    facts = facts_of(attention)
+    operands = {load.tensor.name for load, kind in facts.gradient_kinds if kind != "mixed"}
+    return frozenset({"query", "key", "value", *({"rope"} if widths.rope_dim else ()), *operands})
+
+
+class _Request(NamedTuple):
+    """What a plan is asked of."""
+
+    sizes: Shape
+    machine: hardware.Hardware
+    forward: driver.Resolved
+    backward: driver.Resolved | None  # None where there is no backward
+    notes: tuple[str, ...]
+
+
+def _request(
+    attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
+    schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+) -> _Request:  # fmt: skip
+    """The very choices that a call makes: both ask the driver."""
+    sizes, tensors_on = _shape_of(attention, operands, options)
+    machine = _hardware(device, tensors_on)
+    sizes, widths = _seen(attention, sizes, form)
+    offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
+    target = target or default_target()
+
+    def resolved(direction: Direction, wanted: frozenset[str]) -> driver.Resolved:
+        dtypes = Dtypes.all(sizes.dtype)
+        signature = Signature(direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted)  # type: ignore[arg-type]
+        return driver.resolve(attention, signature, machine, target, schedule)
+
+    forward = resolved("forward", frozenset())
+    if widths.value_is_key:
+        return _Request(sizes, machine, forward, None, (*forward.notes, _NO_BACKWARD))
+    backward = resolved("backward", _everything(attention, widths))
+    notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
+    return _Request(sizes, machine, forward, backward, notes)
+
+
+_NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
 
 
 def cheaper_form(attention: Attention, sizes: Shape) -> Form:
@@ -158,16 +204,14 @@ def _to_give(attention: Attention, options: Mapping[str, Any]) -> str:
 
 
 def _counter(
-    attention: Attention, sizes: Shape, schedule: Schedule, options: Mapping[str, Any]
+    attention: Attention, sizes: Shape, code: CodePlan, options: Mapping[str, Any]
 ) -> tuple[CountTiles | None, tuple[str, ...]]:
     """Tile counts of the whole problem, with a note where they are not those of a call.
 
     None where they depend on operands that were not given.
     """
-    from .compiler.planning.plan import counter
-
     facts, missing = facts_of(attention), _to_give(attention, options)
-    measured = measures_tiles(schedule, facts.traits)
+    measured = _measures(code)
     survey = facts.survey if measured and not missing else None
     lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
     decisive = [attention.folded_mask] if survey else [line.value for line in lines]
@@ -193,36 +237,30 @@ def _counter(
         return None, (f"tiles are counted as without a mask: give {missing} for exact counts",)
     if measured:
         return count, (f"tiles are counted by positions alone, an upper limit: give {missing} for those of a call",)
-    open_mask = schedule.target == "cpu" and not facts.kv_bounds.closed_form
+    open_mask = code.target == "cpu" and not facts.kv_bounds.closed_form
     return count, ("tiles are counted by positions alone, an upper limit",) if open_mask else ()
+
+
+def _measures(code: CodePlan) -> bool:
+    """Whether kernels read from memory which tiles to visit, as measured for the call."""
+    return any(code.has(name) for name in SPANS)
 
 
 def plan(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
-    from .compiler.planning.plan import make_plan
-
-    sizes, tensors_on = _shape_of(attention, operands, options)
-    machine = _hardware(device, tensors_on)
-    sizes, spec = _specialised(attention, sizes, machine.arch, form)
-    wanted = None if schedule is None else str(schedule)
+    r = _request(attention, operands, device, target, schedule, form, options)
     facts = facts_of(attention)
-    chosen, notes = targets.choose(spec, target, driver.algorithm_of(wanted))
-    parts = driver.segments_of(attention, spec)
-    from .compiler.planning.schedule import resolve
-
-    resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
-    count, counted = _counter(attention, sizes, resolved, options)
-    return make_plan(
-        str(attention.name), sizes, machine, resolved, segments=parts, traits=facts.traits, count=count,
-        notes=(*notes, *_open_parts(facts, resolved), *counted),
-    )  # fmt: skip
+    count, counted = _counter(attention, r.sizes, r.forward.code, options)
+    codes = [found.code for found in (r.forward, r.backward) if found]
+    notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
+    return make_plan(str(attention.name), r.sizes, r.machine, codes, facts.traits, count=count, notes=notes)
 
 
-def _open_parts(facts: Facts, schedule: Schedule) -> tuple[str, ...]:
+def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:
     """The parts of the mask without a closed form, which decide nothing where no tile is left out for what it reads."""
-    left_out = schedule.target == "cpu" or measures_tiles(schedule, facts.traits)
+    left_out = code.target == "cpu" or _measures(code)
     return tuple(f"by positions alone, {note}" if left_out else note for note in facts.kv_bounds.notes)
 
 
@@ -230,7 +268,7 @@ def explain(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .compiler.planning.explain import explain as render
+    from .compiler.planning.explain import explain as render  # lazy: imports rich
 
     facts = facts_of(attention)
     made = plan(attention, operands, device, target, schedule, form, options)
@@ -242,34 +280,21 @@ def source(
     device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None,
     options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from dataclasses import replace
-
-    from .codegen.generate import generate
-    from .compiler.planning.schedule import resolve
+    from .codegen.generate import generate  # lazy: imports sympy
 
     if direction not in ("forward", "backward"):
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
-    sizes, tensors_on = _shape_of(attention, operands, options)
-    machine = _hardware(device, tensors_on)
-    sizes, spec = _specialised(attention, sizes, machine.arch, form)
-    facts = facts_of(attention)
-    if direction == "backward":
-        names = tuple(sorted({load.tensor.name for load, kind in facts.gradient_kinds if kind != "mixed"}))
-        spec = replace(spec, direction="backward", gradients=names)
-        target = "triton" if target == "hopper" else target
-    wanted = None if schedule is None else str(schedule)
-    chosen, _ = targets.choose(spec, target, driver.algorithm_of(wanted))
-    parts = driver.segments_of(attention, spec)
-    resolved = resolve(wanted, sizes, machine, chosen, segments=parts, traits=facts.traits)
-    return generate(facts, spec, resolved, parts)
+    r = _request(attention, operands, device, target, schedule, form, options)
+    found = r.forward if direction == "forward" else r.backward
+    if found is None:
+        raise WeftError(f"{attention.name}: {_NO_BACKWARD}")
+    return generate(facts_of(attention), found.code, found.target)
 
 
 def show_mask(
     attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .compiler.planning import picture
-
     facts = facts_of(attention)
     _check_drawable(attention, facts.kv_tiles, options)
     offset, missing = kv_len - q_len if q_offset is None else q_offset, _to_give(attention, options)
@@ -292,8 +317,6 @@ def show_mask(
 
 
 def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
-    from .compiler.analysis.tiles import tile_ranges
-
     def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
         ends = {"q_first": first_row + env["q_offset"], "q_last": last_row + env["q_offset"]}
         return tile_ranges(facts.kv_tiles, {**env, **ends}, block=block_kv, length=env["kv_len"])
@@ -324,8 +347,6 @@ def _dense(
     attention: Attention, q_len: int, kv_len: int, offset: int, head: int, batch: int, options: Mapping[str, Any]
 ) -> Any:
     """The mask itself, where it is small enough to draw."""
-    from .ir.reference import dense_mask, positions
-
     if q_len * kv_len > 1 << 22:
         return None
     device = torch.device("cpu")

@@ -1,0 +1,114 @@
+"""Launching compiled Triton and Gluon kernels: what of Triton's runtime is used, in one place.
+
+Triton's own dispatch takes the host longer than a launch, so a kernel is compiled once for each kind of arguments, and
+then handed its arguments as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+
+from ..ir.errors import UnavailableError
+from .binding import Binding
+
+Run = Callable[[int, Sequence[Any], int], None]  # (programs, arguments, stream)
+
+
+def function_of(kernel: Any) -> Any:
+    """What `triton.jit` or the interpreter made of a kernel of a generated module."""
+    return getattr(kernel, "jitted", kernel)
+
+
+def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
+    """Run-time parameters of a kernel, and its constexpr parameters with their defaults."""
+    found = inspect.signature(function_of(kernel).fn).parameters.values()
+    is_constant = {p.name: str(getattr(p.annotation, "__name__", p.annotation)).endswith("constexpr") for p in found}
+    run_time = [p.name for p in found if not is_constant[p.name]]
+    return run_time, {p.name: p.default for p in found if is_constant[p.name]}
+
+
+def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> Run:
+    """A kernel in Triton's interpreter, which takes tensors themselves."""
+    function, at = function_of(kernel), len(binding.parameters)
+
+    def run(programs: int, arguments: Sequence[Any], stream: int) -> None:
+        if programs:
+            function[(programs,)](*arguments[:at], **binding.constants, **options)
+
+    return run
+
+
+def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: Mapping[str, int]) -> Run:
+    """A kernel compiled for arguments of these types on the current device. A dtype stands for a tensor of it.
+
+    Raises UnavailableError where the device has less shared memory than the kernel needs.
+    """
+    made = function_of(kernel).warmup(*arguments[: len(binding.parameters)], grid=(1,), **binding.constants, **options)
+    try:
+        launch, function, metadata = made.run, made.function, made.packed_metadata
+    except triton.runtime.errors.OutOfResources as error:
+        raise UnavailableError(
+            f"{binding.name}: {error}; pass schedule= with smaller tiles or fewer stages for this kernel"
+        ) from error
+    runtime = knobs.runtime
+
+    def run(programs: int, arguments: Sequence[Any], stream: int) -> None:
+        if not programs:
+            return
+        if runtime.launch_enter_hook is None:
+            launch(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        else:  # a profiler of Triton's listens
+            made[(programs, 1, 1)](*arguments, stream=stream)
+
+    return run
+
+
+def current_stream(device: int) -> int:
+    """Handle of the stream that the caller launches in."""
+    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
+
+
+def types_of(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments with their dtypes in place of tensors, as a compilation takes them."""
+    return [a.dtype if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def descriptor(box: Any, rows: int) -> Any:
+    """The tensor descriptor that Triton compiles for, with boxes of `rows` rows, of what a launch hands over."""
+    from triton.experimental.gluon import language as gl  # lazy: only the hopper target wants Gluon
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, box.shape[3]]
+    dtype = gl.bfloat16 if box.base.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor(box.base, box.shape, box.strides, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # (device, stream) -> int32 tensor of one zero
+
+
+def counter(device: int) -> torch.Tensor:
+    """A zero for a persistent kernel to hand out work with: it leaves it zero, so launches in one stream share it.
+
+    torch's own streams live as long as the process. The handle of another stream may be that of one that is gone while
+    its work still runs, and a captured graph may be replayed beside anything: such a launch gets a counter of its own.
+    """
+    stream = current_stream(device)
+    found = _counters.get((device, stream))
+    if found is None or torch.cuda.is_current_stream_capturing():
+        fresh = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        if torch.cuda.is_current_stream_capturing() or not _is_of_torch(device, stream):
+            return fresh
+        found = _counters[device, stream] = fresh
+    return found
+
+
+def _is_of_torch(device: int, stream: int) -> bool:
+    """Whether a stream is the default one or of torch's pool; the id of any other stream is its handle."""
+    return stream == 0 or torch.cuda.current_stream(device).stream_id != stream

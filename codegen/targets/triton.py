@@ -1,0 +1,470 @@
+"""Targets `triton` (portable kernels, NVIDIA sm_80 and later, AMD) and `interpret` (the same source on a CPU)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compiler.analysis.facts import Facts
+from ...compiler.planning import kernels as formulas
+from ...compiler.planning.cost import sram_bytes
+from ...compiler.planning.forms import Form, Tiling, check_tiling
+from ...compiler.planning.hardware import Hardware
+from ...compiler.planning.kernels import KERNELS, SPANS, Algorithm, Kernel, with_measuring
+from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.records import Shape
+from ...compiler.planning.segments import segments_of
+from ...compiler.planning.signature import Direction, Signature
+from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition, Place
+from ...compiler.planning.tilings import FIXED, tilings
+from ...ir.errors import WeftError
+from ...ir.expr import TensorOperand
+from ...ir.parse import PARSING
+from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, widest
+from ..functions import TRITON_LANGUAGE
+from ..loader import load
+
+if TYPE_CHECKING:
+    from .. import launching
+
+HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
+# Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
+# asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
+UNALIGNED = Tiling(32, 32, 4, 2)
+PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
+ROWS_TOGETHER = 4096  # positions of the other axis that a program of a spans kernel looks at together
+
+# Which gradients a backward kernel is there for; a kernel without an entry runs always.
+_SERVES = {
+    "flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value", "rope"}, "standard_dquery": {"query"},
+    "standard_dkey": {"key", "rope"}, "standard_dvalue": {"value"},
+}  # fmt: skip
+# Which of them also sum gradients of operands, by how these are reduced.
+_SUMS = {"flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}}
+_FOLLOWED = {"kv_spans": "flash_dquery", "q_spans": "flash_dkey_dvalue"}  # what measures tiles, and what visits them
+
+_Q_TILES, _KV_TILES = "(q_len + {BLOCK_Q} - 1) // {BLOCK_Q}", "(kv_len + {BLOCK_KV} - 1) // {BLOCK_KV}"
+_PROGRAMS: dict[Callable[..., float], str] = {
+    formulas.query_programs: f"{_Q_TILES} * batches * heads",
+    formulas.key_programs: f"{_KV_TILES} * batches * kv_heads",
+    formulas.pair_programs: f"{_Q_TILES} * ({_KV_TILES}) * batches * heads",
+    formulas.head_programs: "batches * heads",
+    formulas.kv_head_programs: "batches * kv_heads",
+}
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+class TritonTarget:
+    name = measured_by = "triton"
+    by_name_only = False
+    language = TRITON_LANGUAGE
+    family = "triton"
+    interprets = False
+
+    def kernels(
+        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
+    ) -> Sequence[Kernel]:
+        kernels = KERNELS[algorithm]
+        if algorithm == "flash" and facts.traits.measured is not None:
+            kernels = with_measuring(kernels, facts.traits.measured)
+        own = [k for k in kernels if k.direction == direction]
+        if direction == "forward":
+            return own
+        kinds = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
+        return [k for k in own if _is_needed(_FOLLOWED.get(k.name, k.name), wanted, kinds)]
+
+    def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
+        """Why it has no kernels of an algorithm: it has all."""
+        return f"{self.name}: has no {direction} of schedule {algorithm}"
+
+    def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+        if signature.arch == "cpu":
+            return f"{self.name}: needs a GPU, the operands are on the CPU; use target='cpu' or 'interpret'"
+        if not has_triton():
+            return f"{self.name}: needs Triton; pip install triton"
+        if signature.dtype == "fp64":
+            return f"{self.name}: expected fp32, fp16 or bf16 operands, got fp64; use .reference(...) for float64"
+        return None
+
+    def misfit(self, signature: Signature, call: CallTensors) -> str | None:
+        return None
+
+    def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
+        widths = signature.widths
+        sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
+        parts = segments_of(facts.attention, widths)
+        return tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
+
+    def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
+        if not isinstance(form, Tiling):
+            raise WeftError(
+                f"schedule: {kernel.name} {form}: expected <queries>x<keys>w<warps>s<stages> for target {self.name}"
+            )
+        if kernel.name in FIXED:
+            if form != FIXED[kernel.name]:
+                raise WeftError(f"schedule: {kernel.name} has one form, {FIXED[kernel.name]}, got {form}")
+            return
+        check_tiling(kernel.name, form)
+        if not self.interprets:
+            _check_sram(kernel, form, signature, hardware, facts)
+
+    def template(self, code: CodePlan) -> str:
+        return f"triton/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
+
+    def context(self, code: CodePlan, facts: Facts) -> Context:
+        return {}
+
+    def load(self, path: Path, source: str) -> ModuleType:
+        return load(path, interpret=self.interprets, source=source)
+
+    def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
+        return TritonLauncher(modules, code, facts, device.index or 0, self.interprets)
+
+
+class InterpretTarget(TritonTarget):
+    name = measured_by = "interpret"
+    by_name_only = True
+    interprets = True
+
+    def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+        if signature.arch != "cpu":
+            return "interpret: runs on CPU tensors; the operands are on a GPU"
+        if not has_triton():
+            return "interpret: needs Triton; pip install triton"
+        if signature.dtype not in ("fp32", "fp16"):
+            return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {signature.dtype}"
+        return None
+
+    def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
+        return [FIXED.get(kernel.name, Tiling(32, 32, 4, 1))]  # small: short test problems have several tiles
+
+
+def _is_needed(kernel: str, wanted: frozenset[str], kinds: set[str]) -> bool:
+    serves = _SERVES.get(kernel)
+    return serves is None or bool(serves & wanted or _SUMS.get(kernel, set()) & kinds)
+
+
+def _algorithm(kernel: Kernel) -> Algorithm:
+    return next(name for name, kernels in KERNELS.items() if kernel in kernels)  # type: ignore[return-value]
+
+
+def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Hardware, facts: Facts) -> None:
+    widths = signature.widths
+    sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
+    needed = sram_bytes(kernel, form, sizes, hardware, segments_of(facts.attention, widths), facts.traits)
+    if needed > hardware.sram_per_block:
+        raise WeftError(
+            f"schedule: {kernel.name} with {form} needs {needed} bytes of SRAM for D {widths.head_dim}, "
+            f"Dv {widths.value_dim}, {signature.dtype}; a program of {hardware.title} has {hardware.sram_per_block}: "
+            "use smaller tiles or fewer stages, or leave schedule= to be chosen"
+        )
+
+
+# -- launching ---------------------------------------------------------------------------------------------------------
+class Mode(NamedTuple):
+    """What of a call's tensors the compiled code depends on, besides its signature."""
+
+    aligned: bool  # every address and stride of query, key, value, out and dout is a multiple of 16 bytes
+    wide: bool  # a stride of a tensor operand needs 64 bits
+    per_row: bool  # q_offset is a tensor
+    no_dlse: bool
+    head_dim: int  # the value of the symbol
+
+
+@dataclass
+class _Prepared:
+    """What is prepared for calls of one mode: the function that makes arguments, and the compiled kernels."""
+
+    packer: Packer
+    runs: Sequence[launching.Run]
+
+
+class TritonLauncher:
+    """Launches of the portable kernels of one direction."""
+
+    tools: ClassVar[Mapping[str, object]] = {}  # functions that rows of the vocabulary call
+
+    def __init__(
+        self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
+    ) -> None:
+        from .. import launching  # lazy: imports triton
+
+        self._launching = launching
+        self.modules, self.code, self.facts = modules, code, facts
+        self.device, self.interprets = device, interprets
+        self.own_keys = [i for i, s in enumerate(code.segments.qk) if s.source == "rope"]
+        self.backward = code.signature.direction == "backward"
+        self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
+        self._aligned = alignment(self._operand_names())
+        self._wide = widest(self.tensors)
+        self._modes: dict[object, _Prepared] = {}
+        self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
+
+    # -- one call ------------------------------------------------------------------------------------------------------
+    def partition(self, call: CallTensors, results: Named) -> Partition:
+        given = self._given(call, results)
+        aligned, row = self._aligned(given)
+        if row >= 2**31 // 512:
+            self._check_rows(row, aligned)
+        no_dlse = results.get("dlse") is None
+        return Partition(mode=Mode(aligned, self._wide(given), "q_offset_ptr" in given, no_dlse, call.head_dim))
+
+    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
+        return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]
+
+    def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
+        given = {**self._given(call, results), **workspace}
+        ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
+        stream = 0 if self.interprets else self._launching.current_stream(self.device)
+        for run, (programs, arguments) in zip(ready.runs, ready.packer.pack(given)):
+            run(programs, arguments, stream)
+        return self._finished(call, results, workspace)
+
+    def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
+        """Every tensor of the call by the name that kernels have for it."""
+        given: dict[str, Any] = {"query": call.query, "key": call.key, **results}
+        if self.backward:
+            for name, tensor in call.tensors.items():
+                given.setdefault(f"d{name}", torch.empty_like(tensor))
+        if call.value is not None:
+            given["value"] = call.value
+        if call.rope is not None:
+            given[f"key{self.own_keys[0]}"] = call.rope
+            if "drope" in results:
+                given[f"dkey{self.own_keys[0]}"] = results["drope"]
+        for name, operand in call.operands.items():
+            given[f"arg_{name}"] = operand
+        offset = call.q_offset
+        if isinstance(offset, int):
+            given["q_offset"] = offset
+        else:
+            given["q_offset"], given["q_offset_ptr"] = 0, offset
+        return given
+
+    def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
+        """Shares of a key with fewer heads are summed; sums of operand gradients take their shape."""
+        if not self.backward:
+            return []
+        for i in self.own_keys:
+            share = workspace.get(f"dkey{i}")
+            if share is not None:
+                whole = results["drope"]
+                whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
+        q_len = call.query.shape[2]
+        return [
+            _reduced(workspace[f"sum{n}"], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)
+        ]
+
+    # -- what is prepared ----------------------------------------------------------------------------------------------
+    def _operand_names(self) -> list[str]:
+        """Tensors [B, H, rows, D] whose alignment decides how they are loaded; those that we make are like these."""
+        keys = [f"key{i}" for i in self.own_keys]
+        value = [] if self.code.signature.widths.value_is_key else ["value"]
+        return ["query", "key", *keys, *value, *(["dout", "out"] if self.backward else ["out"])]
+
+    def form(self, kernel: str, aligned: bool) -> Tiling:
+        form = self.code.form(kernel)
+        assert isinstance(form, Tiling)
+        if aligned or kernel in FIXED:
+            return form
+        return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in SPANS else UNALIGNED
+
+    def _check_rows(self, row: int, aligned: bool) -> None:
+        rows = max(max(f.block_q, f.block_kv) for f in (self.form(k.name, aligned) for k in self.code.kernels))
+        if row * rows >= 2**31:
+            raise WeftError(
+                f"{self.facts.attention.name}: expected row strides below {2**31 // rows} elements, got {row}: "
+                "copy the operand"
+            )
+
+    def _prepare(self, mode: Mode, given: Mapping[str, Any]) -> _Prepared:
+        bindings, options = [], []
+        for code in self.code.kernels:
+            form = self.form(code.name, mode.aligned)
+            constants = self._constants(code.kernel, form, mode)
+            parameters, defaults = self._launching.parameters_of(self._function(code.name))
+            used = {n: constants.get(n, default) for n, default in defaults.items()}
+            programs = self._programs(code.kernel, constants)
+            bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
+            options.append(self._options(form))
+        absent = [n for n in ("q_offset_ptr", "dlse") if given.get(n) is None]
+        packer = Packer(
+            bindings, [n for n in given if n not in absent], absent=absent, extra=self._rows(mode.aligned),
+            ranks=self.tensors, pointers=not self.interprets, tools=self.tools,
+        )  # fmt: skip
+        with PARSING:
+            made = self._modes[mode] = _Prepared(packer, self._compiled(mode, packer, bindings, options, given))
+        return made
+
+    def _options(self, form: Any) -> dict[str, int]:
+        return {"num_warps": form.num_warps, "num_stages": form.num_stages}
+
+    def _function(self, name: str) -> Any:
+        return next(getattr(module, name) for module in self.modules if hasattr(module, name))
+
+    def _constants(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, object]:
+        """Values of the constexpr parameters that kernels of this target have."""
+        return {
+            "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
+            "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
+            "Q_OFFSET_PER_BATCH": mode.per_row, "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
+            # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
+            "DOT_PRECISION": "ieee",
+        }  # fmt: skip
+
+    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        if kernel.name == "row_statistics":
+            text = "padded_len // {BLOCK_Q} * batches * heads"
+        elif kernel.name in SPANS:
+            rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
+            text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
+        else:
+            text = _PROGRAMS[kernel.programs]
+        return text.format(**constants)
+
+    def _renamed(self, kernel: Kernel) -> dict[str, str]:
+        """Both axes call what was measured for them `spans`."""
+        return {"spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles"}
+
+    def _rows(self, aligned: bool) -> dict[str, str]:
+        rows: dict[str, str] = {}
+        for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
+            if self.code.has(f"{axis}_spans"):
+                form = self.form(f"{axis}_spans", aligned)
+                rows[f"{axis}_span_tiles"] = text.format(BLOCK_Q=form.block_q, BLOCK_KV=form.block_kv)
+        if self.code.schedule.algorithm == "streaming" and not self.backward:
+            rows["padded_len"] = "running_max.shape[2]"
+        if self.code.schedule.algorithm == "standard" and self.backward:
+            rows["row_units"] = "weights.shape[3] // 16"
+        if self.code.signature.widths.value_is_key:
+            rows["value"] = f"key[..., :{self.code.signature.widths.value_dim}]"
+        return rows
+
+    def _compiled(
+        self, mode: Mode, packer: Packer, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]],
+        given: Mapping[str, Any],
+    ) -> list[launching.Run]:  # fmt: skip
+        """The kernels for these dtypes and widths of integers."""
+        launching = self._launching
+        functions = [self._function(b.name) for b in bindings]
+        if self.interprets:
+            return [launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
+        return [
+            launching.compiled(f, b, self._types(b, arguments, mode), o)
+            for f, b, o, (_, arguments) in zip(functions, bindings, options, packer.of_tensors().pack(given))
+        ]
+
+    def _types(self, binding: Binding, arguments: Sequence[Any], mode: Mode) -> list[Any]:
+        """Arguments as a compilation takes them: in wide mode every stride of an operand has 64 bits."""
+        types = self._launching.types_of(arguments)
+        wide = [mode.wide and OPERAND_STRIDE.fullmatch(name) for name in binding.parameters]
+        return [1 << 40 if is_wide else value for value, is_wide in zip(types, [*wide, *[None] * len(types)])]
+
+
+# -- workspace ---------------------------------------------------------------------------------------------------------
+def _rows_of(*size: int, fill: float | None = None, dtype: torch.dtype = torch.float32) -> Place:
+    """A contiguous tensor."""
+    strides = [1]
+    for extent in reversed(size[1:]):
+        strides.append(strides[-1] * extent)
+    return Place(size, tuple(reversed(strides)), dtype, fill)
+
+
+def _tiles(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+    """What the kernels of a schedule need besides operands and results."""
+    code, query, key = launcher.code, call.query, call.key
+    batches, heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    places: dict[str, Place] = {}
+    for axis in ("kv", "q"):
+        if code.has(f"{axis}_spans"):
+            form = launcher.form(f"{axis}_spans", mode.aligned)
+            rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
+            tiles = _tiles(q_len, form.block_q) if axis == "kv" else _tiles(kv_len, form.block_kv)
+            program = launcher.facts.kv_tiles if axis == "kv" else launcher.facts.q_tiles
+            places[f"{axis}_spans"] = _rows_of(rows, tiles, len(program.outputs), dtype=torch.int32)
+    algorithm = code.schedule.algorithm
+    matrix = _rows_of(batches, heads, q_len, _tiles(kv_len, 16) * 16, dtype=query.dtype)
+    if not launcher.backward:
+        if algorithm == "streaming":
+            padded = _padded(q_len, launcher.form("streaming_forward", mode.aligned).block_q)
+            columns = sum(s.block for s in code.segments.v)
+            places["running_out"] = _rows_of(batches, heads, padded, columns)
+            places["running_max"] = places["running_sum"] = _rows_of(batches, heads, padded)
+        elif algorithm == "standard":
+            places["matrix"] = matrix
+        return places
+    blocks = [launcher.form(k.name, mode.aligned).block_q for k in code.kernels]
+    padded = _padded(q_len, max(PADDING, *blocks))
+    places["lse2"] = places["delta"] = _rows_of(batches, heads, padded)
+    for i in launcher.own_keys:
+        if call.rope is not None and call.rope.shape[1] != kv_heads:
+            places[f"dkey{i}"] = _rows_of(batches, kv_heads, kv_len, call.rope.shape[3])
+    if algorithm == "streaming":
+        places["running_dquery"] = _rows_of(batches, heads, padded, sum(s.block for s in code.segments.qk), fill=0.0)
+    if algorithm == "standard":
+        places["weights"] = places["dweights"] = matrix
+    for n, gradient in enumerate(launcher.sums):
+        form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
+        tiles = _tiles(q_len, form.block_q), _tiles(kv_len, form.block_kv)
+        places[f"sum{n}"] = _sum_place(algorithm, gradient.kind, (batches, heads), q_len, kv_len, padded, tiles)
+    return places
+
+
+def _padded(length: int, block: int) -> int:
+    return _tiles(length, block) * block
+
+
+_SUMMED_BY = {
+    ("flash", False): "flash_dquery", ("flash", True): "flash_dkey_dvalue",
+    ("streaming", False): "streaming_backward", ("streaming", True): "streaming_backward",
+    ("standard", False): "standard_dscores", ("standard", True): "standard_dscores",
+}  # fmt: skip
+
+
+def _sum_place(
+    algorithm: str, kind: str, rows: tuple[int, int], q_len: int, kv_len: int, padded: int, tiles: tuple[int, int]
+) -> Place:
+    """Partial sums of one read's gradient, as the kernels of a schedule leave them."""
+    match algorithm, kind:
+        case "flash", "total":
+            return _rows_of(*rows, tiles[0])
+        case "flash", "row":
+            return _rows_of(*rows, q_len)
+        case "streaming", "total" | "row":
+            return _rows_of(*rows, padded, fill=0.0)
+        case "streaming", "column":
+            return _rows_of(*rows, kv_len, fill=0.0)
+        case "standard", "total":
+            return _rows_of(*rows, tiles[0] * tiles[1])
+        case "standard", "row":
+            return _rows_of(*rows, tiles[1], q_len)
+        case "standard", "column":
+            return _rows_of(*rows, tiles[0], kv_len)
+        case _:
+            return _rows_of(*rows, kv_len)
+
+
+def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:
+    """The sums of one read: total [B, Hq], row [B, Hq, L], column [B, Hq, T]."""
+    if kind == "total":
+        return partial.sum(-1)
+    if algorithm == "standard":
+        return partial.sum(2)
+    return partial[..., :q_len] if algorithm == "streaming" and kind == "row" else partial

@@ -1,0 +1,199 @@
+"""How a kernel is cut and launched: tile sizes and what else may vary, one record for each kind of kernel.
+
+Every form knows its tile (`block_q`, `block_kv`), where its tiles lie (`residence`), the formula of its SRAM, how many
+programs an SM runs, its text, which reads back, and its neighbours, for the tuner.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from ...ir.errors import WeftError
+from .hardware import Hardware
+from .kernels import Formula, Kernel, hopper_forward_sram, hopper_forward_sram_two_queries
+from .segments import Segments
+
+PROGRAMS_PER_SM = 8  # at most, whatever else would fit
+ROWS_OF_A_WARPGROUP = 64  # the height of a wgmma
+
+
+class Residence(NamedTuple):
+    """Where a kernel keeps its tiles."""
+
+    ahead: int  # SRAM buffers of a tile that is loaded ahead
+    owned_in_sram: int  # 1 where the tiles that a program owns lie in SRAM, 0 where registers hold them
+    score_bytes: int  # SRAM bytes of a score between its two matrix products; 0 where registers hold it
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes and launch settings of one Triton kernel."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}w{self.num_warps}s{self.num_stages}"
+
+    @property
+    def span_rows(self) -> int:
+        """Queries for which tiles are measured together."""
+        return self.block_q
+
+    def sram(self, kernel: Kernel) -> Formula:
+        return kernel.sram
+
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+        """As Triton 3.6 places tiles. Checked against `metadata.shared` of kernels compiled for sm_80 to gfx942."""
+        stages = max(1, self.num_stages)
+        if hardware.kind == "hip":
+            return Residence(max(1, stages - 1), 0, 0)
+        rows = self.block_q if kernel.axis == "kv" else self.block_kv
+        # Asynchronous warpgroup products read SRAM while the next load is under way, so they need one buffer more.
+        warpgroup = hardware.capability >= 90 and element == 2 and rows >= ROWS_OF_A_WARPGROUP
+        # A warp keeps its rows of P for the second product, unless warps share rows or units are not matrix units.
+        spread = element > 2 or (rows < 16 * self.num_warps and not warpgroup)
+        blackwell = hardware.capability >= 100 and kernel.direction == "backward"
+        return Residence(stages if warpgroup else max(1, stages - 1), 1, element if spread or blackwell else 0)
+
+    def registers(self, kernel: Kernel, parts: Segments) -> int:
+        """32-bit registers a thread for sums and scores; a compiler adds addresses and loads: keep well below 255."""
+        scores = self.block_q * self.block_kv
+        qk_columns, v_columns = parts.qk_columns, parts.v_columns
+        match kernel.name:
+            case "flash_forward" | "streaming_forward":
+                kept = self.block_q * v_columns + scores * 3 // 2  # scores, and P in half the width
+            case "flash_dquery":
+                kept = self.block_q * qk_columns + scores * 5 // 2  # S, dP, dS in half the width
+            case "flash_dkey_dvalue" | "streaming_backward":
+                kept = self.block_kv * (qk_columns + v_columns) + scores * 5 // 2
+            case _:
+                kept = scores + self.block_q * max(qk_columns, v_columns)
+        return kept // (32 * self.num_warps)
+
+    def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
+        registers = min(255, self.registers(kernel, parts) + 64) * 32 * self.num_warps
+        fit = min(hardware.sram_per_sm // max(sram, 1024), hardware.registers_per_sm // registers, PROGRAMS_PER_SM)
+        return max(1, int(fit))
+
+
+@dataclass(frozen=True)
+class HopperForm:
+    """The asynchronous kernels of sm_90: one producer warp, `consumers` warpgroups of 64 rows, tiles in a ring."""
+
+    consumers: int  # warpgroups, which share K and V
+    block_kv: int
+    stages: int  # slots for K, and as many for V
+    query_buffers: int = 1  # 2: the next query tile is loaded while one is worked on
+    query_in_registers: bool = False
+    lazy_rescale: bool = False  # the softmax reference moves only when it is 2**8 too low
+    pair_maximum: bool = False  # maxima of neighbours first
+    overlap_edges: bool = False  # P V stays in flight under the mask code of edge tiles too
+
+    _FLAGS: ClassVar[dict[str, str]] = {
+        "query_in_registers": "regs", "lazy_rescale": "lazy", "pair_maximum": "pairs", "overlap_edges": "overlap",
+    }  # fmt: skip
+
+    @property
+    def block_q(self) -> int:
+        return ROWS_OF_A_WARPGROUP * self.consumers
+
+    @property
+    def span_rows(self) -> int:
+        """Queries for which tiles are measured together: those of a consumer."""
+        return ROWS_OF_A_WARPGROUP
+
+    def __str__(self) -> str:
+        flags = "".join(f"+{short}" for name, short in self._FLAGS.items() if getattr(self, name))
+        return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{flags}"
+
+    def sram(self, kernel: Kernel) -> Formula:
+        return hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
+
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+        return Residence(self.stages, 1, 0)
+
+    def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
+        return 1  # persistent, and it takes most of an SM's SRAM and registers
+
+    def neighbours(self) -> Iterator[HopperForm]:
+        """Forms that differ in one choice."""
+        for name in self._FLAGS:
+            yield replace(self, **{name: not getattr(self, name)})
+        for stages in (2, 3, 4):
+            yield replace(self, stages=stages)
+        for consumers in (2, 3):
+            yield replace(self, consumers=consumers)
+        for block_kv in (64, 128):
+            yield replace(self, block_kv=block_kv)
+        yield replace(self, query_buffers=3 - self.query_buffers)
+
+
+@dataclass(frozen=True)
+class CpuForm:
+    """Tiles of torch code: a tile of scores is [heads of a group x block_q, block_kv]."""
+
+    block_q: int
+    block_kv: int
+
+    @property
+    def span_rows(self) -> int:
+        return self.block_q
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}"
+
+    def sram(self, kernel: Kernel) -> Formula:
+        return kernel.sram
+
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+        return Residence(1, 1, max(4, element))  # computed in float32 at least, one tile at a time
+
+    def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
+        return 1
+
+
+Form = Tiling | HopperForm | CpuForm
+_TILING = re.compile(r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})")
+_HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)((?:\+[a-z]+)*)")
+_CPU = re.compile(r"(\d{1,7})x(\d{1,7})")
+
+
+def parse_form(text: str) -> Form | None:
+    """Read back the text of a form: parse_form(str(form)) == form; None for any other text.
+
+    >>> parse_form("128x64w8s3"), parse_form("64x128")
+    (Tiling(block_q=128, block_kv=64, num_warps=8, num_stages=3), CpuForm(block_q=64, block_kv=128))
+    >>> str(parse_form("192x128s3q2+pairs"))
+    '192x128s3q2+pairs'
+    """
+    if found := _TILING.fullmatch(text):
+        return Tiling(*map(int, found.groups()))
+    if found := _CPU.fullmatch(text):
+        return CpuForm(*map(int, found.groups()))
+    if found := _HOPPER.fullmatch(text):
+        block_q, block_kv, stages, buffers = map(int, found.groups()[:4])
+        names = {short: name for name, short in HopperForm._FLAGS.items()}
+        flags = [f for f in found[5].split("+") if f]
+        if block_q % ROWS_OF_A_WARPGROUP == 0 and all(f in names for f in flags):
+            chosen = {names[f]: True for f in flags}
+            return HopperForm(block_q // ROWS_OF_A_WARPGROUP, block_kv, stages, buffers, **chosen)
+    return None
+
+
+def check_tiling(kernel: str, tiling: Tiling) -> None:
+    """Raise WeftError for numbers that no Triton kernel can have."""
+    for name, rows in (("block_q", tiling.block_q), ("block_kv", tiling.block_kv)):
+        if rows < 16 or rows & (rows - 1):
+            raise WeftError(
+                f"schedule: {kernel} {tiling}: expected {name} to be a power of two of at least 16, got {rows}"
+            )
+    if tiling.num_warps not in (1, 2, 4, 8, 16):
+        raise WeftError(f"schedule: {kernel} {tiling}: expected 1, 2, 4, 8 or 16 warps, got {tiling.num_warps}")
+    if tiling.num_stages < 1:
+        raise WeftError(f"schedule: {kernel} {tiling}: expected at least 1 stage, got {tiling.num_stages}")

@@ -1,0 +1,67 @@
+"""The static half of a call: all that generated code depends on. Never a length, a batch size, a stride or a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Direction: TypeAlias = Literal["forward", "backward"]
+SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged"]
+Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Names of dtypes: "bf16", "fp16", "fp32", "fp64"."""
+
+    query: str
+    key: str
+    value: str
+    out: str
+    weights: str  # of the softmax weights, as they go into the product with the values
+
+    @staticmethod
+    def all(name: str) -> Dtypes:
+        return Dtypes(name, name, name, name, name)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Columns of the operands as a kernel sees them."""
+
+    head_dim: int  # of the query
+    value_dim: int
+    rope_dim: int = 0  # columns of the key that come from a tensor of their own (expanded latent attention)
+    value_is_key: bool = False  # the value is the first columns of the key (absorbed latent attention)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What one generated module is specialised on."""
+
+    direction: Direction
+    arch: str  # "sm_90", "gfx942", "cpu"
+    dtypes: Dtypes
+    widths: Widths
+    sequences: SequenceKind = "dense"
+    offset: Offset = "number"  # dense kernels take bottom right as the number that it is
+    wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
+    deterministic: bool = True  # bitwise repeatable: the only form that there is so far
+    dropout: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Of query, key and value, where they are one."""
+        return self.dtypes.query
+
+    @property
+    def label(self) -> str:
+        """A short name for cache folders: "d128-bf16"."""
+        head, value = self.widths.head_dim, self.widths.value_dim
+        return f"d{head}-{self.dtype}" if head == value else f"d{head}v{value}-{self.dtype}"
+
+    def __str__(self) -> str:
+        wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""
+        w = self.widths
+        latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
+        return f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}"

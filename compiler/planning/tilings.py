@@ -1,0 +1,183 @@
+"""Which tilings each Triton kernel may get, best first: a small table of timed ones, then those the cost model ranks.
+
+A choice depends on widths, dtype, machine and the variant's traits only. Lengths, batch and heads never enter, because
+a new length must not compile anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import log
+
+from ...ir.errors import WeftError
+from ..analysis.records import Traits
+from .cost import cost_of, dense_counts, sram_bytes
+from .forms import Tiling
+from .hardware import Hardware
+from .kernels import Algorithm, Kernel, Slot
+from .records import Shape
+from .segments import Segments
+
+REGISTER_LIMIT = 224  # a thread has 255; the rest is for addresses and loads on their way
+_ALTERNATIVES = 12  # tilings of one kernel that are worth timing
+
+# Tilings (forward, backward_q, backward_kv) of the flash kernels of target `triton`, by the wider head dimension up to
+# which they are meant. 16-bit operands. Those of sm_90 were measured on one H200 (docs/performance.md) and also serve
+# later NVIDIA chips; a mask makes smaller tiles pay, because less of an edge tile is wasted.
+_FLASH_SM90_DENSE = {
+    64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 4, 3), Tiling(32, 128, 4, 4)),
+    128: (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
+    256: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2)),
+}
+_FLASH_SM90_MASKED = {
+    64: (Tiling(64, 64, 4, 3), Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3)),
+    128: (Tiling(128, 64, 8, 4), Tiling(128, 64, 8, 3), Tiling(32, 64, 4, 3)),
+    256: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2)),
+}
+# Scores with a derivative, and masks that read tensors by position, want registers of their own.
+_FLASH_SM90_CURVED = {
+    **_FLASH_SM90_MASKED,
+    64: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
+}
+_FLASH_SM90_MEASURED = {
+    **_FLASH_SM90_MASKED,
+    64: (Tiling(64, 64, 4, 3), Tiling(64, 32, 4, 3), Tiling(32, 64, 4, 3)),
+    128: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
+}
+_FLASH_SM80 = {
+    64: (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
+    128: (Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2), Tiling(32, 64, 4, 2)),
+    256: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(32, 32, 8, 2)),
+}
+_FLASH_GFX942 = {
+    64: (Tiling(128, 64, 4, 1), Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),
+    128: (Tiling(128, 64, 4, 1), Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1)),
+    256: (Tiling(64, 32, 4, 1), Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),
+}
+# Full-precision fp32 products run on ordinary units, which take their operands from registers: small tiles.
+_FP32 = {
+    64: (Tiling(64, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    128: (Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2), Tiling(32, 32, 8, 2)),
+    256: (Tiling(16, 32, 8, 1), Tiling(16, 32, 8, 1), Tiling(32, 16, 8, 1)),
+}
+# The other algorithms are there to be compared: one table serves all machines; where it does not fit, the ranking does.
+_STREAMING = {
+    64: (Tiling(64, 128, 4, 2), Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
+    128: (Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2), Tiling(64, 128, 8, 2)),
+    256: (Tiling(64, 64, 8, 2), Tiling(32, 64, 8, 2), Tiling(32, 64, 8, 2)),
+}
+_STANDARD = {
+    128: (Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3), Tiling(128, 128, 8, 3)),
+    256: (Tiling(128, 64, 8, 2), Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2)),
+}
+_SLOTS: tuple[Slot, ...] = ("forward", "backward_q", "backward_kv")
+FIXED = {  # kernels with one form
+    "row_statistics": Tiling(64, 16, 4, 1),  # one pass over out and dout, bound by HBM alone
+    "standard_softmax": Tiling(4, 512, 4, 2),  # few rows at a time, so that their second reading hits a cache
+}
+
+
+def tilings(
+    kernel: Kernel,
+    algorithm: Algorithm,
+    shape: Shape,
+    hardware: Hardware,
+    parts: Segments,
+    traits: Traits = Traits(),  # noqa: B008  frozen
+) -> list[Tiling]:
+    """Tilings of one kernel worth timing: the one to use first, then others, best predicted first.
+
+    shape: widths and dtype are looked at, lengths are not. Raises WeftError if no tiling fits into the SRAM of a
+    program.
+    """
+    return list(_tilings(kernel, algorithm, nominal(shape), hardware, parts, traits))
+
+
+@lru_cache(maxsize=1024)
+def _tilings(
+    kernel: Kernel, algorithm: Algorithm, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits
+) -> tuple[Tiling, ...]:
+    if kernel.name in FIXED:
+        return (FIXED[kernel.name],)
+    wanted = _preferred(kernel.slot, shape, hardware, algorithm, parts, traits)
+    ranked = _ranked(kernel, shape, hardware, parts, traits)
+    if wanted is None or not fits(kernel, wanted, shape, hardware, parts, traits):
+        if not ranked:
+            raise _nothing_fits(kernel, shape, hardware, parts, traits)
+        wanted = ranked[0]
+    return (wanted, *[t for t in ranked if t != wanted][: _ALTERNATIVES - 1])
+
+
+def nominal(shape: Shape) -> Shape:
+    """The shape that tilings are ranked on: of the operand it keeps widths and dtype only."""
+    return Shape(4, 16, 16, 4096, 4096, shape.head_dim, shape.value_dim, shape.dtype)
+
+
+def _preferred(
+    slot: Slot, shape: Shape, hardware: Hardware, algorithm: Algorithm, parts: Segments, traits: Traits
+) -> Tiling | None:
+    table = _table(shape.dtype, hardware, algorithm, traits)
+    width = max(parts.qk_columns, parts.v_columns)
+    row = next((row for limit, row in table.items() if width <= limit), None)
+    return row[_SLOTS.index(slot)] if row else None
+
+
+def _table(
+    dtype: str, hardware: Hardware, algorithm: Algorithm, traits: Traits
+) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
+    if dtype in ("fp32", "fp64"):
+        return _FP32
+    if algorithm != "flash":
+        return _STREAMING if algorithm == "streaming" else _STANDARD
+    if hardware.kind == "hip":
+        return _FLASH_GFX942
+    if hardware.capability < 90:
+        return _FLASH_SM80
+    if not traits.masked:
+        return _FLASH_SM90_DENSE
+    if traits.measured:
+        return _FLASH_SM90_MEASURED
+    return _FLASH_SM90_MASKED if traits.linear else _FLASH_SM90_CURVED
+
+
+# -- candidates ------------------------------------------------------------------------------------------------------
+def _grid(hardware: Hardware) -> Iterator[Tiling]:
+    stages = (1, 2) if hardware.kind == "hip" else (2, 3)
+    for block_q in (16, 32, 64, 128):
+        for block_kv in (16, 32, 64, 128):
+            for warps in (4, 8):
+                for stage in stages:
+                    yield Tiling(block_q, block_kv, warps, stage)
+
+
+def fits(kernel: Kernel, tiling: Tiling, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits) -> bool:
+    """Whether a program has the SRAM and the registers that the tiling needs."""
+    return (
+        sram_bytes(kernel, tiling, shape, hardware, parts, traits) <= hardware.sram_per_block
+        and tiling.registers(kernel, parts) <= REGISTER_LIMIT
+    )
+
+
+@lru_cache(maxsize=1024)
+def _ranked(kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits) -> tuple[Tiling, ...]:
+    """Tilings that fit, best predicted first; of equals the one with the larger tile, then with fewer warps."""
+    count = dense_counts(shape)
+
+    def badness(tiling: Tiling) -> tuple[int, int, int, int]:
+        tiles = count(kernel.axis, tiling.block_q, tiling.block_kv)
+        seconds = cost_of(kernel, tiling, shape, hardware, parts, tiles).seconds
+        within_a_tenth = round(10 * log(seconds))  # finer differences are beyond the model
+        return within_a_tenth, -tiling.block_q * tiling.block_kv, tiling.num_warps, abs(tiling.num_stages - 3)
+
+    return tuple(sorted((t for t in _grid(hardware) if fits(kernel, t, shape, hardware, parts, traits)), key=badness))
+
+
+def _nothing_fits(kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits) -> WeftError:
+    least = Tiling(16, 16, 4, 1)
+    needed = sram_bytes(kernel, least, shape, hardware, parts, traits)
+    return WeftError(
+        f"schedule: no tiling of {kernel.name} fits {hardware.title}: the smallest, {least}, needs {needed} "
+        f"bytes of SRAM for D {shape.head_dim}, Dv {shape.value_dim}, {shape.dtype}, and a program has "
+        f"{hardware.sram_per_block}; use a smaller head dimension, 16-bit operands or target='cpu'"
+    )

@@ -1,0 +1,74 @@
+"""Every private name of torch that Weft uses, each with what holds where it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def _found(path: str, otherwise: Any) -> Any:
+    """torch.<path>, or `otherwise`."""
+    value: Any = torch
+    for part in path.split("."):
+        value = getattr(value, part, None)
+        if value is None:
+            return otherwise
+    return value
+
+
+def _never_known() -> int:
+    return 1  # as if something watched: the way through torch's dispatcher is always right
+
+
+_dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack", _never_known)
+_function_mode: Callable[[], bool] = _found("_C._is_torch_function_mode_enabled", lambda: False)
+_transform: Callable[[], object] = _found("_C._functorch.peek_interpreter_stack", lambda: None)
+_tracer: Callable[[], object] = _found("_C._get_tracing_state", lambda: None)
+_profiler: Callable[[], bool] = _found("_C._autograd._profiler_enabled", lambda: False)
+_is_grad_tracking: Callable[[Tensor], bool] = _found("_C._functorch.is_gradtrackingtensor", lambda tensor: False)
+_record = _found("_C._profiler._RecordFunctionFast", None)
+_below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def forward_level() -> int:
+    """Level of forward-mode differentiation; negative where there is none."""
+    return getattr(forward_ad, "_current_level", -1)
+
+
+def unwatched(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but its caller is to see an op: no tensor subclass, mode, transform, tracer or profiler."""
+    return (
+        _dispatch_modes() == 0
+        and not _function_mode()
+        and _transform() is None
+        and _tracer() is None
+        and not _profiler()
+        and forward_level() < 0
+        and all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+    )
+
+
+def has_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether forward-mode differentiation flows through one of these."""
+    return forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def under_functional_gradient(tensors: Iterable[Tensor]) -> bool:
+    """Whether torch.func.grad or one of its relatives watches one of these."""
+    return _transform() is not None and any(_is_grad_tracking(t) for t in tensors)
+
+
+def named(name: str) -> AbstractContextManager[object]:
+    """A row of this name in profiles, since all variants share their ops."""
+    return nullcontext() if _record is None else _record(name)  # type: ignore[no-any-return]
+
+
+def below_autograd() -> AbstractContextManager[object]:
+    """Nothing to record: passing by the autograd key halves what a dispatch costs the host."""
+    return nullcontext() if _below_autograd is None else _below_autograd()  # type: ignore[no-any-return]

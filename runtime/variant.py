@@ -1,0 +1,238 @@
+"""One variant at run time: finds what is prepared for a call, checks the call, and launches.
+
+What is prepared is kept by dtypes, widths, device and options, never by lengths, strides or values: a cache that grows
+by a token a step, or a scalar that is annealed, finds it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.analysis.facts import facts_of
+from ..compiler.analysis.records import OperandGradient
+from ..compiler.planning import hardware
+from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from ..compiler.planning.target import Launcher, Place, Target
+from ..ir.attention import Attention
+from ..ir.errors import UnavailableError
+from ..ir.expr import TensorOperand
+from ..ir.parse import PARSING, parse_attention
+from ..ir.reference import evaluate
+from . import driver
+from .call import BackwardCall, Call
+from .checks import DTYPES, SizeChecks, check_backward, check_call, check_operand_kinds, fits
+
+_known: dict[str, Variant] = {}
+
+
+def variant_of(attention: Attention) -> Variant:
+    """The variant at run time, shared by all equal declarations."""
+    found = _known.get(attention.canonical_text)
+    return found if found is not None else _known.setdefault(attention.canonical_text, Variant(attention))
+
+
+def variant_of_text(text: str) -> Variant:
+    """The variant of a canonical text, declared here or not: an exported program brings its text along."""
+    found = _known.get(text)
+    return found if found is not None else variant_of(parse_attention(text))
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What is prepared for calls of one kind."""
+
+    launcher: Launcher
+    target: Target
+    signature: Signature
+
+
+class Variant:
+    """Forward and backward of one variant on any device."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+        self.text = attention.canonical_text
+        self.name = str(attention.name)
+        self.facts = facts_of(attention)
+        self.names = tuple(p.name for p in attention.parameters)
+        self.kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in attention.parameters)
+        self._ready: dict[object, _Ready] = {}
+        self._sizes = SizeChecks(self.facts, attention.parameters)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """out [B, Hq, L, Dv] and lse [B, Hq, L]. Raises WeftError for a call that is not sound."""
+        ready = self._found("forward", call, _key(call))
+        query = call.query
+        out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
+        if 0 in (query.shape[0], query.shape[2], call.key.shape[2]):
+            return out.zero_(), lse.fill_(-torch.inf)
+        _run(ready.launcher, call, {"out": out, "lse": lse})
+        return out, lse
+
+    def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
+        """Of out and lse."""
+        batch, heads, rows, _ = query.shape
+        width = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
+        lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        return rows_like(query, heads, width), Place((batch, heads, rows), (heads * rows, rows, 1), lse_dtype)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+    def backward(self, b: BackwardCall) -> dict[str, Tensor]:
+        """The gradients that are wanted, by name."""
+        call = b.call
+        ready = self._found("backward", call, (_key(call), b.wanted), b)
+        gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
+        if 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2]):
+            return self._nothing(call, b.wanted, gradients)
+        found = {name: place.beside(call.query) for name, place in gradients.items()}
+        results: dict[str, Any] = {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}
+        results |= {f"d{name}": tensor for name, tensor in found.items()}
+        sums = _run(ready.launcher, call, results)
+        if sums:
+            found |= self._operand_gradients(call, b.wanted, sums)
+        return found
+
+    def _nothing(self, call: Call, wanted: frozenset[str], gradients: Mapping[str, Place]) -> dict[str, Tensor]:
+        found = {name: place.beside(call.query).zero_() for name, place in gradients.items()}
+        tensors = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
+        return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in tensors.items()}
+
+    def _operand_gradients(self, call: Call, wanted: frozenset[str], sums: Sequence[Tensor]) -> dict[str, Tensor]:
+        operands = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
+        totals = {n: torch.zeros(t.shape, dtype=sums[0].dtype, device=t.device) for n, t in operands.items()}
+        for gradient, total in zip(self.facts.operand_gradients(wanted), sums):
+            scatter(gradient, total, call, totals[gradient.load.tensor.name])
+        return {n: total.to(operands[n].dtype) for n, total in totals.items()}
+
+    # -- what is prepared ----------------------------------------------------------------------------------------------
+    def _found(self, direction: Direction, call: Call, key: object, backward: BackwardCall | None = None) -> _Ready:
+        """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
+        ready = self._ready.get((direction, key))
+        if ready is None or not fits(call):
+            self._check(call, backward)
+            ready = self._ready.get((direction, key)) or self._prepare(direction, call, key, backward)
+        elif backward is not None:
+            check_backward(self.name, backward)
+        self._sizes.check(call)
+        misfit = ready.target.misfit(ready.signature, call)
+        return ready if misfit is None else self._elsewhere(direction, call, key, ready, misfit, backward)
+
+    def _check(self, call: Call, backward: BackwardCall | None) -> None:
+        check_call(self.attention, call)
+        if backward is not None:
+            check_backward(self.name, backward)
+
+    def _elsewhere(
+        self, direction: Direction, call: Call, key: object, ready: _Ready, misfit: str, backward: BackwardCall | None
+    ) -> _Ready:
+        """Another target for tensors that the first one cannot take."""
+        if call.options.target == ready.target.name:
+            raise UnavailableError(f"{self.name}: target {misfit}")
+        unfit = frozenset({ready.target.name})
+        found = self._ready.get((direction, key, unfit))
+        return found or self._prepare(direction, call, key, backward, unfit)
+
+    def _prepare(
+        self, direction: Direction, call: Call, key: object, backward: BackwardCall | None,
+        unfit: frozenset[str] = frozenset(),
+    ) -> _Ready:  # fmt: skip
+        signature = self.signature(direction, call, backward.wanted if backward else frozenset())
+        machine = hardware.for_device(call.query.device)
+        options = call.options
+        with PARSING:
+            made = driver.compile_kernels(self.attention, signature, machine, options.target, options.schedule, unfit)
+        target, code = made.resolved.target, made.resolved.code
+        launcher = target.bind(made.modules, code, self.facts, call.query.device)
+        place = (direction, key, unfit) if unfit else (direction, key)
+        return self._ready.setdefault(place, _Ready(launcher, target, signature))
+
+    def signature(self, direction: Direction, call: Call, wanted: frozenset[str] = frozenset()) -> Signature:
+        """The static half of a call."""
+        value_dim = call.value.shape[3] if call.value is not None else self.attention.latent.rank  # type: ignore[union-attr]
+        rope_dim = 0 if call.rope is None else call.rope.shape[3]
+        return Signature(
+            direction=direction,
+            arch=hardware.for_device(call.query.device).arch,
+            dtypes=Dtypes.all(DTYPES[call.query.dtype]),
+            widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
+            offset="per_row" if isinstance(call.q_offset, Tensor) else "number",
+            wanted=wanted,
+        )
+
+
+def _key(call: Call) -> tuple[object, ...]:
+    """What of a call the prepared kernels depend on."""
+    query, value, rope, options = call.query, call.value, call.rope, call.options
+    kinds = [(v.dtype, v.dim(), v.get_device()) if isinstance(v, Tensor) else type(v) for v in call.operands.values()]
+    return (
+        query.dtype, query.get_device(), query.shape[3], -1 if value is None else value.shape[3],
+        0 if rope is None else rope.shape[3], type(call.q_offset) is int, options.target, options.schedule, *kinds,
+    )  # fmt: skip
+
+
+def _run(launcher: Launcher, call: Call, results: Mapping[str, Any]) -> list[Tensor]:
+    query = call.query
+    with _on_device(query):
+        partition = launcher.partition(call, results)
+        places = launcher.workspace(call, results, partition)
+        workspace = {name: place.beside(query) for name, place in places.items()} if places else places
+        return launcher(call, results, workspace, partition)  # type: ignore[arg-type]
+
+
+_HERE = nullcontext()
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the operands' GPU the current one: Triton launches there, whatever the caller's current device is."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+def rows_like(tensor: Tensor, heads: int, width: int) -> Place:
+    """[B, heads, rows, width] in the memory order of `tensor` ([B, L, H, D] views stay such)."""
+    batch, _, rows, _ = tensor.shape
+    of_head, of_row = (width, heads * width) if tensor.stride(1) < tensor.stride(2) else (rows * width, width)
+    return Place((batch, heads, rows, width), (heads * rows * width, of_head, of_row, 1), tensor.dtype)
+
+
+def contiguous_like(tensor: Tensor) -> Place:
+    strides = [1]
+    for size in reversed(tensor.shape[1:]):
+        strides.append(strides[-1] * size)
+    return Place(tuple(tensor.shape), tuple(reversed(strides)), tensor.dtype)
+
+
+def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
+    """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
+    batch, heads, q_len = call.query.shape[:3]
+    kv_heads, kv_len = call.key.shape[1:3]
+    device = total.device
+    head = torch.arange(heads, device=device).view(1, -1, 1)
+    offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
+    env = {
+        "batch": torch.arange(batch, device=device).view(-1, 1, 1), "head": head,
+        "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "q_len": q_len, "kv_len": kv_len,
+        "head_dim": call.head_dim, "q_pos": torch.arange(q_len, device=device) + offset,
+        "kv_pos": torch.arange(kv_len, device=device), **call.operands,
+    }  # fmt: skip
+    sums = total if total.dim() == 3 else total[..., None]
+    index = [evaluate(i, env, torch.float64, device).expand(sums.shape) for i in gradient.load.index]
+    if device.type == "cuda":
+        result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
+        return
+    flat = torch.zeros_like(index[0])
+    for places, extent in zip(index, result.shape):
+        flat = flat * extent + places
+    # index_put_ adds in any order on a CPU; bincount goes through its input once, from first to last
+    result += torch.bincount(flat.flatten(), sums.flatten(), result.numel()).view(result.shape).to(result.dtype)
+
+
+__all__ = ["Variant", "check_operand_kinds", "contiguous_like", "rows_like", "variant_of", "variant_of_text"]
