@@ -21,7 +21,7 @@ from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import for_heads
 from ...compiler.planning.signature import Direction, Signature
-from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition, Place
+from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition
 from ...ir.errors import WeftError
 from ..binding import Binding
 from ..functions import GLUON_LANGUAGE
@@ -180,13 +180,16 @@ class HopperLauncher(TritonLauncher):
         given = self._given(call, results)
         return Partition(mode=Mode(True, self._wide(given), False, True, call.head_dim))
 
-    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
-        return super().workspace(call, results, partition)
-
     def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
         given = super()._given(call, results)
-        given["counter_ptr"] = self._launching.counter(self.device)
+        given["counter_ptr"] = self._counter()
         return given
+
+    def _counter(self) -> Tensor:
+        return self._launching.counter(self.device)
+
+    def _processors(self) -> int:
+        return processors(self.device)
 
     def form(self, kernel: str, aligned: bool) -> Any:
         return self.code.form(kernel)
@@ -197,7 +200,7 @@ class HopperLauncher(TritonLauncher):
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in SPANS:
             return super()._programs(kernel, constants)
-        return f"least({processors(self.device)}, query_tiles * batch_heads)"
+        return f"least({self._processors()}, query_tiles * batch_heads)"
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         width, form = self.code.signature.widths.head_dim, self.code.form("flash_forward")

@@ -227,7 +227,7 @@ class TritonLauncher:
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         given = {**self._given(call, results), **workspace}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
-        stream = 0 if self.interprets else self._launching.current_stream(self.device)
+        stream = self._stream()
         for run, (programs, arguments) in zip(ready.runs, ready.packer.pack(given)):
             run(programs, arguments, stream)
         return self._finished(call, results, workspace)
@@ -362,9 +362,17 @@ class TritonLauncher:
         if self.interprets:
             return [launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
         return [
-            launching.compiled(f, b, self._types(b, arguments, mode), o)
+            self._compile(f, b, self._types(b, arguments, mode), o)
             for f, b, o, (_, arguments) in zip(functions, bindings, options, packer.of_tensors().pack(given))
         ]
+
+    def _compile(
+        self, kernel: Any, binding: Binding, types: Sequence[Any], options: Mapping[str, int]
+    ) -> launching.Run:
+        return self._launching.compiled(kernel, binding, types, options)
+
+    def _stream(self) -> int:
+        return 0 if self.interprets else self._launching.current_stream(self.device)
 
     def _types(self, binding: Binding, arguments: Sequence[Any], mode: Mode) -> list[Any]:
         """Arguments as a compilation takes them: in wide mode every stride of an operand has 64 bits."""
