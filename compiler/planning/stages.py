@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...ir.errors import InternalError
 from ..analysis.records import Traits
+from .cost import HOPPER_ROWS
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -97,6 +98,27 @@ def _flash_forward(t: Tiles) -> list[Stage]:
         _compute("output", "O += P V", _EACH_KV),
         _store("output", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
     ]
+
+
+def _hopper_flash_forward(t: Tiles) -> list[Stage]:
+    """A persistent program: one producer warp loads, warpgroups of HOPPER_ROWS rows compute."""
+    consumers = f"{t.q // HOPPER_ROWS} consumers of {HOPPER_ROWS} rows"
+    slot = "into a slot of its ring, by the producer warp's TMA"
+    order = ", the longest first" if t.traits.masked else ""
+    return [
+        _load("work", f"number of the next query tile, from an atomic counter{order}", _EACH_Q, "HBM -> registers"),
+        _load("query", f"{t.query()}, for {consumers}", _EACH_Q, _AHEAD),
+        Stage("keep sums", "keep", f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}",
+              "registers", _EACH_Q),
+        _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
+        _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
+        _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
+        _compute("output", "O += P V of the tile before; on full tiles it runs beside the softmax of this one", _EACH_KV),
+        _compute("weights", "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in "
+                 "registers for its V; sum and O rescaled", _EACH_KV),
+        Stage("store output", "store", f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}",
+              "registers -> SRAM -> HBM", _EACH_Q),
+    ]  # fmt: skip
 
 
 def _row_statistics(t: Tiles) -> list[Stage]:
@@ -259,6 +281,7 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
     ("", "flash_forward"): _flash_forward,
+    ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,
     ("", "flash_dquery"): _flash_dquery,
     ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,
