@@ -103,22 +103,26 @@ def _flash_forward(t: Tiles) -> list[Stage]:
 def _hopper_flash_forward(t: Tiles) -> list[Stage]:
     """A persistent program: one producer warp loads, warpgroups of HOPPER_ROWS rows compute."""
     consumers = f"{t.q // HOPPER_ROWS} consumers of {HOPPER_ROWS} rows"
-    slot = "into a slot of its ring, by the producer warp's TMA"
     order = ", the longest first" if t.traits.masked else ""
+    slot = "into a slot of its ring, by the producer's TMA"
+    sums = f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}"
+    beside = "O += P V of the tile before; on full tiles beside the softmax of this one"
+    weights = (
+        "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in registers for its "
+        "V; sum and O rescaled"
+    )
+    results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}"
     return [
         _load("work", f"number of the next query tile, from an atomic counter{order}", _EACH_Q, "HBM -> registers"),
         _load("query", f"{t.query()}, for {consumers}", _EACH_Q, _AHEAD),
-        Stage("keep sums", "keep", f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}",
-              "registers", _EACH_Q),
+        Stage("keep sums", "keep", sums, "registers", _EACH_Q),
         _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
         _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
-        _compute("output", "O += P V of the tile before; on full tiles it runs beside the softmax of this one", _EACH_KV),
-        _compute("weights", "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in "
-                 "registers for its V; sum and O rescaled", _EACH_KV),
-        Stage("store output", "store", f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}",
-              "registers -> SRAM -> HBM", _EACH_Q),
-    ]  # fmt: skip
+        _compute("output", beside, _EACH_KV),
+        _compute("weights", weights, _EACH_KV),
+        Stage("store output", "store", results, "registers -> SRAM -> HBM", _EACH_Q),
+    ]
 
 
 def _row_statistics(t: Tiles) -> list[Stage]:
