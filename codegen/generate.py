@@ -31,7 +31,7 @@ _WITHOUT_STAGES = {
     for family in ("hopper", "triton", "cpu")
     for kernel in ("flash", "streaming", "standard")
     for direction in ("forward", "backward")
-}
+} - {"hopper/flash_forward.py.jinja"}
 
 
 def generate(facts: Facts, code: CodePlan, target: Target) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...ir.errors import InternalError
 from ..analysis.records import Traits
+from .forms import ROWS_OF_A_WARPGROUP
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -96,6 +97,31 @@ def _flash_forward(t: Tiles) -> list[Stage]:
         _compute("weights", "new max; P = exp2(S - max); sum and O rescaled", _EACH_KV),
         _compute("output", "O += P V", _EACH_KV),
         _store("output", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
+    ]
+
+
+def _hopper_flash_forward(t: Tiles) -> list[Stage]:
+    """A persistent program: one producer warp loads, warpgroups of ROWS_OF_A_WARPGROUP rows compute."""
+    consumers = f"{t.q // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} rows"
+    order = ", the longest first" if t.traits.masked else ""
+    slot = "into a slot of its ring, by the producer's TMA"
+    sums = f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}"
+    beside = "O += P V of the tile before; on full tiles beside the softmax of this one"
+    weights = (
+        "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in registers for its "
+        "V; sum and O rescaled"
+    )
+    results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}"
+    return [
+        _load("work", f"number of the next query tile, from an atomic counter{order}", _EACH_Q, "HBM -> registers"),
+        _load("query", f"{t.query()}, for {consumers}", _EACH_Q, _AHEAD),
+        Stage("keep sums", "keep", sums, "registers", _EACH_Q),
+        _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
+        _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
+        _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
+        _compute("output", beside, _EACH_KV),
+        _compute("weights", weights, _EACH_KV),
+        Stage("store output", "store", results, "registers -> SRAM -> HBM", _EACH_Q),
     ]
 
 
@@ -270,6 +296,7 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "q_spans"): _q_spans,
     ("", "flash_forward"): _flash_forward,
     ("cpu", "flash_backward"): _cpu_backward,
+    ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,
     ("", "flash_dquery"): _flash_dquery,
     ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,

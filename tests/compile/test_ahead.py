@@ -9,6 +9,8 @@ import pytest
 
 import weft
 from weft import head, kv_pos, q_pos, score
+from weft.codegen import generate
+from weft.compiler.analysis import facts
 from weft.compiler.planning.hardware import by_name
 
 pytest.importorskip("triton")
@@ -101,6 +103,25 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
     assert kernel.spilled == 0
     check_wgmma(kernel)
     check_full_loops(kernel)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_scale_of_any_sign_costs_the_full_loops_of_hopper_nothing(head_dim, monkeypatch) -> None:
+    """A score times t[head] is linear with a scale that may be negative or 0: Q changes its sign before the loops."""
+    scaled = weft.Attention(scale=weft.tensor("t", 1)[head], mask=causal, name="scaled")
+    monkeypatch.setattr(facts, "_is_positive", lambda factor: True)  # of either sign, for the linear form to be chosen
+    (plain,) = compiled(scaled, "forward", head_dim, target="hopper").kernels.values()
+    monkeypatch.setitem(generate._environment().globals, "signed_scale", True)
+    (signed,) = compiled(scaled.replace(name="signed"), "forward", head_dim, target="hopper").kernels.values()
+    negations = r"(sub|neg|mul|fma)[a-z.]*\.bf16x2"
+    assert signed.count(negations) >= 16 and not plain.count(negations)
+    assert signed.spilled == 0
+    check_wgmma(signed)
+    check_full_loops(signed)
+    for before, after in zip(plain.product_loops()[1::2], signed.product_loops()[1::2], strict=True):
+        assert len(after) <= len(before) + 2
+        for opcode in ("BAR", "FMNMX", "FFMA", "FMUL", "F?SEL", "MUFU", "HGMMA"):
+            assert count_opcode(opcode, after) == count_opcode(opcode, before), opcode
 
 
 # Documents of int64 ids: the ids of a tile's rows take registers, two for each.

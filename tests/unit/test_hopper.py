@@ -1,0 +1,174 @@
+"""The source of the Hopper forward: its plan in words, its shape, and the order in which tiles are visited.
+
+The order is integer code of the generated kernel, run here as the Python that it also is.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jinja2
+import pytest
+
+import weft
+from weft import kv_pos, q_pos, score
+from weft.codegen.functions import LANGUAGES, FunctionPrinter
+from weft.codegen.generate import TEMPLATES
+from weft.compiler.analysis.facts import facts_of
+
+causal = kv_pos <= q_pos
+WINDOW, PREFIX = 100, 150
+within, prefix = weft.scalar("within", int), weft.scalar("prefix", int)
+VARIANTS = {
+    "dense": weft.Attention(name="dense"),
+    "causal": weft.Attention(mask=causal, name="causal"),
+    "within": weft.Attention(mask=causal & (q_pos - kv_pos < within), name="within"),
+    "prefix": weft.Attention(score=20.0 * weft.tanh(score / 20.0), mask=causal | (kv_pos < prefix), name="prefix"),
+    "documents": weft.Attention(mask=causal & weft.masks.document(weft.tensor("doc", 2, int)), name="documents"),
+}
+CLOSED = ["dense", "causal", "within", "prefix"]  # what is seen follows from positions
+VISIBLE: dict[str, Callable[[int, int], bool]] = {
+    "dense": lambda q, k: True,
+    "causal": lambda q, k: k <= q,
+    "within": lambda q, k: k <= q and q - k < WINDOW,
+    "prefix": lambda q, k: k <= q or k < PREFIX,
+}
+
+
+def sizes(head_dim: int) -> weft.Shape:
+    return weft.shape(heads=2, q_len=512, head_dim=head_dim, dtype="bf16")
+
+
+def source(name: str, head_dim: int) -> str:
+    return VARIANTS[name].source(sizes(head_dim), device="h200", target="hopper")
+
+
+# -- what a person reads ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_source_says_what_the_plan_says(name: str, head_dim: int) -> None:
+    plan = VARIANTS[name].plan(sizes(head_dim), device="h200", target="hopper")
+    (kernel,) = (k for k in plan.kernels if k.name == "flash_forward" and k.direction == "forward")
+    comments = " ".join(re.sub(r"\n *#", "", source(name, head_dim)).split())
+    assert {s.key for s in kernel.stages} >= {"load work", "load query", "load key", "load value", "store output"}
+    for stage in kernel.stages:
+        assert comments.count(f"{stage.kind} (each {stage.per}): {' '.join(stage.what.split())}") == 1, stage.key
+    consumers = kernel.tiling.block_q // 64
+    assert f"{consumers} consumers of 64 rows" in comments and f"CONSUMERS = gl.constexpr({consumers})" in comments
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_functions_of_the_kernel_are_short(name: str) -> None:
+    functions = [n for n in ast.walk(ast.parse(source(name, 128))) if isinstance(n, ast.FunctionDef)]
+    longest = max(functions, key=lambda f: f.end_lineno - f.lineno)  # type: ignore[operator]
+    assert longest.end_lineno - longest.lineno <= 80, longest.name  # type: ignore[operator]
+
+
+# -- the order of tiles ----------------------------------------------------------------------------------------------
+GL = SimpleNamespace(
+    where=lambda chosen, a, b: a if chosen else b, minimum=min, maximum=max, cast=lambda x, dtype: x, int32=int,
+    int64=int, constexpr=lambda x: x, static_range=range,
+)  # fmt: skip
+
+
+def run_as_python(text: str, *, needs: list[str], **constants: int) -> dict[str, Any]:
+    """The integer functions of a generated text, and what they call, as plain Python."""
+    defined = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+    wanted, names = list(needs), set()
+    while wanted:
+        name = wanted.pop()
+        if name in defined and name not in names:
+            names.add(name)
+            wanted += [n.id for n in ast.walk(defined[name]) if isinstance(n, ast.Name)]
+    body = [defined[name] for name in sorted(names)]
+    for function in body:
+        function.decorator_list = []
+    space: dict[str, Any] = {"gl": GL, **constants}
+    exec(compile(ast.Module(list(body), []), "generated", "exec", dont_inherit=True), space)
+    return space
+
+
+def arguments(attention: weft.Attention, q_len: int, kv_len: int) -> list[int]:
+    """Values of `env`: one head of one batch row."""
+    values = {"arg_within": WINDOW, "arg_prefix": PREFIX, "group": 1, "head_dim": 64, "q_len": q_len, "kv_len": kv_len}
+    return [values.get(name, 0) for name in FunctionPrinter(facts_of(attention), LANGUAGES["hopper"]).env.split(", ")]
+
+
+def seen_by(name: str, axis: str, row: int, rows: int, tile: int, q_len: int, kv_len: int) -> tuple[bool, bool]:
+    """Whether rows [row, row + rows) of the other axis see any of a tile of 128, and whether all see all of it."""
+    own = range(row, min(row + rows, q_len if axis == "kv" else kv_len))
+    others = range(128 * tile, 128 * tile + 128)
+    end, offset, visible = kv_len if axis == "kv" else q_len, kv_len - q_len, VISIBLE[name]
+    pairs = [
+        o < end and (visible(offset + r, o) if axis == "kv" else visible(offset + o, r)) for r in own for o in others
+    ]
+    return any(pairs), bool(pairs) and all(pairs)
+
+
+LENGTHS = [(1, 1), (200, 200), (64, 500), (257, 300), (300, 130)]
+
+
+def check_order(name: str, axis: str, code: dict[str, Any], unit_rows: int, lengths: tuple[int, int]) -> None:
+    """Each tile is visited once; a consumer passes over none that it sees, and masks all that it does not see whole."""
+    q_len, kv_len = lengths
+    place = [kv_len - q_len, *arguments(VARIANTS[name], q_len, kv_len)]
+    for unit in range(0, q_len if axis == "kv" else kv_len, unit_rows):
+        n_edge, n_full, *bounds = code["tiles_seen_from"](unit, unit_rows, *place)
+        order = [code[f"{axis}_tile"](i, n_edge, *bounds) for i in range(n_edge + n_full)]
+        assert len(set(order)) == len(order)
+        for row in range(unit, unit + unit_rows, 64):
+            first, edge_end = code["own_tiles"](row, n_edge, n_full, *bounds, *place)
+            assert 0 <= first <= len(order)
+            tiles = range(-(-max(q_len, kv_len) // 128))
+            found = {tile: seen_by(name, axis, row, 64, tile, q_len, kv_len) for tile in tiles}
+            assert {tile for tile in tiles if found[tile][0]} <= set(order[first:]), (lengths, row)
+            assert all(found[tile][1] for tile in order[max(first, edge_end) :]), (lengths, row)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", CLOSED)
+def test_consumers_of_the_forward_visit_what_they_see(name: str, lengths: tuple[int, int]) -> None:
+    needs = ["tiles_seen_from", "kv_tile", "own_tiles"]
+    masked = name != "dense"
+    code = run_as_python(source(name, 64), needs=needs, MASKED=masked, ROWS=64, BLOCK_KV=128)
+    check_order(name, "kv", code, 192, lengths)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", CLOSED)
+def test_the_same_part_orders_query_tiles_for_kernels_that_own_keys(name: str, lengths: tuple[int, int]) -> None:
+    facts = facts_of(VARIANTS[name])
+    printer = FunctionPrinter(facts, LANGUAGES["hopper"])
+    part = environment().get_template("hopper/parts/tiles_seen.py.jinja")
+    text = part.render(
+        seen="q", lookups="q_", ranges=", ".join(facts.q_tiles.outputs), env=printer.env, measured=False
+    )  # fmt: skip
+    needs = ["tiles_seen_from", "q_tile", "own_tiles"]
+    code = run_as_python(printer.backward(()) + text, needs=needs, MASKED=name != "dense", ROWS=64, BLOCK_Q=128)
+    check_order(name, "q", code, 128, lengths)
+
+
+def environment() -> jinja2.Environment:
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+@pytest.mark.parametrize("longest", ["last", "first"])
+@pytest.mark.parametrize(("head_tiles", "batch_heads", "together"), [(1, 1, 1), (5, 6, 4), (3, 7, 7), (4, 9, 2)])
+def test_every_unit_of_work_is_handed_out_once(longest: str, head_tiles: int, batch_heads: int, together: int) -> None:
+    text = environment().get_template("hopper/parts/work_order.py.jinja").render(longest=longest)
+    launch = SimpleNamespace(head_tiles=head_tiles, batch_heads=batch_heads, heads_together=together)
+    everything = [(tile, head) for tile in range(head_tiles) for head in range(batch_heads)]
+    for masked in (False, True):
+        place_of = run_as_python(text, needs=["place_of"], MASKED=masked)["place_of"]
+        places = [place_of(i, launch) for i in range(head_tiles * batch_heads)]
+        assert sorted(places) == everything
+        if masked:
+            assert places[0][0] == (head_tiles - 1 if longest == "last" else 0)
+            assert {head for _, head in places[: min(together, batch_heads) * head_tiles]} == set(
+                range(min(together, batch_heads))
+            )
