@@ -142,7 +142,8 @@ def is_uniform(node: Expr) -> bool:
 # -- Triton and Gluon -------------------------------------------------------------------------------------------------
 def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
     def place(printer: Printer, index: Expr, stride: str) -> str:
-        # A tensor may have more than 2**31 elements. Both factors have 32 bits, so the product is one instruction.
+        # A tensor may have more than 2**31 elements. The factors have 32 bits: where the compiler sees both extended
+        # (not where it moved the stride's out of a loop), their product is one instruction.
         return f"{language}.cast({printer(index)}, {language}.int64) * {stride}"
 
     def load(printer: Printer, node: Load) -> str:

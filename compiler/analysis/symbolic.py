@@ -22,11 +22,11 @@ from functools import cache
 import sympy
 
 from ...ir.canonical import canonical
-from ...ir.errors import InternalError
+from ...ir.errors import InternalError, WeftError
 from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
 from ...ir.operators import OPERATORS, STRUCTURAL, Operator
 from ...ir.parse import parse
-from ...ir.walk import rebuild, symbols
+from ...ir.walk import nodes, rebuild, symbols
 
 _COMPARISONS = {"lt": lambda d: d < 0, "le": lambda d: d <= 0, "eq": lambda d: d == 0, "ne": lambda d: d != 0,
                 "gt": lambda d: d > 0, "ge": lambda d: d >= 0}  # fmt: skip
@@ -85,14 +85,25 @@ def _function_of(operator: Operator) -> type[_Function]:
 @cache
 def _by_record(operator: Operator) -> type[_Function]:
     """A function that is known by its slopes alone."""
-    names = {name: Scalar(name, "float") for name in (*operator.operands, "result")}
-    rules = [parse(slope, names) for slope in operator.slopes]
+    rules = [_slope(operator, text) for text in operator.slopes]
 
     def fdiff(self: _Function, number: int = 1) -> sympy.Expr:
         return _by_rule(rules[number - 1], {**dict(zip(operator.operands, self.args)), "result": self})
 
     members = {"op": operator.name, "fdiff": fdiff}
     return types.new_class(f"_{operator.name}", (_Function,), exec_body=lambda space: space.update(members))
+
+
+def _slope(operator: Operator, text: str) -> Expr:
+    """A rule of the table, read."""
+    names = {name: Scalar(name, "float") for name in (*operator.operands, "result")}
+    try:
+        rule = parse(text, names)
+    except WeftError as error:
+        raise InternalError(f"operator {operator.name}: slope `{text}`: {error}") from error
+    if found := [n for n in nodes(rule) if isinstance(n, (Symbol, Load))]:
+        raise InternalError(f"operator {operator.name}: slope `{text}`: expected {', '.join(names)}, got `{found[0]}`")
+    return rule
 
 
 def _by_rule(rule: Expr, values: Mapping[str, sympy.Expr]) -> sympy.Expr:
@@ -106,7 +117,7 @@ def _by_rule(rule: Expr, values: Mapping[str, sympy.Expr]) -> sympy.Expr:
             operands = [_by_rule(a, values) for a in args]
             return _ARITHMETIC[op](*operands) if op in _ARITHMETIC else _function_of(OPERATORS[op])(*operands)
         case _:
-            raise InternalError(f"slopes: expected operands, the result, numbers and operators, got `{rule}`")
+            raise InternalError(f"slopes: unknown node {type(rule).__name__}")
 
 
 class _Less(_Function):
