@@ -31,7 +31,7 @@ class Dialect:
     mixed: Callable[[Operator], str]  # the same on a tile {0} and a number {1}, "" where that is no different
     load: Callable[[Printer, Load], str]
     to_float: str  # format string that turns an int value into a float
-    lifted: str  # format string of a number beside tiles in a function of floats
+    lifted: str  # format string that makes a tile of a number of the type {1}
     module: str = ""  # of the GPU language: tl, gl
 
 
@@ -71,7 +71,10 @@ class Printer:
         number = self.scalar_code or is_uniform(node)
         written, args = self._written(op, args, number)
         if written:
-            return written.format(*(self._operand(op, a, number) for a in args), m=self.dialect.module)
+            operands = [self._operand(op, a) for a in args]
+            if not number:
+                operands = [self._lifted(op, n, a, text) for n, (a, text) in enumerate(zip(args, operands))]
+            return written.format(*operands, m=self.dialect.module)
         if op.sign is None:
             raise InternalError(f"{self.dialect.name} printer: no way to write {name}")
         if op.arity == 1:
@@ -91,13 +94,16 @@ class Printer:
             return self.dialect.mixed(op), args[::-1] if is_uniform(args[0]) else args
         return self.dialect.tiles(op), args
 
-    def _operand(self, op: Operator, node: Expr, number: bool) -> str:
-        if not op.computes_floats:
-            return self(node)
-        text = self(node)
-        if node.dtype == "int":
-            text = self.dialect.to_float.format(self(node, OPERATORS["mul"].precedence))
-        return self.dialect.lifted.format(text) if is_uniform(node) and not number else text
+    def _operand(self, op: Operator, node: Expr) -> str:
+        if op.computes_floats and node.dtype == "int":
+            return self.dialect.to_float.format(self(node, OPERATORS["mul"].precedence))
+        return self(node)
+
+    def _lifted(self, op: Operator, place: int, node: Expr, text: str) -> str:
+        """An operand beside tiles: a plain number is made a tile where the function takes nothing else."""
+        if is_uniform(node) and (op.computes_floats or (op.name == "where" and place == 0)):
+            return self.dialect.lifted.format(text, "bool" if node.dtype == "bool" else "float64")
+        return text
 
 
 def _number(value: int | float | bool) -> str:
@@ -142,8 +148,8 @@ def is_uniform(node: Expr) -> bool:
 # -- Triton and Gluon -------------------------------------------------------------------------------------------------
 def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
     def place(printer: Printer, index: Expr, stride: str) -> str:
-        # A tensor may have more than 2**31 elements. The factors have 32 bits: where the compiler sees both extended
-        # (not where it moved the stride's out of a loop), their product is one instruction.
+        # A tensor may have more than 2**31 elements. Both factors are extended from 32 bits, which the product is for
+        # the compiler to make use of.
         return f"{language}.cast({printer(index)}, {language}.int64) * {stride}"
 
     def load(printer: Printer, node: Load) -> str:
@@ -192,5 +198,5 @@ TORCH = Dialect(
     mixed=lambda op: op.tile_and_number,
     load=_torch_load,
     to_float="{0}",
-    lifted="torch.tensor({0}, dtype=torch.float64)",  # of no dimension: the tile's dtype is that of the result
+    lifted="torch.tensor({0}, dtype=torch.{1})",  # of no dimension: the tile's dtype is that of the result
 )

@@ -31,7 +31,9 @@ class Operator:
     (compiler/analysis/symbolic.py); nothing for what gives an int or a bool, whose slope is 0.
 
     gpu, gluon, tile, number: format strings over the printed operands {0}, {1}, ...; `{m}` is the module of the GPU
-    language (tl, gl). What has a sign and no text is written by its sign. A function has all of them but gluon.
+    language (tl, gl). What has a sign and no text is written by its sign. A function has all of them but gluon. Beside
+    a tile, an operand may be a plain number: in a function of floats torch sees it as a tensor, else the text of tile
+    must take both (torch.where does) or tile_and_number says how it is written then.
 
     Raises InternalError that lists what the record lacks.
     """

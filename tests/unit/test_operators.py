@@ -199,6 +199,13 @@ def test_gpu_languages_have_what_is_printed(op: Operator, dialect: Any, name: st
     assert {c.func.id for c in calls if isinstance(c.func, ast.Name)} <= defined
 
 
+def test_a_choice_may_hang_on_a_scalar_alone() -> None:
+    query, key, val = (poisoned((1, 1, 20, 16), torch.float32, seed=n) for n in range(3))
+    variant = weft.Attention(score=weft.where(cap < 1.0, score, weft.where(cap < 2.0, 0.5, -score)), name="switched")
+    for number in (0.5, 1.5, 2.5):
+        check_variant(variant, query, key, val, target="cpu", operands={"cap": number})
+
+
 def test_a_helper_is_printed_wherever_it_is_called() -> None:
     """Also right behind a sign or a bracket, and for another helper; not for a function of torch or Triton."""
     printer = FunctionPrinter(Facts(weft.Attention()), LANGUAGES["triton"])
@@ -268,7 +275,8 @@ CLIP = Operator(
      "where(high < maximum(x, low), 1.0, 0.0)"),
     doc="x, kept between two bounds.",
     int_range=lambda x, a, b: (min(max(x[0], a[0]), b[0]), min(max(x[1], a[1]), b[1])),
-    gpu="{m}.minimum({m}.maximum({0}, {1}), {2})", tile="torch.clamp({0}, {1}, {2})", number="min(max({0}, {1}), {2})",
+    gpu="{m}.minimum({m}.maximum({0}, {1}), {2})",
+    tile="torch.clamp(torch.clamp({0}, min={1}), max={2})", number="min(max({0}, {1}), {2})",
 )  # fmt: skip
 CEIL = Operator(
     "ceil", ("x",), "number", "int", math.ceil, "ceil", doc="The smallest int not below x.",
