@@ -116,6 +116,8 @@ def _text_problems(op: Operator) -> list[str]:
             found.append(f"expected {field}, how a function is written there")
         if text and places != {str(n) for n in range(op.arity)}:
             found.append(f"{field}: expected one place for each of {op.arity} operands, got {text!r}")
+    if op.tile_and_number and not op.commutative:
+        found.append("tile_and_number: expected a commutative operator, as either operand may be the number")
     if op.fast_helper and not op.helper:
         found.append("fast_helper: expected a helper that it takes the place of")
     return found

@@ -372,6 +372,7 @@ def test_a_mask_may_use_one_more_function(made: Any) -> None:
         ({"number": "math.erf(x)"}, "number: expected one place for each of 1 operands, got 'math.erf"),
         ({"gluon": "gl.erf({0}, {1})"}, "gluon: expected one place"),
         ({"commutative": True}, "expected 2 operands of what is commutative, got 1"),
+        ({"tile_and_number": "torch.erf({0})"}, "tile_and_number: expected a commutative operator"),
         ({"fast_helper": "def erf"}, "expected a helper that it takes the place of"),
     ],
 )
