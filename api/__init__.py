@@ -12,26 +12,10 @@ from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .describe import parse_attention, shape
+from .ir import functions as _functions
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
-from .ir.functions import (
-    abs,
-    cos,
-    exp,
-    exp2,
-    floor,
-    log,
-    log2,
-    maximum,
-    minimum,
-    rsqrt,
-    sigmoid,
-    sin,
-    sqrt,
-    tanh,
-    where,
-)
 from .ir.parse import parse
 from .runtime.settings import settings
 
@@ -50,7 +34,19 @@ score = symbol("score")
 
 __all__ = [
     "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
-    "abs", "batch", "cos", "exp", "exp2", "floor", "group", "head", "head_dim", "kv_head", "kv_len", "kv_pos", "log",
-    "log2", "masks", "maximum", "minimum", "parse", "parse_attention", "q_len", "q_pos", "rsqrt", "scalar", "score",
-    "scores", "settings", "shape", "sigmoid", "sin", "sqrt", "tanh", "tensor", "where",
+    "batch", "group", "head", "head_dim", "kv_head", "kv_len", "kv_pos", "masks", "parse", "parse_attention", "q_len",
+    "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor",
 ]  # fmt: skip
+
+if _taken := sorted({*globals()} & {*_functions.__all__}):
+    raise InternalError(f"operators: weft.{_taken[0]} is something else already; choose another name for the operator")
+__all__ += _functions.__all__
+
+
+def __getattr__(name: str) -> _functions.Function:
+    """The functions of the language: `weft.tanh` and whatever else ir/operators.py declares."""
+    return _functions.__getattr__(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_functions.__all__})

@@ -1,4 +1,4 @@
-"""Expressions printed as source: one table a dialect (Triton, Gluon, torch), one printer for all.
+"""Expressions printed as source, in Triton, Gluon or torch; how an operator is written there stands in its record.
 
 Integers on a GPU divide towards zero, the language divides towards minus infinity: `//` and `%` print as calls of
 `floor_div` and `floor_mod` unless both sides are never negative.
@@ -11,26 +11,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..ir.errors import InternalError
-from ..ir.expr import OPS, Call, Const, Expr, Load, Scalar, Symbol
+from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol
+from ..ir.operators import OPERATORS, Operator
 from ..ir.walk import nodes
 
 _NEVER_NEGATIVE = frozenset({"kv_pos", "head", "kv_head", "group", "batch", "q_len", "kv_len", "head_dim", "block"})
 # Symbols that are one number for a whole tile, so that plain Python arithmetic serves.
 _UNIFORM = frozenset({"q_len", "kv_len", "head_dim", "group"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-_FLOAT_FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How leaves and functions are written; infix operators are the same everywhere."""
+    """How leaves and operators are written; what has a sign and no text of its own is written by its sign."""
 
     name: str
-    functions: Mapping[str, str]  # op -> format string over the printed operands
+    tiles: Callable[[Operator], str]  # format string over the printed operands, "" for none
+    numbers: Callable[[Operator], str]  # the same where every operand is one number for the whole tile
+    mixed: Callable[[Operator], str]  # the same on a tile {0} and a number {1}, "" where that is no different
     load: Callable[[Printer, Load], str]
     to_float: str  # format string that turns an int value into a float
-    floors: bool  # `//` and `%` already round towards minus infinity
-    uniform: Mapping[str, str] = field(default_factory=dict)  # functions of plain numbers, where they differ
+    lifted: str  # format string that makes a tile of a number of the type {1}
+    module: str = ""  # of the GPU language: tl, gl
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Printer:
         match node:
             case Const(value):
                 text = _number(value)
-                return f"({text})" if text.startswith("-") and outer > OPS["add"].precedence else text
+                return f"({text})" if text.startswith("-") and outer > OPERATORS["add"].precedence else text
             case Symbol(name):
                 return self.names.get(name, name)
             case Scalar(name):
@@ -60,52 +62,54 @@ class Printer:
 
     def _inside(self, op: str) -> Printer:
         """The printer of the operands of `op`."""
-        if op in ("minimum", "maximum", "where") or self.compared == (op in _COMPARISONS):
+        if OPERATORS[op].chooses or self.compared == (op in _COMPARISONS):
             return self
         return replace(self, compared=not self.compared)
 
     def _call(self, name: str, args: tuple[Expr, ...], node: Call, outer: int) -> str:
-        op = OPS[name]
-        if name in ("floordiv", "mod") and not (self.dialect.floors or _rounds_alike(args)):
-            return f"floor_{'div' if name == 'floordiv' else 'mod'}({self(args[0])}, {self(args[1])})"
-        uniform = self.scalar_code or is_uniform(node)
-        written = (
-            self.dialect.functions.get(name)
-            if not uniform
-            else self.dialect.uniform.get(name, self.dialect.functions.get(name))
-        )
-        if written is None and op.symbol is None:
+        op = OPERATORS[name]
+        number = self.scalar_code or is_uniform(node)
+        written, args = self._written(op, args, number)
+        if written:
+            operands = [self._operand(op, a) for a in args]
+            if not number:
+                operands = [self._lifted(op, n, a, text) for n, (a, text) in enumerate(zip(args, operands))]
+            return written.format(*operands, m=self.dialect.module)
+        if op.sign is None:
             raise InternalError(f"{self.dialect.name} printer: no way to write {name}")
-        if written is not None:
-            if name in ("minimum", "maximum") and not uniform and self.dialect.name == "torch":
-                written = _torch_extreme(name, args)
-            return written.format(*(self._operand(name, a) for a in args))
         if op.arity == 1:
-            text = f"{op.symbol}{self(args[0], op.precedence)}"
+            text = f"{op.sign}{self(args[0], op.precedence)}"
         else:
             left = op.precedence + 1 if op.gives == "bool" and op.takes != "bool" else op.precedence
-            text = f"{self(args[0], left)} {op.symbol} {self(args[1], op.precedence + 1)}"
+            text = f"{self(args[0], left)} {op.sign} {self(args[1], op.precedence + 1)}"
         return f"({text})" if op.precedence < outer else text
 
-    def _operand(self, op: str, node: Expr) -> str:
-        if op in _FLOAT_FUNCTIONS and node.dtype == "int":
-            return self.dialect.to_float.format(self(node, OPS["mul"].precedence))
+    def _written(self, op: Operator, args: tuple[Expr, ...], number: bool) -> tuple[str, tuple[Expr, ...]]:
+        """The format string of an operator, "" for its sign, and the operands in the order of its places."""
+        if op.name in ("floordiv", "mod") and _rounds_alike(args):
+            return "", args
+        if number:
+            return self.dialect.numbers(op), args
+        if self.dialect.mixed(op) and any(map(is_uniform, args)):
+            return self.dialect.mixed(op), args[::-1] if is_uniform(args[0]) else args
+        return self.dialect.tiles(op), args
+
+    def _operand(self, op: Operator, node: Expr) -> str:
+        if op.computes_floats and node.dtype == "int":
+            return self.dialect.to_float.format(self(node, OPERATORS["mul"].precedence))
         return self(node)
+
+    def _lifted(self, op: Operator, place: int, node: Expr, text: str) -> str:
+        """An operand beside tiles: a plain number is made a tile where the function takes nothing else."""
+        if is_uniform(node) and (op.computes_floats or (op.name == "where" and place == 0)):
+            return self.dialect.lifted.format(text, "bool" if node.dtype == "bool" else "float64")
+        return text
 
 
 def _number(value: int | float | bool) -> str:
     if isinstance(value, float) and math.isinf(value):
         return 'float("inf")' if value > 0 else '-float("inf")'
     return repr(value)
-
-
-def _torch_extreme(name: str, args: tuple[Expr, ...]) -> str:
-    """torch.minimum wants two tensors; with a plain number on one side, clamp does the same."""
-    bound = "max" if name == "minimum" else "min"
-    for k, other in ((0, 1), (1, 0)):
-        if is_uniform(args[k]):
-            return f"torch.clamp({{{other}}}, {bound}={{{k}}})"
-    return f"torch.{name}({{0}}, {{1}})"
 
 
 def _rounds_alike(args: tuple[Expr, ...]) -> bool:
@@ -143,10 +147,15 @@ def is_uniform(node: Expr) -> bool:
 
 # -- Triton and Gluon -------------------------------------------------------------------------------------------------
 def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
+    def place(printer: Printer, index: Expr, stride: str) -> str:
+        # A tensor may have more than 2**31 elements. Both factors are extended from 32 bits, which the product is for
+        # the compiler to make use of.
+        return f"{language}.cast({printer(index)}, {language}.int64) * {stride}"
+
     def load(printer: Printer, node: Load) -> str:
         # Kernels clamp positions to real ones and the caller proves indices to be in range, so no read needs a mask.
         name = f"arg_{node.tensor.name}"
-        offset = " + ".join(f"{printer(index, 7)} * {name}_s{d}" for d, index in enumerate(node.index))
+        offset = " + ".join(place(printer, index, f"{name}_s{d}") for d, index in enumerate(node.index))
         value = f"{language}.load({name} + {offset})"
         if node.dtype == "int" and printer.scalar_code and not printer.compared:
             return f"as_bound({value})"
@@ -157,28 +166,21 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
     return load
 
 
-def _gpu(language: str) -> Dialect:
-    functions = {name: f"{language}.{name}({{0}})" for name in _FLOAT_FUNCTIONS}
-    functions |= {
-        "tanh": "tanh({0})",
-        "sigmoid": f"(1.0 / (1.0 + {language}.exp(-({{0}}))))",
-        "where": f"{language}.where({{0}}, {{1}}, {{2}})",
-        "minimum": f"{language}.minimum({{0}}, {{1}})",
-        "maximum": f"{language}.maximum({{0}}, {{1}})",
-        "abs": f"{language}.abs({{0}})",
-        "floor": f"{language}.floor({{0}}).to({language}.int32)",
-    }
+def _gpu(name: str, module: str, written: Callable[[Operator], str]) -> Dialect:
     return Dialect(
-        name="triton" if language == "tl" else "gluon",
-        functions=functions,
-        load=_pointer_load(language),
+        name=name,
+        tiles=written,
+        numbers=written,
+        mixed=lambda op: "",
+        load=_pointer_load(module),
         to_float="{0} * 1.0",
-        floors=False,
+        lifted="{0}",
+        module=module,
     )
 
 
-TRITON = _gpu("tl")
-GLUON = _gpu("gl")
+TRITON = _gpu("triton", "tl", lambda op: op.gpu)
+GLUON = _gpu("gluon", "gl", lambda op: op.gluon or op.gpu)
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
@@ -191,27 +193,10 @@ def _torch_load(printer: Printer, node: Load) -> str:
 
 TORCH = Dialect(
     name="torch",
-    functions={
-        **{name: f"torch.{name}({{0}})" for name in _FLOAT_FUNCTIONS},
-        "where": "torch.where({0}, {1}, {2})",
-        "minimum": "",  # see _torch_extreme
-        "maximum": "",
-        "abs": "abs({0})",
-        "floor": "torch.floor({0}).long()",
-    },
-    uniform={
-        **{name: f"math.{name}({{0}})" for name in ("exp", "log", "log2", "tanh", "sqrt", "sin", "cos")},
-        "exp2": "(2.0 ** ({0}))",
-        "sigmoid": "(1.0 / (1.0 + math.exp(-({0}))))",
-        "rsqrt": "(1.0 / math.sqrt({0}))",
-        "where": "({1} if {0} else {2})",
-        "minimum": "min({0}, {1})",
-        "maximum": "max({0}, {1})",
-        "abs": "abs({0})",
-        "floor": "math.floor({0})",
-        "not": "(not {0})",
-    },
+    tiles=lambda op: op.tile,
+    numbers=lambda op: op.number,
+    mixed=lambda op: op.tile_and_number,
     load=_torch_load,
     to_float="{0}",
-    floors=True,
+    lifted="torch.tensor({0}, dtype=torch.{1})",  # of no dimension: the tile's dtype is that of the result
 )

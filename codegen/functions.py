@@ -6,6 +6,7 @@ Every kernel template, whatever its target, calls the same functions; only the d
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ..compiler.analysis.symbolic import simplify
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import Attention
 from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
+from ..ir.operators import OPERATORS, Operator
 from ..ir.walk import nodes, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer
 
@@ -251,21 +253,29 @@ class FunctionPrinter:
         return "\n\n".join([*self._helpers(text), text])
 
     def _helpers(self, text: str) -> list[str]:
-        helpers: list[str] = []
+        """What the functions call: reads of ints, and the operators that the language lacks."""
         if not self.language.is_gpu:
-            return helpers
+            return []
+        helpers = []
         if "as_bound(" in text:
             helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
         if "as_int(" in text:
             helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
-        if "floor_div(" in text or "floor_mod(" in text:
-            helpers.append(_FLOOR_DIV.format(jit=self.language.decorator, m=self.language.module))
-        if "floor_mod(" in text:
-            helpers.append(_FLOOR_MOD.format(jit=self.language.decorator))
-        if " tanh(" in text or "(tanh(" in text:
-            body = _TANH_APPROXIMATE if self.approximate_tanh else _TANH
-            helpers.append(body.format(jit=self.language.decorator, m=self.language.module))
-        return helpers
+        return [*helpers, *_called([self._helper(op) for op in OPERATORS.values() if op.helper], text)]
+
+    def _helper(self, operator: Operator) -> str:
+        fast = self.approximate_tanh and operator.fast_helper
+        return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
+
+
+def _called(functions: list[str], text: str) -> list[str]:
+    """Those of the functions that the text calls, or a later one of them that is called."""
+    found: list[str] = []
+    for function in reversed(functions):
+        name = function.split("def ", 1)[1].split("(", 1)[0]
+        if re.search(rf"(?<![\w.]){name}\(", "".join([text, *found])):
+            found.insert(0, function)
+    return found
 
 
 def _commented(line: str, comment: str) -> list[str]:
@@ -302,29 +312,4 @@ def as_bound(x):
     # A limit may be the largest value of its dtype, where limit + 1 would wrap. Positions are below 2**31, and what the
     # mask itself adds or multiplies is promised to be below 2**30, so bounds keep their meaning.
     return {m}.minimum({m}.maximum(x.to({m}.int64), -2147483648), 2147483648)
-'''
-_FLOOR_DIV = '''{jit}
-def floor_div(a, b):
-    """a // b rounded towards minus infinity; the hardware's division rounds towards zero."""
-    quotient = a // b
-    remainder = a - quotient * b
-    return {m}.where((remainder != 0) & ((remainder < 0) != (b < 0)), quotient - 1, quotient)
-'''
-_FLOOR_MOD = '''{jit}
-def floor_mod(a, b):
-    """a % b with the sign of b."""
-    return a - floor_div(a, b) * b
-'''
-_TANH = '''{jit}
-def tanh(x):
-    """tanh to a few roundings: a series near 0, where 1 - 2 / (1 + e^2x) would cancel, one exponential elsewhere."""
-    square = x * x
-    near = 1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    far = 1.0 - 2.0 / (1.0 + {m}.exp2(2.8853900817779268 * x))
-    return {m}.where(square < 0.0625, x * near, far)
-'''
-_TANH_APPROXIMATE = '''{jit}
-def tanh(x):
-    """The hardware's tanh: relative error up to 2**-11, about that of the 16-bit operands."""
-    return {m}.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], {m}.float32, is_pure=True, pack=1)
 '''

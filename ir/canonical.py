@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
 
-from .expr import INT32_MAX, OPS, Call, Const, Expr, Number, _result
+from .expr import INT32_MAX, Call, Const, Expr, _result
+from .operators import OPERATORS, Number
 from .walk import rewrite
 
-_COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor", "eq", "ne", "minimum", "maximum"})
-_FOLDED: dict[str, Callable[..., Number]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "lt": operator.lt,
-    "le": operator.le, "eq": operator.eq, "ne": operator.ne, "and": operator.and_, "or": operator.or_,
-    "xor": operator.xor, "not": operator.not_, "abs": abs, "minimum": min, "maximum": max,
-}  # fmt: skip
 _FLIPPED = {"gt": "lt", "ge": "le"}
 
 
@@ -33,20 +26,21 @@ def _rule(node: Expr) -> Expr | None:
     op, args = node.op, node.args
     if op in _FLIPPED:
         op, args = _FLIPPED[op], args[::-1]
-    if op in _FOLDED and all(isinstance(a, Const) for a in args):
-        value = _FOLDED[op](*(a.value for a in args))  # type: ignore[union-attr]
+    operator = OPERATORS[op]
+    if operator.exact and all(isinstance(a, Const) for a in args):
+        value = operator.python(*(a.value for a in args))  # type: ignore[union-attr]
         if node.dtype == "float":
             value = float(value)  # minimum(0, 0.0) is a float, also where Python gives the int
         if not math.isnan(value) and (not isinstance(value, int) or abs(value) <= INT32_MAX):
             return Const(value, where=node.where)
-    if op in _COMMUTATIVE:
+    if operator.commutative:
         args = tuple(sorted(args, key=lambda a: a.text))
     simpler = _identity(op, args)
     if simpler is not None:
         return simpler
     if op == node.op and all(a is b for a, b in zip(args, node.args, strict=True)):
         return None
-    return Call(op, args, _result(OPS[op], args, node.where), where=node.where)
+    return Call(op, args, _result(operator, args, node.where), where=node.where)
 
 
 def _is(node: Expr, value: Number) -> bool:

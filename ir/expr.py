@@ -1,4 +1,4 @@
-"""The expression language on one page: five kinds of node, a table of operators, and Python's operators on them.
+"""The expression language on one page: five kinds of node, and Python's operators on them (ir/operators.py).
 
 A node never changes and never compares by value: `a == b` *writes* a comparison. Two nodes mean the same when their
 `str` is the same; `str(node)` is valid text of the language and `parse` reads it back.
@@ -14,53 +14,12 @@ from functools import cached_property
 from typing import Literal, NoReturn, Union
 
 from .errors import InternalError, WeftError
+from .operators import OPERATORS, Operator
+from .operators import Number as Number
 
 DType = Literal["int", "float", "bool"]
-Number = Union[int, float, bool]
 _PACKAGE = __name__.partition(".")[0]
 
-
-@dataclass(frozen=True)
-class Op:
-    """One operator: how many operands, what it takes and gives, and how it is written."""
-
-    name: str
-    arity: int
-    takes: Literal["int", "number", "bool", "any"]
-    gives: Literal["int", "float", "bool", "same"]  # "same": int when every operand is int, else float
-    symbol: str | None = None  # infix or prefix sign; None: written as a function
-    precedence: int = 9
-
-
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op("or", 2, "bool", "bool", "|", 2),
-        Op("xor", 2, "bool", "bool", "^", 3),
-        Op("and", 2, "bool", "bool", "&", 4),
-        Op("lt", 2, "number", "bool", "<", 1),
-        Op("le", 2, "number", "bool", "<=", 1),
-        Op("gt", 2, "number", "bool", ">", 1),
-        Op("ge", 2, "number", "bool", ">=", 1),
-        Op("eq", 2, "any", "bool", "==", 1),
-        Op("ne", 2, "any", "bool", "!=", 1),
-        Op("add", 2, "number", "same", "+", 6),
-        Op("sub", 2, "number", "same", "-", 6),
-        Op("mul", 2, "number", "same", "*", 7),
-        Op("div", 2, "number", "float", "/", 7),
-        Op("floordiv", 2, "int", "int", "//", 7),
-        Op("mod", 2, "int", "int", "%", 7),
-        Op("neg", 1, "number", "same", "-", 8),
-        Op("not", 1, "bool", "bool", "~", 8),
-        Op("where", 3, "any", "same"),
-        Op("minimum", 2, "number", "same"),
-        Op("maximum", 2, "number", "same"),
-        Op("abs", 1, "number", "same"),
-        Op("floor", 1, "number", "int"),
-        *(Op(n, 1, "number", "float") for n in (
-            "exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos")),
-    )
-}  # fmt: skip
 
 # Public symbols: what they stand for, and their type. Positions are positions in the sequence, not row numbers.
 SYMBOLS: dict[str, DType] = {
@@ -76,6 +35,9 @@ CALL_OPTIONS = frozenset(
     " block_table uk uv form device score mask scale sink dropout latent name self".split()
 )
 INT32_MAX = 2**31 - 1
+
+if taken := OPERATORS.keys() & (SYMBOLS.keys() | INTERNAL_SYMBOLS.keys() | CALL_OPTIONS):
+    raise InternalError(f"operators: {', '.join(sorted(taken))} are names of symbols or call options; choose others")
 
 NO_TRUTH = (
     "an expression has no truth value while it is being declared; write `a & b` for `and`, `a | b` for `or`, "
@@ -241,7 +203,7 @@ def print_expr(node: Expr, outer: int = 0) -> str:
     match node:
         case Const(value):
             text = repr(value)
-            return f"({text})" if text.startswith("-") and outer > OPS["add"].precedence else text
+            return f"({text})" if text.startswith("-") and outer > OPERATORS["add"].precedence else text
         case Symbol(name) | Scalar(name):
             return name
         case Load(tensor, index):
@@ -253,15 +215,15 @@ def print_expr(node: Expr, outer: int = 0) -> str:
 
 
 def _print_call(name: str, args: tuple[Expr, ...], outer: int) -> str:
-    op = OPS[name]
-    if op.symbol is None:
+    op = OPERATORS[name]
+    if op.sign is None:
         return f"{name}({', '.join(print_expr(a) for a in args)})"
     if op.arity == 1:
-        text = f"{op.symbol}{print_expr(args[0], op.precedence)}"
+        text = f"{op.sign}{print_expr(args[0], op.precedence)}"
     else:
         # Operators group to the left; comparisons do not chain, so both their sides ask for parentheses.
         left = op.precedence + 1 if op.gives == "bool" and op.takes != "bool" else op.precedence
-        text = f"{print_expr(args[0], left)} {op.symbol} {print_expr(args[1], op.precedence + 1)}"
+        text = f"{print_expr(args[0], left)} {op.sign} {print_expr(args[1], op.precedence + 1)}"
     return f"({text})" if op.precedence < outer else text
 
 
@@ -284,7 +246,7 @@ def expression(value: Operand) -> Expr:
             fail(f"expected an expression or a number, got {type(value).__name__}")
 
 
-def _result(op: Op, args: tuple[Expr, ...], where: str) -> DType:
+def _result(op: Operator, args: tuple[Expr, ...], where: str) -> DType:
     """Type of an operator applied to these operands; raises at the line that wrote it."""
     if op.name == "where":
         if args[0].dtype != "bool":
@@ -296,11 +258,11 @@ def _result(op: Op, args: tuple[Expr, ...], where: str) -> DType:
         allowed = {"int": ("int",), "bool": ("bool",), "number": ("int", "float"), "any": ("int", "float", "bool")}
         if arg.dtype not in allowed[op.takes]:
             hint = " (weft.floor gives an int)" if op.takes == "int" and arg.dtype == "float" else ""
-            sign = op.symbol or op.name
+            sign = op.sign or op.name
             fail(f"`{sign}`: expected {' or '.join(allowed[op.takes])}, got {arg.dtype} `{arg}`{hint}", where)
     kinds = {a.dtype for a in args}
     if "bool" in kinds and len(kinds) > 1:
-        fail(f"`{op.symbol or op.name}`: cannot mix bool and {(kinds - {'bool'}).pop()}", where)
+        fail(f"`{op.sign or op.name}`: cannot mix bool and {(kinds - {'bool'}).pop()}", where)
     if op.gives == "same":
         return "int" if kinds == {"int"} else "float"
     return op.gives
@@ -308,13 +270,13 @@ def _result(op: Op, args: tuple[Expr, ...], where: str) -> DType:
 
 def call(name: str, *operands: Operand) -> Expr:
     """Write operator `name` applied to operands; checks types and remembers the source line."""
-    if name not in OPS:
+    if name not in OPERATORS:
         raise InternalError(f"unknown operator {name}")
     where = source_line()
     args = tuple(expression(x) for x in operands)
-    if len(args) != OPS[name].arity:
-        fail(f"{name}: expected {OPS[name].arity} operands, got {len(args)}", where)
-    return Call(name, args, _result(OPS[name], args, where), where=where)
+    if len(args) != OPERATORS[name].arity:
+        fail(f"{name}: expected {OPERATORS[name].arity} operands, got {len(args)}", where)
+    return Call(name, args, _result(OPERATORS[name], args, where), where=where)
 
 
 def symbol(name: str) -> Symbol:
@@ -326,7 +288,7 @@ def _check_name(name: str) -> str:
     # Names reach generated source: nothing but a plain ASCII identifier may pass.
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         fail(f"expected a Python identifier as a name, got {name!r}")
-    if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPS:
+    if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPERATORS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
     if name.startswith("_"):
         fail(f"the name {name!r} starts with an underscore; choose another")

@@ -8,19 +8,27 @@ from threading import RLock
 from typing import Union
 
 from .attention import Attention, Latent
-from .errors import WeftError
-from .expr import NO_TRUTH, OPS, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
+from .errors import InternalError, WeftError
+from .expr import NO_TRUTH, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
+from .operators import OPERATORS
 
 Declared = Union[Scalar, TensorOperand]
 # CPython 3.11 counts the depth of its parser in one place for all threads: two that parse at once can fail. Held by
 # whatever parses or makes others parse, as the compilation of kernels does.
 PARSING = RLock()
-_BINARY = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
-    ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
-    ast.Eq: "eq", ast.NotEq: "ne",
-}  # fmt: skip
-_UNARY = {ast.USub: "neg", ast.Invert: "not"}
+
+
+def _python_sign(text: str) -> type[ast.AST]:
+    """The class that Python's parser has for the sign in this text."""
+    match ast.parse(text, mode="eval").body:
+        case ast.BinOp(op=op) | ast.UnaryOp(op=op) | ast.Compare(ops=[op]):
+            return type(op)
+        case _:
+            raise InternalError(f"parse: {text!r} applies no sign of Python")
+
+
+_BINARY = {_python_sign(f"a {op.sign} b"): name for name, op in OPERATORS.items() if op.sign and op.arity == 2}
+_UNARY = {_python_sign(f"{op.sign} a"): name for name, op in OPERATORS.items() if op.sign and op.arity == 1}
 _TYPES = {"int": int, "float": float, "bool": bool}
 
 
@@ -140,4 +148,4 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
 
 
 def _is_function(name: str) -> bool:
-    return name in OPS and OPS[name].symbol is None
+    return name in OPERATORS and OPERATORS[name].is_function

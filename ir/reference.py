@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -11,19 +13,22 @@ from torch import Tensor
 from .attention import Attention
 from .errors import InternalError
 from .expr import Call, Const, Expr, Load, Scalar, Symbol
+from .operators import OPERATORS
 
 Value = Tensor | int | float | bool
 
-_TORCH: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.true_divide, "neg": torch.neg,
-    "floordiv": torch.floor_divide, "mod": torch.remainder, "lt": torch.lt, "le": torch.le, "gt": torch.gt,
-    "ge": torch.ge, "eq": torch.eq, "ne": torch.ne, "and": torch.logical_and, "or": torch.logical_or,
-    "xor": torch.logical_xor, "not": torch.logical_not, "where": torch.where, "minimum": torch.minimum,
-    "maximum": torch.maximum, "abs": torch.abs, "floor": lambda x: torch.floor(x).long(), "exp": torch.exp,
-    "exp2": torch.exp2, "log": torch.log, "log2": torch.log2, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "sin": torch.sin, "cos": torch.cos,
-}  # fmt: skip
-_KEEPS_INT = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum", "abs", "where"})
+
+@cache
+def _torch_function(name: str) -> Callable[..., Tensor]:
+    """The function below torch that a record of the table names."""
+    try:
+        return attrgetter(name)(torch)
+    except AttributeError:
+        raise InternalError(f"reference: torch has no {name}, which an operator names as its function") from None
+
+
+for _operator in OPERATORS.values():
+    _torch_function(_operator.torch)
 
 
 def evaluate(
@@ -57,11 +62,11 @@ def evaluate(
         return torch.as_tensor(value, dtype=wanted, device=device)  # a float must not pass through float32
 
     def _apply(op: str, values: list[Tensor], node: Call) -> Tensor:
-        if op not in _TORCH:
-            raise InternalError(f"reference: no rule for {op}")
-        if node.dtype == "float" or (op not in _KEEPS_INT and any(v.is_floating_point() for v in values)):
+        operator = OPERATORS[op]
+        if node.dtype == "float" or (operator.gives != "same" and any(v.is_floating_point() for v in values)):
             values = [v if v.dtype == torch.bool else v.to(dtype) for v in values]
-        return _TORCH[op](*values)
+        result = _torch_function(operator.torch)(*values)
+        return result.long() if operator.gives == "int" else result
 
     return visit(root)
 

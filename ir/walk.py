@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from .errors import InternalError
-from .expr import OPS, Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, _result
+from .expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, _result
+from .operators import OPERATORS
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """`node` with other children; types are worked out again and the source line is kept."""
     match node:
         case Call(op):
-            return Call(op, args, _result(OPS[op], args, node.where), where=node.where)
+            return Call(op, args, _result(OPERATORS[op], args, node.where), where=node.where)
         case Load(tensor):
             return Load(tensor, args, where=node.where)
         case _:

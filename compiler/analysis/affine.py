@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...ir.expr import OPS, Call, Const, Expr, Number, Symbol, _result
+from ...ir.expr import Call, Const, Expr, Symbol, _result
+from ...ir.operators import OPERATORS, Number
 from ...ir.walk import children, rebuild
 
 Key = tuple[str, ...]  # texts of the factors of a product, sorted; () for the constant
@@ -32,7 +33,7 @@ _MOST_KNOWN = 10_000
 
 def make(op: str, *args: Expr) -> Expr:
     """Operator `op` on nodes, without a source line: what the compiler writes."""
-    return Call(op, args, _result(OPS[op], args, ""))
+    return Call(op, args, _result(OPERATORS[op], args, ""))
 
 
 def is_bool(node: Expr, value: bool) -> bool:

@@ -13,17 +13,17 @@ from typing import NamedTuple, TypeAlias
 
 from ...ir.errors import WeftError
 from ...ir.expr import Call, Expr, Load, Symbol
+from ...ir.operators import OPERATORS
 from ...ir.walk import loads, nodes, scalars, symbols, tensors
 from .affine import is_bool
 from .records import Axis, Measuring, TileCounts, TileProgram
 from .survey import Survey
-from .tiles import _OPERATORS, Environment, Value, _function, _operand, _values
+from .tiles import Environment, Value, _function, _operand, _values
 
 MOST_STEPS = 1 << 22  # operators applied to pairs of tiles by one count of all heads: a fifth of a second
 MOST_POSITIONS = 1 << 20  # positions of all heads measured together whose values are computed
 Column: TypeAlias = "list[Value] | range"  # one value for each position, or for each tile
 Ends: TypeAlias = dict[str, list[Value]]  # least and greatest values of the tiles of an axis, by name
-_ELEMENTWISE: dict[str, Callable[..., Value]] = {**_OPERATORS, "where": lambda condition, a, b: a if condition else b}
 
 
 class Span(NamedTuple):
@@ -95,7 +95,7 @@ def _each(node: Expr, columns: Mapping[str, Column], env: dict[str, object]) -> 
         case Load(tensor, index):
             return _read(env[_operand(tensor.name)], [_each(i, columns, env) for i in index])
         case Call(op, args):
-            return _mapped(_ELEMENTWISE[op], [_each(a, columns, env) for a in args])
+            return _mapped(OPERATORS[op].python, [_each(a, columns, env) for a in args])
         case _:
             return _function(node)(env)
 

@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from ...ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
+from ...ir.operators import OPERATORS, Range
 from ...ir.walk import children, nodes
 
-Range: TypeAlias = tuple[int, int]  # lowest and highest value
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name
 
-# An int read from a tensor can be anything; in arithmetic it is trusted to be below 2**30 in size, and in an index and
-# as a divisor it is not trusted.
+# An int read from a tensor, or made from a float, can be anything; in arithmetic it is trusted to be below 2**30 in
+# size, and in an index and as a divisor it is not trusted.
 _LOADED = (-(2**30) + 1, 2**30 - 1)
 _WHOLE = (-INT32_MAX - 1, INT32_MAX)
 
@@ -40,8 +40,7 @@ def check_integers(root: Expr, env: Ranges, extents: Extents) -> list[str]:
 @lru_cache(maxsize=4096)
 def computes_ints(root: Expr) -> bool:
     """Whether sizes could make it wrong; not where ints are compared and chosen among only, as in `kv_pos <= q_pos`."""
-    chosen = ("minimum", "maximum", "where")
-    computed = (isinstance(n, Call) and n.dtype == "int" and n.op not in chosen for n in nodes(root))
+    computed = (isinstance(n, Call) and n.dtype == "int" and not OPERATORS[n.op].chooses for n in nodes(root))
     return any(computed) or any(isinstance(n, Load) for n in nodes(root))
 
 
@@ -91,8 +90,9 @@ def _range(step: _Step, operands: list[Range], env: Ranges) -> Range:
     node = step.node
     if node.dtype != "int":
         return _WHOLE
-    if isinstance(node, Call) and node.op != "floor":
-        return _apply(node.op, operands)
+    if isinstance(node, Call) and not OPERATORS[node.op].makes_ints:
+        rule = OPERATORS[node.op].int_range
+        return rule(*operands) if rule else _WHOLE
     return _LOADED
 
 
@@ -156,43 +156,3 @@ def _linear(node: Expr) -> dict[str, int] | None:
             return None if inner is None else {n: c * int(factor) for n, c in inner.items()}
         case _:
             return None
-
-
-def _apply(op: str, args: list[Range]) -> Range:
-    (a, b), (c, d) = args[-2] if len(args) > 1 else args[0], args[-1]
-    match op:
-        case "add":
-            return a + c, b + d
-        case "sub":
-            return a - d, b - c
-        case "neg":
-            return -b, -a
-        case "mul":
-            products = (a * c, a * d, b * c, b * d)
-            return min(products), max(products)
-        case "minimum":
-            return min(a, c), min(b, d)
-        case "maximum":
-            return max(a, c), max(b, d)
-        case "where":
-            return min(a, c), max(b, d)
-        case "abs":
-            return max(a, -b, 0), max(-a, b)
-        case "floordiv":
-            divisors = [x for x in (c, d, -1, 1) if x and c <= x <= d] or [1]
-            quotients = [x // y for x in (a, b) for y in divisors]
-            return min(quotients), max(quotients)
-        case "mod":
-            return _mod(a, b, c, d)
-        case _:
-            return _WHOLE
-
-
-def _mod(a: int, b: int, c: int, d: int) -> Range:
-    """x % y has the sign of y and is smaller; it is x where 0 <= x < y, and never above an x that is not negative."""
-    if 0 <= a and b < c:
-        return a, b
-    if c == d and c > 0 and a // c == b // c:
-        return a % c, b % c
-    low, high = min(c + 1, 0), max(d - 1, 0)
-    return (low, min(high, b)) if a >= 0 and c > 0 else (low, high)

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from ...ir.canonical import canonical
 from ...ir.expr import Call, Expr, Load
+from ...ir.operators import OPERATORS
 from ...ir.walk import nodes, substitute, symbols
 from .affine import choose, const, is_bool, make, name
 
@@ -128,7 +129,7 @@ def _may_wrap(node: Call) -> bool:
     """Whether a sum may leave its width: a call proves that none does, but for ints from tensors and from floats."""
     if node.op not in ("add", "sub", "neg"):
         return False
-    return any(isinstance(n, Load) or (isinstance(n, Call) and n.op == "floor") for n in nodes(node))
+    return any(isinstance(n, Load) or (isinstance(n, Call) and OPERATORS[n.op].makes_ints) for n in nodes(node))
 
 
 def _small(*exprs: Expr) -> bool:

@@ -7,22 +7,26 @@ Three worlds are kept apart, so that nothing changes its type or its meaning on 
 - bools: rebuilt as written, with simplified operands.
 
 Every function of the language is a sympy function of its own, with no rewriting of sympy's (which would merge
-exponentials or open up tanh) and with the derivative that torch takes at kinks.
+exponentials or open up tanh) and with the derivative that torch takes at kinks: that of its record in ir/operators.py,
+or the one written out here for what the record calls STRUCTURAL.
 """
 
 from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 
 import sympy
 
 from ...ir.canonical import canonical
-from ...ir.errors import InternalError
+from ...ir.errors import InternalError, WeftError
 from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
-from ...ir.walk import rebuild, symbols
+from ...ir.operators import OPERATORS, STRUCTURAL, Operator
+from ...ir.parse import parse
+from ...ir.walk import nodes, rebuild, symbols
 
 _COMPARISONS = {"lt": lambda d: d < 0, "le": lambda d: d <= 0, "eq": lambda d: d == 0, "ne": lambda d: d != 0,
                 "gt": lambda d: d > 0, "ge": lambda d: d >= 0}  # fmt: skip
@@ -73,25 +77,47 @@ class _Function(sympy.Function):  # type: ignore[misc]
     op: str  # its name in the language
 
 
-_LN2: sympy.Rational = sympy.Rational(repr(math.log(2.0)))
-# Slope of each smooth function from its value f and argument x, in the form that shares most with the function itself.
-_SLOPES: dict[str, Callable[[sympy.Expr, sympy.Expr], sympy.Expr]] = {
-    "exp": lambda f, x: f,
-    "exp2": lambda f, x: _LN2 * f,
-    "log": lambda f, x: 1 / x,
-    "log2": lambda f, x: 1 / _LN2 / x,
-    "tanh": lambda f, x: 1 - f**2,
-    "sigmoid": lambda f, x: f * (1 - f),
-    "sqrt": lambda f, x: 1 / (2 * f),
-    "rsqrt": lambda f, x: -(f**3) / 2,
-    "sin": lambda f, x: _FUNCTIONS["cos"](x),
-    "cos": lambda f, x: -_FUNCTIONS["sin"](x),
-}
+def _function_of(operator: Operator) -> type[_Function]:
+    """The sympy function of an operator."""
+    return _BUILT_IN.get(operator.name) or _by_record(operator)
 
 
-def _smooth(name: str, slope: Callable[[sympy.Expr, sympy.Expr], sympy.Expr]) -> type[_Function]:
-    members = {"op": name, "fdiff": lambda self, index=1: slope(self, self.args[0])}
-    return types.new_class(f"_{name}", (_Function,), exec_body=lambda space: space.update(members))
+@cache
+def _by_record(operator: Operator) -> type[_Function]:
+    """A function that is known by its slopes alone."""
+    rules = [_slope(operator, text) for text in operator.slopes]
+
+    def fdiff(self: _Function, number: int = 1) -> sympy.Expr:
+        return _by_rule(rules[number - 1], {**dict(zip(operator.operands, self.args)), "result": self})
+
+    members = {"op": operator.name, "fdiff": fdiff}
+    return types.new_class(f"_{operator.name}", (_Function,), exec_body=lambda space: space.update(members))
+
+
+def _slope(operator: Operator, text: str) -> Expr:
+    """A rule of the table, read."""
+    names = {name: Scalar(name, "float") for name in (*operator.operands, "result")}
+    try:
+        rule = parse(text, names)
+    except WeftError as error:
+        raise InternalError(f"operator {operator.name}: slope `{text}`: {error}") from error
+    if found := [n for n in nodes(rule) if isinstance(n, (Symbol, Load))]:
+        raise InternalError(f"operator {operator.name}: slope `{text}`: expected {', '.join(names)}, got `{found[0]}`")
+    return rule
+
+
+def _by_rule(rule: Expr, values: Mapping[str, sympy.Expr]) -> sympy.Expr:
+    """A rule of the table over the values of its names, in the form that shares most with them."""
+    match rule:
+        case Const(value):
+            return sympy.Rational(repr(value))
+        case Scalar(name):
+            return values[name]
+        case Call(op, args):
+            operands = [_by_rule(a, values) for a in args]
+            return _ARITHMETIC[op](*operands) if op in _ARITHMETIC else _function_of(OPERATORS[op])(*operands)
+        case _:
+            raise InternalError(f"slopes: unknown node {type(rule).__name__}")
 
 
 class _Less(_Function):
@@ -171,13 +197,25 @@ def _both_integers(a: sympy.Expr, b: sympy.Expr) -> bool:
     return a.is_Integer and b.is_Integer and b != 0
 
 
-_FUNCTIONS: dict[str, type[_Function]] = {
-    **{name: _smooth(name, slope) for name, slope in _SLOPES.items()},
-    **{f.op: f for f in (_Abs, _Minimum, _Maximum, _FloorDiv, _Mod)},
+_BUILT_IN: dict[str, type[_Function]] = {
+    f.op: f for f in (_Less, _Equal, _Where, _Abs, _Minimum, _Maximum, _FloorDiv, _Mod)
 }
 _ARITHMETIC: dict[str, Callable[..., sympy.Expr]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "neg": lambda a: -a,
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "neg": lambda a: -a, "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
 }  # fmt: skip
+
+
+def _check(operators: Iterable[Operator]) -> None:
+    """What the table leaves to this module is here, and its slopes are expressions."""
+    for operator in operators:
+        if operator.slopes != STRUCTURAL:
+            _by_record(operator)
+        elif operator.name not in {**_BUILT_IN, **_ARITHMETIC}:
+            raise InternalError(f"simplify: {operator.name} is STRUCTURAL, but nothing is built in for it; give slopes")
+
+
+_check(OPERATORS.values())
 
 
 # -- bools ------------------------------------------------------------------------------------------------------------
@@ -230,6 +268,8 @@ class _Border:
             case Call("floor", (x,)):
                 inner = simplify(x)
                 return self.enter(inner) if inner.dtype == "int" else self._atom(call("floor", inner))
+            case Call(op, args) if OPERATORS[op].makes_ints:
+                return self._atom(rebuild(node, tuple(simplify(a) for a in args)))
             case Call("where", (condition, a, b)):
                 return self._choice(simplify(condition), a, b, node.dtype)
             case Call("mul" | "div"):
@@ -237,7 +277,7 @@ class _Border:
                 return sympy.Mul(*self._factors(node, node.dtype))
             case Call(op, args):
                 operands = [self._operand(a, node.dtype) for a in args]
-                return _ARITHMETIC[op](*operands) if op in _ARITHMETIC else self._function(op)(*operands)
+                return _ARITHMETIC[op](*operands) if op in _ARITHMETIC else _function_of(OPERATORS[op])(*operands)
             case _:
                 raise InternalError(f"simplify: unknown node {type(node).__name__}")
 
@@ -278,11 +318,6 @@ class _Border:
             return None
         a, b = simplify(a), simplify(b)
         return None if isinstance(a, Const) and isinstance(b, Const) and b.value else self._atom(call("div", a, b))
-
-    def _function(self, op: str) -> type[_Function]:
-        if op not in _FUNCTIONS:
-            raise InternalError(f"simplify: no sympy function for {op}")
-        return _FUNCTIONS[op]
 
     # -- out of sympy
     def leave(self, node: sympy.Expr, world: str) -> Expr:

@@ -7,7 +7,6 @@ program of a simple mask is as short as a person would write it.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from itertools import pairwise
 
 from ...ir.errors import InternalError, WeftError
 from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from ...ir.operators import OPERATORS
 from ...ir.walk import rewrite, scalars, substitute, tensors
 from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
 from .records import Assign, Bounds, Interval, TileCounts, TileProgram
@@ -273,15 +273,6 @@ def _nth(runs: list[tuple[Expr, Expr]]) -> Expr:
 # -- the program in Python --------------------------------------------------------------------------------------------
 Environment = Mapping[str, object]  # ints for symbols and scalars, callables of the indices for tensors
 _Compiled = Callable[[dict[str, object]], Value]
-_OPERATORS: dict[str, Callable[..., Value]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "lt": operator.lt,
-    "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne, "and": operator.and_,
-    "or": operator.or_, "xor": operator.xor, "not": operator.not_, "abs": abs, "minimum": min, "maximum": max,
-    "div": operator.truediv, "floor": math.floor, "exp": math.exp, "exp2": lambda x: 2.0**x, "log": math.log,
-    "log2": math.log2, "tanh": math.tanh, "sigmoid": lambda x: 1.0 / (1.0 + math.exp(-x)), "sqrt": math.sqrt,
-    "rsqrt": lambda x: 1.0 / math.sqrt(x), "sin": math.sin, "cos": math.cos,
-    "floordiv": lambda a, b: a // b if b else 0, "mod": lambda a, b: a % b if b else 0,
-}  # fmt: skip
 
 
 def tile_ranges(
@@ -329,11 +320,14 @@ def _function(node: Expr) -> _Compiled:
             test, yes, no = _function(condition), _function(a), _function(b)
             return lambda env: yes(env) if test(env) else no(env)
         case Call(op, (a,)):
-            apply, only = _OPERATORS[op], _function(a)
+            apply, only = OPERATORS[op].python, _function(a)
             return lambda env: apply(only(env))
         case Call(op, (a, b)):
-            apply, left, right = _OPERATORS[op], _function(a), _function(b)
+            apply, left, right = OPERATORS[op].python, _function(a), _function(b)
             return lambda env: apply(left(env), right(env))
+        case Call(op, args):
+            apply, operands = OPERATORS[op].python, [_function(a) for a in args]
+            return lambda env: apply(*(operand(env) for operand in operands))
         case _:
             raise InternalError(f"tile program: no rule for {node}")
 

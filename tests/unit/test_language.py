@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from weft.ir import functions as fn
 from weft.ir.attention import Attention, Latent
 from weft.ir.canonical import canonical
-from weft.ir.expr import OPS, Call, Const, Expr, call, expression, scalar, symbol, tensor
+from weft.ir.expr import Call, Const, Expr, call, expression, scalar, symbol, tensor
+from weft.ir.operators import function_names
 from weft.ir.parse import parse, parse_attention
 from weft.ir.walk import loads, nodes, rewrite, scalars, substitute, symbols, tensors
 
@@ -73,7 +74,7 @@ def test_str_reads_back(e: Expr) -> None:
 def test_python_reads_the_same_tree(e: Expr) -> None:
     """The text means the same to Python; canonical, since Python turns `3 < x` into `x > 3` by itself."""
     names = {"q_pos": q_pos, "kv_pos": kv_pos, "head": head, "batch": batch, "score": score, "inf": float("inf")}
-    functions = {n: getattr(fn, n) for n in OPS if OPS[n].symbol is None}
+    functions = {n: getattr(fn, n) for n in function_names()}
     if not isinstance(e, Const):
         again = eval(str(e), {**names, **functions, **OPERANDS})
         assert str(canonical(again)) == str(canonical(e))
@@ -141,8 +142,7 @@ def test_functions_give_floats(name: str) -> None:
 
 
 def test_every_function_of_the_table_is_public_and_documented() -> None:
-    functions = [n for n, op in OPS.items() if op.symbol is None]
-    assert all(getattr(fn, n).__doc__ for n in functions)
+    assert all(getattr(fn, n).__doc__ for n in function_names())
 
 
 def test_number_subclasses_print_as_plain_numbers() -> None:

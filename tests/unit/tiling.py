@@ -12,6 +12,7 @@ from weft.compiler.analysis.records import TileProgram
 from weft.compiler.analysis.tiles import tile_program, tile_ranges
 from weft.ir.canonical import canonical
 from weft.ir.expr import Const, Expr, Load, Scalar, Symbol, expression
+from weft.ir.operators import OPERATORS
 from weft.ir.walk import fold
 
 
@@ -48,7 +49,7 @@ def evaluate(root: Expr, env: Mapping[str, object]) -> np.ndarray:
             case _:
                 raise AssertionError(node)
 
-    return fold(root, leaf, lambda op, values: _NUMPY[op](*values))
+    return fold(root, leaf, lambda op, values: (_NUMPY.get(op) or np.vectorize(OPERATORS[op].python))(*values))
 
 
 @dataclass(frozen=True)
