@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
-
 from ..compiler.planning.kernels import Slot
 from ..compiler.planning.records import Schedule, Shape, Tiling
 from ..compiler.planning.schedule import SLOTS, parse_schedule, with_tiling
@@ -82,7 +80,7 @@ def shape_class(shape: Shape) -> str:
 def remembered(key: TuneKey) -> Schedule | None:
     """The schedule that was measured to be fastest, if one was."""
     try:
-        return _read(_folder() / key.file_name, key)
+        return _read(cache.cache_dir() / FOLDER / key.file_name, key)
     except WeftError:
         return None  # the cache folder cannot be used, which its own code warns about
 
@@ -104,6 +102,8 @@ def tune(
 
     Raises WeftError if no choice of a slot could be timed, or the cache folder cannot be used.
     """
+    from filelock import FileLock  # imports asyncio: not wanted in a process that only looks schedules up
+
     folder = _folder()
     with FileLock(str(folder / f"{key.file_name}.lock")):
         found = _measured(start, choices, measure, progress, console or _stderr())
@@ -161,7 +161,11 @@ def _timed(measure: Measure, schedule: Schedule, slot: Slot, failed: dict[str, s
 # -- on disk ---------------------------------------------------------------------------------------------------------
 def _folder() -> Path:
     folder = cache.cache_dir() / FOLDER
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # known now, and not after minutes of measuring
+    except OSError as error:
+        raise WeftError(f"folder of tuned schedules {folder}: cannot be written ({error.strerror})") from error
     return folder
 
 
