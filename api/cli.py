@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from .compiler.planning.records import DTYPE_BYTES, Shape
 from .ir.errors import WeftError
 from .ir.expr import Expr, Number, Scalar, TensorOperand
 from .runtime import cache, driver
+from .runtime.settings import size_of
 
 _KINDS = {"int": int, "float": float, "bool": bool}
 _SHARED = "weft.cli.shared"
@@ -287,20 +289,42 @@ def cache_path() -> None:
 
 @cache_group.command("list")
 def cache_list() -> None:
-    """Print its entries."""
-    from rich.console import Console
-    from rich.table import Table
+    """Print its entries, and how to run an edit of one in its place.
 
+    Stale entries were made by other code of weft, or for other versions of torch and triton.
+    """
     found = cache.entries()
-    table = Table(
-        title=f"{len(found)} entries, {cache.size() / 1024:.0f} KiB in {cache.cache_dir()}", title_justify="left"
-    )
-    for column in ("entry", "KiB", "made", "state"):
-        table.add_column(column, overflow="fold")
-    for entry in found:
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created))
-        table.add_row(entry.folder, f"{entry.size / 1024:.1f}", made, entry.problem or "sound")
-    Console().print(table)
+    size = sum(entry.size for entry in found)
+    click.echo(f"{len(found)} entries, {size / 1024:.0f} KiB in {cache.cache_dir()}")
+    if found:
+        click.echo(f"{'KiB':>8}  {'made':16}  {'used':10}  entry")
+    for entry in found:  # plain lines with the name unbroken: it is there to be copied
+        made, used = time.localtime(entry.created), time.localtime(entry.used)
+        dates = f"{time.strftime('%Y-%m-%d %H:%M', made)}  {time.strftime('%Y-%m-%d', used)}"
+        click.echo(f"{entry.size / 1024:8.1f}  {dates}  {entry.folder}  {_state(entry)}")
+    _say_how_to_edit(found)
+
+
+def _state(entry: cache.EntryInfo) -> str:
+    if entry.problem:
+        return f"unsound: {entry.problem}"
+    return f"stale: {entry.stale}" if entry.stale else "sound"
+
+
+def _say_how_to_edit(found: list[cache.EntryInfo]) -> None:
+    usable = next((entry for entry in found if _state(entry) == "sound"), None)
+    if usable is not None:
+        click.echo("An edited module is named as its entry, without the last dash and what follows:")
+        click.echo(f'  cp {shlex.quote(str(usable.path))} "$WEFT_EDITED_DIR/{usable.edited_name}"')
+
+
+@cache_group.command("prune")
+@click.option("--max-size", metavar="SIZE", help="Then remove the least recently used entries beyond it, e.g. 200MB.")
+def cache_prune(max_size: str | None) -> None:
+    """Remove stale and unsound entries, and what processes that died left behind."""
+    done = cache.prune(None if max_size is None else size_of(max_size, "--max-size"))
+    counts = f"{done.stale} stale entries, {done.over} beyond the size, {done.left_overs} left-overs"
+    click.echo(f"removed {counts} ({done.size / 1024:.0f} KiB) from {cache.cache_dir()}")
 
 
 @cache_group.command("clear")

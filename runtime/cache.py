@@ -6,8 +6,10 @@ if its files are ours and whole (owner, mode, checksum, the key in full), since 
 again.
 Nothing here may stop a calculation: where the cache cannot be used, one warning says why, and the source goes to a
 temporary folder of this process.
+What later code and versions never look for is stale. It is pruned by hand, or by itself after a publish, at most daily.
 """
 
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -19,17 +21,20 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from ..ir.errors import WeftError
-from .settings import CACHE, current, edited_dir, trace
+from .settings import CACHE, DEFAULT_CACHE_SIZE, cache_max_size, current, edited_dir, trace
 
 SOURCE, META = "source.py", "meta.json"
-STAGING, LOCKS = ".tmp-", ".locks"
+STAGING, LOCKS, STAMP = ".tmp-", ".locks", ".pruned"
 STALE_SECONDS = 3600  # a staging folder this old belongs to a process that died
+DAY = 86400  # between two automatic prunes, and how exact the time of an entry's last use is
+UNUSED_SECONDS = 30 * DAY  # a stale entry this old goes by itself; a younger one may belong to another environment
 LOCK_SECONDS = 60  # a build takes a second or two; past this, build without waiting for the other process
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _ENTRY_NAME = re.compile(r".+-[0-9a-f]{12}")
@@ -96,10 +101,15 @@ class Key:
         return re.sub(r"[^A-Za-z0-9_.-]", "_", label)[:120].lstrip(".")
 
     @functools.cached_property
+    def edited_name(self) -> str:
+        """File name of an edited module that takes the place of this one: the label and a digest of the variant."""
+        return f"{self.label}-{hashlib.sha256(self.variant.encode()).hexdigest()[:8]}.py"
+
+    @functools.cached_property
     def folder(self) -> str:
-        """The label, made unique by a digest of the key."""
+        """The edited module's name, made unique by a digest of the whole key."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-        return f"{self.label}-{digest[:12]}"
+        return f"{self.edited_name.removesuffix('.py')}-{digest[:12]}"
 
 
 # --- reading and building -----------------------------------------------------------------------------------------
@@ -131,15 +141,19 @@ def load_or_build(key: Key, build: Callable[[], str]) -> Entry:
 
 
 def _edited(key: Key) -> Entry | None:
-    """The module that the user wrote in place of this one: `<label>.py` in the folder WEFT_EDITED_DIR names.
+    """The module that the user wrote in place of this one: `<key.edited_name>` in the folder WEFT_EDITED_DIR names.
 
     Loaded as it is, with no checksum, and never without saying so. Raises WeftError if it is there and cannot be read.
     """
     folder = edited_dir()
-    path = None if folder is None else folder.absolute() / f"{key.label}.py"
-    if path is None or not path.exists():
+    if folder is None:
         return None
+    path = folder / key.edited_name
     try:
+        path = path.absolute()
+        if not path.exists():
+            _warn_of_similar_names(path.parent, key)
+            return None
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WeftError(f"{path}: expected an edited module to load, got {error}") from error
@@ -147,10 +161,21 @@ def _edited(key: Key) -> Entry | None:
     return Entry(path, source, built=False)
 
 
+def _warn_of_similar_names(folder: Path, key: Key) -> None:
+    """Say which files look meant for this key and are not loaded: those with its label and another variant, or none."""
+    reasons = {folder / f"{key.label}.py": "does not say of which variant"}
+    reasons |= {path: "is of another variant" for path in folder.glob(f"{key.label}-{'[0-9a-f]' * 8}.py")}
+    for path in sorted(filter(Path.exists, reasons)):
+        _warn_once(
+            f"{path} is not loaded: its name {reasons[path]}, and {key.name} runs as generated. "
+            f"If it is an edit of this variant, rename it to {key.edited_name}"
+        )
+
+
 def _find(root: Path, key: Key) -> Entry | None:
     folder = root / key.folder
     try:
-        kept_key, source = _read_entry(folder)
+        kept_key, source, used = _read_entry(folder)
         if kept_key != asdict(key):
             raise _Unsound("belongs to another key")
     except FileNotFoundError:
@@ -159,6 +184,7 @@ def _find(root: Path, key: Key) -> Entry | None:
     except (OSError, ValueError, _Unsound) as error:
         trace(CACHE, f"cache entry {key.folder} is built again: {error}")
         return None
+    _touch(folder / META, used)
     trace(CACHE, f"cache hit {key.folder}")
     return Entry(folder / SOURCE, source, built=False)
 
@@ -175,6 +201,7 @@ def _build(root: Path, key: Key, build: Callable[[], str]) -> Entry:
             _warn_once(f"cache folder {root}: cannot be written ({error.strerror or error}). {_RUNS_UNCACHED}")
             return _temporary(key, source)
     trace(CACHE, f"cache wrote {key.folder}")
+    _tidy(root)
     return Entry(root / key.folder / SOURCE, source, built=True)
 
 
@@ -199,21 +226,34 @@ class _Unsound(Exception):
     """A cache entry that must not be loaded; the text says why."""
 
 
-def _read_entry(folder: Path) -> tuple[dict[str, str], str]:
-    """Key and source of an entry that is ours and whole. Raises FileNotFoundError, OSError, ValueError or _Unsound."""
+def _read_entry(folder: Path) -> tuple[dict[str, str], str, float]:
+    """Key, source and time of last use of an entry that is ours and whole.
+
+    Raises FileNotFoundError, OSError, ValueError or _Unsound.
+    """
     _require_ours(os.lstat(folder), stat.S_ISDIR)
-    meta = json.loads(_read_ours(folder / META))
-    source = _read_ours(folder / SOURCE)
+    content, used = _read_ours(folder / META)
+    source, _ = _read_ours(folder / SOURCE)
+    meta = json.loads(content)
     if not isinstance(meta, dict) or meta.get("sha256") != hashlib.sha256(source).hexdigest():
         raise _Unsound("source and checksum do not match: torn or edited")
-    return meta.get("key", {}), source.decode()
+    return meta.get("key", {}), source.decode(), used
 
 
-def _read_ours(path: Path) -> bytes:
+def _read_ours(path: Path) -> tuple[bytes, float]:
+    """Content and time of change."""
     # O_NONBLOCK so that a pipe put here cannot hang the open
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        _require_ours(os.fstat(file.fileno()), stat.S_ISREG)
-        return file.read()
+        info = os.fstat(file.fileno())
+        _require_ours(info, stat.S_ISREG)
+        return file.read(), info.st_mtime
+
+
+def _touch(meta: Path, used: float) -> None:
+    """Note that the entry was used today. Its meta.json holds the time, because many disks do not keep access times."""
+    if abs(time.time() - used) > DAY:  # abs: a clock that was wrong must not keep an entry for ever
+        with suppress(OSError):  # a folder that may only be read, or an entry that another process removed
+            os.utime(meta, follow_symlinks=False)
 
 
 def _require_ours(info: os.stat_result, right_kind: Callable[[int], bool]) -> None:
@@ -237,7 +277,6 @@ def _publish(root: Path, key: Key, source: str) -> None:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    _sweep(root)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -249,23 +288,14 @@ def _rename_over(staging: Path, final: Path) -> None:
     """Put staging at final. A folder with files cannot be renamed over, so an unsound one is moved away first."""
     try:
         os.rename(staging, final)
-    except OSError:
-        if not os.path.lexists(final):
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         aside = Path(f"{staging}.old")
-        os.rename(final, aside)
+        with suppress(FileNotFoundError):  # pruned since
+            os.rename(final, aside)
         os.rename(staging, final)
         _remove(aside)
-
-
-def _sweep(root: Path) -> None:
-    """Remove what processes that died left behind."""
-    for path in root.glob(f"{STAGING}*"):
-        try:
-            if time.time() - os.lstat(path).st_mtime > STALE_SECONDS:
-                _remove(path)
-        except OSError:
-            continue  # its own process, or another sweep, was faster
 
 
 def _remove(path: Path) -> None:
@@ -281,25 +311,15 @@ _RUNS_UNCACHED = "Kernels run, but are generated again in every process; set WEF
 _warned: set[str] = set()
 
 
-def _user_cache_dir() -> Path:
-    try:
-        from platformdirs import user_cache_path
-    except ImportError:  # optional; this is what it answers on Linux
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "weft"
-    return user_cache_path("weft")
-
-
 def cache_dir() -> Path:
     """The cache folder, made (mode 0700) if missing.
 
     Raises WeftError if it cannot be made, or if somebody else owns it or may write to it: loading an entry runs code.
     """
-    path = (current().cache_dir or _user_cache_dir()).expanduser().absolute()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.stat()
-    except OSError as error:
-        raise WeftError(f"cache folder {path}: cannot be made ({error.strerror})") from error
+    path = _expanded(current().cache_dir or _user_cache_dir())
+    info = _made(path)
+    if not stat.S_ISDIR(info.st_mode):
+        raise WeftError(f"cache folder {path}: expected a folder, got a file")
     if info.st_uid != os.geteuid():
         raise WeftError(f"cache folder {path}: expected a folder of user {os.geteuid()}, got one of user {info.st_uid}")
     if info.st_mode & _WRITABLE_BY_OTHERS:
@@ -308,6 +328,52 @@ def cache_dir() -> Path:
             "look at what is in it, then run `chmod 700` on it"
         )
     return path
+
+
+def _user_cache_dir() -> Path:
+    own = os.environ.get("XDG_CACHE_HOME")
+    if own and os.path.isabs(own):
+        return Path(own) / "weft"
+    home = _default_cache_home()
+    if own:  # an empty one counts as not set, by its specification
+        _warn_once(
+            f"XDG_CACHE_HOME: expected an absolute path, got {own!r}; generated kernels are kept in {home} instead. "
+            "Give it an absolute path, or set WEFT_CACHE_DIR"
+        )
+    return home
+
+
+def _default_cache_home() -> Path:
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # optional; this is what it answers on Linux
+        return Path("~/.cache/weft")
+    try:
+        return user_cache_path("weft")
+    except RuntimeError:  # no home: `_expanded` says so
+        return Path("~/.cache/weft")
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        user = path.parts[0][1:] or f"{os.geteuid()} (HOME is not set)"
+        raise WeftError(f"cache folder {path}: no home folder is known of user {user}") from error
+    except OSError as error:
+        raise WeftError(f"cache folder {path}: the working folder is gone ({error.strerror})") from error
+
+
+def _made(path: Path) -> os.stat_result:
+    try:
+        with suppress(FileNotFoundError):
+            return path.stat()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path.stat()
+    except OSError as error:
+        raise WeftError(f"cache folder {path}: cannot be made ({error.strerror})") from error
+    except ValueError as error:  # a NUL in the name
+        raise WeftError(f"cache folder {str(path)!r}: cannot be made ({error})") from error
 
 
 def _usable_root() -> Path | None:
@@ -339,7 +405,7 @@ def _temporary(key: Key, source: str) -> Entry:
     return Entry(path, source, built=True)
 
 
-# --- for the command line -----------------------------------------------------------------------------------------
+# --- what is there ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -350,42 +416,211 @@ class EntryInfo:
     path: Path  # of the source
     size: int  # bytes of all its files
     created: float  # seconds since 1970
-    problem: str  # why it would be built again; "" if it is sound
+    used: float  # when it was last loaded, to a day; seconds since 1970
+    stale: str  # why the code and the versions of today never look for it; "" if they do
+    problem: str = ""  # why it would be built again; "" if it is sound, or was not read whole
+
+    @property
+    def edited_name(self) -> str:
+        """`Key.edited_name` of its key."""
+        return f"{self.folder.rpartition('-')[0]}.py"
 
 
 def entries() -> list[EntryInfo]:
     """All entries of the cache folder, sound or not, by name."""
-    return [_info(folder) for folder in _entry_folders(cache_dir())]
+    return [replace(info, problem=_problem(info.path.parent)) for info in _survey(cache_dir())]
 
 
 def size() -> int:
     """Bytes taken by all entries."""
-    return sum(info.size for info in entries())
+    return sum(info.size for info in _survey(cache_dir()))
 
 
-def clear() -> int:
-    """Remove all entries, locks and left-overs, and nothing else; returns how many entries there were."""
-    root = cache_dir()
-    folders = _entry_folders(root)
-    for path in (*folders, *root.glob(f"{STAGING}*"), root / LOCKS):
-        _remove(path)
-    return len(folders)
+def _survey(root: Path) -> list[EntryInfo]:
+    """All entries by name, without reading their sources."""
+    infos = []
+    for folder in _entry_folders(root):
+        with suppress(FileNotFoundError):  # another process was removing it
+            infos.append(_info(folder))
+    return infos
 
 
 def _entry_folders(root: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in root.iterdir()
-        if _ENTRY_NAME.fullmatch(path.name) and any(os.path.lexists(path / name) for name in (SOURCE, META))
-    )
+    try:
+        return sorted(
+            path
+            for path in root.iterdir()
+            if _ENTRY_NAME.fullmatch(path.name) and any(os.path.lexists(path / name) for name in (SOURCE, META))
+        )
+    except OSError as error:
+        raise WeftError(f"cache folder {root}: cannot be read ({error.strerror})") from error
 
 
 def _info(folder: Path) -> EntryInfo:
+    files = {} if folder.is_symlink() else {path.name: os.lstat(path) for path in folder.iterdir()}
+    created = os.lstat(folder).st_mtime
+    size = sum(info.st_size for info in files.values())
+    return EntryInfo(folder.name, folder / SOURCE, size, created, _last_used(folder), _staleness(folder))
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return os.lstat(folder / META).st_mtime
+    except OSError:
+        return os.lstat(folder).st_mtime
+
+
+def _problem(folder: Path) -> str:
     try:
         _read_entry(folder)
-        problem = ""
     except (OSError, ValueError, _Unsound) as error:
-        problem = str(error)
-    files = [os.lstat(path) for path in folder.iterdir()] if not folder.is_symlink() else []
-    created = os.lstat(folder).st_mtime
-    return EntryInfo(folder.name, folder / SOURCE, sum(info.st_size for info in files), created, problem)
+        return str(error)
+    return ""
+
+
+def _staleness(folder: Path) -> str:
+    """Why nothing that runs today looks for this entry."""
+    try:
+        key = Key(**json.loads(_read_ours(folder / META)[0])["key"])
+        name = key.folder
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, _Unsound):
+        return "it has no key that can be read"
+    if key.generator != generator_digest():
+        return "made by other code of weft"
+    for package, then, now in (("triton", key.triton, _triton_version()), ("torch", key.torch, _torch_version())):
+        if then != now:
+            return f"made for {package} {then}, here is {now}"
+    return "" if name == folder.name else "named after another key"
+
+
+# --- pruning ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a prune removed."""
+
+    stale: int  # entries that nothing of today would load
+    over: int  # least recently used ones, beyond the size
+    size: int  # bytes of both
+    left_overs: int  # of processes that died, and locks that nobody holds
+
+
+def prune(max_size: int | None = None) -> Pruned:
+    """Remove entries that are stale or unsound, left-overs, and the least recently used ones beyond `max_size` bytes.
+
+    Processes that run may go on: they hold the text of what they loaded, and build again what they find missing.
+    Raises WeftError if the folder cannot be used or written.
+    """
+    root = cache_dir()
+    with _writing(root):
+        return _prune(root, entries(), lambda info: bool(info.stale or info.problem), max_size)
+
+
+def clear() -> int:
+    """Remove all entries, locks and left-overs, and nothing else; returns how many entries there were.
+
+    Raises WeftError if the folder cannot be used or written.
+    """
+    root = cache_dir()
+    with _writing(root):
+        removed = sum(_take_away(root, folder) for folder in _entry_folders(root))
+        for path in (*root.glob(f"{STAGING}*"), root / LOCKS, root / STAMP):
+            _remove(path)
+    return removed
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeftError(f"cache folder {root}: cannot be written ({error.strerror or error})") from error
+
+
+def _prune(root: Path, infos: list[EntryInfo], unwanted: Callable[[EntryInfo], bool], max_size: int | None) -> Pruned:
+    stale = {info for info in infos if unwanted(info)}
+    over = set() if max_size is None else _beyond(set(infos) - stale, max_size)
+    removed = {info for info in stale | over if _retire(root, info)}
+    left_overs = _sweep(root.glob(f"{STAGING}*"), (root / LOCKS).glob("*.lock"))
+    return Pruned(len(stale & removed), len(over & removed), sum(info.size for info in removed), left_overs)
+
+
+def _beyond(infos: set[EntryInfo], max_size: int) -> set[EntryInfo]:
+    """The least recently used entries without which the others take at most `max_size` bytes."""
+    excess = sum(info.size for info in infos) - max_size
+    doomed = set()
+    for info in sorted(infos, key=lambda info: (info.used, info.folder)):
+        if excess <= 0:
+            break
+        doomed.add(info)
+        excess -= info.size
+    return doomed
+
+
+def _retire(root: Path, info: EntryInfo) -> bool:
+    """Remove an entry, unless another process used or replaced it since it was looked at."""
+    try:
+        return _last_used(info.path.parent) == info.used and _take_away(root, info.path.parent)
+    except FileNotFoundError:
+        return False
+
+
+def _take_away(root: Path, folder: Path) -> bool:
+    """Remove an entry; it leaves by one rename, so that nobody sees half of it. False: another process was faster."""
+    aside = root / f"{STAGING}{os.urandom(6).hex()}.old"
+    try:
+        os.rename(folder, aside)
+    except FileNotFoundError:
+        return False
+    _remove(aside)
+    return True
+
+
+def _sweep(*left_overs: Iterable[Path]) -> int:
+    """Remove those that are old enough to belong to a process that died; returns how many."""
+    removed = 0
+    for path in chain(*left_overs):
+        with suppress(OSError):  # its own process, or another sweep, was faster
+            if _age(path) > STALE_SECONDS:
+                _remove(path)
+                removed += 1
+    return removed
+
+
+def _age(path: Path) -> float:
+    return time.time() - os.lstat(path).st_mtime
+
+
+# --- by itself, after a publish -----------------------------------------------------------------------------------
+
+
+def _tidy(root: Path) -> None:
+    """Sweep, and once a day prune. It reads no sources and holds no lock; what fails here can wait for another day."""
+    try:
+        _sweep(root.glob(f"{STAGING}*"))
+        if _is_due(root / STAMP):
+            (root / STAMP).touch(mode=0o600)  # first, so that processes that publish meanwhile do not prune too
+            done = _prune(root, _survey(root), _is_long_unused, _size_limit())
+            trace(CACHE, f"cache pruned {done.stale} stale entries and {done.over} beyond its size")
+    except (OSError, WeftError) as error:
+        trace(CACHE, f"cache was not pruned: {error}")
+
+
+def _is_due(stamp: Path) -> bool:
+    try:
+        return abs(_age(stamp)) > DAY
+    except FileNotFoundError:
+        return True
+
+
+def _is_long_unused(info: EntryInfo) -> bool:
+    return bool(info.stale) and time.time() - info.used > UNUSED_SECONDS
+
+
+def _size_limit() -> int:
+    try:
+        return cache_max_size()
+    except WeftError as error:
+        _warn_once(f"{error}. The cache is kept below {DEFAULT_CACHE_SIZE // 10**6} MB")
+        return DEFAULT_CACHE_SIZE

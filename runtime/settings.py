@@ -6,6 +6,7 @@
 | cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; default: the user's cache folder |
 | target | `WEFT_TARGET` | `target=` | target of calls that name none; default: from the operands' device |
 | edited modules | `WEFT_EDITED_DIR` | | folder of modules to load in place of generated ones |
+| size of the cache | `WEFT_CACHE_MAX_SIZE` | | what the cache folder is kept below, once a day; default: 256MB |
 
 A block (`with weft.settings(debug=2):`) goes before the environment, and an argument of a call before both. Blocks
 follow `contextvars`: they hold for the thread or task that opened them, so settings are read where a call is made and
@@ -13,6 +14,7 @@ not inside a backward pass, which autograd may run in another thread.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ import torch
 from ..ir.errors import WeftError
 
 PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
+DEFAULT_CACHE_SIZE = 256 * 10**6
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,25 @@ def edited_dir() -> Path | None:
     """Where edited modules are; of the environment alone, since a process loads a module once."""
     folder = os.environ.get("WEFT_EDITED_DIR")
     return Path(folder) if folder else None
+
+
+def cache_max_size() -> int:
+    """Bytes that the cache folder is kept below; of the environment alone, since all processes share the folder."""
+    text = os.environ.get("WEFT_CACHE_MAX_SIZE")
+    return size_of(text, "WEFT_CACHE_MAX_SIZE") if text else DEFAULT_CACHE_SIZE
+
+
+def size_of(text: str, setting: str) -> int:
+    """Bytes that a text such as 200MB (10^6), 1.5GiB (2^30) or 4096 stands for; in the words of `setting` where none.
+
+    >>> size_of("200MB", ""), size_of("2 kib", "")
+    (200000000, 2048)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip(), re.IGNORECASE | re.ASCII)
+    if not match:
+        raise WeftError(f"{setting}: expected a size such as 200MB or 1GiB, got {text!r}")
+    power = " kmgt".index((match[2] or " ").lower())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 @contextmanager

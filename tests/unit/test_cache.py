@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from filelock import FileLock
 
 import weft.runtime.cache as cache
 from weft.ir.errors import WeftError
+from weft.runtime import tuner
 from weft.runtime.cache import Key, load_or_build
-from weft.runtime.settings import settings
+from weft.runtime.settings import settings, size_of
 
 KEY = Key(
     "gemma_local", "flash_forward", "triton", "d128-bf16", "score=score mask=True", "flash 128x64", "g", "3.6", "2.11"
@@ -44,6 +47,17 @@ def never() -> str:
     raise AssertionError("built again although the entry is sound")
 
 
+@contextmanager
+def said_once():
+    """The one warning that the block gives, in a list that is filled when it ends."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(warning.message) for warning in caught]
+    assert [warning.category for warning in caught] == [RuntimeWarning], said
+
+
 def start(function, *arguments) -> multiprocessing.Process:
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
@@ -54,9 +68,10 @@ def start(function, *arguments) -> multiprocessing.Process:
 
 
 def test_folder_is_readable_and_ends_in_a_digest():
-    name, _, digest = KEY.folder.rpartition("-")
+    name, variant, digest = KEY.folder.rsplit("-", 2)
     assert name == "gemma_local-flash_forward-triton-d128-bf16"
-    assert len(digest) == 12 and int(digest, 16) >= 0
+    assert (len(variant), len(digest)) == (8, 12) and int(variant + digest, 16) >= 0
+    assert KEY.edited_name == f"{name}-{variant}.py"
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Key)])
@@ -127,14 +142,50 @@ def test_an_error_of_the_builder_is_passed_on_and_leaves_nothing(root):
 def test_an_edited_module_takes_the_place_of_the_generated_one(root, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path))
     assert load_or_build(KEY, build).source == TEXT
-    mine = tmp_path / f"{KEY.label}.py"
+    mine = tmp_path / KEY.edited_name
     mine.write_text("answer = 43\n")
-    with pytest.warns(RuntimeWarning, match=rf"runs the edited module .*{KEY.label}\.py"):
+    with pytest.warns(RuntimeWarning, match=f"gemma_local runs the edited module {mine}"):
         assert load_or_build(KEY, build).source == "answer = 43\n"
+    assert load_or_build(replace(KEY, schedule="flash 64x64"), never).source == "answer = 43\n"
     mine.write_bytes(b"\xff")
-    with pytest.raises(WeftError, match=rf"{KEY.label}\.py: expected an edited module to load, got .*decode"):
+    with pytest.raises(WeftError, match=rf"{KEY.edited_name}: expected an edited module to load, got .*decode"):
         load_or_build(KEY, build)
     mine.unlink()
+    assert load_or_build(KEY, build).source == TEXT
+
+
+def test_an_edit_of_one_variant_is_not_loaded_for_another_of_the_same_name(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path))
+    other = replace(KEY, variant="score=score mask=False")
+    assert other.label == KEY.label and other.edited_name != KEY.edited_name
+    (tmp_path / KEY.edited_name).write_text("answer = 43\n")
+    with said_once() as said:
+        for _ in range(2):
+            assert load_or_build(other, build).source == TEXT
+    assert re.fullmatch(
+        f".*{KEY.edited_name} is not loaded: its name is of another variant, and gemma_local runs as generated. "
+        f"If it is an edit of this variant, rename it to {other.edited_name}", said[0],
+    )  # fmt: skip
+
+
+def test_an_edit_that_does_not_name_its_variant_is_not_loaded(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path))
+    (tmp_path / f"{KEY.label}.py").write_text("answer = 43\n")
+    with said_once() as said:
+        for _ in range(2):
+            assert load_or_build(KEY, build).source == TEXT
+    assert re.search(
+        f"{KEY.label}.py is not loaded: its name does not say of which .*rename it to {KEY.edited_name}", said[0]
+    )
+    (tmp_path / f"{KEY.label}.py").rename(tmp_path / KEY.edited_name)
+    with pytest.warns(RuntimeWarning, match="runs the edited module"):
+        assert load_or_build(KEY, never).source == "answer = 43\n"
+
+
+def test_files_of_other_names_in_the_folder_of_edits_say_nothing(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path))
+    for name in ("notes.py", f"{KEY.label}-draft.py", f"{KEY.label}-0123abcd.txt", f"x{KEY.edited_name}"):
+        (tmp_path / name).write_text("answer = 43\n")
     assert load_or_build(KEY, build).source == TEXT
 
 
@@ -176,6 +227,26 @@ def test_a_warm_start_is_quick(root):
         built, seconds = subprocess.check_output(command, env=environment, text=True).split()
         assert built == expected
     assert float(seconds) < 0.25
+
+
+def test_a_warm_call_reads_each_file_once_and_imports_nothing_that_only_building_needs(root):
+    code = """
+        import os, sys
+        root, events = os.environ["WEFT_CACHE_DIR"], []
+        sys.addaudithook(lambda event, arguments: events.append((event, *arguments)))
+        import torch, weft
+        query = torch.ones(1, 1, 8, 16)
+        weft.Attention(mask=weft.masks.causal, name="warm")(query, query, query, target="cpu")
+        print([name for name in ("filelock", "click", "rich") if name in sys.modules])
+        print([event for event, *given in events if event != "compile" and str(given[:1]).startswith(f"['{root}")])
+        print([os.path.basename(path) for event, path, *_ in events if event == "open" and str(path).startswith(root)])
+    """
+    environment = {**os.environ, "WEFT_CACHE_DIR": str(root)}
+    for _ in range(2):
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        imported, touched, opened = subprocess.check_output(command, env=environment, text=True).splitlines()
+    assert imported == "[]" and touched == str(["open"] * 3)
+    assert re.fullmatch(r"\['\S+\.json', 'meta.json', 'source.py'\]", opened)  # of the tuner, then of the entry
 
 
 # --- many processes, killed processes -----------------------------------------------------------------------------
@@ -369,6 +440,190 @@ def test_a_read_only_folder_serves_what_it_has_and_warns_for_the_rest(root, monk
         assert load_or_build(replace(KEY, name="other"), build).source == TEXT
 
 
+@pytest.fixture
+def read_only(root, monkeypatch):
+    """Called, it makes the cache folder as on a disk that may only be read, which does not stop root by its mode."""
+
+    def freeze() -> None:
+        def refusing(function, writes=lambda *_: True):
+            def call(path, *arguments, **named):
+                if Path(os.fsdecode(path)).is_relative_to(root) and writes(*arguments):
+                    raise OSError(errno.EROFS, "Read-only file system", str(path))
+                return function(path, *arguments, **named)
+
+            return call
+
+        for name in ("mkdir", "rename", "replace", "utime", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+        wanted = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        monkeypatch.setattr(os, "open", refusing(os.open, lambda flags=0, *_: flags & wanted))
+
+    return freeze
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_read_only_folder_gives_one_warning_for_all_that_it_lacks(root, read_only, locks):
+    found = load_or_build(KEY, build).path
+    os.utime(found.with_name("meta.json"), (0, 0))
+    if not locks:
+        shutil.rmtree(root / ".locks")
+    read_only()
+    others = [replace(KEY, name=name) for name in ("one", "two")]
+    with said_once() as said:
+        assert load_or_build(KEY, never).path == found
+        for key in others:
+            entry = load_or_build(key, build)
+            assert entry.path.read_text() == entry.source == TEXT and root not in entry.path.parents
+    assert re.search(
+        rf"cache folder {root}: cannot be written \(Read-only file system\).*; set WEFT_CACHE_DIR to", said[0]
+    )
+
+
+def test_a_read_only_folder_says_so_to_who_prunes_or_clears_it(root, read_only):
+    load_or_build(KEY, build)
+    read_only()
+    for command in (cache.prune, cache.clear):
+        with pytest.raises(WeftError, match=rf"cache folder {root}: cannot be written \(Read-only file system\)"):
+            command()
+    assert not load_or_build(KEY, never).built
+
+
+TUNED = tuner.TuneKey("0123abcd", "d128-bf16", "h200", "triton", "flash")
+
+
+def test_tuned_schedules_are_looked_up_in_a_read_only_folder_and_not_measured_for_it(root, read_only):
+    load_or_build(KEY, build)
+    read_only()
+    assert tuner.remembered(TUNED) is None
+    with pytest.raises(WeftError, match=r"folder of tuned schedules .*: cannot be written \(Read-only file system\)"):
+        tuner.forget(TUNED)
+
+
+def nobody_knows_the_user(monkeypatch) -> None:
+    import pwd
+
+    def unknown(who):
+        raise KeyError(who)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "WEFT_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+def a_parent_that_may_not_be_written(monkeypatch, tmp_path) -> None:
+    mkdir = os.mkdir
+
+    def refused(path, *arguments, **named):
+        if Path(path).is_relative_to(tmp_path / "parent"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "mkdir", refused)
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "parent" / "cache"))
+
+
+def a_working_folder_that_is_gone(monkeypatch, tmp_path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("WEFT_CACHE_DIR", "cache")
+
+
+UNUSABLE = {
+    "no home": (
+        lambda patch, _: nobody_knows_the_user(patch),
+        r"~/.cache/weft: no home folder is known of user \d+ \(HOME",
+    ),
+    "unknown user": (
+        lambda patch, _: patch.setenv("WEFT_CACHE_DIR", "~nosuch/x"),
+        "~nosuch/x: no home folder is known of user nosuch",
+    ),
+    "a file": (
+        lambda patch, path: patch.setenv("WEFT_CACHE_DIR", str(path / "file")),
+        "/file: expected a folder, got a file",
+    ),
+    "below a file": (
+        lambda patch, path: patch.setenv("WEFT_CACHE_DIR", str(path / "file" / "cache")),
+        r"/file/cache: cannot be made \(Not a directory\)",
+    ),
+    "a link to nothing": (
+        lambda patch, path: patch.setenv("WEFT_CACHE_DIR", str(path / "link")),
+        r"/link: cannot be made \(File exists\)",
+    ),
+    "no permission": (a_parent_that_may_not_be_written, r"/parent/cache: cannot be made \(Permission denied\)"),
+    "no working folder": (a_working_folder_that_is_gone, "cache: the working folder is gone"),
+    "a name too long": (
+        lambda patch, path: patch.setenv("WEFT_CACHE_DIR", str(path / ("x" * 300))),
+        r"cannot be made \(File name too long\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.parametrize("with_platformdirs", [True, False])
+def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
+    tmp_path, monkeypatch, case, with_platformdirs
+):
+    arrange, match = UNUSABLE[case]
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nothing")
+    monkeypatch.setattr(cache, "_warned", set())
+    if not with_platformdirs:
+        monkeypatch.setitem(sys.modules, "platformdirs", None)
+    arrange(monkeypatch, tmp_path)
+    with said_once() as said:
+        assert tuner.remembered(TUNED) is None
+        for key in (KEY, replace(KEY, name="other")):
+            assert load_or_build(key, build).path.read_text() == TEXT
+    assert re.search(match, said[0]) and "set WEFT_CACHE_DIR to a folder that you own" in said[0]
+    with pytest.raises(WeftError, match=match):
+        cache.entries()
+
+
+def test_a_nul_in_the_name_of_the_folder_gives_one_warning(monkeypatch):
+    monkeypatch.setattr(cache, "_warned", set())
+    with settings(cache_dir="/tmp/a\0b"), said_once() as said:
+        assert tuner.remembered(TUNED) is None
+        assert load_or_build(KEY, build).source == TEXT
+    assert "cannot be made" in said[0]
+
+
+@pytest.mark.parametrize("with_platformdirs", [True, False])
+def test_the_users_cache_folder_where_none_is_named(tmp_path, monkeypatch, with_platformdirs):
+    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.delenv("WEFT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    if not with_platformdirs:
+        monkeypatch.setitem(sys.modules, "platformdirs", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert cache.cache_dir() == tmp_path / "mine" / "weft"
+    for unset in ("", None):
+        monkeypatch.delenv("XDG_CACHE_HOME") if unset is None else monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert cache.cache_dir() == tmp_path / ".cache" / "weft"
+    monkeypatch.setenv("XDG_CACHE_HOME", "some/where")
+    with said_once() as said:
+        for _ in range(2):
+            assert load_or_build(KEY, build).path.is_relative_to(tmp_path / ".cache" / "weft")
+    assert re.match(
+        "XDG_CACHE_HOME: expected an absolute path, got 'some/where'; .*instead. Give it an absolute path", said[0]
+    )
+
+
+def test_a_call_goes_on_without_a_cache(tmp_path):
+    (tmp_path / "file").write_text("")
+    environment = {**os.environ, "WEFT_CACHE_DIR": str(tmp_path / "file")}
+    code = """
+        import torch, weft
+        query = torch.ones(1, 1, 8, 16, requires_grad=True)
+        weft.Attention(mask=weft.masks.causal)(query, query, query).sum().backward()
+        print(query.grad.shape == query.shape)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n" and done.stderr.count("RuntimeWarning") == 1
+
+
 def test_a_folder_that_cannot_be_made_gives_a_warning_and_still_runs(root):
     with settings(cache_dir="/proc/weft"), pytest.warns(RuntimeWarning, match="/proc/weft: cannot be made"):
         assert load_or_build(KEY, build).path.read_text() == TEXT
@@ -392,6 +647,259 @@ def test_a_folder_of_another_user_is_not_trusted(root, monkeypatch):
         cache.cache_dir()
     with pytest.warns(RuntimeWarning, match="expected a folder of user"):
         assert load_or_build(KEY, build).built
+
+
+# --- pruning ------------------------------------------------------------------------------------------------------
+
+TODAY = Key("gemma_local", "flash_forward", "triton", "d128-bf16", "score=score mask=True", "flash 128x64")
+DAY = 86400
+
+
+def age(entry: cache.Entry, days: float) -> None:
+    """As if it was last used so long ago."""
+    then = time.time() - days * DAY
+    os.utime(entry.path.with_name("meta.json"), (then, then))
+
+
+def days_since_use(entry: cache.Entry) -> float:
+    return (time.time() - entry.path.with_name("meta.json").stat().st_mtime) / DAY
+
+
+def due(root: Path) -> None:
+    """As if the last automatic prune was long ago."""
+    os.utime(root / ".pruned", (0, 0))
+
+
+def names() -> list[str]:
+    return [info.folder.split("-")[0] for info in cache.entries()]
+
+
+STALE = {
+    "generator": ("other", "made by other code of weft"),
+    "triton": ("1.0", "made for triton 1.0, here is .+"),
+    "torch": ("0.4", "made for torch 0.4, here is .+"),
+}
+
+
+@pytest.mark.parametrize("field", STALE)
+def test_what_other_code_and_versions_made_is_stale(root, field):
+    value, match = STALE[field]
+    load_or_build(TODAY, build)
+    load_or_build(replace(TODAY, name="older", **{field: value}), build)
+    sound, older = cache.entries()
+    assert sound.stale == "" and re.fullmatch(match, older.stale) and (sound.problem, older.problem) == ("", "")
+    assert cache.prune() == cache.Pruned(stale=1, over=0, size=older.size, left_overs=0)
+    assert names() == ["gemma_local"] and not load_or_build(TODAY, never).built
+
+
+def test_an_entry_under_another_name_than_its_keys_is_stale(root):
+    entry = load_or_build(TODAY, build).path.parent
+    entry.rename(root / f"{TODAY.label}-0123456789ab")  # as entries were named before they told the variant
+    assert [info.stale for info in cache.entries()] == ["named after another key"]
+    assert cache.prune().stale == 1
+
+
+@pytest.mark.parametrize("meta", ["", "[1]", "{}", '{"key": {"name": "x", "new": "field"}}', '{"key": [1]}'])
+def test_an_entry_without_a_key_is_stale(root, meta):
+    load_or_build(TODAY, build).path.with_name("meta.json").write_text(meta)
+    assert [info.stale for info in cache.entries()] == ["it has no key that can be read"]
+    assert cache.prune().stale == 1
+
+
+def test_prune_removes_unsound_entries_and_left_overs_and_nothing_else(root):
+    sound, torn = load_or_build(TODAY, build), load_or_build(replace(TODAY, name="torn"), build)
+    torn.path.write_text("half")
+    others = [root / name for name in (".tmp-old", ".tmp-young", ".tuned", "branch-0123456789ab")]
+    for folder in others:
+        folder.mkdir()
+        (folder / "work.c").write_text("mine")
+    os.utime(root / ".tmp-old", (0, 0))
+    os.utime(root / ".locks" / f"{torn.path.parent.name}.lock", (0, 0))
+    assert (cache.prune().left_overs, names()) == (2, ["gemma_local"])
+    assert [folder.exists() for folder in others] == [False, True, True, True]
+    assert [lock.stem for lock in (root / ".locks").iterdir()] == [sound.path.parent.name]
+
+
+def test_prune_to_a_size_removes_the_least_recently_used(root):
+    loaded = {name: load_or_build(replace(TODAY, name=name), build) for name in ("a", "b", "c", "d")}
+    for name, days in zip(loaded, (1, 4, 2, 3), strict=True):
+        age(loaded[name], days)
+    each = cache.size() // 4
+    assert cache.prune(4 * each).over == 0
+    assert cache.prune(2 * each + 1) == cache.Pruned(stale=0, over=2, size=2 * each, left_overs=0)
+    assert names() == ["a", "c"]
+    assert cache.prune(0).over == 2 and names() == []
+
+
+def test_stale_entries_go_before_any_that_is_used(root):
+    for name, days in (("used", 9), ("stale", 0)):
+        age(load_or_build(replace(TODAY, name=name, torch="0.4" if name == "stale" else TODAY.torch), build), days)
+    assert cache.prune(max(info.size for info in cache.entries())).over == 0
+    assert names() == ["used"]
+
+
+def test_a_hit_notes_the_day_and_not_each_hit(root):
+    entry = load_or_build(TODAY, build)
+    for days, expected in ((3, 0), (0.5, 0.5), (-400, 0)):  # -400: by a clock that was wrong
+        age(entry, days)
+        load_or_build(TODAY, never)
+        assert days_since_use(entry) == pytest.approx(expected, abs=0.01)
+
+
+def test_listing_is_no_use(root):
+    entry = load_or_build(TODAY, build)
+    age(entry, 5)
+    assert time.time() - cache.entries()[0].used == pytest.approx(5 * DAY, abs=60)
+    assert days_since_use(entry) == pytest.approx(5, abs=0.01)
+
+
+def test_by_itself_only_stale_entries_that_were_long_unused_go(root):
+    for name, torch, days in (("old", "0.4", 31), ("young", "0.4", 29), ("mine", TODAY.torch, 99)):
+        age(load_or_build(replace(TODAY, name=name, torch=torch), build), days)
+    due(root)
+    load_or_build(TODAY, build)
+    assert names() == ["gemma_local", "mine", "young"]
+
+
+def test_by_itself_at_most_once_a_day_and_only_after_a_publish(root):
+    old = replace(TODAY, name="old", torch="0.4")
+    age(load_or_build(old, build), 31)
+    load_or_build(TODAY, build)  # the first publish has set the stamp
+    assert names() == ["gemma_local", "old"]
+    due(root)
+    load_or_build(TODAY, never)
+    assert names() == ["gemma_local", "old"]
+    load_or_build(replace(TODAY, name="new"), build)
+    assert names() == ["gemma_local", "new"]
+    assert time.time() - (root / ".pruned").stat().st_mtime < 60
+
+
+def test_by_itself_the_cache_stays_below_its_size(root, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE_MAX_SIZE", "5kB")
+    for number in range(4):
+        age(load_or_build(replace(TODAY, name=f"v{number}"), lambda: "#" * 2000), 4 - number)
+    due(root)
+    load_or_build(TODAY, build)
+    assert cache.size() <= 5000 and names() == ["gemma_local", "v3"]
+
+
+def test_a_size_that_cannot_be_read_gives_a_warning_and_the_default(root, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE_MAX_SIZE", "lots")
+    with said_once() as said:
+        assert load_or_build(TODAY, build).source == TEXT
+    assert (
+        "WEFT_CACHE_MAX_SIZE: expected a size such as 200MB or 1GiB, got 'lots'. The cache is kept below 256 MB"
+        in said[0]
+    )
+
+
+def test_a_prune_that_fails_by_itself_says_nothing(root, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(cache, "_survey", fails)
+    assert load_or_build(TODAY, build).path.parent.parent == root
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("200MB", 200_000_000),
+        ("200 mb", 200_000_000),
+        ("1GiB", 2**30),
+        ("1.5k", 1500),
+        ("2T", 2 * 10**12),
+    ],
+)
+def test_sizes_as_people_write_them(text, expected):
+    assert size_of(text, "size") == expected
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1", "1e3", "3 apples", "1 000", "٣"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(WeftError, match=f"--max-size: expected a size such as 200MB or 1GiB, got {text!r}"):
+        size_of(text, "--max-size")
+
+
+def test_an_entry_used_or_replaced_since_it_was_looked_at_stays(root):
+    entry = load_or_build(TODAY, build)
+    age(entry, 40)
+    (info,) = cache.entries()
+    load_or_build(TODAY, never)
+    assert cache._retire(root, info) is False and not load_or_build(TODAY, never).built
+    assert cache._retire(root, cache.entries()[0]) is True
+    assert cache._retire(root, info) is False and not list(root.glob(".tmp-*"))
+
+
+def test_an_unsound_entry_pruned_while_it_is_replaced_gives_no_warning(root, monkeypatch):
+    entry = load_or_build(TODAY, build)
+    entry.path.write_text("torn")
+    rename = os.rename
+
+    def prune_after_failure(source, target) -> None:
+        try:
+            rename(source, target)
+        except OSError:
+            monkeypatch.setattr(os, "rename", rename)
+            cache.prune()
+            raise
+
+    monkeypatch.setattr(os, "rename", prune_after_failure)
+    assert load_or_build(TODAY, build).path == entry.path
+    assert not load_or_build(TODAY, never).built
+
+
+def test_an_entry_removed_while_it_is_read_is_built_again(root, monkeypatch):
+    load_or_build(TODAY, build)
+    read = cache._read_ours
+
+    def read_after_prune(path: Path):
+        if path.name == "source.py":
+            cache._take_away(root, path.parent)
+        return read(path)
+
+    monkeypatch.setattr(cache, "_read_ours", read_after_prune)
+    assert load_or_build(TODAY, build).source == TEXT
+
+
+@forking
+def test_an_entry_leaves_by_one_rename(root):
+    entry = load_or_build(TODAY, build).path.parent
+
+    def die_while_removing() -> None:
+        cache._remove = die
+        cache.prune(0)
+
+    victim = start(die_while_removing)
+    victim.join()
+    assert victim.exitcode == -signal.SIGKILL and not entry.exists()
+    (aside,) = root.glob(".tmp-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["meta.json", "source.py"]
+    os.utime(aside, (0, 0))
+    assert cache.prune().left_overs == 1 and not aside.exists()
+
+
+@forking
+def test_processes_load_what_others_prune(root):
+    keys = [replace(TODAY, name=f"v{number}") for number in range(3)]
+    end = time.time() + 2
+
+    def load_all() -> None:
+        while time.time() < end:
+            for key in keys:
+                assert (
+                    load_or_build(key, lambda key=key: f"answer = {key.name!r}\n" * 500).source.count(key.name) == 500
+                )
+
+    def prune_all() -> None:
+        while time.time() < end:
+            cache.prune(0)
+
+    workers = [start(work) for work in (load_all, load_all, prune_all, prune_all)]
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
 
 
 # --- for the command line -----------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from click.testing import CliRunner, Result
 
 import weft
 from weft.cli import main
+from weft.runtime import cache, driver
 
 LOCAL = ["--score", "20.0 * tanh(score / 20.0)", "--mask", "(kv_pos <= q_pos) & (q_pos - kv_pos < window)"]
 LOCAL += ["--scalar", "window:int", "--set", "window=64"]
@@ -104,6 +107,44 @@ def test_cache_commands(tmp_path: Path) -> None:
     assert "for_the_cache" in succeeds("cache", "list")
     assert "removed 1 entries" in succeeds("cache", "clear")
     assert "0 entries" in succeeds("cache", "list")
+
+
+def test_cache_list_gives_the_name_of_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    query = torch.randn(1, 1, 4, 16)
+    variant = weft.Attention(score=weft.score * 1.75, name="to_be_edited")
+    variant(query, query, query)
+    command = succeeds("cache", "list").splitlines()[-1]
+    (tmp_path / "edits").mkdir()
+    monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path / "edits"))
+    subprocess.run(command, shell=True, check=True)
+    assert f"-{variant.digest}.py" in command
+    driver.compile_kernel.cache_clear()
+    with pytest.warns(RuntimeWarning, match="to_be_edited runs the edited module"):
+        weft.Attention(score=weft.score * 1.75, name="to_be_edited")(*[torch.randn(1, 1, 8, 16)] * 3)
+
+
+def test_cache_prune(tmp_path: Path) -> None:
+    key = cache.Key("v", "forward", "cpu", "d16", "text", "flash")
+    for made in (key, replace(key, name="old", torch="0.4"), replace(key, name="torn")):
+        cache.load_or_build(made, lambda: "answer = 42\n")
+    (tmp_path / "cache" / replace(key, name="torn").folder / "source.py").write_text("half")
+    listed = succeeds("cache", "list")
+    for name, state in (
+        ("v", "sound"),
+        ("old", "stale: made for torch 0.4, here is .+"),
+        ("torn", "unsound: .+ edited"),
+    ):
+        assert re.search(rf"^ .*  {name}-forward-cpu-d16-\S+  {state}$", listed, re.MULTILINE), listed
+    assert re.match(
+        r"removed 2 stale entries, 0 beyond the size, 0 left-overs \(\d+ KiB\) from", succeeds("cache", "prune")
+    )
+    assert "0 stale entries, 0 beyond" in succeeds("cache", "prune", "--max-size", "1MB")
+    assert "0 stale entries, 1 beyond" in succeeds("cache", "prune", "--max-size", "0.1 kB")
+    assert "--max-size: expected a size such as 200MB or 1GiB, got 'all'" in fails(
+        "cache", "prune", "--max-size", "all"
+    )
 
 
 def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
