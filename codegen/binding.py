@@ -146,13 +146,3 @@ def alignment(tensors: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[boo
         f"    return bits & 15 == 0, max({rows}{', 0' if len(tensors) == 1 else ''})",
     ]
     return _function("\n".join(lines) + "\n", "alignment", {})
-
-
-def widest(operands: Mapping[str, int]) -> Callable[[Mapping[str, Any]], bool]:
-    """A function of the given tensors: does a stride of a tensor operand need more than 32 bits."""
-    if not operands:
-        return lambda given: False
-    lines = ["def widest(given):"]
-    strides = [f"*given[{name!r}].stride()" for name in operands]
-    lines.append(f"    return max({', '.join(strides)}, 0) > 0x7fffffff")
-    return _function("\n".join(lines) + "\n", "widest", {})

@@ -43,6 +43,7 @@ class Printer:
     names: Mapping[str, str] = field(default_factory=dict)
     scalar_code: bool = False  # every value is one number (tile programs)
     compared: bool = False  # the value goes into a comparison, with no arithmetic between
+    wide: bool = True  # places in a tensor operand may lie 2**31 elements apart
 
     def __call__(self, node: Expr, outer: int = 0) -> str:
         match node:
@@ -150,6 +151,8 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
     def place(printer: Printer, index: Expr, stride: str) -> str:
         # A tensor may have more than 2**31 elements. Both factors are extended from 32 bits, which the product is for
         # the compiler to make use of.
+        if not printer.wide:
+            return f"{printer(index, OPERATORS['mul'].precedence)} * {stride}"
         return f"{language}.cast({printer(index)}, {language}.int64) * {stride}"
 
     def load(printer: Printer, node: Load) -> str:

@@ -64,6 +64,7 @@ class FunctionPrinter:
     language: Language
     approximate_tanh: bool = False  # NVIDIA's tanh.approx.f32: for 16-bit operands only
     measured: bool = False  # ranges of tiles are read from memory, where the functions of `survey` left them
+    wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
 
     @property
     def env(self) -> str:
@@ -134,7 +135,7 @@ class FunctionPrinter:
     def elementwise(self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True) -> str:
         """One function from a tile of scores and positions to a tile."""
         assignments, (result,) = shared([value])
-        printer = Printer(self.language.dialect)
+        printer = Printer(self.language.dialect, wide=self.wide)
         lines = [f"{target} = {printer(node)}" for target, node in assignments]
         first = ("qk, " if qk else "") + "q_pos, kv_pos, " if tile else ""
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {printer(result)}"])
@@ -185,7 +186,7 @@ class FunctionPrinter:
         if not values:
             return ""
         assignments, results = shared(list(values))
-        printer = Printer(self.language.dialect)
+        printer = Printer(self.language.dialect, wide=self.wide)
         lines = [f"{target} = {printer(node)}" for target, node in assignments]
         what = "queries" if axis == "q" else "keys"
         title = f"What the mask reads at positions of {what}: {'; '.join(v.text for v in values)}."
@@ -194,7 +195,7 @@ class FunctionPrinter:
 
     def pair(self, found: Survey) -> str:
         """Two tiles by the least and greatest values in them."""
-        printer = Printer(self.language.dialect)
+        printer = Printer(self.language.dialect, wide=self.wide)
         title = "Whether any pair of two tiles may be visible, and whether every pair is, by least and greatest values."
         arguments = [f"{axis}{n}_{end}" for axis, values in (("q", found.q_values), ("kv", found.kv_values))
                      for n in range(len(values)) for end in ("low", "high")]  # fmt: skip

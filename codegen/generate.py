@@ -43,7 +43,9 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     signature, algorithm = code.signature, code.schedule.algorithm
     backward = signature.direction == "backward"
     measured = any(code.has(spans) for spans in SPANS)
-    printer = FunctionPrinter(facts, target.language, approximate_tanh=_has_fast_tanh(signature), measured=measured)
+    printer = FunctionPrinter(
+        facts, target.language, approximate_tanh=_has_fast_tanh(signature), measured=measured, wide=signature.wide
+    )
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
     context: Context = {
@@ -88,12 +90,12 @@ def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
 
 
-def generate_spans(facts: Facts) -> str:
+def generate_spans(facts: Facts, wide: bool) -> str:
     """Source of the module that measures which tiles a call must visit, for kernels of any GPU target."""
     found = facts.survey
     if found is None:
         raise InternalError(f"generate: {facts.attention.name} has nothing to measure")
-    printer = FunctionPrinter(facts, TRITON_LANGUAGE)
+    printer = FunctionPrinter(facts, TRITON_LANGUAGE, wide=wide)
     axes = (("kv", "q", facts.kv_tiles), ("q", "kv", facts.q_tiles))
     context: Context = {
         "name": facts.attention.name,

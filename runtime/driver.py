@@ -222,9 +222,9 @@ def _spans_module(facts: Facts, code: CodePlan) -> ModuleType:
     target = target_named(next(k.target for k in code.kernels if k.name in SPANS))
     key = cache.Key(
         name=str(facts.attention.name), kernel="tile_spans", target=target.name, layout=code.signature.arch,
-        variant=facts.attention.canonical_text, schedule="",
+        variant=facts.attention.canonical_text, schedule="wide" if code.signature.wide else "",
     )  # fmt: skip
-    entry = cache.load_or_build(key, lambda: _generate_spans(facts))
+    entry = cache.load_or_build(key, lambda: _generate_spans(facts, code.signature.wide))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)
 
@@ -235,10 +235,10 @@ def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
     return generate(facts, code, target)
 
 
-def _generate_spans(facts: Facts) -> str:
+def _generate_spans(facts: Facts, wide: bool) -> str:
     from ..codegen.generate import generate_spans  # lazy: as above
 
-    return generate_spans(facts)
+    return generate_spans(facts, wide)
 
 
 def _load(target: Target, entry: cache.Entry) -> ModuleType:

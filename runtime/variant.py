@@ -21,7 +21,7 @@ from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError
-from ..ir.expr import TensorOperand
+from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
@@ -164,17 +164,26 @@ class Variant:
             widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
             offset="per_row" if isinstance(call.q_offset, Tensor) else "number",
             wanted=wanted,
+            wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
         )
 
 
 def _key(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
     query, value, rope, options = call.query, call.value, call.rope, call.options
-    kinds = [(v.dtype, v.dim(), v.get_device()) if isinstance(v, Tensor) else type(v) for v in call.operands.values()]
+    kinds = [
+        (v.dtype, v.dim(), v.get_device(), _reach(v) > INT32_MAX) if isinstance(v, Tensor) else type(v)
+        for v in call.operands.values()
+    ]  # fmt: skip
     return (
         query.dtype, query.get_device(), query.shape[3], -1 if value is None else value.shape[3],
         0 if rope is None else rope.shape[3], type(call.q_offset) is int, options.target, options.schedule, *kinds,
     )  # fmt: skip
+
+
+def _reach(tensor: Tensor) -> int:
+    """Elements from the first to the last place of a tensor."""
+    return sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
 
 
 def _run(launcher: Launcher, call: Call, results: Mapping[str, Any]) -> list[Tensor]:

@@ -177,8 +177,7 @@ class HopperLauncher(TritonLauncher):
     tools: ClassVar[Mapping[str, object]] = {"box": Box, "heads_together": heads_together, "least": min}
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
-        given = self._given(call, results)
-        return Partition(mode=Mode(True, self._wide(given), False, True, call.head_dim))
+        return Partition(mode=Mode(True, False, True, call.head_dim))
 
     def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
         given = super()._given(call, results)
@@ -214,10 +213,10 @@ class HopperLauncher(TritonLauncher):
             "heads_together": "heads_together(batch_heads, kv_bytes)",
         }  # fmt: skip
 
-    def _types(self, binding: Binding, arguments: Sequence[Any], mode: Mode) -> list[Any]:
+    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
         form = self.code.form("flash_forward")
         rows = {"query_desc": _ROWS, "key_desc": form.block_kv, "value_desc": form.block_kv, "out_desc": _ROWS}
-        types = super()._types(binding, arguments, mode)
+        types = super()._types(binding, arguments)
         return [
             self._launching.descriptor(value, rows[name]) if isinstance(value, Box) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)

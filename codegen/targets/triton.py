@@ -28,7 +28,7 @@ from ...compiler.planning.tilings import FIXED, tilings
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, widest
+from ..binding import OPERAND_STRIDE, Binding, Packer, alignment
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
 
@@ -177,7 +177,6 @@ class Mode(NamedTuple):
     """What of a call's tensors the compiled code depends on, besides its signature."""
 
     aligned: bool  # every address and stride of query, key, value, out and dout is a multiple of 16 bytes
-    wide: bool  # a stride of a tensor operand needs 64 bits
     per_row: bool  # q_offset is a tensor
     no_dlse: bool
     head_dim: int  # the value of the symbol
@@ -208,7 +207,6 @@ class TritonLauncher:
         self.backward = code.signature.direction == "backward"
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
         self._aligned = alignment(self._operand_names())
-        self._wide = widest(self.tensors)
         self._modes: dict[object, _Prepared] = {}
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
 
@@ -219,7 +217,7 @@ class TritonLauncher:
         if row >= 2**31 // 512:
             self._check_rows(row, aligned)
         no_dlse = results.get("dlse") is None
-        return Partition(mode=Mode(aligned, self._wide(given), "q_offset_ptr" in given, no_dlse, call.head_dim))
+        return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim))
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]
@@ -305,7 +303,7 @@ class TritonLauncher:
             ranks=self.tensors, pointers=not self.interprets, tools=self.tools,
         )  # fmt: skip
         with PARSING:
-            made = self._modes[mode] = _Prepared(packer, self._compiled(mode, packer, bindings, options, given))
+            made = self._modes[mode] = _Prepared(packer, self._compiled(packer, bindings, options, given))
         return made
 
     def _options(self, form: Any) -> dict[str, int]:
@@ -353,7 +351,7 @@ class TritonLauncher:
         return rows
 
     def _compiled(
-        self, mode: Mode, packer: Packer, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]],
+        self, packer: Packer, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]],
         given: Mapping[str, Any],
     ) -> list[launching.Run]:  # fmt: skip
         """The kernels for these dtypes and widths of integers."""
@@ -362,7 +360,7 @@ class TritonLauncher:
         if self.interprets:
             return [launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
         return [
-            self._compile(f, b, self._types(b, arguments, mode), o)
+            self._compile(f, b, self._types(b, arguments), o)
             for f, b, o, (_, arguments) in zip(functions, bindings, options, packer.of_tensors().pack(given))
         ]
 
@@ -374,10 +372,10 @@ class TritonLauncher:
     def _stream(self) -> int:
         return 0 if self.interprets else self._launching.current_stream(self.device)
 
-    def _types(self, binding: Binding, arguments: Sequence[Any], mode: Mode) -> list[Any]:
-        """Arguments as a compilation takes them: in wide mode every stride of an operand has 64 bits."""
+    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
+        """Arguments as a compilation takes them: in a wide module every stride of an operand has 64 bits."""
         types = self._launching.types_of(arguments)
-        wide = [mode.wide and OPERAND_STRIDE.fullmatch(name) for name in binding.parameters]
+        wide = [self.code.signature.wide and OPERAND_STRIDE.fullmatch(name) for name in binding.parameters]
         return [1 << 40 if is_wide else value for value, is_wide in zip(types, [*wide, *[None] * len(types)])]
 
 

@@ -48,6 +48,7 @@ class Signature:
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = True  # bitwise repeatable: the only form that there is so far
     dropout: bool = False
+    wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
 
     @property
     def dtype(self) -> str:
@@ -64,4 +65,5 @@ class Signature:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""
         w = self.widths
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
-        return f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}"
+        wide = " wide" if self.wide else ""
+        return f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{wide}"
