@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 Context = dict[str, object]
-_WITHOUT_STAGES = {
-    f"{family}/{kernel}_{direction}.py.jinja"
-    for family in ("hopper", "triton", "cpu")
-    for kernel in ("flash", "streaming", "standard")
-    for direction in ("forward", "backward")
-}
+_WITHOUT_STAGES = {"hopper/flash_forward.py.jinja", "cpu/flash_backward.py.jinja", "cpu/flash_forward.py.jinja"}
 
 
 def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> str:
@@ -67,18 +62,21 @@ def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: S
         **_target_context(facts, spec, schedule),
     }
     name = f"{_family(schedule.target)}/{schedule.algorithm}_{spec.direction}.py.jinja"
-    stages = _stages(facts, spec, schedule, segments)
+    stages = _stages(facts, spec, schedule, segments, frozenset(g.kind for g in gradients))
     text = _environment().get_template(name).render(context, stage=stages)
     if name not in _WITHOUT_STAGES:
         stages.check()
     return _tidy(text, name)
 
 
-def _stages(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> StageComments:
+def _stages(
+    facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments, sums: frozenset[str]
+) -> StageComments:
+    """sums: how the gradients of operands that are wanted are summed."""
     kernels = [k for k in KERNELS[schedule.algorithm] if k.direction == spec.direction]
     tilings = {k.name: tiling_in(schedule, k.slot) for k in kernels}
     return StageComments({
-        name: stages_of(schedule.target, name, Tiles(t.block_q, t.block_kv, segments, facts.traits))
+        name: stages_of(schedule.target, name, Tiles(t.block_q, t.block_kv, segments, facts.traits, sums=sums))
         for name, t in tilings.items()
     })  # fmt: skip
 

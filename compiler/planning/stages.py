@@ -24,6 +24,10 @@ class Tiles:
     kv: int  # rows of a key tile
     parts: Segments
     traits: Traits
+    wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
+    sums: frozenset[str] = (
+        frozenset()
+    )  # "total", "row", "column": how gradients of operands are summed, if any are wanted
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
@@ -37,11 +41,26 @@ class Tiles:
     def value(self, what: str = "V") -> str:
         return f"{what} tile [{self.kv}, {_columns(self.parts.v)}]"
 
+    def dkey(self) -> str:
+        """The gradient of the key: its own columns, the rotary ones, or both."""
+        wanted = tuple(s for s in self.parts.qk if ("rope" if s.source == "rope" else "key") in self.wanted)
+        return f"dK tile [{self.kv}, {_columns(wanted)}]"
+
     def scores(self, what: str = "S") -> str:
         return f"{what} tile [{self.q}, {self.kv}]"
 
     def rows(self, what: str) -> str:
         return f"{what} [{self.q}]"
+
+    @property
+    def wants_dkey(self) -> bool:
+        own = any(s.source == "rope" for s in self.parts.qk)
+        return "key" in self.wanted or (own and "rope" in self.wanted)
+
+    @property
+    def wants_dscores(self) -> bool:
+        """Whether a kernel that owns keys needs the gradients of scores."""
+        return self.wants_dkey or "column" in self.sums
 
     @property
     def score_text(self) -> str:
@@ -72,8 +91,8 @@ def _load(key: str, what: str, per: str, moves: str = _IN) -> Stage:
     return Stage(f"load {key}", "load", what, moves, per)
 
 
-def _keep(key: str, what: str) -> Stage:
-    return Stage(f"keep {key}", "keep", what, "registers", _ONCE)
+def _keep(key: str, what: str, per: str = _ONCE) -> Stage:
+    return Stage(f"keep {key}", "keep", what, "registers", per)
 
 
 def _compute(key: str, what: str, per: str) -> Stage:
@@ -91,9 +110,9 @@ def _flash_forward(t: Tiles) -> list[Stage]:
         _load("query", t.query(), _ONCE),
         _keep("sums", f"{t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"),
         _load("key", key, _EACH_KV, _AHEAD),
-        *value,
         _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_KV),
         _compute("weights", "new max; P = exp2(S - max); sum and O rescaled", _EACH_KV),
+        *value,
         _compute("output", "O += P V", _EACH_KV),
         _store("output", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
     ]
@@ -101,34 +120,58 @@ def _flash_forward(t: Tiles) -> list[Stage]:
 
 def _row_statistics(t: Tiles) -> list[Stage]:
     return [
-        _load("rows", f"{t.output('O')}, {t.output('dO')}, {t.rows('lse')}", _ONCE, "HBM -> registers"),
+        _load("rows", "rows of O, dO and lse", _ONCE, "HBM -> registers"),
         _compute("delta", "delta = rowsum(O * dO) - dlse", _ONCE),
-        _store("statistics", f"{t.rows('delta')}, {t.rows('lse in base 2')}"),
+        _store("statistics", "delta and lse in base 2 of these rows"),
     ]
 
 
 def _flash_dquery(t: Tiles) -> list[Stage]:
+    result = [t.query("dQ")] if "query" in t.wanted else []
+    sums = ["sums for operands"] if t.sums - {"column"} else []
+    product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if result else []
     return [
         _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
-        _keep("dquery", f"{t.query('dQ')} float32"),
+        _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
         _load("key", f"{t.key()}, {t.value()}", _EACH_KV, _AHEAD),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_KV),
-        _compute("dscores", f"dP = dO V^T; dS = {_dscore(t)}", _EACH_KV),
-        _compute("dquery", "dQ += dS K", _EACH_KV),
-        _store("dquery", t.query("dQ")),
+        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse)", _EACH_KV),
+        _compute("dscores", f"dP = dO V^T; dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
+        *product,
+        _store("dquery", ", ".join(result + sums)),
     ]
 
 
 def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
+    results = _key_results(t)
+    dvalue = [_compute("dvalue", "dV += P^T dO", _EACH_Q)] if "value" in t.wanted else []
+    dkey = [_compute("dkey", "dK += dS^T Q", _EACH_Q)] if t.wants_dkey else []
     return [
-        _load("key", f"{t.key()}, {t.value()}", _ONCE),
-        _keep("dkey", f"{t.key('dK')} float32, {t.value('dV')} float32"),
-        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q, _AHEAD),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
-        _compute("dscores", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}", _EACH_Q),
-        _compute("dkey", "dK += dS^T Q", _EACH_Q),
-        _store("dkey", f"{t.key('dK')}, {t.value('dV')}"),
+        _load("key", f"{t.key()}, {t.value()}" if t.wants_dscores else t.key(), _ONCE),
+        *([_keep("dkey", ", ".join(f"{x} float32" for x in results))] if results else []),
+        *_weights_again(t, t.wants_dscores, _AHEAD),
+        *dvalue,
+        *dkey,
+        *([_store("dkey", ", ".join(results))] if results else []),
     ]
+
+
+def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
+    """P and dS of a tile of queries that a program of a tile of keys visits."""
+    delta = f", {t.rows('delta')}" if wants_dscores else ""
+    dweights = [_compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_Q)] if wants_dscores else []
+    dscores = [_compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_Q)] if wants_dscores else []
+    return [
+        _load("query", f"{t.query()}, {t.rows('lse')}{delta}", _EACH_Q, moves),
+        _compute("scores", f"{t.scores('S')} = Q K^T", _EACH_Q),
+        _load("doutput", t.output("dO"), _EACH_Q, moves),
+        *dweights,
+        _compute("weights", f"P = exp2({'scale * S' if t.traits.linear else 'score(S)'} - lse)", _EACH_Q),
+        *dscores,
+    ]
+
+
+def _key_results(t: Tiles) -> list[str]:
+    return ([t.dkey()] if t.wants_dkey else []) + ([t.value("dV")] if "value" in t.wanted else [])
 
 
 def _dscore(t: Tiles) -> str:
@@ -136,27 +179,39 @@ def _dscore(t: Tiles) -> str:
 
 
 def _streaming_forward(t: Tiles) -> list[Stage]:
+    value = "" if t.parts.value_is_key else f", {t.value()}"
+    running = f"running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"
     return [
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
-        _load("query", f"{t.query()}, running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
+        _load("key", f"{t.key()}{value}", _EACH_KV),
+        _load("query", t.query(), _EACH_Q),
         _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_Q),
+        _load("running", running, _EACH_Q, "HBM -> registers"),
         _compute("weights", "new max; P = exp2(S - max); sum and O rescaled; O += P V", _EACH_Q),
-        _store("running", f"running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
-        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}"),
+        _store("running", running, _EACH_Q),
+        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}, from the running values", _EACH_Q),
     ]
 
 
 def _streaming_backward(t: Tiles) -> list[Stage]:
-    return [
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
-        _keep("dkey", f"{t.key('dK')} float32, {t.value('dV')} float32"),
-        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
-        _compute("dscores", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}; dK += dS^T Q", _EACH_Q),
-        _load("running", f"running {t.query('dQ')} float32", _EACH_Q),
-        _store("running", f"running {t.query('dQ')} float32, with dS K added", _EACH_Q),
-        _store("dkey", f"{t.key('dK')}, {t.value('dV')}", _EACH_KV),
+    results = _key_results(t)
+    running = [f"running {t.query('dQ')} float32"] if "query" in t.wanted else []
+    running += ["running sums for operands"] if t.sums - {"column"} else []
+    wants_dscores = bool(t.wants_dscores or running)
+    products = (["dV += P^T dO"] if "value" in t.wanted else []) + (["dK += dS^T Q"] if t.wants_dkey else [])
+    stages = [
+        _load("key", f"{t.key()}, {t.value()}" if wants_dscores else t.key(), _EACH_KV),
+        *([_keep("dkey", ", ".join(f"{x} float32" for x in results), _EACH_KV)] if results else []),
+        *_weights_again(t, wants_dscores, _IN),
+        *([_compute("dkey", "; ".join(products), _EACH_Q)] if products else []),
     ]
+    if running:
+        stages += [
+            _load("running", ", ".join(running), _EACH_Q, "HBM -> registers"),
+            _store("running", f"{', '.join(running)}, with this tile's share added", _EACH_Q),
+        ]
+    stages += [_store("dkey", ", ".join(results), _EACH_KV)] if results else []
+    stages += [_store("dquery", f"{t.query('dQ')}, from the running one", _EACH_Q)] if "query" in t.wanted else []
+    return stages
 
 
 def _kv_spans(t: Tiles) -> list[Stage]:
@@ -187,9 +242,10 @@ def _standard_scores(t: Tiles) -> list[Stage]:
 
 def _standard_softmax(t: Tiles) -> list[Stage]:
     return [
-        _load("scores", "rows of S, twice", _ONCE, "HBM -> registers"),
-        _compute("weights", "max and sum in the first sweep, P = exp2(S - max) / sum in the second", _ONCE),
-        _store("weights", "rows of P over those of S, lse"),
+        _keep("columns", "a max and a sum of every column of a tile of S"),
+        _load("scores", "rows of S, in the first of two sweeps", _ONCE, "HBM -> registers"),
+        _compute("sums", "max and sum of each row, joined from those of the columns", _ONCE),
+        _store("weights", "P = exp2(S - max) / sum over S, in the second sweep; lse"),
     ]
 
 
@@ -228,12 +284,15 @@ def _standard_dweights(t: Tiles) -> list[Stage]:
 
 
 def _standard_dscores(t: Tiles) -> list[Stage]:
-    again = [] if t.traits.linear else [_load("query", f"{t.query()}, {t.key()}, for score'", _ONCE)]
+    again = (
+        [] if t.traits.linear and not t.sums else [_load("query", f"{t.query()}, {t.key()}, for Q K^T again", _ONCE)]
+    )
+    wanted = "query" in t.wanted or t.wants_dkey
     return [
-        _load("weights", f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
         *again,
+        _load("weights", f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
         _compute("dscores", f"dS = {_dscore(t)}", _ONCE),
-        _store("dscores", f"{t.scores('dS')} over dP"),
+        *([_store("dscores", f"{t.scores('dS')} over dP")] if wanted else []),
     ]
 
 
