@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 Context = dict[str, object]
-_WITHOUT_STAGES = {"hopper/flash_forward.py.jinja", "cpu/flash_backward.py.jinja", "cpu/flash_forward.py.jinja"}
+_WITHOUT_STAGES = {"hopper/flash_forward.py.jinja", "cpu/flash_backward.py.jinja"}
 
 
 def generate(facts: Facts, spec: Specialisation, schedule: Schedule, segments: Segments) -> str:
@@ -104,7 +104,11 @@ def generate_spans(facts: Facts) -> str:
         ],
     }
     name = "triton/tile_spans.py.jinja"
-    return _tidy(_environment().get_template(name).render(context), name)
+    tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
+    stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in ("kv_spans", "q_spans")})
+    text = _environment().get_template(name).render(context, stage=stages)
+    stages.check()
+    return _tidy(text, name)
 
 
 def _measured(values: tuple[Expr, ...]) -> list[dict[str, object]]:

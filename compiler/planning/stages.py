@@ -25,9 +25,7 @@ class Tiles:
     parts: Segments
     traits: Traits
     wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
-    sums: frozenset[str] = (
-        frozenset()
-    )  # "total", "row", "column": how gradients of operands are summed, if any are wanted
+    sums: frozenset[str] = frozenset()  # how wanted gradients of operands are summed: "total", "row", "column"
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
@@ -133,9 +131,12 @@ def _flash_dquery(t: Tiles) -> list[Stage]:
     return [
         _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
         _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV, _AHEAD),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse)", _EACH_KV),
-        _compute("dscores", f"dP = dO V^T; dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
+        _load("key", t.key(), _EACH_KV, _AHEAD),
+        _compute("scores", f"{t.scores()} = Q K^T", _EACH_KV),
+        _load("value", t.value(), _EACH_KV, _AHEAD),
+        _compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_KV),
+        _compute("weights", _weights_text(t), _EACH_KV),
+        _compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
         *product,
         _store("dquery", ", ".join(result + sums)),
     ]
@@ -165,9 +166,13 @@ def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
         _compute("scores", f"{t.scores('S')} = Q K^T", _EACH_Q),
         _load("doutput", t.output("dO"), _EACH_Q, moves),
         *dweights,
-        _compute("weights", f"P = exp2({'scale * S' if t.traits.linear else 'score(S)'} - lse)", _EACH_Q),
+        _compute("weights", _weights_text(t), _EACH_Q),
         *dscores,
     ]
+
+
+def _weights_text(t: Tiles) -> str:
+    return f"P = exp2({'scale * S' if t.traits.linear else 'score(S)'} - lse)"
 
 
 def _key_results(t: Tiles) -> list[str]:
@@ -215,20 +220,21 @@ def _streaming_backward(t: Tiles) -> list[Stage]:
 
 
 def _kv_spans(t: Tiles) -> list[Stage]:
-    return _spans("queries", t.q, "keys", t.kv, _EACH_KV)
+    return _spans("queries", "keys", _EACH_KV)
 
 
 def _q_spans(t: Tiles) -> list[Stage]:
-    return _spans("keys", t.kv, "queries", t.q, _EACH_Q)
+    return _spans("keys", "queries", _EACH_Q)
 
 
-def _spans(own: str, rows: int, others: str, other_rows: int, each: str) -> list[Stage]:
-    values = "what the mask reads at"
+def _spans(own: str, others: str, each: str) -> list[Stage]:
+    """Spans are measured by one module for tiles of every size, so that no size is in the words."""
     return [
-        _load("own", f"{values} {rows} {own}", _ONCE, "HBM -> registers"),
-        _load("others", f"{values} {other_rows} {others}", each, "HBM -> registers"),
-        _compute("matches", "least and greatest values; can any pair match, must every pair", each),
-        _store("ranges", "first and last tile that can match, first and last full one; for each range"),
+        _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
+        _keep("ends", "first and last tile that can match, first and last full one"),
+        _load("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
+        _compute("matches", "by least and greatest: can any pair match, must every pair", each),
+        _store("ranges", "first and last tile to visit, run of full ones; for each range"),
     ]
 
 
@@ -314,7 +320,58 @@ def _standard_dkey(t: Tiles) -> list[Stage]:
     ]
 
 
+_RAM, _CACHE = "RAM -> cache", "cache -> RAM"
+
+
+def _cpu_forward(t: Tiles) -> list[Stage]:
+    """Calls of torch: every stage is done for all heads of a chunk at once."""
+    value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
+    return [
+        Stage("load query", "load", f"{t.query()} of each head of the chunk{_scaled(t)}", _RAM, _EACH_Q),
+        Stage("keep sums", "keep", f"{t.output('O')}, {t.rows('max')}, {t.rows('sum')}", "cache", _EACH_Q),
+        Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
+        _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
+        Stage("load value", "load", value, _RAM, _EACH_KV),
+        _compute("output", "new max; P = exp2(S - max) over S; sum and O rescaled; O += P V", _EACH_KV),
+        Stage("store output", "store", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}", _CACHE, _EACH_Q),
+    ]
+
+
+def _cpu_backward(t: Tiles) -> list[Stage]:
+    """All gradients in one pass of five matrix products a tile."""
+    value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
+    rows = f"{t.query()}{_scaled(t)}, {t.output('dO')}, {t.rows('lse')}"
+    return [
+        Stage("load query", "load", f"{rows} of each head of the chunk", _RAM, _EACH_Q),
+        _compute("delta", "delta = rowsum(O * dO) - dlse", _EACH_Q),
+        Stage("keep dquery", "keep", t.query("dQ"), "cache", _EACH_Q),
+        Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
+        _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
+        _compute("weights", "P = exp2(S - lse) over S", _EACH_KV),
+        Stage("store dvalue", "store", "dV += P^T dO, rows of the result", _CACHE, _EACH_KV),
+        Stage("load value", "load", value, _RAM, _EACH_KV),
+        _compute("dscores", f"dS = {_dscore(t)}, with dP = dO V^T", _EACH_KV),
+        Stage("store dkey", "store", "dQ += dS K; dK += dS^T Q, rows of the result", _CACHE, _EACH_KV),
+        Stage("store dquery", "store", t.query("dQ"), _CACHE, _EACH_Q),
+    ]
+
+
+def _rows_scaled(t: Tiles) -> bool:
+    """A score that is linear in q.k scales rows and not tiles, unless gradients of operands want q.k itself."""
+    return t.traits.linear and not t.sums
+
+
+def _scaled(t: Tiles) -> str:
+    return ", scaled" if _rows_scaled(t) else ""
+
+
+def _cpu_score(t: Tiles) -> str:
+    return "Q K^T" if _rows_scaled(t) else t.score_text
+
+
 _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
+    ("cpu", "flash_forward"): _cpu_forward,
+    ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
     ("", "flash_forward"): _flash_forward,
