@@ -231,7 +231,6 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
     """Spans are measured by one module for tiles of every size, so that no size is in the words."""
     return [
         _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
-        _keep("ends", "first and last tile that can match, first and last full one"),
         _load("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
         _compute("matches", "by least and greatest: can any pair match, must every pair", each),
         _store("ranges", "first and last tile to visit, run of full ones; for each range"),
