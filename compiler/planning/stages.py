@@ -126,7 +126,7 @@ def _row_statistics(t: Tiles) -> list[Stage]:
 
 def _flash_dquery(t: Tiles) -> list[Stage]:
     result = [t.query("dQ")] if "query" in t.wanted else []
-    sums = ["sums for operands"] if t.sums - {"column"} else []
+    sums = ["sums for operands"] if not result and t.sums - {"column"} else []
     product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if result else []
     return [
         _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
@@ -200,7 +200,7 @@ def _streaming_forward(t: Tiles) -> list[Stage]:
 def _streaming_backward(t: Tiles) -> list[Stage]:
     results = _key_results(t)
     running = [f"running {t.query('dQ')} float32"] if "query" in t.wanted else []
-    running += ["running sums for operands"] if t.sums - {"column"} else []
+    running += ["running sums for operands"] if not running and t.sums - {"column"} else []
     wants_dscores = bool(t.wants_dscores or running)
     products = (["dV += P^T dO"] if "value" in t.wanted else []) + (["dK += dS^T Q"] if t.wants_dkey else [])
     stages = [
