@@ -26,7 +26,7 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError
 from .binding import Binding
-from .launching import Run, function_of
+from .launching import Run
 from .targets.triton import TritonLauncher
 
 TYPE_NAMES = {
@@ -98,7 +98,7 @@ class _Recorder(TritonLauncher):
 
     def _compile(self, kernel: Any, binding: Binding, types: Sequence[Any], options: Mapping[str, int]) -> Run:
         names = [*binding.parameters, *binding.constants]
-        self.seen.append(Compilation(function_of(kernel), dict(zip(names, types)), options))
+        self.seen.append(Compilation(kernel, dict(zip(names, types)), options))
         return lambda programs, arguments, stream: None
 
     def _stream(self) -> int:

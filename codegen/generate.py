@@ -19,6 +19,7 @@ from ..compiler.planning.signature import Signature
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
+from ..compiler.planning.stages import Tiles, stages_of
 from .functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .stages import StageComments, wrapped
 
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
     import jinja2
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
-_WITHOUT_STAGES = {
-    f"{family}/{kernel}_{direction}.py.jinja"
-    for family in ("hopper", "triton", "cpu")
-    for kernel in ("flash", "streaming", "standard")
-    for direction in ("forward", "backward")
-} - {"hopper/flash_forward.py.jinja"}
 
 
 def generate(facts: Facts, code: CodePlan, target: Target) -> str:
@@ -70,8 +65,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     }
     name = target.template(code)
     text = _tidy(_environment().get_template(name).render(context))
-    if name not in _WITHOUT_STAGES:
-        stages.check()
+    stages.check()
     _verify(text, name, [k.name for k in code.kernels if k.name not in SPANS] if target.language.is_gpu else [])
     return text
 
@@ -112,7 +106,10 @@ def generate_spans(facts: Facts, wide: bool) -> str:
         ],
     }
     name = "triton/tile_spans.py.jinja"
-    text = _tidy(_environment().get_template(name).render(context))
+    tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
+    stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in SPANS})
+    text = _tidy(_environment().get_template(name).render(context, stage=stages))
+    stages.check()
     _verify(text, name, SPANS)
     return text
 

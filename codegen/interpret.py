@@ -40,9 +40,8 @@ def execute_interpreted(code: CodeType, module: ModuleType) -> None:
     with _knob_set():
         exec(code, module.__dict__)
     for value in vars(module).values():
-        kernel = getattr(value, "jitted", value)  # generated modules keep a kernel together with its launches
-        if isinstance(kernel, InterpretedFunction):
-            kernel.run = _isolated(kernel.run)
+        if isinstance(value, InterpretedFunction):
+            value.run = _isolated(value.run)
 
 
 def _isolated(run: Callable[..., None]) -> Callable[..., None]:

@@ -21,14 +21,9 @@ from .binding import Binding
 Run = Callable[[int, Sequence[Any], int], None]  # (programs, arguments, stream)
 
 
-def function_of(kernel: Any) -> Any:
-    """What `triton.jit` or the interpreter made of a kernel of a generated module."""
-    return getattr(kernel, "jitted", kernel)
-
-
 def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
     """Run-time parameters of a kernel, and its constexpr parameters with their defaults."""
-    found = inspect.signature(function_of(kernel).fn).parameters.values()
+    found = inspect.signature(kernel.fn).parameters.values()
     is_constant = {p.name: str(getattr(p.annotation, "__name__", p.annotation)).endswith("constexpr") for p in found}
     run_time = [p.name for p in found if not is_constant[p.name]]
     return run_time, {p.name: p.default for p in found if is_constant[p.name]}
@@ -36,7 +31,7 @@ def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
 
 def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> Run:
     """A kernel in Triton's interpreter, which takes tensors themselves."""
-    function, at = function_of(kernel), len(binding.parameters)
+    function, at = kernel, len(binding.parameters)
 
     def run(programs: int, arguments: Sequence[Any], stream: int) -> None:
         if programs:
@@ -50,7 +45,7 @@ def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: M
 
     Raises UnavailableError where the device has less shared memory than the kernel needs.
     """
-    made = function_of(kernel).warmup(*arguments[: len(binding.parameters)], grid=(1,), **binding.constants, **options)
+    made = kernel.warmup(*arguments[: len(binding.parameters)], grid=(1,), **binding.constants, **options)
     try:
         launch, function, metadata = made.run, made.function, made.packed_metadata
     except triton.runtime.errors.OutOfResources as error:

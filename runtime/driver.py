@@ -86,7 +86,8 @@ def _resolve(
     schedule_found = _schedule(facts, signature, hardware, given, remembered, chosen, kernels)
     # Schedule -> CodePlan
     parts = segments_of(attention, signature.widths)
-    code = code_plan(signature, chosen.name, chosen.measured_by, schedule_found, kernels, parts, facts.traits)
+    sums = frozenset(kind for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted)
+    code = code_plan(signature, chosen.name, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums)
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
     return Resolved(chosen, code, notes)
 

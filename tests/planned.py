@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.cost import CountTiles
 from weft.compiler.planning.hardware import H200, Hardware
@@ -16,17 +18,20 @@ DENSE = Attention(name="dense")
 WANTED = frozenset({"query", "key", "value"})
 
 
-def signature(shape: Shape, direction: Direction = "forward", arch: str = "sm_90", rope: int = 0) -> Signature:
-    """Of calls of these widths and dtype. A key of one head that is wider than the value is a latent cache."""
-    widths = Widths(shape.head_dim, shape.value_dim, rope)
-    wanted = WANTED if direction == "backward" else frozenset()
-    return Signature(direction, arch, Dtypes.all(shape.dtype), widths, wanted=wanted | ({"rope"} if rope else set()))
+def widths_of(attention: Attention, shape: Shape) -> Widths:
+    """Of a latent variant with one key head: the absorbed form; with several: the expanded one."""
+    latent = attention.latent
+    if latent is None:
+        return Widths(shape.head_dim, shape.value_dim)
+    absorbed = shape.kv_heads == 1
+    return Widths(shape.head_dim, shape.value_dim, 0 if absorbed else latent.rope, value_is_key=absorbed)
 
 
-def absorbed(shape: Shape, arch: str = "sm_90") -> Signature:
-    """Of a forward whose value is the first columns of the key."""
-    widths = Widths(shape.head_dim, shape.value_dim, value_is_key=True)
-    return Signature("forward", arch, Dtypes.all(shape.dtype), widths)
+def signature(shape: Shape, arch: str, direction: Direction = "forward", attention: Attention = DENSE) -> Signature:
+    """Of calls of these widths and dtype; a backward has the gradients of all main tensors."""
+    widths = widths_of(attention, shape)
+    wanted = WANTED | ({"rope"} if widths.rope_dim else set()) if direction == "backward" else frozenset()
+    return Signature(direction, arch, Dtypes.all(shape.dtype), widths, wanted=wanted)
 
 
 def resolved(
@@ -34,30 +39,34 @@ def resolved(
     *, attention: Attention = DENSE, direction: Direction = "forward",
 ) -> Resolved:  # fmt: skip
     """What the driver chooses for one direction."""
-    return resolve(attention, signature(shape, direction, hardware.arch), hardware, target, schedule)
+    return resolve(attention, signature(shape, hardware.arch, direction, attention), hardware, target, schedule)
+
+
+def both(
+    shape: Shape, hardware: Hardware = H200, target: str | None = None, schedule: str | Schedule | None = None,
+    *, attention: Attention = DENSE,
+) -> list[Resolved]:  # fmt: skip
+    """Of the forward, and of the backward where there is one."""
+    directions: Sequence[Direction] = ("forward", "backward")
+    if widths_of(attention, shape).value_is_key:
+        directions = ("forward",)
+    return [resolved(shape, hardware, target, schedule, attention=attention, direction=d) for d in directions]
 
 
 def chosen(
     shape: Shape, hardware: Hardware = H200, target: str | None = None, schedule: str | Schedule | None = None,
     *, attention: Attention = DENSE,
 ) -> Schedule:  # fmt: skip
-    """The schedule of a forward and of the backward behind it."""
-    forward, backward = (
-        resolved(shape, hardware, target, schedule, attention=attention, direction=direction).code.schedule
-        for direction in ("forward", "backward")
-    )
-    return forward.joined(backward)
+    """The schedule of all kernels of both directions."""
+    first, *rest = (found.code.schedule for found in both(shape, hardware, target, schedule, attention=attention))
+    return first.joined(rest[0]) if rest else first
 
 
 def planned(
     shape: Shape, hardware: Hardware = H200, target: str | None = None, schedule: str | Schedule | None = None,
     *, attention: Attention = DENSE, count: CountTiles | None = None, notes: tuple[str, ...] = (),
 ) -> Plan:  # fmt: skip
-    """The plan of a forward and of the backward behind it."""
-    found = [
-        resolved(shape, hardware, target, schedule, attention=attention, direction=direction)
-        for direction in ("forward", "backward")
-    ]
-    said = tuple(dict.fromkeys(note for resolved in found for note in resolved.notes))
-    codes, traits = [resolved.code for resolved in found], facts_of(attention).traits
-    return make_plan(str(attention.name), shape, hardware, codes, traits, count=count, notes=(*said, *notes))
+    """The plan of both directions. count, notes: as of make_plan."""
+    codes = [found.code for found in both(shape, hardware, target, schedule, attention=attention)]
+    traits = facts_of(attention).traits
+    return make_plan(str(attention.name), shape, hardware, codes, traits, count=count, notes=notes)

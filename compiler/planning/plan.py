@@ -68,10 +68,11 @@ _VISITORS = {
 
 def code_plan(
     signature: Signature, target: str, measured_by: str, schedule: Schedule, kernels: Sequence[Kernel],
-    parts: Segments, traits: Traits,
+    parts: Segments, traits: Traits, sums: frozenset[str] = frozenset(),
 ) -> CodePlan:  # fmt: skip
     """The plan of the kernels that `schedule` gives to `target`, each with its stages.
 
+    sums: how wanted gradients of operands are summed: "total", "row", "column".
     measured_by: the target whose kernels measure tiles for it. These have no form of their own: their tiles are those
     of the kernel that visits what they find.
     """
@@ -81,7 +82,7 @@ def code_plan(
         if form is None:
             visitor = schedule.form(_VISITORS[kernel.direction, kernel.axis])
             own, form = measured_by, Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
-        tiles = Tiles(form.block_q, form.block_kv, parts, traits)
+        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, sums)
         return KernelCode(kernel, own, form, stages_of(own, kernel.name, tiles))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))

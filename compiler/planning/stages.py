@@ -25,6 +25,8 @@ class Tiles:
     kv: int  # rows of a key tile
     parts: Segments
     traits: Traits
+    wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
+    sums: frozenset[str] = frozenset()  # how wanted gradients of operands are summed: "total", "row", "column"
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
@@ -38,11 +40,26 @@ class Tiles:
     def value(self, what: str = "V") -> str:
         return f"{what} tile [{self.kv}, {_columns(self.parts.v)}]"
 
+    def dkey(self) -> str:
+        """The gradient of the key: its own columns, the rotary ones, or both."""
+        wanted = tuple(s for s in self.parts.qk if ("rope" if s.source == "rope" else "key") in self.wanted)
+        return f"dK tile [{self.kv}, {_columns(wanted)}]"
+
     def scores(self, what: str = "S") -> str:
         return f"{what} tile [{self.q}, {self.kv}]"
 
     def rows(self, what: str) -> str:
         return f"{what} [{self.q}]"
+
+    @property
+    def wants_dkey(self) -> bool:
+        own = any(s.source == "rope" for s in self.parts.qk)
+        return "key" in self.wanted or (own and "rope" in self.wanted)
+
+    @property
+    def wants_dscores(self) -> bool:
+        """Whether a kernel that owns keys needs the gradients of scores."""
+        return self.wants_dkey or "column" in self.sums
 
     @property
     def score_text(self) -> str:
@@ -73,8 +90,8 @@ def _load(key: str, what: str, per: str, moves: str = _IN) -> Stage:
     return Stage(f"load {key}", "load", what, moves, per)
 
 
-def _keep(key: str, what: str) -> Stage:
-    return Stage(f"keep {key}", "keep", what, "registers", _ONCE)
+def _keep(key: str, what: str, per: str = _ONCE) -> Stage:
+    return Stage(f"keep {key}", "keep", what, "registers", per)
 
 
 def _compute(key: str, what: str, per: str) -> Stage:
@@ -92,9 +109,9 @@ def _flash_forward(t: Tiles) -> list[Stage]:
         _load("query", t.query(), _ONCE),
         _keep("sums", f"{t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"),
         _load("key", key, _EACH_KV, _AHEAD),
-        *value,
         _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_KV),
         _compute("weights", "new max; P = exp2(S - max); sum and O rescaled", _EACH_KV),
+        *value,
         _compute("output", "O += P V", _EACH_KV),
         _store("output", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
     ]
@@ -127,89 +144,122 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
 
 def _row_statistics(t: Tiles) -> list[Stage]:
     return [
-        _load("rows", f"{t.output('O')}, {t.output('dO')}, {t.rows('lse')}", _ONCE, "HBM -> registers"),
+        _load("rows", "rows of O, dO and lse", _ONCE, "HBM -> registers"),
         _compute("delta", "delta = rowsum(O * dO) - dlse", _ONCE),
-        _store("statistics", f"{t.rows('delta')}, {t.rows('lse in base 2')}"),
+        _store("statistics", "delta and lse in base 2 of these rows"),
     ]
 
 
 def _flash_dquery(t: Tiles) -> list[Stage]:
+    result = [t.query("dQ")] if "query" in t.wanted else []
+    sums = ["sums for operands"] if not result and t.sums - {"column"} else []
+    product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if result else []
     return [
         _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
-        _keep("dquery", f"{t.query('dQ')} float32"),
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV, _AHEAD),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_KV),
-        _compute("dscores", f"dP = dO V^T; dS = {_dscore(t)}", _EACH_KV),
-        _compute("dquery", "dQ += dS K", _EACH_KV),
-        _store("dquery", t.query("dQ")),
+        _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
+        _load("key", t.key(), _EACH_KV, _AHEAD),
+        _compute("scores", f"{t.scores()} = Q K^T", _EACH_KV),
+        _load("value", t.value(), _EACH_KV, _AHEAD),
+        _compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_KV),
+        _compute("weights", _weights_text(t), _EACH_KV),
+        _compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
+        *product,
+        _store("dquery", ", ".join(result + sums)),
     ]
 
 
 def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
+    results = _key_results(t)
+    dvalue = [_compute("dvalue", "dV += P^T dO", _EACH_Q)] if "value" in t.wanted else []
+    dkey = [_compute("dkey", "dK += dS^T Q", _EACH_Q)] if t.wants_dkey else []
     return [
-        _load("key", f"{t.key()}, {t.value()}", _ONCE),
-        _keep("dkey", f"{t.key('dK')} float32, {t.value('dV')} float32"),
-        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q, _AHEAD),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
-        _compute("dscores", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}", _EACH_Q),
-        _compute("dkey", "dK += dS^T Q", _EACH_Q),
-        _store("dkey", f"{t.key('dK')}, {t.value('dV')}"),
+        _load("key", f"{t.key()}, {t.value()}" if t.wants_dscores else t.key(), _ONCE),
+        *([_keep("dkey", ", ".join(f"{x} float32" for x in results))] if results else []),
+        *_weights_again(t, t.wants_dscores, _AHEAD),
+        *dvalue,
+        *dkey,
+        *([_store("dkey", ", ".join(results))] if results else []),
     ]
+
+
+def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
+    """P and dS of a tile of queries that a program of a tile of keys visits."""
+    delta = f", {t.rows('delta')}" if wants_dscores else ""
+    dweights = [_compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_Q)] if wants_dscores else []
+    dscores = [_compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_Q)] if wants_dscores else []
+    return [
+        _load("query", f"{t.query()}, {t.rows('lse')}{delta}", _EACH_Q, moves),
+        _compute("scores", f"{t.scores('S')} = Q K^T", _EACH_Q),
+        _load("doutput", t.output("dO"), _EACH_Q, moves),
+        *dweights,
+        _compute("weights", _weights_text(t), _EACH_Q),
+        *dscores,
+    ]
+
+
+def _weights_text(t: Tiles) -> str:
+    return f"P = exp2({'scale * S' if t.traits.linear else 'score(S)'} - lse)"
+
+
+def _key_results(t: Tiles) -> list[str]:
+    return ([t.dkey()] if t.wants_dkey else []) + ([t.value("dV")] if "value" in t.wanted else [])
 
 
 def _dscore(t: Tiles) -> str:
     return "P * (dP - delta)" + ("" if t.traits.linear else " * score'")
 
 
-def _cpu_backward(t: Tiles) -> list[Stage]:
-    return [
-        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_KV),
-        _compute("sums", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}; dK += dS^T Q; dQ += dS K", _EACH_KV),
-        _store("dquery", t.query("dQ")),
-    ]
-
-
 def _streaming_forward(t: Tiles) -> list[Stage]:
+    value = "" if t.parts.value_is_key else f", {t.value()}"
+    running = f"running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"
     return [
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
-        _load("query", f"{t.query()}, running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
+        _load("key", f"{t.key()}{value}", _EACH_KV),
+        _load("query", t.query(), _EACH_Q),
         _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_Q),
+        _load("running", running, _EACH_Q, "HBM -> registers"),
         _compute("weights", "new max; P = exp2(S - max); sum and O rescaled; O += P V", _EACH_Q),
-        _store("running", f"running {t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}", _EACH_Q),
-        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}"),
+        _store("running", running, _EACH_Q),
+        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}, from the running values", _EACH_Q),
     ]
 
 
 def _streaming_backward(t: Tiles) -> list[Stage]:
-    return [
-        _load("key", f"{t.key()}, {t.value()}", _EACH_KV),
-        _keep("dkey", f"{t.key('dK')} float32, {t.value('dV')} float32"),
-        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _EACH_Q),
-        _compute("weights", f"{t.scores('P')} = exp2({t.score_text} - lse){t.mask_text}", _EACH_Q),
-        _compute("dscores", f"dV += P^T dO; dP = dO V^T; dS = {_dscore(t)}; dK += dS^T Q", _EACH_Q),
-        _load("running", f"running {t.query('dQ')} float32", _EACH_Q),
-        _store("running", f"running {t.query('dQ')} float32, with dS K added", _EACH_Q),
-        _store("dkey", f"{t.key('dK')}, {t.value('dV')}", _EACH_KV),
+    results = _key_results(t)
+    running = [f"running {t.query('dQ')} float32"] if "query" in t.wanted else []
+    running += ["running sums for operands"] if not running and t.sums - {"column"} else []
+    wants_dscores = bool(t.wants_dscores or running)
+    products = (["dV += P^T dO"] if "value" in t.wanted else []) + (["dK += dS^T Q"] if t.wants_dkey else [])
+    stages = [
+        _load("key", f"{t.key()}, {t.value()}" if wants_dscores else t.key(), _EACH_KV),
+        *([_keep("dkey", ", ".join(f"{x} float32" for x in results), _EACH_KV)] if results else []),
+        *_weights_again(t, wants_dscores, _IN),
+        *([_compute("dkey", "; ".join(products), _EACH_Q)] if products else []),
     ]
+    if running:
+        stages += [
+            _load("running", ", ".join(running), _EACH_Q, "HBM -> registers"),
+            _store("running", f"{', '.join(running)}, with this tile's share added", _EACH_Q),
+        ]
+    stages += [_store("dkey", ", ".join(results), _EACH_KV)] if results else []
+    stages += [_store("dquery", f"{t.query('dQ')}, from the running one", _EACH_Q)] if "query" in t.wanted else []
+    return stages
 
 
 def _kv_spans(t: Tiles) -> list[Stage]:
-    return _spans("queries", t.q, "keys", t.kv, _EACH_KV)
+    return _spans("queries", "keys", _EACH_KV)
 
 
 def _q_spans(t: Tiles) -> list[Stage]:
-    return _spans("keys", t.kv, "queries", t.q, _EACH_Q)
+    return _spans("keys", "queries", _EACH_Q)
 
 
-def _spans(own: str, rows: int, others: str, other_rows: int, each: str) -> list[Stage]:
-    values = "what the mask reads at"
+def _spans(own: str, others: str, each: str) -> list[Stage]:
+    """Spans are measured by one module for tiles of every size, so that no size is in the words."""
     return [
-        _load("own", f"{values} {rows} {own}", _ONCE, "HBM -> registers"),
-        _load("others", f"{values} {other_rows} {others}", each, "HBM -> registers"),
-        _compute("matches", "least and greatest values; can any pair match, must every pair", each),
-        _store("ranges", "first and last tile that can match, first and last full one; for each range"),
+        _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
+        _load("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
+        _compute("matches", "by least and greatest: can any pair match, must every pair", each),
+        _store("ranges", "first and last tile to visit, run of full ones; for each range"),
     ]
 
 
@@ -223,9 +273,10 @@ def _standard_scores(t: Tiles) -> list[Stage]:
 
 def _standard_softmax(t: Tiles) -> list[Stage]:
     return [
-        _load("scores", "rows of S, twice", _ONCE, "HBM -> registers"),
-        _compute("weights", "max and sum in the first sweep, P = exp2(S - max) / sum in the second", _ONCE),
-        _store("weights", "rows of P over those of S, lse"),
+        _keep("columns", "a max and a sum of every column of a tile of S"),
+        _load("scores", "rows of S, in the first of two sweeps", _ONCE, "HBM -> registers"),
+        _compute("sums", "max and sum of each row, joined from those of the columns", _ONCE),
+        _store("weights", "P = exp2(S - max) / sum over S, in the second sweep; lse"),
     ]
 
 
@@ -264,12 +315,15 @@ def _standard_dweights(t: Tiles) -> list[Stage]:
 
 
 def _standard_dscores(t: Tiles) -> list[Stage]:
-    again = [] if t.traits.linear else [_load("query", f"{t.query()}, {t.key()}, for score'", _ONCE)]
+    again = (
+        [] if t.traits.linear and not t.sums else [_load("query", f"{t.query()}, {t.key()}, for Q K^T again", _ONCE)]
+    )
+    wanted = "query" in t.wanted or t.wants_dkey
     return [
-        _load("weights", f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
         *again,
+        _load("weights", f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
         _compute("dscores", f"dS = {_dscore(t)}", _ONCE),
-        _store("dscores", f"{t.scores('dS')} over dP"),
+        *([_store("dscores", f"{t.scores('dS')} over dP")] if wanted else []),
     ]
 
 
@@ -291,11 +345,61 @@ def _standard_dkey(t: Tiles) -> list[Stage]:
     ]
 
 
+_RAM, _CACHE = "RAM -> cache", "cache -> RAM"
+
+
+def _cpu_forward(t: Tiles) -> list[Stage]:
+    """Calls of torch: every stage is done for all heads of a chunk at once."""
+    value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
+    return [
+        Stage("load query", "load", f"{t.query()} of each head of the chunk{_scaled(t)}", _RAM, _EACH_Q),
+        Stage("keep sums", "keep", f"{t.output('O')}, {t.rows('max')}, {t.rows('sum')}", "cache", _EACH_Q),
+        Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
+        _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
+        Stage("load value", "load", value, _RAM, _EACH_KV),
+        _compute("output", "new max; P = exp2(S - max) over S; sum and O rescaled; O += P V", _EACH_KV),
+        Stage("store output", "store", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}", _CACHE, _EACH_Q),
+    ]
+
+
+def _cpu_backward(t: Tiles) -> list[Stage]:
+    """All gradients in one pass of five matrix products a tile."""
+    value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
+    rows = f"{t.query()}{_scaled(t)}, {t.output('dO')}, {t.rows('lse')}"
+    return [
+        Stage("load query", "load", f"{rows} of each head of the chunk", _RAM, _EACH_Q),
+        _compute("delta", "delta = rowsum(O * dO) - dlse", _EACH_Q),
+        Stage("keep dquery", "keep", t.query("dQ"), "cache", _EACH_Q),
+        Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
+        _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
+        _compute("weights", "P = exp2(S - lse) over S", _EACH_KV),
+        Stage("store dvalue", "store", "dV += P^T dO, rows of the result", _CACHE, _EACH_KV),
+        Stage("load value", "load", value, _RAM, _EACH_KV),
+        _compute("dscores", f"dS = {_dscore(t)}, with dP = dO V^T", _EACH_KV),
+        Stage("store dkey", "store", "dQ += dS K; dK += dS^T Q, rows of the result", _CACHE, _EACH_KV),
+        Stage("store dquery", "store", t.query("dQ"), _CACHE, _EACH_Q),
+    ]
+
+
+def _rows_scaled(t: Tiles) -> bool:
+    """A score that is linear in q.k scales rows and not tiles, unless gradients of operands want q.k itself."""
+    return t.traits.linear and not t.sums
+
+
+def _scaled(t: Tiles) -> str:
+    return ", scaled" if _rows_scaled(t) else ""
+
+
+def _cpu_score(t: Tiles) -> str:
+    return "Q K^T" if _rows_scaled(t) else t.score_text
+
+
 _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
+    ("cpu", "flash_forward"): _cpu_forward,
+    ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
     ("", "flash_forward"): _flash_forward,
-    ("cpu", "flash_backward"): _cpu_backward,
     ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,
     ("", "flash_dquery"): _flash_dquery,

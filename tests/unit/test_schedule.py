@@ -1,170 +1,432 @@
-"""Schedules: what is chosen, what fits, what a user may ask for."""
+"""Schedules and forms: what is chosen, what fits, what a user may ask for, and that their text reads back."""
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.planned import DENSE, chosen, resolved, signature
+from weft.codegen.targets import target_named, targets
+from weft.codegen.targets.hopper import best_form
+from weft.compiler.analysis.facts import Facts, facts_of
 from weft.compiler.analysis.records import Traits
-from weft.compiler.planning import schedule as module
-from weft.compiler.planning.cost import accumulator_registers, sram_bytes
-from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X
-from weft.compiler.planning.kernels import KERNELS
-from weft.compiler.planning.records import Schedule, Shape, Tiling
-from weft.compiler.planning.schedule import ALGORITHMS, candidates, choose, parse_schedule, resolve, tiling_in
+from weft.compiler.planning.cost import sram_bytes
+from weft.compiler.planning.forms import CpuForm, Form, HopperForm, Tiling, check_tiling, parse_form
+from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
+from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS
+from weft.compiler.planning.records import Shape
+from weft.compiler.planning.schedule import ALGORITHMS, EXAMPLE, Schedule, asked, parse_schedule
 from weft.compiler.planning.segments import for_heads, for_latent
-from weft.ir.errors import WeftError
+from weft.compiler.planning.tilings import FIXED, REGISTER_LIMIT, fits, tilings
+from weft.ir.attention import Attention, Latent
+from weft.ir.errors import UnavailableError, WeftError
+from weft.ir.expr import symbol, tensor
 
 GPUS = [A100, H100, H200, B200, MI300X]
 WIDTHS = [16, 40, 64, 80, 96, 128, 192, 256]
+Q_POS, KV_POS, SCORE = symbol("q_pos"), symbol("kv_pos"), symbol("score")
+CAUSAL = Attention(mask=KV_POS <= Q_POS, name="causal")
+ALIBI = Attention(SCORE + tensor("slopes", 1)[symbol("head")] * (KV_POS - Q_POS), name="alibi")
+LATENT = Attention(latent=Latent(512, 64), name="mla")
+
+# Every target with every algorithm that it has, on every machine that it is for.
+SUPPORTED = [
+    *(("triton", algorithm, hardware) for hardware in GPUS for algorithm in ALGORITHMS),
+    *(("hopper", "flash", hardware) for hardware in (H100, H200)),
+    *(("interpret", algorithm, CPU) for algorithm in ALGORITHMS),
+    ("cpu", "flash", CPU),
+]  # fmt: skip
+IDS = [f"{target}-{algorithm}-{hardware.name}" for target, algorithm, hardware in SUPPORTED]
 
 
 def shape(width: int, dtype: str = "bf16", length: int = 1024) -> Shape:
     return Shape(2, 8, 2, length, length, width, width, dtype)
 
 
+def dtype_of(target: str) -> str:
+    return "fp32" if target == "interpret" else "bf16"
+
+
+def test_every_target_is_looked_at_here() -> None:
+    assert {target for target, _, _ in SUPPORTED} >= {"hopper", "triton", "interpret", "cpu"}
+    assert {hardware for _, _, hardware in SUPPORTED} == set(KNOWN.values())
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("hardware", GPUS, ids=lambda h: h.name)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_choice_fits_sram(hardware, algorithm) -> None:
     for width in WIDTHS:
         for dtype in ("bf16", "fp32"):
             sizes = shape(width, dtype)
-            chosen = choose(sizes, hardware, "triton", algorithm)
+            found = chosen(sizes, hardware, "triton", algorithm)
+            assert [*found.kernels] == [kernel.name for kernel in KERNELS[algorithm]]
             for kernel in KERNELS[algorithm]:
-                needed = sram_bytes(kernel, tiling_in(chosen, kernel.slot), sizes, hardware, for_heads(width, width))
+                needed = sram_bytes(kernel, found.form(kernel.name), sizes, hardware, for_heads(width, width))
                 assert needed <= hardware.sram_per_block, (kernel.name, width, dtype)
 
 
 def test_tables_respect_registers() -> None:
     for width in (64, 128, 256):
-        chosen = choose(shape(width), H100, "triton")
+        found = chosen(shape(width), H100, "triton")
         for kernel in KERNELS["flash"]:
-            assert accumulator_registers(kernel, tiling_in(chosen, kernel.slot), for_heads(width, width)) <= 224
+            assert found.form(kernel.name).registers(kernel, for_heads(width, width)) <= REGISTER_LIMIT
 
 
 def test_lengths_batch_and_heads_never_change_the_choice() -> None:
-    known = choose(shape(64), H200, "triton")
-    for length in (1, 250, 521, 100_000):
-        assert choose(shape(64, length=length), H200, "triton") == known
-    assert choose(Shape(64, 32, 1, 1024, 77, 64, 64), H200, "triton") == known
+    for kernel in FLASH:
+        found = lambda sizes: tilings(kernel, "flash", sizes, H200, for_heads(64, 64))  # noqa: B023, E731
+        known = found(shape(64))
+        for length in (1, 250, 521, 100_000):
+            assert found(shape(64, length=length)) == known
+        assert found(Shape(64, 32, 1, 1024, 77, 64, 64)) == known
 
 
-def test_fixed_forms() -> None:
-    assert choose(shape(64), H100, "hopper").forward == Tiling(192, 128, 12, 3)
-    assert choose(shape(128), H100, "hopper").forward == Tiling(128, 128, 8, 2)
-    assert choose(shape(128), CPU, "cpu").forward.block_kv == 128
-    assert choose(shape(128), CPU, "interpret").forward.block_q == 32
-    with pytest.raises(WeftError, match=r"target hopper has forms for D 64, 128, got 80; use target='triton'"):
-        choose(shape(80), H100, "hopper")
+def test_own_forms_of_targets() -> None:
+    assert resolved(shape(64), H100, "hopper").code.form("flash_forward") == HopperForm(3, 128, 3, 2, pair_maximum=True)
+    two = HopperForm(2, 128, 2, query_in_registers=True, lazy_rescale=True)
+    assert resolved(shape(128), H100, "hopper").code.form("flash_forward") == two
+    assert resolved(shape(128), CPU, "cpu").code.form("flash_forward") == CpuForm(128, 128)
+    assert resolved(shape(128, "fp32"), CPU, "interpret").code.form("flash_forward") == Tiling(32, 32, 4, 1)
+    with pytest.raises(UnavailableError, match=r"target hopper: needs D = Dv = 64 or 128, got D 80, Dv 80"):
+        resolved(shape(80), H100, "hopper")
+
+
+def test_a_score_that_reads_positions_gets_fewer_consumers() -> None:
+    assert str(resolved(shape(64), H100, "hopper", attention=ALIBI).code.schedule) == (
+        "flash/flash_forward=hopper:128x128s3q1+regs+pairs"
+    )
+    assert not best_form(128, facts_of(ALIBI)).query_in_registers
 
 
 def test_latent_forms_get_a_schedule() -> None:
-    absorbed = for_latent("absorbed", 512, 64, 128, 128)
-    sizes = Shape(1, 128, 1, 1, 4096, 576, 512)
-    chosen = choose(sizes, H200, "triton", segments=absorbed)
-    assert sram_bytes(KERNELS["flash"][0], chosen.forward, sizes, H200, absorbed) <= H200.sram_per_block
-    expanded = for_latent("expanded", 512, 64, 128, 128)
-    assert choose(Shape(1, 8, 8, 64, 64, 192, 128), H200, "triton", segments=expanded).forward.block_q >= 64
+    parts, sizes = for_latent("absorbed", 512, 64, 128, 128), Shape(1, 128, 1, 1, 4096, 576, 512)
+    found = resolved(sizes, H200, attention=LATENT)
+    assert found.target.name == "triton" and found.code.segments == parts
+    assert sram_bytes(FLASH[0], found.code.form("flash_forward"), sizes, H200, parts) <= H200.sram_per_block
+    expanded = chosen(Shape(1, 8, 8, 64, 64, 192, 128), H200, "triton", attention=LATENT)
+    assert expanded.form("flash_forward").block_q >= 64
+    assert [*expanded.kernels] == [kernel.name for kernel in FLASH]
 
 
-def test_candidates_start_with_the_choice_and_change_one_kernel_each() -> None:
-    found = candidates(shape(128), H200, "triton")
-    assert found[0] == choose(shape(128), H200, "triton")
-    assert 10 < len(found) <= 34 and len(set(found)) == len(found)
-    for other in found[1:]:
-        changed = [s for s in module.SLOTS if tiling_in(other, s) != tiling_in(found[0], s)]
-        assert len(changed) == 1
-    assert candidates(shape(128), CPU, "cpu") == [choose(shape(128), CPU, "cpu")]
+@pytest.mark.parametrize("kernel", FLASH, ids=lambda k: k.name)
+def test_candidates_start_with_the_choice_and_all_fit(kernel) -> None:
+    sizes, parts = shape(128), for_heads(128, 128)
+    found = tilings(kernel, "flash", sizes, H200, parts)
+    assert found[0] == chosen(sizes, H200, "triton").form(kernel.name)
+    assert len(set(found)) == len(found)
+    assert found == [FIXED[kernel.name]] if kernel.name in FIXED else 4 < len(found) <= 12
+    assert all(fits(kernel, tiling, sizes, H200, parts, Traits()) for tiling in found)
 
 
-def test_text_reads_back() -> None:
-    for hardware in KNOWN.values():
-        for algorithm in ALGORITHMS:
-            chosen = choose(shape(64), hardware, "cpu" if hardware.kind == "cpu" else "triton", algorithm)
-            assert parse_schedule(str(chosen)) == chosen
+@pytest.mark.parametrize(("target", "algorithm", "hardware"), SUPPORTED, ids=IDS)
+@pytest.mark.parametrize("attention", [DENSE, CAUSAL, ALIBI], ids=lambda a: a.name)
+def test_every_form_of_a_target_is_one_that_it_takes(target, algorithm, hardware, attention) -> None:
+    made, facts = target_named(target), facts_of(attention)
+    for width in (64, 128):
+        kind = signature(shape(width, dtype_of(target)), hardware.arch)
+        for kernel in made.kernels(algorithm, "forward", facts, frozenset()):
+            forms = made.forms(kernel, kind, hardware, facts)
+            assert len(set(forms)) == len(forms) > 0
+            for form in forms:
+                made.check(kernel, form, kind, hardware, facts)
+
+
+def test_tiles_of_what_is_read_by_pair_take_sram() -> None:
+    bias = tensor("bias", 4)[symbol("batch"), symbol("head"), Q_POS, KV_POS]
+    facts, sizes, parts = facts_of(Attention(SCORE + bias, name="biased")), shape(128), for_heads(128, 128)
+    assert facts.traits.pair_bytes == 4
+    without = replace(facts.traits, pair_bytes=0)
+    for kernel in (k for k in FLASH if k.reads_pairs):
+        plain = tilings(kernel, "flash", sizes, H200, parts, without)[0]
+        found = tilings(kernel, "flash", sizes, H200, parts, facts.traits)
+        needed = [sram_bytes(kernel, plain, sizes, H200, parts, traits) for traits in (without, facts.traits)]
+        ahead = plain.residence(kernel, H200, 2).ahead
+        assert needed[1] - needed[0] == 4 * plain.block_q * plain.block_kv * ahead
+        assert needed[1] > H200.sram_per_block  # the timed tiling has no room for the bias
+        assert found[0].block_q * found[0].block_kv < plain.block_q * plain.block_kv
+        assert all(sram_bytes(kernel, t, sizes, H200, parts, facts.traits) <= H200.sram_per_block for t in found)
+    assert chosen(sizes, H200, "triton", attention=facts.attention).form("flash_forward") == (
+        tilings(FLASH[0], "flash", sizes, H200, parts, facts.traits)[0]
+    )
+
+
+def test_what_is_read_by_pair_counts_where_a_loop_reads_it_on_nvidia() -> None:
+    traits, sizes, parts = Traits(pair_bytes=4), shape(64), for_heads(64, 64)
+    for kernel in (k for kernels in KERNELS.values() for k in kernels):
+        tiling = Tiling(64, 64, 4, 2)
+        more = {
+            hardware.name: sram_bytes(kernel, tiling, sizes, hardware, parts, traits)
+            - sram_bytes(kernel, tiling, sizes, hardware, parts)
+            for hardware in (H200, MI300X)
+        }
+        assert (more["h200"] > 0) == kernel.reads_pairs and more["mi300x"] == 0
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("target", "algorithm", "hardware"), SUPPORTED, ids=IDS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_text_reads_back(target, algorithm, hardware, width) -> None:
+    sizes = shape(width, dtype_of(target))
+    found = chosen(sizes, hardware, target, algorithm)
+    assert parse_schedule(str(found)) == found
+    assert {choice.target for choice in found.kernels.values()} == {target} | ({"triton"} & {target, _behind(target)})
+    assert chosen(sizes, hardware, None, str(found)) == found  # the text names its targets
+
+
+def _behind(target: str) -> str:
+    """The target of the backward of a forward."""
+    return "triton" if target == "hopper" else target
+
+
+@pytest.mark.parametrize(("target", "algorithm", "hardware"), SUPPORTED, ids=IDS)
+def test_the_text_of_a_choice_can_be_asked_for_with_its_target(target, algorithm, hardware) -> None:
+    sizes = shape(64, dtype_of(target))
+    found = chosen(sizes, hardware, target, algorithm)
+    assert chosen(sizes, hardware, target, str(found)) == found
 
 
 @pytest.mark.parametrize(
-    "text", ["flsh", "", "flash/triton", "flash/triton/64x64w4s2", "flash/vulkan/1x1w1s1/1x1w1s1/1x1w1s1"]
-)
+    "text",
+    [
+        "flsh", "", "flash/", "flash/triton", "flash/triton/64x64w4s2", "flash/triton/64x64w4s2/64x64w4s2/64x64w4s2",
+        "flsh/flash_forward=triton:64x64w4s2", "flash/flash_forward=triton", "flash/flash_forward=:64x64w4s2",
+        "flash/=triton:64x64w4s2", "flash/flash_forward=triton:64x64w4", "flash/flash_forward=hopper:130x128s2q1",
+        "flash/flash_forward=hopper:128x128s2q1+fast", "flash/flash_forward=triton:64x64w4s2/",
+        "flash/flash_forward=triton:64x64w4s2/flash_forward=triton:64x64w4s2",
+    ],
+)  # fmt: skip
 def test_other_text_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(
-        WeftError, match=r"schedule: expected standard, streaming, flash, or text like 'flash/triton/128x64w4s3"
+        WeftError, match=r"schedule: expected standard, streaming, flash, or text like 'flash/flash_forward=triton:128"
     ):
         parse_schedule(text)
 
 
-def test_resolve_takes_a_name_a_schedule_or_its_text() -> None:
+def test_the_example_is_a_schedule() -> None:
+    found = parse_schedule(EXAMPLE)
+    assert chosen(shape(128), H200, None, EXAMPLE).kernels == {
+        **found.kernels, "row_statistics": ("triton", FIXED["row_statistics"])
+    }  # fmt: skip
+
+
+def test_a_name_a_schedule_or_its_text_can_be_asked_for() -> None:
     sizes = shape(64)
-    chosen = choose(sizes, H200, "triton", "streaming")
-    assert resolve("streaming", sizes, H200, "triton") == chosen
-    assert resolve(None, sizes, H200, "triton").algorithm == "flash"
-    assert resolve(str(chosen), sizes, H200, "triton") == chosen
-    assert resolve(chosen, sizes, H200, "triton") is chosen
+    found = chosen(sizes, H200, "triton", "streaming")
+    assert found.algorithm == "streaming"
+    assert chosen(sizes, H200, "triton").algorithm == chosen(sizes, H200).algorithm == "flash"
+    assert chosen(sizes, H200, "triton", str(found)) == chosen(sizes, H200, "triton", found) == found
+    with pytest.raises(WeftError, match=r"schedule: expected a name, a Schedule or its text, got int"):
+        asked(3)  # type: ignore[arg-type]
 
 
-def _with_forward(tiling: Tiling, target: str = "triton") -> Schedule:
-    fine = Tiling(64, 64, 4, 2)
-    return Schedule("flash", target, tiling, fine, fine)
+def test_kernels_that_a_text_leaves_out_are_chosen() -> None:
+    sizes = shape(128)
+    own = chosen(sizes, H200, "triton")
+    part = chosen(sizes, H200, "triton", "flash/flash_dquery=triton:64x64w4s2")
+    assert part == own.with_form("flash_dquery", Tiling(64, 64, 4, 2)) != own
+    assert chosen(sizes, H200, "triton", "flash") == own
+    # a part that names kernels of one direction says nothing of the target of the other
+    assert part.kernels["flash_forward"].target == "triton"
+    assert chosen(sizes, H200, None, "flash/flash_dquery=triton:64x64w4s2").kernels["flash_forward"].target == "hopper"
+    forward = chosen(sizes, H200, None, "flash/flash_forward=triton:64x64w4s2")
+    assert forward == own.with_form("flash_forward", Tiling(64, 64, 4, 2))
 
 
+def test_parts_of_schedules() -> None:
+    whole = chosen(shape(64), H200)
+    forward, backward = whole.of(["flash_forward"]), whole.of(["row_statistics", "flash_dquery", "flash_dkey_dvalue"])
+    assert forward.joined(backward) == whole and hash(forward.joined(backward)) == hash(whole)
+    assert str(whole.of([])) == "flash" and parse_schedule("flash") == whole.of(["nothing"])
+    assert pickle.loads(pickle.dumps(whole)) == whole != forward
+    with pytest.raises(TypeError):
+        whole.kernels["flash_forward"] = ("triton", Tiling(64, 64))  # type: ignore[index]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("tiling", "message"),
     [
-        (Tiling(48, 64), r"forward 48x64w4s2: expected block_q to be a power of two of at least 16, got 48"),
+        (Tiling(48, 64), r"flash_forward 48x64w4s2: expected block_q to be a power of two of at least 16, got 48"),
         (Tiling(64, 8), r"expected block_kv to be a power of two of at least 16, got 8"),
         (Tiling(64, 64, 3), r"expected 1, 2, 4, 8 or 16 warps, got 3"),
         (Tiling(64, 64, 4, 0), r"expected at least 1 stage, got 0"),
     ],
 )
 def test_impossible_tilings(tiling: Tiling, message: str) -> None:
+    for schedule in (_with_forward(tiling), str(_with_forward(tiling))):
+        with pytest.raises(WeftError, match=message):
+            resolved(shape(64), H200, "triton", schedule)
     with pytest.raises(WeftError, match=message):
-        resolve(_with_forward(tiling), shape(64), H200, "triton")
+        check_tiling("flash_forward", tiling)
+
+
+def _with_forward(form: Form, target: str = "triton") -> Schedule:
+    return Schedule("flash", {"flash_forward": (target, form)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("target", "hardware", "text", "message"),
+    [
+        ("triton", H200, "triton:64x64", r"flash_forward 64x64: expected <queries>x<keys>w<warps>s<stages> for target"),
+        ("hopper", H200, "hopper:64x64w4s2", r"64x64w4s2: expected a form like 192x128s3q2\+pairs for target hopper"),
+        ("hopper", H200, "hopper:64x64s2q1", r"64x64s2q1: expected 2 or 3 consumers of 64 rows, 64 or 128 keys"),
+        ("hopper", H200, "hopper:128x32s2q1", r"expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4"),
+        ("hopper", H200, "hopper:128x64s5q1", r"expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4"),
+        ("hopper", H200, "hopper:128x64s2q3", r"128x64s2q3: expected .*1 or 2 query buffers"),
+        ("cpu", CPU, "cpu:64x64w4s2", r"64x64w4s2: expected <queries>x<keys> for target cpu, as in 128x128"),
+        ("cpu", CPU, "cpu:0x64", r"flash_forward 0x64: expected <queries>x<keys> for target cpu"),
+    ],
+)
+def test_forms_of_another_target_or_none(target, hardware, text, message) -> None:
+    with pytest.raises(WeftError, match=message):
+        resolved(shape(64), hardware, target, f"flash/flash_forward={text}")
+
+
+def test_hopper_forms_that_do_not_fit() -> None:
+    with pytest.raises(WeftError, match=r"192x128s2q1: three consumers have too few registers for D 128"):
+        resolved(shape(128), H200, "hopper", "flash/flash_forward=hopper:192x128s2q1")
+    needs = r"128x128s4q2: it needs \d+ bytes of SRAM, a program of NVIDIA H200 SXM has 232448"
+    with pytest.raises(WeftError, match=needs):
+        resolved(shape(128), H200, "hopper", "flash/flash_forward=hopper:128x128s4q2")
+
+
+def test_kernels_with_one_form() -> None:
+    with pytest.raises(WeftError, match=r"row_statistics has one form, 64x16w4s1, got 64x64w4s2"):
+        chosen(shape(64), H200, "triton", "flash/row_statistics=triton:64x64w4s2")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("kernel", ["flash_fwd", "forward", "streaming_forward", "kv_spans"])
+def test_unknown_kernels_are_named(direction, kernel) -> None:
+    known = "flash_backward, flash_dkey_dvalue, flash_dquery, flash_forward, row_statistics"
+    with pytest.raises(WeftError, match=rf"schedule: expected kernels among {known}, got {kernel}"):
+        resolved(shape(64), H200, "triton", f"flash/{kernel}=triton:64x64w4s2", direction=direction)
+
+
+def test_a_schedule_of_another_target() -> None:
+    another = r"schedule: it is for target cpu, the call's target is triton; pass target='cpu'"
+    for schedule in (_with_forward(CpuForm(64, 64), "cpu"), "flash/flash_forward=cpu:64x64"):
+        with pytest.raises(WeftError, match=another):
+            resolved(shape(64), H200, "triton", schedule)
+    mixed = "flash/flash_dquery=triton:64x64w4s2/flash_dkey_dvalue=interpret:64x64w4s2"
+    with pytest.raises(WeftError, match=r"flash_dkey_dvalue is for target interpret, the call's target is triton"):
+        resolved(shape(64), H200, None, mixed, direction="backward")
+    with pytest.raises(UnavailableError, match=r"target cpu: the operands are on a GPU"):
+        resolved(shape(64), H200, None, "flash/flash_forward=cpu:64x64")
 
 
 def test_tiles_too_large_for_sram_say_what_is_needed_and_there() -> None:
     wanted = r"flash_forward with 128x128w8s4 needs 589824 bytes of SRAM for D 256, .* has 232448: use smaller"
     with pytest.raises(WeftError, match=wanted):
-        resolve(_with_forward(Tiling(128, 128, 8, 4)), shape(256), H200, "triton")
+        resolved(shape(256), H200, "triton", _with_forward(Tiling(128, 128, 8, 4)))
 
 
 def test_a_machine_too_small_for_any_tiling() -> None:
     tiny = replace(H200, sram_per_block=8000)
     with pytest.raises(
-        WeftError, match=r"no tiling of flash \(forward\) fits .* needs \d+ bytes of SRAM .* has 8000; use a smaller"
+        WeftError, match=r"no tiling of flash_forward fits .* needs \d+ bytes of SRAM .* has 8000; use a smaller"
     ):
-        choose(shape(128), tiny, "triton")
+        resolved(shape(128), tiny, "triton")
 
 
-def test_a_schedule_of_another_target() -> None:
-    with pytest.raises(WeftError, match=r"it is for target cpu, the call's target is triton; pass target='cpu'"):
-        resolve(_with_forward(Tiling(64, 64), "cpu"), shape(64), H200, "triton")
+def test_algorithms_that_a_target_does_not_have() -> None:
+    for algorithm in ("streaming", "standard"):
+        for target in ("cpu", None):
+            with pytest.raises(UnavailableError, match=rf"cpu: has schedule flash only; {algorithm} runs on targets"):
+                resolved(shape(64), CPU, target, algorithm)
+        with pytest.raises(UnavailableError, match=r"hopper: has the forward of schedule flash only"):
+            resolved(shape(64), H200, "hopper", algorithm)
 
 
 def test_choosing_is_quick_and_needs_no_sympy() -> None:
     started = time.perf_counter()
     for width in (72, 88, 136, 168):
-        choose(shape(width), B200, "triton")
+        chosen(shape(width), B200, "triton")
     assert time.perf_counter() - started < 0.2
     code = (
-        "import sys; from weft.compiler.planning import hardware, records, schedule; "
-        "schedule.choose(records.Shape(1, 1, 1, 8, 8, 64, 64), hardware.H100, 'triton'); print('sympy' in sys.modules)"
+        "import sys; sys.path.insert(0, '.'); from tests import planned; from weft.compiler.planning import records; "
+        "planned.chosen(records.Shape(1, 1, 1, 8, 8, 64, 64)); print('sympy' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
 
 
-def test_a_hopper_schedule_has_its_fixed_form() -> None:
-    fixed = choose(shape(64), H100, "hopper")
-    assert resolve(str(fixed), shape(64), H100, "hopper") == fixed
-    other = str(fixed).replace("192x128w12s3", "128x128w8s3")
-    with pytest.raises(
-        WeftError, match=r"the hopper forward has one form for these widths, 192x128w12s3, got 128x128w8s3"
-    ):
-        resolve(other, shape(64), H100, "hopper")
-    positional = choose(shape(64), H100, "hopper", traits=Traits(positional=True))
-    assert positional.forward == Tiling(128, 128, 8, 3)
+# -- forms -------------------------------------------------------------------------------------------------------------
+_counts = st.integers(0, 9)
+FORMS = st.one_of(
+    st.builds(Tiling, st.integers(1, 99_999), st.integers(1, 99_999), st.integers(0, 99), st.integers(0, 99)),
+    st.builds(CpuForm, st.integers(0, 9_999_999), st.integers(0, 9_999_999)),
+    st.builds(
+        HopperForm, st.integers(0, 156), st.integers(0, 9_999), _counts, _counts, *[st.booleans()] * 4
+    ),
+)  # fmt: skip
+
+
+@given(FORMS)
+def test_the_text_of_a_form_reads_back(form: Form) -> None:
+    assert parse_form(str(form)) == form
+    assert type(parse_form(str(form))) is type(form)
+    schedule = Schedule("flash", {"flash_forward": ("triton", form)})  # type: ignore[dict-item]
+    assert parse_schedule(str(schedule)).form("flash_forward") == form
+
+
+@given(st.lists(FORMS, min_size=2, max_size=2, unique=True))
+def test_different_forms_have_different_texts(forms: list[Form]) -> None:
+    assert str(forms[0]) != str(forms[1])
+
+
+@given(st.text(alphabet="0123456789xwsq+regslazypoi ", max_size=16))
+def test_any_other_text_is_no_form(text: str) -> None:
+    form = parse_form(text)
+    assert form is None or parse_form(str(form)) == form
+
+
+@pytest.mark.parametrize("text", ["", "64", "64x", "x64", "64x64w4", "64x64s2", "64x64s2q1+", "64x64s2q1+fast", "a"])
+def test_texts_of_no_form(text: str) -> None:
+    assert parse_form(text) is None or text == "64x64s2q1+"
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("attention", [DENSE, CAUSAL, ALIBI], ids=lambda a: a.name)
+def test_neighbours_of_a_hopper_form_differ_in_one_choice_and_read_back(width, attention) -> None:
+    best = best_form(width, facts_of(attention))
+    found = list(best.neighbours())
+    assert len({*found, best}) > 8
+    for form in found:
+        assert parse_form(str(form)) == form
+        assert sum(getattr(form, f.name) != getattr(best, f.name) for f in fields(form)) <= 1
+
+
+@pytest.mark.parametrize("hardware", [H100, H200], ids=lambda h: h.name)
+def test_hopper_is_timed_in_forms_that_fit(hardware: Hardware) -> None:
+    for width in (64, 128):
+        code = resolved(shape(width), hardware, "hopper").code
+        best, *others = target_named("hopper").forms(FLASH[0], code.signature, hardware, facts_of(DENSE))
+        assert best == code.form("flash_forward") and len(others) > 4
+        for form in others:
+            text = f"flash/flash_forward=hopper:{form}"
+            assert str(resolved(shape(width), hardware, None, text).code.schedule) == text
+
+
+def test_the_cpu_is_timed_in_several_forms() -> None:
+    facts: Facts = facts_of(DENSE)
+    for kernel in CPU_FLASH:
+        found = target_named("cpu").forms(kernel, signature(shape(64), "cpu"), CPU, facts)
+        assert found[0] == CpuForm(128, 128) and len(set(found)) == len(found) > 1
+
+
+def test_targets_are_tried_in_order() -> None:
+    assert [target.name for target in targets()] == ["hopper", "triton", "interpret", "cpu"]
+    assert resolved(shape(64), H200).target.name == "hopper"
+    assert resolved(shape(80), H200).target.name == "triton"
+    assert resolved(shape(80), H200).notes == ("hopper: needs D = Dv = 64 or 128, got D 80, Dv 80",)
+    assert resolved(shape(64), A100).notes == ("hopper: needs compute capability 9.0, this is sm_80",)
+    assert resolved(shape(64, "fp32"), CPU).target.name == "cpu"  # the interpreter is chosen by name only

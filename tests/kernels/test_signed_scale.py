@@ -1,0 +1,91 @@
+"""Scores that are a factor of any sign, or 0, times q.k: linear kernels compute what the definition says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft import batch, head, kv_pos, masks, q_pos, score
+from weft.codegen import generate as generator
+from weft.compiler.analysis import facts
+from weft.compiler.analysis.facts import facts_of
+from weft.ir.expr import Const, Expr
+from weft.ir.walk import substitute
+
+from ..support import check_variant, poisoned
+
+pytest.importorskip("triton")
+
+factor, factors = weft.tensor("factor", 1), weft.tensor("factors", 2)
+BY_HEAD = weft.Attention(score * factor[head], masks.causal, name="signed_by_head")
+BY_ROW = weft.Attention(score * factors[batch, head], (kv_pos <= q_pos) & (q_pos >= 12), name="signed_by_row")
+ABSORBED = weft.Attention(
+    score * factor[head], masks.causal, scale=0.2, latent=weft.Latent(rank=32, rope=16), name="signed_absorbed"
+)
+SIGNS = [[-1.5, 0.7, -0.2, 2.0], [0.0, -1.0, 1.0, 0.0], [-1e-30, 1.0, 0.0, -0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+def factor_of(folded: Expr) -> Expr:
+    """t * (qk * scale) -> t * (1 * scale)."""
+    return substitute(folded, {"qk": Const(1.0)})
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
+    """Factors of unknown sign count as linear, and templates are told so."""
+    monkeypatch.setattr(facts, "_positive_factor", factor_of)
+    facts_of.cache_clear()
+    monkeypatch.setitem(generator._environment().globals, "signed_scale", True)
+    with weft.settings(cache_dir=str(tmp_path)):
+        yield
+    facts_of.cache_clear()
+
+
+def tensors(dtype: torch.dtype = torch.float32, kv_heads: int = 2):
+    shapes = ((2, 4, 40, 16), (2, kv_heads, 40, 16), (2, kv_heads, 40, 32))
+    return [poisoned(shape, dtype, seed=n) for n, shape in enumerate(shapes)]
+
+
+TARGETS = [("interpret", "flash"), ("interpret", "streaming"), ("interpret", "standard"), ("cpu", None)]
+
+
+@pytest.mark.parametrize(("target", "schedule"), TARGETS)
+@pytest.mark.parametrize("signs", SIGNS, ids=["mixed", "zeros", "smallest", "all_zero"])
+@pytest.mark.parametrize("differentiate", [(), ("factor",)], ids=["", "dfactor"])
+def test_factors_by_head(signs, target, schedule, differentiate, linear) -> None:
+    assert facts_of(BY_HEAD).linear_scale is not None
+    given = {"factor": torch.tensor(signs)}
+    check_variant(
+        BY_HEAD, *tensors(), target=target, schedule=schedule, operands=given, differentiate=differentiate
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "schedule"), TARGETS)
+def test_factors_by_batch_row_with_rows_that_see_nothing(target, schedule, linear) -> None:
+    given = {"factors": torch.tensor([[1.0, -1.0, 0.0, 0.5], [-2.0, 0.0, 1.0, -0.1]])}
+    check_variant(BY_ROW, *tensors(kv_heads=1), target=target, schedule=schedule, operands=given)
+
+
+@pytest.mark.parametrize(("target", "schedule"), TARGETS)
+def test_half_precision(target, schedule, linear) -> None:
+    given = {"factor": torch.tensor(SIGNS[0])}
+    check_variant(BY_HEAD, *tensors(torch.float16), target=target, schedule=schedule, operands=given)
+
+
+@pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
+def test_values_that_are_part_of_the_keys_keep_their_sign(schedule, linear) -> None:
+    query, cache = torch.randn(2, 4, 20, 48), torch.randn(2, 1, 35, 48)
+    given = {"factor": torch.tensor(SIGNS[0])}
+    expected = ABSORBED.reference(query.double(), cache.double(), factor=given["factor"].double())
+    out = ABSORBED(query, cache, target="interpret", schedule=schedule, **given)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # numpy's, of the interpreter
+def test_a_factor_that_is_not_a_number_shows(linear) -> None:
+    given = {"factor": torch.tensor([torch.nan, 1.0, 1.0, 1.0])}
+    out = BY_HEAD(*(t.clone() for t in tensors()), target="interpret", **given)
+    assert out[:, 0].isnan().all() and not out[:, 1:].isnan().any()
