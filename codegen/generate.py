@@ -16,10 +16,10 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
 from ..compiler.planning.signature import Signature
+from ..compiler.planning.stages import Tiles, stages_of
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
-from ..compiler.planning.stages import Tiles, stages_of
 from .functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .stages import StageComments, wrapped
 

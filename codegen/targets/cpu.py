@@ -8,8 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.forms import CpuForm, Form
 from ...compiler.planning.hardware import Hardware
@@ -95,9 +93,7 @@ class _CpuLauncher:
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **blocks)
             return []
-        filled = {n: results.get(f"d{n}", None) for n in call.tensors}
-        filled = {n: torch.empty_like(call.tensors[n]) if t is None else t for n, t in filled.items()}
-        given = {"out": results["out"], "lse": results["lse"], "dquery": filled["query"], "dvalue": filled["value"]}
-        dkeys = [filled[n] for n in ("key", "rope") if n in filled]
+        given = {n: results.get(n) for n in ("out", "lse", "dquery", "dvalue")}
+        dkeys = [results.get("dkey"), *([] if call.rope is None else [results.get("drope")])]
         sums = self.module.backward(results["dout"], results["dlse"], *arguments, dkeys=dkeys, **given, **blocks)
         return list(sums)

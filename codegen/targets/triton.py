@@ -233,15 +233,15 @@ class TritonLauncher:
     def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
         """Every tensor of the call by the name that kernels have for it."""
         given: dict[str, Any] = {"query": call.query, "key": call.key, **results}
-        if self.backward:
+        if self.backward:  # kernels name what they do not write too
             for name, tensor in call.tensors.items():
-                given.setdefault(f"d{name}", torch.empty_like(tensor))
+                given.setdefault(f"d{name}", tensor)
         if call.value is not None:
             given["value"] = call.value
         if call.rope is not None:
             given[f"key{self.own_keys[0]}"] = call.rope
-            if "drope" in results:
-                given[f"dkey{self.own_keys[0]}"] = results["drope"]
+            if self.backward:
+                given[f"dkey{self.own_keys[0]}"] = results.get("drope", call.rope)
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
         offset = call.q_offset
@@ -257,7 +257,7 @@ class TritonLauncher:
             return []
         for i in self.own_keys:
             share = workspace.get(f"dkey{i}")
-            if share is not None:
+            if share is not None and "drope" in results:
                 whole = results["drope"]
                 whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
         q_len = call.query.shape[2]

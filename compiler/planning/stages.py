@@ -363,10 +363,9 @@ def _cpu_forward(t: Tiles) -> list[Stage]:
 
 
 def _cpu_backward(t: Tiles) -> list[Stage]:
-    """All gradients in one pass of five matrix products a tile."""
-    value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
+    """The wanted gradients in one pass: of five matrix products a tile, those that they need."""
     rows = f"{t.query()}{_scaled(t)}, {t.output('dO')}, {t.rows('lse')}"
-    return [
+    stages = [
         Stage("load query", "load", f"{rows} of each head of the chunk", _RAM, _EACH_Q),
         _compute("delta", "delta = rowsum(O * dO) - dlse", _EACH_Q),
         Stage("keep dquery", "keep", t.query("dQ"), "cache", _EACH_Q),
@@ -374,11 +373,20 @@ def _cpu_backward(t: Tiles) -> list[Stage]:
         _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
         _compute("weights", "P = exp2(S - lse) over S", _EACH_KV),
         Stage("store dvalue", "store", "dV += P^T dO, rows of the result", _CACHE, _EACH_KV),
-        Stage("load value", "load", value, _RAM, _EACH_KV),
+        Stage("load value", "load", f"{t.value()}, a view", _RAM, _EACH_KV),
         _compute("dscores", f"dS = {_dscore(t)}, with dP = dO V^T", _EACH_KV),
-        Stage("store dkey", "store", "dQ += dS K; dK += dS^T Q, rows of the result", _CACHE, _EACH_KV),
+        Stage("store sums", "store", "gradients of reads of operands, summed over the tile", _CACHE, _EACH_KV),
+        _compute("dquery", "dQ += dS K", _EACH_KV),
+        Stage("store dkey", "store", "dK += dS^T Q, rows of the result", _CACHE, _EACH_KV),
         Stage("store dquery", "store", t.query("dQ"), _CACHE, _EACH_Q),
     ]
+    left_out = set() if "query" in t.wanted else {"keep dquery", "compute dquery", "store dquery"}
+    left_out |= set() if "value" in t.wanted else {"store dvalue"}
+    left_out |= set() if t.wants_dkey else {"store dkey"}
+    left_out |= set() if t.sums else {"store sums"}
+    if not ({"query", "key", "rope"} & t.wanted or t.sums):
+        left_out |= {"load value", "compute dscores"}
+    return [stage for stage in stages if stage.key not in left_out]
 
 
 def _rows_scaled(t: Tiles) -> bool:

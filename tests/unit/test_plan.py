@@ -1,51 +1,100 @@
-"""Plans: every kernel's stages and figures as data."""
+"""Plans: every kernel's stages and figures as data, and that they are those of what runs."""
 
 from __future__ import annotations
 
-import pytest
+import re
+from dataclasses import replace
 
+import pytest
+import torch
+
+import weft
+from tests.planned import DENSE, both, planned, resolved, signature
+from weft.codegen.targets import target_named, targets
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Measuring, TileCounts, Traits
-from weft.compiler.planning.cost import kernels_of, measures_tiles, predict
-from weft.compiler.planning.hardware import CPU, H200, KNOWN
-from weft.compiler.planning.plan import counter, make_plan
-from weft.compiler.planning.records import Plan, Schedule, Shape
-from weft.compiler.planning.schedule import ALGORITHMS, TARGETS, choose
-from weft.compiler.planning.segments import for_latent
-from weft.ir.attention import Attention
-from weft.ir.errors import WeftError
+from weft.compiler.analysis.records import Measuring, TileCounts
+from weft.compiler.planning.cost import predict
+from weft.compiler.planning.forms import CpuForm, Tiling
+from weft.compiler.planning.hardware import A100, CPU, H200, KNOWN
+from weft.compiler.planning.kernels import CPU_FLASH, KERNELS, SPANS, spans_kernel, streaming_backward_flops
+from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
+from weft.compiler.planning.records import Shape
+from weft.compiler.planning.schedule import ALGORITHMS, Schedule, parse_schedule
+from weft.compiler.planning.segments import for_heads
+from weft.ir.attention import Attention, Latent
+from weft.ir.errors import InternalError, UnavailableError, WeftError
 from weft.ir.expr import scalar, symbol, tensor
+from weft.ir.functions import tanh
+from weft.runtime import driver
 
 Q_POS, KV_POS, SCORE = symbol("q_pos"), symbol("kv_pos"), symbol("score")
 CAUSAL = Attention(mask=KV_POS <= Q_POS, name="causal")
+CAPPED = Attention(50.0 * tanh(SCORE / 50.0), name="capped")
+LATENT = Attention(latent=Latent(512, 64), name="mla")
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
+TARGETS = [target.name for target in targets()]
 
 
-def causal_plan(shape: Shape, algorithm: str = "flash"):
+def causal_plan(shape: Shape, algorithm: str = "flash") -> Plan:
     facts = facts_of(CAUSAL)
     count = counter(facts.kv_tiles, facts.q_tiles, shape)
-    schedule = choose(shape, H200, "triton", algorithm)
-    return make_plan("causal", shape, H200, schedule, traits=facts.traits, count=count)
+    return planned(shape, H200, "triton", algorithm, attention=CAUSAL, count=count)
+
+
+def any_plan(hardware, algorithm: str, target: str | None = None) -> Plan:
+    """Of the machine's own target, or of the one that has the algorithm there."""
+    if target is None and hardware.kind == "cpu" and algorithm != "flash":
+        target = "interpret"
+    return planned(GPT2, hardware, target, algorithm)
 
 
 @pytest.mark.parametrize("hardware", KNOWN.values(), ids=list(KNOWN))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_plan_for_any_machine_without_a_gpu(hardware, algorithm) -> None:
-    target = "cpu" if hardware.kind == "cpu" else "triton"
-    plan = make_plan("dense", GPT2, hardware, choose(GPT2, hardware, target, algorithm))
-    assert {k.direction for k in plan.kernels} == {"forward", "backward"}
+    others = ("interpret",) if hardware.kind == "cpu" else ("triton",)
+    for target in (None, *others):
+        plan = any_plan(hardware, algorithm, target)
+        assert {k.direction for k in plan.kernels} == {"forward", "backward"}
+        for kernel in plan.kernels:
+            kinds = [s.kind for s in kernel.stages]
+            assert "load" in kinds and "compute" in kinds and kinds[-1] == "store"
+            assert kernel.seconds > 0 and kernel.programs.value >= 1
+        assert plan.hbm_bytes("forward") > 0 and plan.seconds("backward") > 0
+
+
+@pytest.mark.parametrize("hardware", KNOWN.values(), ids=list(KNOWN))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_plan_has_the_kernels_of_its_schedule(hardware, algorithm) -> None:
+    plan = any_plan(hardware, algorithm)
     for kernel in plan.kernels:
-        kinds = [s.kind for s in kernel.stages]
-        assert "load" in kinds and "compute" in kinds and kinds[-1] == "store"
-        assert kernel.seconds > 0 and kernel.programs.value >= 1
-    assert plan.hbm_bytes("forward") > 0 and plan.seconds("backward") > 0
+        assert plan.schedule.kernels[kernel.name] == (kernel.target, kernel.form)
+        assert kernel.code in plan.code(kernel.direction).kernels
+        assert plan.code(kernel.direction).form(kernel.name) == kernel.form
+    assert [*plan.schedule.kernels] == [kernel.name for kernel in plan.kernels]
+    assert parse_schedule(str(plan.schedule)) == plan.schedule
+    names = [k.name for k in (CPU_FLASH if plan.code("backward").target == "cpu" else KERNELS[algorithm])]
+    assert [kernel.name for kernel in plan.kernels] == names
+
+
+def test_the_kernels_of_a_cpu() -> None:
+    forward, backward = planned(GPT2, CPU, "cpu").kernels
+    assert [(k.name, k.target, k.form, k.direction) for k in (forward, backward)] == [
+        ("flash_forward", "cpu", CpuForm(128, 128), "forward"),
+        ("flash_backward", "cpu", CpuForm(128, 128), "backward"),
+    ]
+    pairs = 64 * 16 * 1024**2
+    assert forward.flops.value == 2 * pairs * (64 + 64)
+    assert backward.flops.value == 2 * pairs * 5 * 64  # S, dV, dP, dQ, dK, each once
+    assert backward.code.kernel.flops is streaming_backward_flops
+    assert [s.key for s in backward.stages if s.kind == "store"][-1] == "store dquery"
+    assert "dQ += dS K" in " ".join(s.what for s in backward.stages)
 
 
 def test_counts_are_those_of_all_heads_and_batches() -> None:
     shape = Shape(2, 4, 4, 1024, 1024, 64, 64, "fp16")
     forward = causal_plan(shape).kernels[0]
-    q_tiles, kv_tiles = 1024 // forward.tiling.block_q, 1024 // forward.tiling.block_kv
-    edge = q_tiles * (forward.tiling.block_q // forward.tiling.block_kv)
+    q_tiles, kv_tiles = 1024 // forward.form.block_q, 1024 // forward.form.block_kv
+    edge = q_tiles * (forward.form.block_q // forward.form.block_kv)
     full = (q_tiles * kv_tiles - edge) // 2
     assert forward.tiles == TileCounts(8 * full, 8 * edge, 8 * full)
 
@@ -53,7 +102,7 @@ def test_counts_are_those_of_all_heads_and_batches() -> None:
 def test_causal_attention_costs_about_half_the_work_and_the_same_bytes() -> None:
     long = Shape(4, 16, 16, 8192, 8192, 64, 64, "fp16")
     causal = causal_plan(long).kernels[0]
-    dense = make_plan("dense", long, H200, choose(long, H200, "triton")).kernels[0]
+    dense = planned(long, H200, "triton").kernels[0]
     assert 0.5 < causal.flops.value / dense.flops.value < 0.52
     assert causal.hbm_read.value == dense.hbm_read.value
 
@@ -68,7 +117,7 @@ def test_a_missing_scalar_is_named() -> None:
     facts = facts_of(local)
     count = counter(facts.kv_tiles, facts.q_tiles, GPT2)
     with pytest.raises(WeftError, match="window"):
-        make_plan("local", GPT2, H200, choose(GPT2, H200, "triton"), count=count)
+        planned(GPT2, H200, "triton", attention=local, count=count)
 
 
 def test_tiles_that_differ_by_head_are_averaged() -> None:
@@ -83,30 +132,153 @@ def test_tiles_that_differ_by_head_are_averaged() -> None:
 
 
 def test_stages_name_tiles_as_they_are() -> None:
-    plan = make_plan(
-        "dense", Shape(1, 2, 2, 64, 64, 80, 80), H200, choose(Shape(1, 2, 2, 64, 64, 80, 80), H200, "triton")
-    )
-    forward = plan.kernels[0]
+    forward = planned(Shape(1, 2, 2, 64, 64, 80, 80), H200, "triton").kernels[0]
     loads = [s.what for s in forward.stages if s.kind == "load"]
-    tiling = forward.tiling
     assert loads == [
         f"{n} tile [{rows}, 64 + 16]"
-        for n, rows in (("Q", tiling.block_q), ("K", tiling.block_kv), ("V", tiling.block_kv))
+        for n, rows in (("Q", forward.form.block_q), ("K", forward.form.block_kv), ("V", forward.form.block_kv))
     ]
 
 
 def test_absorbed_latent_attention_loads_its_tile_once() -> None:
-    parts = for_latent("absorbed", 512, 64, 128, 128)
-    shape = Shape(1, 16, 1, 64, 4096, 576, 512)
-    plan = make_plan("mla", shape, H200, choose(shape, H200, "triton", segments=parts), segments=parts)
+    plan = planned(Shape(1, 16, 1, 64, 4096, 576, 512), H200, "triton", attention=LATENT)
     loads = [s.what for s in plan.kernels[0].stages if s.kind == "load"]
-    assert plan.value_is_key and len(loads) == 2 and loads[1].endswith("512 + 64], used as V too")
+    assert plan.segments.value_is_key and len(loads) == 2 and loads[1].endswith("512 + 64], used as V too")
+    assert [kernel.name for kernel in plan.kernels] == ["flash_forward"]  # it has no backward
 
 
 def test_a_score_that_is_not_linear_shows_its_derivative() -> None:
-    plan = make_plan("capped", GPT2, H200, choose(GPT2, H200, "triton"), traits=Traits(linear=False))
+    plan = planned(GPT2, H200, "triton", attention=CAPPED)
     texts = " ".join(s.what for k in plan.kernels for s in k.stages)
     assert "score(Q K^T)" in texts and "dS = P * (dP - delta) * score'" in texts
+    linear = " ".join(s.what for k in planned(GPT2, H200, "triton").kernels for s in k.stages)
+    assert "scale * Q K^T" in linear and "score'" not in linear
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ({"query"}, ["row_statistics", "flash_dquery"]),
+        ({"key"}, ["row_statistics", "flash_dkey_dvalue"]),
+        ({"value"}, ["row_statistics", "flash_dkey_dvalue"]),
+        ({"query", "key", "value"}, ["row_statistics", "flash_dquery", "flash_dkey_dvalue"]),
+    ],
+)
+def test_a_backward_has_the_kernels_of_the_gradients_that_are_wanted(wanted, names) -> None:
+    kind = replace(signature(GPT2, "sm_90", "backward"), wanted=frozenset(wanted))
+    code = driver.resolve(DENSE, kind, H200).code
+    assert [kernel.name for kernel in code.kernels] == names == [*code.schedule.kernels]
+
+
+def test_code_that_is_no_plan_is_refused() -> None:
+    code = resolved(GPT2, H200, "triton", direction="backward").code
+    verify_code(code)
+    with pytest.raises(InternalError, match="plan: expected different kernels, got "):
+        verify_code(replace(code, kernels=(*code.kernels, code.kernels[0])))
+    with pytest.raises(InternalError, match="plan: expected different kernels, got "):
+        verify_code(replace(code, kernels=()))
+    with pytest.raises(InternalError, match="row_statistics belongs to the backward, not the forward"):
+        verify_code(replace(code, signature=signature(GPT2, "sm_90")))
+    bare = replace(code.kernels[0], stages=code.kernels[0].stages[:-1])
+    with pytest.raises(InternalError, match="expected different ones, and a store"):
+        verify_code(replace(code, kernels=(bare,)))
+
+
+# -- the plan is what runs ---------------------------------------------------------------------------------------------
+def run_and_record(variant: weft.Attention, monkeypatch, sizes: Shape, **options) -> list[CodePlan]:
+    """What a call and its backward compile."""
+    found: list[CodePlan] = []
+    compile_kernels = driver.compile_kernels
+
+    def recorded(*arguments, **more):
+        made = compile_kernels(*arguments, **more)
+        found.append(made.resolved.code)
+        return made
+
+    monkeypatch.setattr(driver, "compile_kernels", recorded)
+    query = torch.randn(sizes.batch, sizes.heads, sizes.q_len, sizes.head_dim, requires_grad=True)
+    key, value = (
+        torch.randn(sizes.batch, sizes.kv_heads, sizes.kv_len, width, requires_grad=True)
+        for width in (sizes.head_dim, sizes.value_dim)
+    )
+    variant(query, key, value, **options).sum().backward()
+    monkeypatch.undo()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "schedule"),
+    [
+        ("cpu", None), ("cpu", "flash"), ("cpu", "flash/flash_backward=cpu:32x64"), ("interpret", None),
+        ("interpret", "streaming"), ("interpret", "standard"), ("interpret", "flash/flash_dquery=interpret:16x32w4s1"),
+    ],
+)  # fmt: skip
+def test_the_plan_is_what_calls_compile(target, schedule, monkeypatch) -> None:
+    name = f"planned_{target}_{TEXT.sub('_', str(schedule))}"
+    variant = weft.Attention(mask=weft.masks.causal, name=name)
+    sizes = weft.shape(batch=1, heads=2, kv_heads=1, q_len=40, head_dim=16, dtype="fp32")
+    options = {"target": target, "schedule": schedule}
+    plan = variant.plan(sizes, device="cpu", **options)
+    ran = run_and_record(variant, monkeypatch, sizes, **options)
+    assert tuple(ran) == plan.codes
+    machine = weft.compiler.planning.hardware.for_device("cpu")
+    compiled = [
+        driver.compile_kernels(variant, code.signature, machine, target, schedule).resolved.code for code in plan.codes
+    ]
+    assert compiled == ran
+    assert plan.schedule == compiled[0].schedule.joined(compiled[1].schedule)
+    assert str(schedule or "flash").split("/")[0] == plan.schedule.algorithm
+    query, key, value = torch.randn(1, 2, 40, 16), *(torch.randn(1, 1, 40, 16) for _ in range(2))
+    assert variant.plan(query, key, value, **options).codes == plan.codes
+
+
+TEXT = re.compile(r"\W+")
+
+
+def test_operands_are_differentiated_in_the_plan_as_in_calls(monkeypatch) -> None:
+    variant = weft.Attention(weft.score + weft.tensor("slopes", 1)[weft.head] * weft.kv_pos, name="planned_slopes")
+    sizes = weft.shape(batch=1, heads=2, q_len=40, head_dim=16, dtype="fp32")
+    plan = variant.plan(sizes, device="cpu", target="interpret")
+    ran = run_and_record(variant, monkeypatch, sizes, target="interpret", slopes=torch.ones(2, requires_grad=True))
+    assert plan.code("backward").signature.wanted == {"query", "key", "value", "slopes"}
+    assert tuple(ran) == plan.codes
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+def notes_of(variant: weft.Attention = weft.Attention(name="noted"), **options) -> tuple[str, ...]:  # noqa: B008
+    sizes = {"heads": 16, "kv_heads": 16, "q_len": 256, "head_dim": 64, "dtype": "bf16"}
+    given = {name: options.pop(name) for name in (*sizes, "value_dim") if name in options}
+    return variant.plan(weft.shape(**{**sizes, **given}), **options).notes
+
+
+def test_notes_say_why_a_target_that_comes_before_was_passed_over() -> None:
+    backward_only = "hopper: has the forward of schedule flash only"
+    assert notes_of(device="h200") == (backward_only,)
+    assert notes_of(device="h200", head_dim=80) == ("hopper: needs D = Dv = 64 or 128, got D 80, Dv 80", backward_only)
+    assert notes_of(device="h200", dtype="fp32")[0] == "hopper: needs bf16 or fp16 operands, got fp32"
+    assert notes_of(device="a100")[0] == "hopper: needs compute capability 9.0, this is sm_80"
+    assert notes_of(device="h200", target="triton") == ()
+    assert notes_of(device="h200", schedule="streaming") == (backward_only,)
+    per_row = notes_of(device="h200", q_offset=torch.zeros(1, dtype=torch.int32))
+    assert per_row[0] == "hopper: a q_offset for each batch row is computed by the triton target"
+
+
+def test_notes_of_a_plan() -> None:
+    assert planned(GPT2, H200, notes=("said",)).notes == ("said",)
+    window, sizes = weft.scalar("window", int), weft.shape(heads=1, q_len=64, head_dim=64)
+    local = weft.Attention(mask=weft.q_pos - weft.kv_pos < window, name="noted_local")
+    assert "tiles are counted as without a mask: give window=... for exact counts" in local.plan(sizes).notes
+    assert not [note for note in local.plan(sizes, window=8).notes if "counted" in note]
+    odd = weft.Attention(mask=(weft.q_pos * weft.kv_pos) % 7 < 3, name="noted_odd")
+    assert [note for note in odd.plan(sizes, device="a100").notes if "has no closed form" in note]
+    mla = weft.Attention(latent=weft.Latent(512, 64), name="noted_mla")
+    decode = weft.shape(heads=16, q_len=1, kv_len=4096, head_dim=192, value_dim=128)
+    assert mla.plan(decode, device="h200", form="absorbed").notes[-1].startswith("the absorbed form has no backward")
+
+
+def test_a_target_that_cannot_is_an_error_and_no_note() -> None:
+    with pytest.raises(UnavailableError, match=r"hopper: needs compute capability 9.0, this is sm_80"):
+        planned(GPT2, A100, "hopper")
 
 
 # -- kernels that measure tiles --------------------------------------------------------------------------------------
@@ -118,10 +290,9 @@ LONG = Shape(4, 16, 8, 8192, 8192, 128, 128)
 
 
 def measured_plan(attention: Attention, target: str = "triton", algorithm: str = "flash") -> Plan:
-    traits = facts_of(attention).traits
     hardware = CPU if target in ("cpu", "interpret") else H200
-    schedule = choose(LONG, hardware, target, algorithm, traits=traits)
-    return make_plan(str(attention.name), LONG, hardware, schedule, traits=traits)
+    shape = replace(LONG, dtype="fp16") if target == "interpret" else LONG
+    return planned(shape, hardware, target, algorithm, attention=attention)
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper", "interpret"])
@@ -154,20 +325,30 @@ def test_other_plans_measure_nothing(attention, target, algorithm) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("attention", [DOCUMENTS, CAUSAL])
+@pytest.mark.parametrize("attention", [DOCUMENTS, CAUSAL], ids=lambda a: a.name)
 def test_plans_and_code_agree_on_what_is_measured(attention, algorithm, target) -> None:
-    facts, tiling = facts_of(attention), choose(LONG, H200, "triton").forward
-    schedule = Schedule(algorithm, target, tiling, tiling, tiling)
-    names = [kernel.name for kernel in kernels_of(schedule, facts.traits)]
-    assert ("kv_spans" in names) == measures_tiles(schedule, facts.traits)
+    hardware = CPU if target in ("cpu", "interpret") else H200
+    shape = replace(LONG, dtype="fp16")
+    if algorithm != "flash" and target in ("cpu", "hopper"):
+        with pytest.raises(UnavailableError, match=rf"{target}: has .*schedule flash only"):
+            both(shape, hardware, target, algorithm, attention=attention)
+        return
+    measures = attention is DOCUMENTS and algorithm == "flash" and target != "cpu"
+    for found in both(shape, hardware, target, algorithm, attention=attention):
+        spans = [kernel for kernel in found.code.kernels if kernel.name in SPANS]
+        axes = 2 if found.code.signature.direction == "backward" else 1
+        assert len(spans) == (axes if measures else 0)
+        for kernel in spans:
+            assert kernel.target == found.target.measured_by == target_named(kernel.target).name
+            assert kernel.name not in found.code.schedule.kernels  # they have no form of their own
 
 
 def test_what_measuring_costs() -> None:
     plan = measured_plan(DOCUMENTS)
     forward, _, _, for_dquery, for_dkey, dquery, dkey = plan.kernels
-    assert (forward.programs.formula, forward.programs.value) == ("B*nq", 4 * 8192 // forward.tiling.block_q)
-    assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*nkv", 4 * 8192 // dkey.tiling.block_kv)
-    assert (for_dquery.tiling.block_q, for_dquery.tiling.block_kv) == (dquery.tiling.block_q, dquery.tiling.block_kv)
+    assert (forward.programs.formula, forward.programs.value) == ("B*nq", 4 * 8192 // forward.form.block_q)
+    assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*nkv", 4 * 8192 // dkey.form.block_kv)
+    assert (for_dquery.form.block_q, for_dquery.form.block_kv) == (dquery.form.block_q, dquery.form.block_kv)
     for kernel in (forward, for_dquery, for_dkey):
         assert (kernel.hbm_read.formula, kernel.hbm_read.value) == ("8*B*(L + T)", 8 * 4 * 2 * 8192)
         assert kernel.hbm_written.value == 16 * kernel.programs.value
@@ -179,16 +360,16 @@ def test_what_measuring_costs() -> None:
 
 def test_masks_that_differ_by_head_are_measured_for_each() -> None:
     forward, _, _, _, for_dkey, _, dkey = measured_plan(BY_HEAD).kernels
-    assert (forward.programs.formula, forward.programs.value) == ("B*Hq*nq", 4 * 16 * 8192 // forward.tiling.block_q)
-    assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*Hq*nkv", 4 * 16 * 8192 // dkey.tiling.block_kv)
+    assert (forward.programs.formula, forward.programs.value) == ("B*Hq*nq", 4 * 16 * 8192 // forward.form.block_q)
+    assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*Hq*nkv", 4 * 16 * 8192 // dkey.form.block_kv)
     assert forward.hbm_read.formula == "8*B*T"  # nothing is read at a query's position
 
 
 def test_the_hopper_forward_has_tiles_measured_for_each_consumer() -> None:
     kv_spans, forward, _, for_dquery, *_ = measured_plan(DOCUMENTS, "hopper").kernels
-    assert (forward.tiling.block_q, kv_spans.tiling.block_q) == (128, 64)
+    assert (forward.form.block_q, kv_spans.form.block_q) == (128, 64)
     assert kv_spans.programs.value == 4 * 8192 // 64
-    assert for_dquery.tiling.block_q == measured_plan(DOCUMENTS, "hopper").schedule.backward_q.block_q
+    assert for_dquery.form.block_q == measured_plan(DOCUMENTS, "hopper").schedule.form("flash_dquery").block_q
 
 
 def test_each_range_takes_sixteen_bytes() -> None:
@@ -200,12 +381,13 @@ def test_each_range_takes_sixteen_bytes() -> None:
 
 
 def test_measuring_a_long_sequence_takes_longer_than_a_launch() -> None:
-    traits = Traits(measured=Measuring(by_head=False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1))
+    measuring = Measuring(by_head=False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1)
+    kernel, parts = spans_kernel("kv", "forward", "forward", measuring), for_heads(128, 128)
+    form = measured_plan(DOCUMENTS).kernels[0].form
     seconds = []
     for length in (1 << 10, 1 << 17, 1 << 18):
         shape = Shape(1, 16, 16, length, length, 128, 128)
-        kernel = predict(shape, choose(shape, H200, "triton", traits=traits), H200, traits=traits)[0]
-        assert kernel.kernel.name == "kv_spans"
-        seconds.append(kernel.seconds)
+        (cost,) = predict(shape, [(kernel, form)], H200, parts)
+        seconds.append(cost.seconds)
     assert seconds[0] == H200.launch_seconds < seconds[1]
     assert seconds[2] == pytest.approx(4 * seconds[1], rel=0.01)  # each program looks at each position
