@@ -45,10 +45,14 @@ ROWS_TOGETHER = 4096  # positions of the other axis that a program of a spans ke
 # Which gradients a backward kernel is there for; a kernel without an entry runs always.
 _SERVES = {
     "flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value", "rope"}, "standard_dquery": {"query"},
-    "standard_dkey": {"key", "rope"}, "standard_dvalue": {"value"},
+    "standard_dkey": {"key", "rope"}, "standard_dvalue": {"value"}, "standard_dweights": {"query", "key", "rope"},
+    "standard_dscores": {"query", "key", "rope"},
 }  # fmt: skip
 # Which of them also sum gradients of operands, by how these are reduced.
-_SUMS = {"flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}}
+_SUMS = {
+    "flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}, "standard_dweights": {"total", "row", "column"},
+    "standard_dscores": {"total", "row", "column"},
+}  # fmt: skip
 _FOLLOWED = {"kv_spans": "flash_dquery", "q_spans": "flash_dkey_dvalue"}  # what measures tiles, and what visits them
 
 _Q_TILES, _KV_TILES = "(q_len + {BLOCK_Q} - 1) // {BLOCK_Q}", "(kv_len + {BLOCK_KV} - 1) // {BLOCK_KV}"

@@ -285,7 +285,8 @@ def test_torch_compile_with_the_gpu_targets():
     q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     compiled = torch.compile(lambda q, k, v: CAUSAL(q, k, v) * 2, fullgraph=True)
     assert torch.equal(compiled(q, k, v), CAUSAL(q, k, v) * 2)
-    torch.library.opcheck(CAUSAL._ops.forward, (q, k, v, None, 0, None, 64, "", ""))
+    arguments = (q, k, v, None, [], [], [], 0, None, 64, CAUSAL.canonical_text, "")
+    torch.library.opcheck(torch.ops.weft.attention.default, arguments)
 
 
 def test_cuda_graphs_replay():

@@ -14,12 +14,12 @@ from weft.codegen.targets import target_named, targets
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Measuring, TileCounts
 from weft.compiler.planning.cost import predict
-from weft.compiler.planning.forms import CpuForm, Tiling
+from weft.compiler.planning.forms import CpuForm
 from weft.compiler.planning.hardware import A100, CPU, H200, KNOWN
 from weft.compiler.planning.kernels import CPU_FLASH, KERNELS, SPANS, spans_kernel, streaming_backward_flops
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
 from weft.compiler.planning.records import Shape
-from weft.compiler.planning.schedule import ALGORITHMS, Schedule, parse_schedule
+from weft.compiler.planning.schedule import ALGORITHMS, parse_schedule
 from weft.compiler.planning.segments import for_heads
 from weft.ir.attention import Attention, Latent
 from weft.ir.errors import InternalError, UnavailableError, WeftError
