@@ -51,18 +51,19 @@ class Binding:
 class Packer:
     """A function of the given tensors that returns, for each kernel, (programs, arguments).
 
-    given: names of what a call hands over: tensors, and the number q_offset.
+    tensors, numbers: names of what a call hands over.
     absent: names of tensors that kernels know and this kind of call does not have.
     extra: more rows for the vocabulary. pointers: addresses in place of tensors, as compiled kernels take them.
     ranks: number of dimensions of each tensor operand, by `arg_<name>`.
     """
 
     def __init__(
-        self, bindings: Sequence[Binding], given: Iterable[str], *, absent: Iterable[str] = (),
+        self, bindings: Sequence[Binding], tensors: Iterable[str], numbers: Iterable[str], *, absent: Iterable[str] = (),
         extra: Mapping[str, str] | None = None, ranks: Mapping[str, int] | None = None, pointers: bool = True,
         tools: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
-        self._bindings, self._given, self._absent = bindings, frozenset(given), frozenset(absent)
+        self._bindings, self._tensors, self._numbers = bindings, frozenset(tensors), frozenset(numbers)
+        self._absent = frozenset(absent)
         self._extra, self._ranks, self._pointers = dict(extra or {}), dict(ranks or {}), pointers
         self._tools = dict(tools or {})
         self._rows = {**SIZES, **self._extra}
@@ -73,7 +74,7 @@ class Packer:
     def of_tensors(self) -> Packer:
         """The same with tensors in place of their addresses, for whoever wants their dtypes."""
         return Packer(
-            self._bindings, self._given, absent=self._absent, extra=self._extra, ranks=self._ranks, pointers=False,
+            self._bindings, self._tensors, self._numbers, absent=self._absent, extra=self._extra, ranks=self._ranks, pointers=False,
             tools=self._tools,
         )  # fmt: skip
 
@@ -91,12 +92,11 @@ class Packer:
         if name in self._absent:
             return "None"
         self._need(name)
-        is_tensor = name in self._given and name not in self._rows
-        return f"{name}.data_ptr()" if is_tensor and self._pointers else name
+        return f"{name}.data_ptr()" if name in self._tensors and self._pointers else name
 
     def _expression(self, text: str) -> str:
         for name in _NAME.findall(text):
-            if name in self._rows or name in self._given or _STRIDE.fullmatch(name) or _GROUP.fullmatch(name):
+            if name in self._rows or name in self._tensors or _STRIDE.fullmatch(name) or _GROUP.fullmatch(name):
                 self._need(name)
         return text
 
@@ -107,7 +107,7 @@ class Packer:
         if name in self._rows:
             value = self._expression(self._rows[name])
             self._lines[name] = f"{name} = {value}"
-        elif name in self._given:
+        elif name in self._tensors | self._numbers:
             self._lines[name] = f"{name} = given[{name!r}]"
         elif found := OPERAND_STRIDE.fullmatch(name):
             self._need(found[1])

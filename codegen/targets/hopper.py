@@ -165,7 +165,7 @@ class Box:
         self.round_f32_to_tf32 = False
 
 
-def heads_together(batch_heads: int, kv_bytes: float) -> int:
+def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     """Query heads whose K and V fit L2 together, of as many equal groups as it takes."""
     groups = -(-batch_heads // max(1, int(L2_BYTES / max(1.0, kv_bytes))))
     return -(-batch_heads // groups)
@@ -174,7 +174,7 @@ def heads_together(batch_heads: int, kv_bytes: float) -> int:
 class HopperLauncher(TritonLauncher):
     """Launches of the persistent forward: descriptors, a counter for the work, and a grid of one program an SM."""
 
-    tools: ClassVar[Mapping[str, object]] = {"box": Box, "heads_together": heads_together, "least": min}
+    tools: ClassVar[Mapping[str, object]] = {"box": Box, "sharing_l2": sharing_l2, "least": min}
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         return Partition(mode=Mode(True, False, True, call.head_dim))
@@ -210,7 +210,7 @@ class HopperLauncher(TritonLauncher):
             "n_heads": "heads",
             "query_tiles": f"(q_len + {form.block_q - 1}) // {form.block_q}",
             "kv_bytes": f"{2 * width} * kv_len * key.element_size() / group",  # of one query head
-            "heads_together": "heads_together(batch_heads, kv_bytes)",
+            "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip
 
     def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:

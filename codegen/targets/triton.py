@@ -302,8 +302,9 @@ class TritonLauncher:
             bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
             options.append(self._options(form))
         absent = [n for n in ("q_offset_ptr", "dlse") if given.get(n) is None]
+        tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
         packer = Packer(
-            bindings, [n for n in given if n not in absent], absent=absent, extra=self._rows(mode.aligned),
+            bindings, tensors, [n for n in given if n not in (*tensors, *absent)], absent=absent, extra=self._rows(mode.aligned),
             ranks=self.tensors, pointers=not self.interprets, tools=self.tools,
         )  # fmt: skip
         with PARSING:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen import generate as generator
-from weft.compiler.analysis import facts
 from weft.compiler.analysis.facts import facts_of
-from weft.ir.expr import Const, Expr
-from weft.ir.walk import substitute
 
 from ..support import check_variant, poisoned
 
@@ -28,20 +22,12 @@ ABSORBED = weft.Attention(
 SIGNS = [[-1.5, 0.7, -0.2, 2.0], [0.0, -1.0, 1.0, 0.0], [-1e-30, 1.0, 0.0, -0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
-def factor_of(folded: Expr) -> Expr:
-    """t * (qk * scale) -> t * (1 * scale)."""
-    return substitute(folded, {"qk": Const(1.0)})
-
-
-@pytest.fixture
-def linear(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
-    """Factors of unknown sign count as linear, and templates are told so."""
-    monkeypatch.setattr(facts, "_positive_factor", factor_of)
-    facts_of.cache_clear()
-    monkeypatch.setitem(generator._environment().globals, "signed_scale", True)
-    with weft.settings(cache_dir=str(tmp_path)):
-        yield
-    facts_of.cache_clear()
+@pytest.mark.parametrize("variant", [BY_HEAD, BY_ROW, ABSORBED], ids=lambda v: v.name)
+def test_such_scores_are_linear_with_a_scale_of_unknown_sign(variant: weft.Attention) -> None:
+    facts = facts_of(variant)
+    assert facts.linear_scale is not None and facts.scale_sign_unknown
+    positive = facts_of(variant.replace(score=score * weft.exp(factor[head]), name="positive"))
+    assert positive.linear_scale is not None and not positive.scale_sign_unknown
 
 
 def tensors(dtype: torch.dtype = torch.float32, kv_heads: int = 2):
@@ -55,28 +41,25 @@ TARGETS = [("interpret", "flash"), ("interpret", "streaming"), ("interpret", "st
 @pytest.mark.parametrize(("target", "schedule"), TARGETS)
 @pytest.mark.parametrize("signs", SIGNS, ids=["mixed", "zeros", "smallest", "all_zero"])
 @pytest.mark.parametrize("differentiate", [(), ("factor",)], ids=["", "dfactor"])
-def test_factors_by_head(signs, target, schedule, differentiate, linear) -> None:
-    assert facts_of(BY_HEAD).linear_scale is not None
+def test_factors_by_head(signs, target, schedule, differentiate) -> None:
     given = {"factor": torch.tensor(signs)}
-    check_variant(
-        BY_HEAD, *tensors(), target=target, schedule=schedule, operands=given, differentiate=differentiate
-    )  # fmt: skip
+    check_variant(BY_HEAD, *tensors(), target=target, schedule=schedule, operands=given, differentiate=differentiate)
 
 
 @pytest.mark.parametrize(("target", "schedule"), TARGETS)
-def test_factors_by_batch_row_with_rows_that_see_nothing(target, schedule, linear) -> None:
+def test_factors_by_batch_row_with_rows_that_see_nothing(target, schedule) -> None:
     given = {"factors": torch.tensor([[1.0, -1.0, 0.0, 0.5], [-2.0, 0.0, 1.0, -0.1]])}
     check_variant(BY_ROW, *tensors(kv_heads=1), target=target, schedule=schedule, operands=given)
 
 
 @pytest.mark.parametrize(("target", "schedule"), TARGETS)
-def test_half_precision(target, schedule, linear) -> None:
+def test_half_precision(target, schedule) -> None:
     given = {"factor": torch.tensor(SIGNS[0])}
     check_variant(BY_HEAD, *tensors(torch.float16), target=target, schedule=schedule, operands=given)
 
 
 @pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
-def test_values_that_are_part_of_the_keys_keep_their_sign(schedule, linear) -> None:
+def test_values_that_are_part_of_the_keys_keep_their_sign(schedule) -> None:
     query, cache = torch.randn(2, 4, 20, 48), torch.randn(2, 1, 35, 48)
     given = {"factor": torch.tensor(SIGNS[0])}
     expected = ABSORBED.reference(query.double(), cache.double(), factor=given["factor"].double())
@@ -85,7 +68,7 @@ def test_values_that_are_part_of_the_keys_keep_their_sign(schedule, linear) -> N
 
 
 @pytest.mark.filterwarnings("ignore")  # numpy's, of the interpreter
-def test_a_factor_that_is_not_a_number_shows(linear) -> None:
+def test_a_factor_that_is_not_a_number_shows() -> None:
     given = {"factor": torch.tensor([torch.nan, 1.0, 1.0, 1.0])}
     out = BY_HEAD(*(t.clone() for t in tensors()), target="interpret", **given)
     assert out[:, 0].isnan().all() and not out[:, 1:].isnan().any()

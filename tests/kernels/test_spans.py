@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,10 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
-from weft.compiler.planning.records import Specialisation
-from weft.runtime.driver import compile_kernel
+from weft.compiler.planning.hardware import for_device
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.runtime.call import Call, Dense, Options
+from weft.runtime.driver import compile_kernels
 
 pytest.importorskip("triton")
 
@@ -73,20 +75,45 @@ def modelled(variant: weft.Attention, given: dict[str, Tensor | int], axis: str,
     return rows
 
 
-def measured(variant: weft.Attention) -> Callable[..., Tensor]:
-    compiled = compile_kernel(variant, Specialisation("forward", "cpu", "fp32", 16, 16), "interpret", None)
-    return compiled.spans.launch_spans
+def measured(
+    variant: weft.Attention, axis: str, blocks: tuple[int, int], lengths: tuple[int, int], first: int | Tensor,
+    given: dict[str, Tensor | int], heads: tuple[int, int, int],
+) -> Tensor:  # fmt: skip
+    """The table that the kernel of an axis writes, of the plan whose visitors have these tiles; no other kernel runs."""
+    visitor, direction = {"kv": ("flash_forward", "forward"), "q": ("flash_dkey_dvalue", "backward")}[axis]
+    machine = for_device("cpu")
+    signature = Signature(
+        direction, machine.arch, Dtypes.all("fp32"), Widths(16, 16),
+        offset="per_row" if isinstance(first, Tensor) else "number",
+        wanted=frozenset({"key", "value"} if direction == "backward" else ()),
+    )  # fmt: skip
+    schedule = f"flash/{visitor}=interpret:{blocks[0]}x{blocks[1]}w4s1"
+    made = compile_kernels(variant, signature, machine, "interpret", schedule)
+    code = made.resolved.code
+    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name == f"{axis}_spans"))
+    launcher = made.resolved.target.bind(made.modules, alone, facts_of(variant), torch.device("cpu"))
+    batches, q_heads, kv_heads = heads
+    query, out, dout = (torch.empty(batches, q_heads, lengths[0], 16) for _ in range(3))
+    key, value = (torch.empty(batches, kv_heads, lengths[1], 16) for _ in range(2))
+    call = Call(query, key, value, None, given, Dense(first), Options(), 16)
+    results = {"out": out, "lse": torch.empty(query.shape[:3])}
+    if direction == "backward":
+        results |= {"dout": dout, "dkey": torch.empty_like(key), "dvalue": torch.empty_like(value)}
+    partition = launcher.partition(call, results)
+    places = launcher.workspace(call, results, partition)
+    workspace = {name: place.beside(query) for name, place in places.items()}
+    launcher(call, results, workspace, partition)
+    return workspace[f"{axis}_spans"]
 
 
 def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[int, int]) -> None:
     variant = weft.Attention(mask=MASKS[name], name=name)
     (q_len, kv_len, q_offset), (block_q, block_kv) = lengths, blocks
     given = {p.name: operands(kind)[p.name] for p in variant.parameters}
-    query, key = torch.empty(2, 4, q_len, 16), torch.empty(2, 2, kv_len, 16)
     first = kv_len - q_len if q_offset is None else q_offset
     offsets = first.tolist() if isinstance(first, Tensor) else [first] * 2
     for axis in ("kv", "q"):
-        table = measured(variant)(axis, block_q, block_kv, query, key, first, list(given.values()), 16, {})
+        table = measured(variant, axis, blocks, (q_len, kv_len), first, given, (2, 4, 2))
         assert table.dtype == torch.int32
         expected = modelled(
             variant, given, axis, q_len=q_len, kv_len=kv_len, offsets=offsets, block_q=block_q, block_kv=block_kv
@@ -123,12 +150,11 @@ def test_axes_longer_than_what_a_program_looks_at_together() -> None:
     mask = masks.causal & masks.document(doc)
     variant = weft.Attention(mask=mask, name="long")
     given = {"doc": (torch.arange(9000) // 2900).to(torch.int16)}
-    query, key = torch.empty(1, 1, 9000, 16), torch.empty(1, 1, 9000, 16)
     facts = facts_of(variant)
     env = {"doc": Table("doc", given["doc"].tolist)}
     measurement = Measurement(facts.survey, env, q_len=9000, kv_len=9000)
     for axis, program, blocks in (("kv", facts.kv_tiles, (1024, 256)), ("q", facts.q_tiles, (256, 1024))):
-        table = measured(variant)(axis, *blocks, query, key, 0, list(given.values()), 16, {})
+        table = measured(variant, axis, blocks, (9000, 9000), 0, given, (1, 1, 1))
         spans = measurement.spans(program, *blocks)
         assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(9)]
         lo, full_lo, full_hi, hi = table[0].unbind(-1)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen import generate as generator
-from weft.codegen.stages import StageComments
+from weft.codegen.stages import StageComments, wrapped
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.records import Schedule, Specialisation, Tiling
-from weft.compiler.planning.segments import for_heads
-from weft.compiler.planning.stages import Tiles, stages_of
+from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.kernels import SPANS
+from weft.compiler.planning.records import Stage
+from weft.compiler.planning.signature import Direction
+from weft.ir.errors import InternalError
+from weft.runtime.driver import resolve
 
 causal = kv_pos <= q_pos
 slopes = weft.tensor("slopes", 1)
@@ -23,36 +30,76 @@ VARIANTS = {
 SIZES = weft.shape(heads=2, q_len=256, head_dim=80)
 
 
+def comments(text: str) -> str:
+    """A source in one line, with comments of several lines joined."""
+    return " ".join(re.sub(r"\n *#", "", text).split())
+
+
+def words_of(stage: Stage) -> str:
+    moves = f", {stage.moves}" if stage.moves else ""
+    return " ".join(f"{stage.kind} (each {stage.per}): {stage.what}{moves}".split())
+
+
 @pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_triton_kernels_say_what_their_plan_says(name: str, direction: str, schedule: str) -> None:
+def test_triton_kernels_say_what_their_plan_says(name: str, direction: Direction, schedule: str) -> None:
+    """Each stage as often as kernels have it: no words of a kernel that is not in the plan, and none left out."""
     given = {"device": "h200", "target": "triton", "schedule": schedule}
-    text = " ".join(VARIANTS[name].source(SIZES, direction=direction, **given).replace("#  ", "").split())
-    kernels = [
-        k for k in VARIANTS[name].plan(SIZES, **given).kernels if k.direction == direction and f"def {k.name}(" in text
-    ]
-    assert kernels
-    for kernel in kernels:
-        for stage in kernel.stages:
-            if kernel.name == "standard_dscores" and stage.key == "load query":
-                continue  # words of a plan that knows of no gradients of operands
-            assert f"{stage.kind} (each {stage.per}): {stage.what}" in text, f"{kernel.name}: {stage.key}"
+    said = comments(VARIANTS[name].source(SIZES, direction=direction, **given))
+    code = VARIANTS[name].plan(SIZES, **given).code(direction)
+    words = Counter(words_of(stage) for kernel in code.kernels if kernel.name not in SPANS for stage in kernel.stages)
+    assert words
+    for text in words:
+        times = sum(n for other, n in words.items() if text in other)
+        assert said.count(text) == times, text
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_backward_that_wants_little_says_little(name: str) -> None:
+    everything = VARIANTS[name].plan(SIZES, device="h200", target="triton").code("backward").signature
+    for wanted in ("query", "key", "value"):
+        signature = replace(everything, wanted=frozenset({wanted}))
+        found = resolve(VARIANTS[name], signature, H200, "triton")
+        said = comments(generator.generate(facts_of(VARIANTS[name]), found.code, found.target))
+        kernels = [k for k in found.code.kernels if k.name not in SPANS]
+        assert all(words_of(stage) in said for k in kernels for stage in k.stages)
+        assert ("flash_dquery" in {k.name for k in kernels}) == (wanted == "query")
 
 
 def test_the_kernels_that_measure_tiles_do_too() -> None:
-    text = " ".join(generator.generate_spans(facts_of(VARIANTS["documents"])).split())
-    assert "what the mask reads at queries of a tile" in text and "what the mask reads at keys of a tile" in text
+    said = comments(generator.generate_spans(facts_of(VARIANTS["documents"]), wide=False))
+    kernels = VARIANTS["documents"].plan(SIZES, device="h200", target="triton").code("backward").kernels
+    spans = [k for k in kernels if k.name in SPANS]
+    assert {k.name for k in spans} == set(SPANS)
+    for kernel in spans:
+        assert all(words_of(stage) in said for stage in kernel.stages), kernel.name
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_each_stage_of_the_cpu_is_placed_once(name: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, segments, tiling = facts_of(VARIANTS[name]), for_heads(80, 64), Tiling(32, 64)
-    kernel = f"flash_{direction}"
-    stages = StageComments({kernel: stages_of("cpu", kernel, Tiles(32, 64, segments, facts.traits))})
-    monkeypatch.setattr(generator, "_stages", lambda *arguments: stages)
-    spec = Specialisation(direction, "cpu", "fp32", 80, 64)
-    text = generator.generate(facts, spec, Schedule("flash", "cpu", tiling, tiling, tiling), segments)
-    stages.check()
-    assert "load (each query tile): Q tile [32, 64 + 16]" in text
+def test_each_stage_of_the_cpu_is_placed_once(name: str, direction: Direction) -> None:
+    given = {"device": "cpu", "target": "cpu", "schedule": f"flash/flash_{direction}=cpu:32x64"}
+    said = comments(VARIANTS[name].source(SIZES, direction=direction, **given))
+    (kernel,) = VARIANTS[name].plan(SIZES, **given).code(direction).kernels
+    assert all(said.count(words_of(stage)) == 1 for stage in kernel.stages)
+    assert "load (each query tile): Q tile [32, 64 + 16]" in said
+
+
+# -- what places stages ------------------------------------------------------------------------------------------------
+LOAD, STORE = Stage("load query", "load", "Q tile", "HBM -> SRAM", "program"), Stage("store", "store", "O", "", "program")
+
+
+def test_stages_that_are_left_out_or_placed_twice_or_unknown_are_told() -> None:
+    holes = StageComments({"k": (LOAD, STORE)})
+    assert holes.has("k", "store") and not holes.has("k", "load key")
+    assert wrapped(f"    {holes('k', 'load query')}\n") == "    # load (each program): Q tile, HBM -> SRAM\n"
+    with pytest.raises(InternalError, match="stage 'store' of kernel k is placed 0 times, not once"):
+        holes.check()
+    holes("k", "store")
+    holes.check()
+    holes("k", "store")
+    with pytest.raises(InternalError, match="stage 'store' of kernel k is placed 2 times, not once"):
+        holes.check()
+    with pytest.raises(InternalError, match="the plan has no stage 'load key' of kernel k"):
+        holes("k", "load key")

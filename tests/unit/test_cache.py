@@ -19,8 +19,11 @@ import pytest
 from filelock import FileLock
 
 import weft.runtime.cache as cache
+from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.ir.attention import Attention
 from weft.ir.errors import WeftError
-from weft.runtime import tuner
+from weft.runtime import tuned
 from weft.runtime.cache import Key, load_or_build
 from weft.runtime.settings import settings, size_of
 
@@ -245,8 +248,8 @@ def test_a_warm_call_reads_each_file_once_and_imports_nothing_that_only_building
     for _ in range(2):
         command = [sys.executable, "-c", textwrap.dedent(code)]
         imported, touched, opened = subprocess.check_output(command, env=environment, text=True).splitlines()
-    assert imported == "[]" and touched == str(["open"] * 3)
-    assert re.fullmatch(r"\['\S+\.json', 'meta.json', 'source.py'\]", opened)  # of the tuner, then of the entry
+    assert imported == "[]" and touched == str(["open"] * 2)
+    assert opened == str(["meta.json", "source.py"])
 
 
 # --- many processes, killed processes -----------------------------------------------------------------------------
@@ -488,15 +491,16 @@ def test_a_read_only_folder_says_so_to_who_prunes_or_clears_it(root, read_only):
     assert not load_or_build(KEY, never).built
 
 
-TUNED = tuner.TuneKey("0123abcd", "d128-bf16", "h200", "triton", "flash")
+CALLS = Signature("forward", "sm_90", Dtypes.all("bf16"), Widths(128, 128))
+TUNED = (Attention(name="tuned"), CALLS, H200, "triton")
 
 
 def test_tuned_schedules_are_looked_up_in_a_read_only_folder_and_not_measured_for_it(root, read_only):
     load_or_build(KEY, build)
     read_only()
-    assert tuner.remembered(TUNED) is None
+    assert tuned.remembered(*TUNED) is None
     with pytest.raises(WeftError, match=r"folder of tuned schedules .*: cannot be written \(Read-only file system\)"):
-        tuner.forget(TUNED)
+        tuned.forget(tuned.key_of(*TUNED))
 
 
 def nobody_knows_the_user(monkeypatch) -> None:
@@ -572,7 +576,7 @@ def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
         monkeypatch.setitem(sys.modules, "platformdirs", None)
     arrange(monkeypatch, tmp_path)
     with said_once() as said:
-        assert tuner.remembered(TUNED) is None
+        assert tuned.remembered(*TUNED) is None
         for key in (KEY, replace(KEY, name="other")):
             assert load_or_build(key, build).path.read_text() == TEXT
     assert re.search(match, said[0]) and "set WEFT_CACHE_DIR to a folder that you own" in said[0]
@@ -583,7 +587,7 @@ def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
 def test_a_nul_in_the_name_of_the_folder_gives_one_warning(monkeypatch):
     monkeypatch.setattr(cache, "_warned", set())
     with settings(cache_dir="/tmp/a\0b"), said_once() as said:
-        assert tuner.remembered(TUNED) is None
+        assert tuned.remembered(*TUNED) is None
         assert load_or_build(KEY, build).source == TEXT
     assert "cannot be made" in said[0]
 

@@ -70,6 +70,15 @@ def test_explain_says_what_the_method_says() -> None:
     assert output == variant.explain(shape, device="h100", window=64) + "\n"
 
 
+def test_explain_takes_a_schedule_in_part() -> None:
+    wide = ["--head-dim", "64", "--device", "h200"]
+    text = succeeds("explain", "--mask", "True", *wide, "--schedule", "flash/flash_dquery=triton:64x32w4s2")
+    choices = re.findall(r"^ +(\w+=\w+:\S+)$", text, re.MULTILINE)
+    assert "flash_dquery=triton:64x32w4s2" in choices and len(choices) == 4
+    again = succeeds("explain", "--mask", "True", *wide, "--schedule", "/".join(["flash", *choices]))
+    assert again == text
+
+
 def test_explain_of_a_declared_variant(declared: str) -> None:
     assert "causal" in succeeds("explain", f"{declared}:causal", *SHAPE)
 
@@ -120,9 +129,10 @@ def test_cache_list_gives_the_name_of_an_edit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("WEFT_EDITED_DIR", str(tmp_path / "edits"))
     subprocess.run(command, shell=True, check=True)
     assert f"-{variant.digest}.py" in command
-    driver.compile_kernel.cache_clear()
+    driver.forget()
+    again = weft.Attention(score=weft.score * 1.75, name="to_be_edited")
     with pytest.warns(RuntimeWarning, match="to_be_edited runs the edited module"):
-        weft.Attention(score=weft.score * 1.75, name="to_be_edited")(*[torch.randn(1, 1, 8, 16)] * 3)
+        again(*[torch.randn(1, 1, 8, 16)] * 3, target="cpu")  # a call of another kind, for which nothing is loaded yet
 
 
 def test_cache_prune(tmp_path: Path) -> None:
@@ -150,9 +160,16 @@ def test_cache_prune(tmp_path: Path) -> None:
 def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
     small = ["--heads", "1", "--q-len", "16", "--head-dim", "16", "--dtype", "fp32", "--target", "cpu"]
     output = succeeds("tune", *LOCAL, *small)
-    schedule = re.search(r"fastest of \d+: schedule='(\S+)'", output)
+    schedule = re.search(r"fastest of 10: schedule='(\S+)'", output)
     assert schedule is not None
-    assert "flash/cpu/" in succeeds("explain", *LOCAL, *small, "--schedule", schedule[1])
+    algorithm, *choices = schedule[1].split("/")
+    assert [choice.split(":")[0] for choice in choices] == ["flash_forward=cpu", "flash_backward=cpu"]
+    for kernel in ("flash_forward", "flash_backward"):
+        assert re.search(rf"^{kernel} +\d+\.\d+ ms$", output, re.MULTILINE)
+    for asked in (["--schedule", schedule[1]], []):  # also where nothing is asked for: it is remembered
+        shown = succeeds("explain", *LOCAL, *small, *asked)
+        assert re.search(rf"^schedule +{algorithm}$", shown, re.MULTILINE)
+        assert all(re.search(rf"^ +{choice}$", shown, re.MULTILINE) for choice in choices)
     assert "missing values of window" in fails("tune", *LOCAL[:-2], *small)
     assert "without tensor operands" in fails("tune", "--score", "score + t[head]", "--tensor", "t:1", *small)
 
@@ -191,6 +208,12 @@ def test_doctor_names_versions_and_targets() -> None:
         (["--mask", "True", "--device", "abacus"], "abacus"),
         (["--mask", "True", "--target", "abacus"], "Invalid value for '--target'"),
         (["--mask", "True", "--schedule", "abacus"], "abacus"),
+        (["--mask", "True", "--schedule", "flash/cpu/64x64"], "expected standard, streaming, flash, or text like"),
+        (["--mask", "True", "--schedule", "flash/dquery=triton:64x64w4s2"], "expected kernels among .*, got dquery"),
+        (
+            ["--mask", "True", "--device", "h100", "--target", "triton", "--schedule", "flash/flash_forward=cpu:64x64"],
+            "it is for target cpu, the call's target is triton; pass target='cpu'",
+        ),
         (["nowhere:x"], "nowhere: cannot be imported"),
         (["nowhere.py:x"], "nowhere.py: no such file"),
         (["nothing"], "expected module:name or file.py:name, got 'nothing'"),

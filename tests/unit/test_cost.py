@@ -7,14 +7,27 @@ from dataclasses import replace
 import pytest
 import sympy
 
-from weft.compiler.analysis.records import Measuring, TileCounts
-from weft.compiler.planning.cost import HEADS_TOGETHER, paper_tiling, predict, sizes_of, sram_bytes, tile_moves
+from tests.planned import both, planned
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import Measuring, TileCounts, Traits
+from weft.compiler.planning.cost import (
+    HEADS_TOGETHER,
+    CountTiles,
+    KernelCost,
+    paper_tiling,
+    predict,
+    sizes_of,
+    sram_bytes,
+    tile_moves,
+)
+from weft.compiler.planning.forms import Form, HopperForm, Tiling
 from weft.compiler.planning.formulas import formula_text
-from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X
-from weft.compiler.planning.kernels import FLASH, KERNELS, Kernel, Sizes, row_bytes, spans_kernel
-from weft.compiler.planning.records import Schedule, Shape, Tiling
-from weft.compiler.planning.schedule import choose
+from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X, Hardware
+from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, Kernel, Sizes, row_bytes, spans_kernel
+from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import for_heads, for_latent
+from weft.ir.attention import Attention
+from weft.ir.expr import symbol, tensor
 
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
 ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
@@ -24,6 +37,17 @@ SPANS = {
     "kv_spans": spans_kernel("kv", "forward", "forward", MEASURING),
     "q_spans": spans_kernel("q", "backward", "backward_kv", MEASURING),
 }
+PRINTED = BY_NAME | SPANS | {"flash_backward": CPU_FLASH[1]}
+
+
+def costs_of(
+    shape: Shape, algorithm: str = "flash", hardware: Hardware = H200, count: CountTiles | None = None,
+    target: str = "triton", form: Form | None = None,
+) -> tuple[KernelCost, ...]:  # fmt: skip
+    """Costs of the kernels of both directions as they are chosen for the shape, or all in one form."""
+    codes = [code for found in both(shape, hardware, target, algorithm) for code in found.code.kernels]
+    kernels = [(code.kernel, form or code.form) for code in codes]
+    return predict(shape, kernels, hardware, for_heads(shape.head_dim, shape.value_dim), count=count)
 
 
 def letters(**changes: float) -> Sizes:
@@ -83,15 +107,14 @@ def test_theorem_2_reads_fall_as_one_over_sram_and_grow_as_length_squared() -> N
 def test_standard_traffic_is_quadratic_whatever_the_sram() -> None:
     def forward(length: int) -> float:
         sizes = replace(GPT2, batch=1, q_len=length, kv_len=length)
-        return sum(c.read + c.written for c in predict(sizes, choose(sizes, H200, "triton", "standard"), H200)[:3])
+        return sum(c.read + c.written for c in costs_of(sizes, "standard")[:3])
 
     assert forward(16384) / forward(8192) == pytest.approx(4, rel=0.05)
 
 
 # -- the layer of GPT-2 medium ---------------------------------------------------------------------------------------
 def moved(algorithm: str, direction: str) -> float:
-    costs = predict(GPT2, choose(GPT2, H200, "triton", algorithm), H200)
-    return sum(c.read + c.written for c in costs if c.kernel.direction == direction) / ONE_TENSOR
+    return sum(c.read + c.written for c in costs_of(GPT2, algorithm) if c.kernel.direction == direction) / ONE_TENSOR
 
 
 def test_gpt2_layer_traffic_in_units_of_one_tensor() -> None:
@@ -107,48 +130,45 @@ def test_gpt2_layer_traffic_in_units_of_one_tensor() -> None:
 
 def test_streaming_rereads_its_rows_once_a_key_tile() -> None:
     tiling = Tiling(64, 128, 4, 2)
-    schedule = Schedule("streaming", "triton", tiling, tiling, tiling)
-    forward = predict(GPT2, schedule, H200)[0]
+    forward = costs_of(GPT2, "streaming", form=tiling)[0]
     assert forward.traffic / ONE_TENSOR == pytest.approx(
         44.2, rel=0.01
     )  # 8 visits: (8 + 16 + 2 + ...) + (16 + 1 + ...)
     assert 0.8 < forward.sizes.k < 1  # 264 programs sweep over 100 MB: L2 keeps little
     small = replace(GPT2, batch=2)
-    assert predict(small, schedule, H200)[0].sizes.k == 0  # 32 programs sweep over 12 MB: L2 keeps everything
+    assert (
+        costs_of(small, "streaming", form=tiling)[0].sizes.k == 0
+    )  # 32 programs sweep over 12 MB: L2 keeps everything
 
 
 # -- the model of L2 -------------------------------------------------------------------------------------------------
 def test_keys_that_fit_l2_are_read_once_and_longer_ones_once_a_wave() -> None:
-    schedule = choose(GPT2, H200, "triton")
-    assert predict(GPT2, schedule, H200)[0].sizes.k == 0
+    assert costs_of(GPT2)[0].sizes.k == 0
     long = Shape(1, 16, 16, 1 << 18, 1 << 18, 64, 64, "fp16")
-    cost = predict(long, schedule, H200)[0]
+    cost = costs_of(long)[0]
     once = 4 * 16 * (1 << 18) * 64 * 2
     assert 1.5 * once < cost.read + cost.written < cost.traffic / 4
 
 
 def test_heads_of_a_group_share_their_keys() -> None:
     grouped = replace(GPT2, kv_heads=2)
-    read = predict(grouped, choose(GPT2, H200, "triton"), H200)[0].read
+    read = costs_of(grouped)[0].read
     assert read / ONE_TENSOR == pytest.approx(1 + 2 / 8)
 
 
 def test_tiles_that_are_not_visited_are_not_paid() -> None:
-    schedule = choose(GPT2, H200, "triton")
-    full = predict(GPT2, schedule, H200)[0]
-    half = predict(
-        GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(int(full.sizes.n) // 2, 0, int(full.sizes.n) // 2)
-    )[0]
+    full = costs_of(GPT2)[0]
+    visited = int(full.sizes.n)
+    half = costs_of(GPT2, count=lambda axis, bq, bkv: TileCounts(visited // 2, 0, visited // 2))[0]
     assert half.sizes.n == full.sizes.n / 2
     assert half.kernel.flops(half.sizes) == full.kernel.flops(full.sizes) / 2
-    none = predict(GPT2, schedule, H200, count=lambda axis, bq, bkv: TileCounts(131072, 0, 0))[0]
+    none = costs_of(GPT2, count=lambda axis, bq, bkv: TileCounts(131072, 0, 0))[0]
     assert none.read == ONE_TENSOR  # the queries
 
 
 def test_ragged_lengths_have_edge_tiles_on_the_axis_that_is_looped_over() -> None:
     ragged = Shape(1, 2, 2, 250, 300, 64, 64, "fp16")
-    tiling = Tiling(128, 64, 4, 2)
-    forward, _, _, dkv = predict(ragged, Schedule("flash", "triton", tiling, tiling, tiling), H200)
+    forward, _, _, dkv = costs_of(ragged, form=Tiling(128, 64, 4, 2))
     assert forward.tiles == TileCounts(0, 2 * 2, 2 * 2 * 4)
     assert dkv.tiles == TileCounts(0, 2 * 5, 2 * 5)
 
@@ -156,20 +176,20 @@ def test_ragged_lengths_have_edge_tiles_on_the_axis_that_is_looped_over() -> Non
 # -- time ------------------------------------------------------------------------------------------------------------
 def test_bounds_are_named() -> None:
     wide = Shape(2, 16, 16, 8192, 8192, 128, 128)
-    assert predict(wide, choose(wide, H200, "triton"), H200)[0].bound == "matrix"
-    assert predict(GPT2, choose(GPT2, H200, "triton", "standard"), H200)[1].bound == "memory"
+    assert costs_of(wide)[0].bound == "matrix"
+    assert costs_of(GPT2, "standard")[1].bound == "memory"
     tiny = Shape(1, 1, 1, 16, 16, 64, 64, "fp16")
-    assert predict(tiny, choose(tiny, H200, "triton"), H200)[0].bound == "latency"
+    assert costs_of(tiny)[0].bound == "latency"
     narrow = Shape(64, 16, 16, 4096, 4096, 16, 16, "fp16")
-    assert predict(narrow, choose(narrow, H200, "triton"), H200)[0].bound == "exp"
+    assert costs_of(narrow)[0].bound == "exp"
     decode = Shape(64, 32, 8, 1, 8192, 128, 128)
-    assert predict(decode, choose(decode, H200, "triton"), H200)[0].bound in ("memory", "matrix")
+    assert costs_of(decode)[0].bound in ("memory", "matrix")
 
 
 def test_a_predicted_time_is_below_the_best_measured_one() -> None:
     """FACTS: cuDNN computes D128 H16 B2 S8192 full, 4.4 TFLOP, at 604 TFLOP/s on one H200."""
     sizes = Shape(2, 16, 16, 8192, 8192, 128, 128)
-    seconds = predict(sizes, choose(sizes, H200, "triton"), H200)[0].seconds
+    seconds = costs_of(sizes)[0].seconds
     flops = 4 * 2 * 16 * 8192**2 * 128
     assert 604e12 < flops / seconds <= 794e12
 
@@ -212,19 +232,19 @@ def test_a_latent_tile_that_is_key_and_value_is_counted_once() -> None:
     sizes = Shape(1, 16, 1, 64, 4096, 576, 512)
     tiling = Tiling(64, 32, 8, 2)
     assert sram_bytes(FLASH[0], tiling, sizes, H200, parts) == 64 * 576 * 2 + 2 * 32 * 576 * 2
-    cost = predict(sizes, Schedule("flash", "triton", tiling, tiling, tiling), H200, segments=parts)[0]
+    cost = predict(sizes, [(FLASH[0], tiling)], H200, parts)[0]
     assert cost.read == 2 * (16 * 64 * 576 + 4096 * 576)
     assert cost.kernel.flops(cost.sizes) == 2 * 16 * 64 * 4096 * (576 + 512)
 
 
 def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
-    from weft.runtime import launch
+    from weft.codegen.targets import triton
 
-    assert launch.HEAD_BUNCH == HEADS_TOGETHER
+    assert triton.HEAD_BUNCH == HEADS_TOGETHER
 
 
 # -- formulas --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kernel", (BY_NAME | SPANS).values(), ids=list(BY_NAME | SPANS))
+@pytest.mark.parametrize("kernel", PRINTED.values(), ids=list(PRINTED))
 def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None:
     sizes = replace(
         sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333),
@@ -247,5 +267,51 @@ def test_a_formula_leaves_out_what_does_not_apply() -> None:
 
 def test_a_cpu_is_a_machine_too() -> None:
     sizes = Shape(1, 4, 4, 512, 512, 64, 64, "fp32")
-    costs = predict(sizes, choose(sizes, CPU, "cpu"), CPU)
+    costs = costs_of(sizes, hardware=CPU, target="cpu")
+    assert [c.kernel for c in costs] == list(CPU_FLASH)
     assert all(c.seconds > 0 for c in costs)
+
+
+def test_the_backward_of_a_cpu_sums_the_gradients_of_keys_at_every_visit() -> None:
+    """Two query tiles, one head: a row of dK and dV is in memory as float32 until all queries have added to it."""
+    sizes = letters(L=2, T=6, D=3, Dv=2, Du=2, C=3, Cv=2, n=4, nq=2, nkv=2, bq=1, bkv=3)
+    backward = CPU_FLASH[1]
+    rows, columns = 2 * (3 + 2 * 2) + 4 * 2, 6 * (3 + 2)
+    assert backward.read(sizes) == rows + 2 * (columns + 4 * columns)
+    assert backward.written(sizes) == 2 * 3 + 2 * 4 * columns + columns
+    assert backward.flops(sizes) == 2 * 4 * 3 * (3 * 3 + 2 * 2)
+    assert backward.flops(sizes) == BY_NAME["streaming_backward"].flops(sizes)
+
+
+def test_the_asynchronous_kernel_has_a_ring_of_tiles() -> None:
+    form, sizes, parts = HopperForm(2, 128, 2), Shape(1, 1, 1, 128, 128, 128, 128), for_heads(128, 128)
+    tile = 128 * 128 * 2
+    assert sram_bytes(FLASH[0], form, sizes, H200, parts) == 6 * tile  # Q, two K, two V, O
+    assert sram_bytes(FLASH[0], replace(form, query_buffers=2), sizes, H200, parts) == 7 * tile
+    assert sram_bytes(FLASH[0], replace(form, stages=3), sizes, H200, parts) == 8 * tile
+    assert form.programs_per_sm(FLASH[0], parts, 6 * tile, H200) == 1
+
+
+# -- what is read by pair --------------------------------------------------------------------------------------------
+BIAS = tensor("bias", 4)[symbol("batch"), symbol("head"), symbol("q_pos"), symbol("kv_pos")]
+BIASED = Attention(symbol("score") + BIAS, name="biased")
+
+
+def test_the_bytes_of_what_is_read_by_pair_count_in_a_cost() -> None:
+    shape, parts, tiling = Shape(2, 8, 8, 1024, 1024, 64, 64), for_heads(64, 64), Tiling(64, 64, 4, 2)
+    for kernel in (k for k in FLASH if k.reads_pairs):
+        plain, paired = (
+            predict(shape, [(kernel, tiling)], H200, parts, traits)[0] for traits in (Traits(), Traits(pair_bytes=4))
+        )
+        assert paired.sram == sram_bytes(kernel, tiling, shape, H200, parts, Traits(pair_bytes=4))
+        assert paired.sram - plain.sram == 4 * 64 * 64 * plain.sizes.s > 0
+
+
+def test_the_sram_of_a_plan_is_what_is_checked() -> None:
+    """Also where a variant reads a tensor by pair, whose tiles lie in SRAM beside those of keys and values."""
+    shape = Shape(2, 8, 8, 1024, 1024, 128, 128)
+    for attention in (Attention(name="dense"), BIASED):
+        traits = facts_of(attention).traits
+        for kernel in planned(shape, H200, "triton", attention=attention).kernels:
+            needed = sram_bytes(kernel.code.kernel, kernel.form, shape, H200, for_heads(128, 128), traits)
+            assert kernel.sram_bytes.value == needed, (attention.name, kernel.name)

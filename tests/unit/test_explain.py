@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import weft
+from tests.planned import planned
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import TileCounts
@@ -18,9 +20,9 @@ from weft.compiler.analysis.tiles import tile_ranges
 from weft.compiler.planning.explain import bytes_text, count_text, explain
 from weft.compiler.planning.hardware import H200, KNOWN
 from weft.compiler.planning.picture import TileGrid, grid_of, mask_picture, mask_text
-from weft.compiler.planning.plan import counter, make_plan
+from weft.compiler.planning.plan import counter
 from weft.compiler.planning.records import Shape
-from weft.compiler.planning.schedule import choose
+from weft.compiler.planning.schedule import parse_schedule
 from weft.ir.attention import Attention
 from weft.ir.expr import scalar, symbol
 
@@ -32,9 +34,9 @@ SHAPE = Shape(2, 16, 4, 8192, 8192, 128, 128)
 def text_of(hardware=H200, algorithm: str = "flash", **notes) -> str:
     facts = facts_of(LOCAL)
     count = counter(facts.kv_tiles, facts.q_tiles, SHAPE, env={"window": 1024})
-    target = "cpu" if hardware.kind == "cpu" else "triton"
-    schedule = choose(SHAPE, hardware, target, algorithm)
-    plan = make_plan("local", SHAPE, hardware, schedule, traits=facts.traits, count=count, **notes)
+    target = "triton" if hardware.kind != "cpu" else "cpu" if algorithm == "flash" else "interpret"
+    shape = replace(SHAPE, dtype="fp16") if target == "interpret" else SHAPE
+    plan = planned(shape, hardware, target, algorithm, attention=LOCAL, count=count, **notes)
     return explain(plan, LOCAL, facts.kv_bounds, facts.q_bounds)
 
 
@@ -51,6 +53,10 @@ def test_what_is_printed() -> None:
         "HBM read     2*B*D*Hq*L + 2*B*Hkv*T*(D + Dv) = 100,663,296",
         "HBM -> SRAM, ahead  per key tile",
         "- hopper: needs bf16 or fp16 operands, got fp32",
+        "schedule      flash\n",
+        "              flash_forward=triton:128x64w8s4\n",
+        "              flash_dquery=triton:128x64w8s3\n",
+        "flash_forward (triton 128x64w8s4): a program loops over the key tiles that its queries see",
     ):
         assert part in text, part
     bounds = {"matrix", "memory", "exp", "latency"}
@@ -66,10 +72,28 @@ def test_lines_fit_and_text_is_stable(hardware, algorithm) -> None:
     assert "…" not in text  # nothing is cut off
 
 
+def test_the_kernels_of_a_hopper_and_of_a_cpu() -> None:
+    plan = planned(SHAPE, H200, attention=LOCAL)
+    text = explain(plan)
+    assert f"flash_forward=hopper:{plan.kernels[0].form}" in text and "row_statistics=triton:64x16w4s1" in text
+    assert f"flash_forward (hopper {plan.kernels[0].form}): a program loops over" in text
+    text = text_of(KNOWN["cpu"])
+    assert "flash_forward (cpu 128x128): a program" in text and "flash_backward (cpu 128x128): a program" in text
+    assert "flash_dquery" not in text and "row_statistics" not in text
+
+
+def test_every_choice_that_is_shown_reads_back() -> None:
+    plan = planned(SHAPE, H200, attention=LOCAL)
+    lines = explain(plan).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("schedule "))
+    shown = [line.split()[-1] for line in lines[first : first + 1 + len(plan.kernels)]]
+    assert parse_schedule("/".join(shown)) == plan.schedule
+
+
 def test_a_mask_without_closed_form_says_so() -> None:
     table = Attention(mask=(Q_POS * KV_POS) % 7 < 3, name="odd")
     facts = facts_of(table)
-    plan = make_plan("odd", SHAPE, H200, choose(SHAPE, H200, "triton"), traits=facts.traits)
+    plan = planned(SHAPE, H200, "triton", attention=table)
     assert facts.kv_bounds.notes
     assert "no closed form: " in explain(plan, table, facts.kv_bounds, facts.q_bounds)
 
@@ -127,8 +151,8 @@ def test_counts_are_measured_where_the_tensors_are_given() -> None:
     options = {"device": "h100", "target": "triton"}
     given, alone = (explained(**options, **more) for more in (PACKED, {}))
     schedule = DOCUMENTS.plan(weft.shape(heads=4, q_len=8192, head_dim=64), **options).schedule
-    tiling, documents = schedule.forward, 2 * 4 * 8  # of all batch rows and heads
-    assert tiling.block_q == tiling.block_kv == 64
+    form, documents = schedule.form("flash_forward"), 2 * 4 * 8  # of all batch rows and heads
+    assert form.block_q == form.block_kv == 64
     edge, full = documents * 16, documents * 16 * 15 // 2
     expected = "/".join(map(count_text, (8 * 128**2 - edge - full, edge, full)))
     assert counts_of(given, "flash_forward") == expected
@@ -173,7 +197,7 @@ def test_the_tensors_may_be_those_of_the_call(dtype) -> None:
     q = torch.zeros(2, 2, 300, 16)
     found = DOCUMENTS.plan(q, q, q, target="interpret", ids=(torch.arange(300) // 100).to(dtype).expand(2, -1))
     forward = found.kernels[1]
-    assert (forward.name, forward.tiling.block_q, forward.tiling.block_kv) == ("flash_forward", 32, 32)
+    assert (forward.name, forward.form.block_q, forward.form.block_kv) == ("flash_forward", 32, 32)
     assert forward.tiles.visited == 4 * (3 * 10 - 2)  # a triangle for each document; two corners are shared
 
 
@@ -187,7 +211,7 @@ def test_an_offset_moves_the_tiles() -> None:
 def test_a_long_sequence_is_explained_in_under_a_second() -> None:
     length = 100_000
     shape = weft.shape(batch=4, heads=8, q_len=length, head_dim=64)
-    schedule = "flash/triton/64x64w4s3/64x64w4s2/64x64w4s2"
+    schedule = "flash/flash_forward=triton:64x64w4s3/flash_dquery=triton:64x64w4s2/flash_dkey_dvalue=triton:64x64w4s2"
     by_head = weft.Attention(mask=DOCUMENTS.mask & (ids[batch, kv_pos] // 2 <= 5 * head), name="by_head")
     draws = torch.randint(0, 100, (4, length), generator=torch.Generator().manual_seed(0))
     explained(device="h100")  # imports sympy
@@ -204,14 +228,14 @@ import time, sys
 import weft.ir.attention, weft.compiler.analysis.facts
 started = time.process_time()
 sys.path.insert(0, sys.argv[1])
-import test_explain
+from tests.unit import test_explain
 started = time.process_time()
 import sympy
 test_explain.text_of()
 print(time.process_time() - started)
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(Path(__file__).parents[2])], capture_output=True, text=True, check=True
     )
     assert float(ran.stdout) < 1.0
 

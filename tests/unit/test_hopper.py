@@ -16,7 +16,7 @@ import pytest
 
 import weft
 from weft import kv_pos, q_pos, score
-from weft.codegen.functions import LANGUAGES, FunctionPrinter
+from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
 from weft.codegen.generate import TEMPLATES
 from weft.compiler.analysis.facts import facts_of
 
@@ -57,7 +57,7 @@ def test_the_source_says_what_the_plan_says(name: str, head_dim: int) -> None:
     assert {s.key for s in kernel.stages} >= {"load work", "load query", "load key", "load value", "store output"}
     for stage in kernel.stages:
         assert comments.count(f"{stage.kind} (each {stage.per}): {' '.join(stage.what.split())}") == 1, stage.key
-    consumers = kernel.tiling.block_q // 64
+    consumers = kernel.form.block_q // 64
     assert f"{consumers} consumers of 64 rows" in comments and f"CONSUMERS = gl.constexpr({consumers})" in comments
 
 
@@ -95,7 +95,7 @@ def run_as_python(text: str, *, needs: list[str], **constants: int) -> dict[str,
 def arguments(attention: weft.Attention, q_len: int, kv_len: int) -> list[int]:
     """Values of `env`: one head of one batch row."""
     values = {"arg_within": WINDOW, "arg_prefix": PREFIX, "group": 1, "head_dim": 64, "q_len": q_len, "kv_len": kv_len}
-    return [values.get(name, 0) for name in FunctionPrinter(facts_of(attention), LANGUAGES["hopper"]).env.split(", ")]
+    return [values.get(name, 0) for name in FunctionPrinter(facts_of(attention), GLUON_LANGUAGE).env.split(", ")]
 
 
 def seen_by(name: str, axis: str, row: int, rows: int, tile: int, q_len: int, kv_len: int) -> tuple[bool, bool]:
@@ -142,7 +142,7 @@ def test_consumers_of_the_forward_visit_what_they_see(name: str, lengths: tuple[
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_same_part_orders_query_tiles_for_kernels_that_own_keys(name: str, lengths: tuple[int, int]) -> None:
     facts = facts_of(VARIANTS[name])
-    printer = FunctionPrinter(facts, LANGUAGES["hopper"])
+    printer = FunctionPrinter(facts, GLUON_LANGUAGE)
     part = environment().get_template("hopper/parts/tiles_seen.py.jinja")
     text = part.render(
         seen="q", lookups="q_", ranges=", ".join(facts.q_tiles.outputs), env=printer.env, measured=False

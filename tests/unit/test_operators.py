@@ -19,7 +19,7 @@ import torch
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.codegen.dialects import GLUON, TORCH, TRITON, Printer
-from weft.codegen.functions import LANGUAGES, FunctionPrinter
+from weft.codegen.functions import GLUON_LANGUAGE, TRITON_LANGUAGE, FunctionPrinter, Language
 from weft.compiler.analysis.facts import Facts
 from weft.compiler.analysis.ranges import range_of
 from weft.compiler.analysis.symbolic import _check as check_symbolic
@@ -182,17 +182,17 @@ def test_torch_writes_it_on_tiles_and_on_numbers(op: Operator) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize(("dialect", "name"), [(TRITON, "triton"), (GLUON, "hopper")], ids=["triton", "gluon"])
-def test_gpu_languages_have_what_is_printed(op: Operator, dialect: Any, name: str) -> None:
+@pytest.mark.parametrize("language", [TRITON_LANGUAGE, GLUON_LANGUAGE], ids=["triton", "gluon"])
+def test_gpu_languages_have_what_is_printed(op: Operator, language: Language) -> None:
     """Every function that the text calls is one of the language, or a helper that is printed with it."""
     pytest.importorskip("triton")
     import triton.experimental.gluon.language
     import triton.language
 
-    module = {"tl": triton.language, "gl": triton.experimental.gluon.language}[dialect.module]
-    text = Printer(dialect)(sample(op))
-    helpers = FunctionPrinter(Facts(weft.Attention()), LANGUAGES[name])._helpers(text)
-    for attribute in re.findall(rf"\b{dialect.module}\.(\w+)", text + "".join(helpers)):
+    module = {"tl": triton.language, "gl": triton.experimental.gluon.language}[language.module]
+    text = Printer(language.dialect)(sample(op))
+    helpers = FunctionPrinter(Facts(weft.Attention()), language)._helpers(text)
+    for attribute in re.findall(rf"\b{language.module}\.(\w+)", text + "".join(helpers)):
         assert hasattr(module, attribute), attribute
     calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     defined = {n.name for h in helpers for n in ast.parse(h).body if isinstance(n, ast.FunctionDef)}
@@ -208,7 +208,7 @@ def test_a_choice_may_hang_on_a_scalar_alone() -> None:
 
 def test_a_helper_is_printed_wherever_it_is_called() -> None:
     """Also right behind a sign or a bracket, and for another helper; not for a function of torch or Triton."""
-    printer = FunctionPrinter(Facts(weft.Attention()), LANGUAGES["triton"])
+    printer = FunctionPrinter(Facts(weft.Attention()), TRITON_LANGUAGE)
 
     def helpers(text: str) -> list[str]:
         return [re.findall(r"def (\w+)", h)[0] for h in printer._helpers(text)]
@@ -345,7 +345,7 @@ def test_one_record_is_enough_to_print_kernels(made: Any, name: str, written: st
     assert written in forward and written in backward
     derivatives = backward.split("def dscores(")[1].split("@triton.jit")[0]
     assert slope in derivatives
-    assert written.replace("tl.", "gl.") in FunctionPrinter(Facts(variant), LANGUAGES["hopper"]).forward()
+    assert written.replace("tl.", "gl.") in FunctionPrinter(Facts(variant), GLUON_LANGUAGE).forward()
 
 
 def test_a_mask_may_use_one_more_function(made: Any) -> None:

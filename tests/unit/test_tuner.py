@@ -1,4 +1,4 @@
-"""Measured tuning: the fastest tiling of each kernel is found, kept and found again."""
+"""Measured tuning: the fastest form of each kernel is found, kept, found again, shown by plans and used by calls."""
 
 from __future__ import annotations
 
@@ -8,111 +8,271 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+import weft
+from tests.planned import DENSE, chosen, signature
+from weft import tuning
+from weft.compiler.planning import hardware
+from weft.compiler.planning.forms import CpuForm, Tiling
 from weft.compiler.planning.hardware import H200
-from weft.compiler.planning.records import Schedule, Shape, Tiling
-from weft.compiler.planning.schedule import choose
+from weft.compiler.planning.records import Shape
+from weft.compiler.planning.schedule import Schedule
+from weft.compiler.planning.tuner import Tuned, search
 from weft.ir.errors import WeftError
+from weft.runtime import driver
 from weft.runtime.settings import settings
-from weft.runtime.tuner import FOLDER, TuneKey, forget, remembered, shape_class, tune
+from weft.runtime.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
-START = choose(SHAPE, H200, "triton")
-KEY = TuneKey("0123abcd", shape_class(SHAPE), "h200", "triton", "flash")
+START = chosen(SHAPE, H200, "triton")
+SIGNATURE = signature(SHAPE, "sm_90")
+KEY = key_of(DENSE, SIGNATURE, H200, "triton")
 FAST, SLOW, BROKEN = Tiling(64, 64, 4, 3), Tiling(128, 64, 8, 2), Tiling(128, 128, 8, 4)
-CHOICES = {"forward": [SLOW, FAST, BROKEN], "backward_kv": [SLOW, FAST]}
+CHOICES = {"flash_forward": [SLOW, FAST, BROKEN], "flash_dkey_dvalue": [SLOW, FAST]}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path):
+    driver.forget()
     with settings(cache_dir=tmp_path):
         yield tmp_path / FOLDER
+    driver.forget()
 
 
-def stopwatch(schedule: Schedule, slot: str) -> float:
-    tiling = schedule.forward if slot == "forward" else schedule.backward_kv
-    if tiling == BROKEN:
+def stopwatch(schedule: Schedule, kernel: str) -> float:
+    form = schedule.form(kernel)
+    if form == BROKEN:
         raise RuntimeError("out of resource: shared memory")
-    return {FAST: 1e-3, SLOW: 2e-3}[tiling]
+    return {FAST: 1e-3, SLOW: 2e-3}[form]
 
 
+def found_by_search(choices=CHOICES, clock=stopwatch, start: Schedule = START, **options) -> Tuned:
+    return search(start, choices, clock, **{"progress": False, **options})
+
+
+def kept(key: TuneKey = KEY) -> Schedule | None:
+    """What is remembered for a key."""
+    kind = replace(SIGNATURE, direction=key.direction)
+    return remembered(DENSE, kind, replace(H200, name=key.hardware), key.target)
+
+
+# -- searching ---------------------------------------------------------------------------------------------------------
 def test_the_fastest_of_each_kernel_is_kept() -> None:
-    found = tune(KEY, START, CHOICES, stopwatch, progress=False)
-    assert found.schedule == replace(START, forward=FAST, backward_kv=FAST)
-    assert found.seconds == {"forward": 1e-3, "backward_kv": 1e-3}
+    found = remember(KEY, found_by_search)
+    assert found.schedule == START.with_form("flash_forward", FAST).with_form("flash_dkey_dvalue", FAST)
+    assert found.seconds == {"flash_forward": 1e-3, "flash_dkey_dvalue": 1e-3}
     assert found.tried == 5
     assert list(found.failed.values()) == ["RuntimeError: out of resource: shared memory"]
-    assert remembered(KEY) == found.schedule
+    assert list(found.failed) == [str(START.with_form("flash_forward", BROKEN))]
+    assert kept() == found.schedule
 
 
+def test_one_kernel_is_changed_at_a_time() -> None:
+    seen: list[tuple[str, Schedule]] = []
+
+    def clock(schedule: Schedule, kernel: str) -> float:
+        seen.append((kernel, schedule))
+        return stopwatch(schedule, kernel)
+
+    found_by_search(clock=clock)
+    assert [kernel for kernel, _ in seen] == ["flash_forward"] * 3 + ["flash_dkey_dvalue"] * 2
+    for kernel, schedule in seen:
+        best = START if kernel == "flash_forward" else START.with_form("flash_forward", FAST)
+        assert schedule == best.with_form(kernel, schedule.form(kernel))
+    assert [schedule.form(kernel) for kernel, schedule in seen] == [SLOW, FAST, BROKEN, SLOW, FAST]
+
+
+def test_nothing_that_can_be_timed() -> None:
+    with pytest.raises(
+        WeftError, match=r"tune: no form of flash_forward could be timed; the last one failed with RuntimeError: out of"
+    ):
+        remember(KEY, lambda: found_by_search({"flash_forward": [BROKEN]}))
+    assert kept() is None
+
+
+def test_progress_is_shown(folder: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    remember(KEY, lambda: found_by_search(progress=True, console=console))
+    shown = console.file.getvalue()
+    assert "tuning flash_dkey_dvalue" in shown and "5/5" in shown
+    assert [p.suffix for p in folder.iterdir() if p.name.endswith(".tmp")] == []
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------------
 def test_another_key_remembers_nothing() -> None:
-    tune(KEY, START, CHOICES, stopwatch, progress=False)
+    remember(KEY, found_by_search)
     for change in (
         {"hardware": "h100"},
         {"generator": "other"},
         {"triton": "9"},
+        {"torch": "9"},
         {"variant": "ffff"},
-        {"shape": "d64"},
+        {"widths": "d64"},
+        {"direction": "backward"},
+        {"target": "hopper"},
     ):
-        assert remembered(replace(KEY, **change)) is None
+        assert replace(KEY, **change).file_name != KEY.file_name
+    assert kept() is not None
+    assert remembered(weft.Attention(mask=weft.masks.causal), SIGNATURE, H200, "triton") is None
+    assert remembered(DENSE, signature(replace(SHAPE, dtype="fp16"), "sm_90"), H200, "triton") is None
+    assert remembered(DENSE, signature(SHAPE, "sm_90", "backward"), H200, "triton") is None
+    assert remembered(DENSE, SIGNATURE, hardware.H100, "triton") is None
+    assert remembered(DENSE, SIGNATURE, H200, "hopper") is None
     forget(KEY)
-    assert remembered(KEY) is None
+    assert kept() is None
+
+
+@pytest.mark.parametrize("part", ["generator", "triton", "torch"])
+def test_another_version_remembers_nothing(part, monkeypatch) -> None:
+    from weft.runtime import tuned
+
+    remember(KEY, found_by_search)
+    monkeypatch.setattr(tuned, "TuneKey", lambda *known: TuneKey(*known, **{part: "other"}))
+    assert kept() is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"key": 1, "schedule": "flash"}', "\x00"])
 def test_a_torn_or_foreign_file_counts_as_absent(folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / KEY.file_name).write_text(content)
-    assert remembered(KEY) is None
+    assert kept() is None
 
 
 def test_a_file_of_another_key_under_this_name_counts_as_absent(folder: Path) -> None:
-    tune(KEY, START, CHOICES, stopwatch, progress=False)
+    remember(KEY, found_by_search)
     path = folder / KEY.file_name
-    kept = json.loads(path.read_text())
-    kept["key"]["hardware"] = "a100"
-    path.write_text(json.dumps(kept))
-    assert remembered(KEY) is None
+    content = json.loads(path.read_text())
+    content["key"]["hardware"] = "a100"
+    path.write_text(json.dumps(content))
+    assert kept() is None
 
 
-def test_nothing_that_can_be_timed() -> None:
-    with pytest.raises(
-        WeftError, match=r"tune: no tiling of forward could be timed; the last one failed with RuntimeError: out of"
-    ):
-        tune(KEY, START, {"forward": [BROKEN]}, stopwatch, progress=False)
-    assert remembered(KEY) is None
+def test_a_schedule_of_an_older_form_counts_as_absent(folder: Path) -> None:
+    remember(KEY, found_by_search)
+    path = folder / KEY.file_name
+    content = json.loads(path.read_text())
+    content["schedule"] = "flash/triton/64x64w4s3/64x64w4s3/64x64w4s3"
+    path.write_text(json.dumps(content))
+    assert kept() is None
 
 
-def test_progress_is_shown(folder: Path) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    tune(KEY, START, CHOICES, stopwatch, console=console)
-    shown = console.file.getvalue()
-    assert "tuning backward_kv" in shown and "5/5" in shown
-    assert [p.suffix for p in folder.iterdir() if p.name.endswith(".tmp")] == []
+def test_keys_ignore_lengths_and_heads_and_name_widths() -> None:
+    other = replace(SHAPE, batch=9, heads=3, kv_heads=1, q_len=1, kv_len=77)
+    assert key_of(DENSE, signature(other, "sm_90"), H200, "triton") == KEY
+    assert KEY.widths == "d128-bf16"
+    wide = Shape(1, 16, 16, 8, 8, 192, 128, "fp16")
+    assert key_of(DENSE, signature(wide, "sm_90"), H200, "triton").widths == "d192v128-fp16"
 
 
-def test_shape_classes_ignore_lengths() -> None:
-    assert shape_class(SHAPE) == shape_class(replace(SHAPE, batch=9, q_len=1, kv_len=77)) == "d128-bf16"
-    assert shape_class(Shape(1, 16, 16, 8, 8, 192, 128, "fp16")) == "d192v128-fp16"
+def test_tuning_one_algorithm_leaves_the_others_as_they_were(on_a_cpu, monkeypatch) -> None:
+    """What calls find that ask for nothing is of flash: a search among streaming kernels must not write over it."""
+    monkeypatch.setattr(hardware, "this_machine", lambda: H200)
+    monkeypatch.setattr(tuning, "_clock", lambda *_: lambda schedule, kernel: float(schedule.form(kernel).num_stages))
+    variant, sizes = tuned_variant("tuned_algorithms"), weft.shape(heads=8, q_len=1024, head_dim=128)
+    flash = tuning.tune(variant, sizes, {}, target="triton", progress=False).schedule
+    assert flash.form("flash_forward") != chosen(SHAPE, H200, "triton", "flash", attention=variant).form(
+        "flash_forward"
+    )
+    assert variant.plan(sizes, target="triton").schedule == flash
+    streaming = tuning.tune(variant, sizes, {}, target="triton", algorithm="streaming", progress=False).schedule
+    assert streaming.algorithm == "streaming"
+    assert variant.plan(sizes, target="triton").schedule == flash
 
 
-def test_a_tuned_schedule_is_the_one_that_calls_use(tmp_path, monkeypatch) -> None:
-    import torch
+# -- in calls and plans ------------------------------------------------------------------------------------------------
+SMALL = weft.shape(heads=1, q_len=96, head_dim=16, dtype="fp32")
+WON = {"flash_forward": CpuForm(64, 64), "flash_backward": CpuForm(128, 256)}
 
-    import weft
-    from weft.compiler.planning import hardware
-    from weft.runtime import driver
-    from weft.tuning import tune as tune_variant
 
-    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(hardware, "this_machine", lambda: hardware.CPU)
-    variant = weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 77), name="tuned_once")
-    sizes = weft.shape(heads=1, q_len=96, head_dim=16, dtype="fp32")
-    found = tune_variant(variant, sizes, {}, progress=False)
-    driver.compile_kernel.cache_clear()
+@pytest.fixture
+def on_a_cpu(monkeypatch) -> hardware.Hardware:
+    """Whatever this machine is, tuning and plans are of its CPU."""
+    cpu = hardware.for_device("cpu")
+    monkeypatch.setattr(hardware, "this_machine", lambda: cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return cpu
+
+
+def tuned_variant(name: str) -> weft.Attention:
+    return weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 77), name=name)
+
+
+def decided(monkeypatch) -> None:
+    """A clock on which other forms win than those that are chosen without one."""
+    clock = lambda schedule, kernel: 1.0 if schedule.form(kernel) == WON[kernel] else 2.0  # noqa: E731
+    monkeypatch.setattr(tuning, "_clock", lambda *_: clock)
+
+
+def used(variant: weft.Attention, monkeypatch) -> Schedule:
+    """The schedule of what a call launches, forward and backward."""
+    launched: list[Schedule] = []
+    from weft.codegen.targets.cpu import _CpuLauncher
+
+    launch = _CpuLauncher.__call__
+
+    def recorded(self, *arguments):
+        launched.append(self.code.schedule)
+        return launch(self, *arguments)
+
+    monkeypatch.setattr(_CpuLauncher, "__call__", recorded)
+    query = torch.randn(1, 1, 96, 16, requires_grad=True)
+    out = variant(query, query, query)
+    assert out.shape == query.shape
+    out.sum().backward()
+    monkeypatch.setattr(_CpuLauncher, "__call__", launch)
+    forward, backward = launched
+    return forward.joined(backward)
+
+
+def resolved_now(variant: weft.Attention, machine: hardware.Hardware) -> Schedule:
+    codes = [
+        driver.resolve(variant, signature(SMALL, "cpu", direction), machine).code
+        for direction in ("forward", "backward")
+    ]
+    return codes[0].schedule.joined(codes[1].schedule)
+
+
+def test_a_tuned_schedule_is_the_one_that_plans_show_and_calls_use(on_a_cpu, monkeypatch) -> None:
+    decided(monkeypatch)
+    variant = tuned_variant("tuned_once")
+    before = variant.plan(SMALL).schedule
+    assert {name: before.form(name) for name in WON} == dict.fromkeys(WON, CpuForm(128, 128))
+    found = tuning.tune(variant, SMALL, {}, progress=False)
+    assert {name: found.schedule.form(name) for name in WON} == WON and found.tried == 10
+    assert found.schedule == variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu)
     again = weft.Attention(variant.score, variant.mask, name="tuned_once")
-    query = torch.randn(1, 1, 96, 16)
-    spec = driver.Specialisation("forward", "cpu", "fp32", 16, 16)
-    assert again(query, query, query).shape == query.shape
-    assert driver.compile_kernel(again, spec, None, None).schedule == found.schedule
+    assert used(again, monkeypatch) == found.schedule
+    for other in (SMALL, replace(SMALL, batch=3, heads=2, q_len=7)):
+        assert again.plan(other).schedule == found.schedule
+    assert "flash_forward=cpu:64x64" in variant.explain(SMALL)
+    # what a call asks for comes before what was timed
+    assert variant.plan(SMALL, schedule="flash").schedule == before
+    part = variant.plan(SMALL, schedule="flash/flash_forward=cpu:32x32").schedule
+    assert part.form("flash_forward") == CpuForm(32, 32)
+
+
+def test_a_tuned_schedule_serves_calls_that_were_prepared_before(on_a_cpu, monkeypatch) -> None:
+    decided(monkeypatch)
+    variant = tuned_variant("tuned_after_a_call")
+    before = used(variant, monkeypatch)
+    found = tuning.tune(variant, SMALL, {}, progress=False)
+    assert before == chosen(SMALL, on_a_cpu, attention=variant, schedule="flash") != found.schedule
+    assert used(variant, monkeypatch) == variant.plan(SMALL).schedule == found.schedule
+
+
+def test_tuning_by_the_clock(on_a_cpu) -> None:
+    variant = tuned_variant("tuned_by_the_clock")
+    found = tuning.tune(variant, SMALL, {}, progress=False)
+    assert not found.failed and all(0 < seconds < 60 for seconds in found.seconds.values())
+    assert [*found.schedule.kernels] == [*found.seconds] == ["flash_forward", "flash_backward"]
+    assert variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu) == found.schedule
+
+
+def test_what_cannot_be_tuned() -> None:
+    slopes, window = weft.tensor("slopes", 1), weft.scalar("window", int)
+    with pytest.raises(WeftError, match="tune: expected a variant without tensor operands and latent attention"):
+        tuning.tune(weft.Attention(weft.score + slopes[weft.head]), SMALL, {})
+    with pytest.raises(WeftError, match="tune: missing values of window"):
+        tuning.tune(weft.Attention(mask=weft.q_pos - weft.kv_pos < window), SMALL, {})

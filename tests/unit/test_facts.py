@@ -1,0 +1,119 @@
+"""What is proven about a score: whether it is linear in q.k, and what it reads for each pair."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import Traits
+from weft.ir.attention import Attention
+from weft.ir.expr import Expr, scalar, symbol, tensor
+from weft.ir.functions import exp, tanh, where
+
+SCORE, HEAD, BATCH = symbol("score"), symbol("head"), symbol("batch")
+Q_POS, KV_POS = symbol("q_pos"), symbol("kv_pos")
+PER_HEAD, BIAS, FACTOR = tensor("t", 1), tensor("bias", 4), scalar("factor", float)
+PAIR = BIAS[BATCH, HEAD, Q_POS, KV_POS]
+ONE = {"scale": 1.0}  # so that factors are those that are written
+
+
+def linear(score: Expr, **options: object) -> str | None:
+    """The factor of q.k as text; None where the score is not linear in it."""
+    found = facts_of(Attention(score, **options)).linear_scale  # type: ignore[arg-type]
+    return None if found is None else str(found)
+
+
+# -- scores linear in q.k ----------------------------------------------------------------------------------------------
+LINEAR = [  # score, its factor at scale 1, whether that may be negative or 0
+    (SCORE, "1.0", False),
+    (2.0 * SCORE, "2.0", False),
+    (SCORE / 2.0, "1.0 / 2.0", False),
+    (SCORE * PER_HEAD[HEAD], "t[head]", True),
+    (SCORE + SCORE, "2.0", False),
+    (-SCORE, "-1.0", True),
+    (SCORE * 0.0, "0.0", True),
+    (SCORE * FACTOR, "factor", True),
+    (SCORE * exp(FACTOR), "exp(factor)", False),
+    (3.0 * SCORE - SCORE, "2.0", False),
+    (SCORE - 2.0 * SCORE, "-1.0", True),
+]
+
+
+@pytest.mark.parametrize(("score", "factor", "sign_unknown"), LINEAR, ids=[str(score) for score, _, _ in LINEAR])
+def test_linear_scores(score: Expr, factor: str, sign_unknown: bool) -> None:
+    assert linear(score, **ONE) == factor
+    facts = facts_of(Attention(score, **ONE))  # type: ignore[arg-type]
+    assert facts.scale_sign_unknown == sign_unknown and facts.traits.linear
+
+
+def test_the_scale_is_part_of_the_factor() -> None:
+    assert linear(SCORE) == "rsqrt(head_dim)"
+    assert not facts_of(Attention()).scale_sign_unknown
+    assert linear(2.0 * SCORE) is not None and not facts_of(Attention(2.0 * SCORE)).scale_sign_unknown
+    assert linear(SCORE + SCORE) is not None and not facts_of(Attention(SCORE + SCORE)).scale_sign_unknown
+    assert linear(SCORE, scale=PER_HEAD[HEAD]) == "t[head]"
+    assert facts_of(Attention(scale=PER_HEAD[HEAD])).scale_sign_unknown
+    assert facts_of(Attention(-SCORE)).scale_sign_unknown
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        tanh(SCORE), 30.0 * tanh(SCORE / 30.0), SCORE + PER_HEAD[HEAD], SCORE + PAIR, SCORE + 1.0, SCORE * KV_POS,
+        SCORE * PER_HEAD[KV_POS], SCORE * SCORE, 1.0 / SCORE, where(Q_POS < 3, SCORE, 2.0 * SCORE),
+        SCORE * PER_HEAD[Q_POS], SCORE + KV_POS, SCORE * SCORE / 2.0 + SCORE,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_scores_that_are_not_linear(score: Expr) -> None:
+    facts = facts_of(Attention(score))
+    assert facts.linear_scale is None and not facts.scale_sign_unknown and not facts.traits.linear
+
+
+@pytest.mark.parametrize("score", ["2.0 * SCORE", "SCORE / 2.0", "SCORE * T[HEAD]"])
+def test_products_are_seen_to_be_linear_without_sympy(score: str) -> None:
+    code = (
+        "import sys; from weft.ir.attention import Attention; from weft.ir.expr import symbol, tensor; "
+        "from weft.compiler.analysis.facts import facts_of; "
+        "SCORE, HEAD, T = symbol('score'), symbol('head'), tensor('t', 1); before = 'sympy' in sys.modules; "
+        f"facts = facts_of(Attention({score})); "
+        "print(facts.linear_scale is not None, facts.scale_sign_unknown, before, 'sympy' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", str("T[" in score), "False", "False"]
+
+
+# -- what is read for each pair ----------------------------------------------------------------------------------------
+SEEN, IDS = tensor("seen", 2, bool), tensor("ids", 2, int)
+
+
+@pytest.mark.parametrize(
+    ("attention", "size"),
+    [
+        (Attention(), 0),
+        (Attention(SCORE + PER_HEAD[HEAD] * KV_POS), 0),
+        (Attention(SCORE + PER_HEAD[KV_POS]), 0),
+        (Attention(SCORE + PER_HEAD[Q_POS - KV_POS]), 4),
+        (Attention(SCORE + PAIR), 4),
+        (Attention(SCORE + PAIR * PAIR), 4),  # the same read once
+        (Attention(SCORE + PAIR + BIAS[0, HEAD, Q_POS, KV_POS]), 8),
+        (Attention(mask=SEEN[Q_POS, KV_POS]), 1),
+        (Attention(mask=IDS[Q_POS, KV_POS] > 0), 8),
+        (Attention(SCORE + PAIR, SEEN[Q_POS, KV_POS]), 5),
+        (Attention(mask=IDS[BATCH, Q_POS] == IDS[BATCH, KV_POS]), 0),  # a read for each position, none for each pair
+    ],
+    ids=lambda value: str(value).splitlines()[-1] if isinstance(value, Attention) else None,
+)
+def test_bytes_that_are_read_for_each_pair(attention: Attention, size: int) -> None:
+    facts = facts_of(attention)
+    assert facts.pair_bytes == facts.traits.pair_bytes == size
+
+
+def test_traits_of_variants() -> None:
+    assert facts_of(Attention()).traits == Traits(linear=True, masked=False)
+    assert facts_of(Attention(mask=KV_POS <= Q_POS)).traits == Traits(linear=True, masked=True)
+    biased = facts_of(Attention(SCORE + PAIR)).traits
+    assert biased == Traits(linear=False, masked=False, operand_gradients=1, positional=True, pair_bytes=4)
