@@ -23,6 +23,7 @@ from .runtime import ops
 from .runtime.call import Call, dense_offset, float_tensor, options_of
 from .runtime.checks import check_tensors
 from .runtime.settings import default_target, traced_target
+from .runtime.torch_private import may_autocast
 from .runtime.variant import Variant, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -36,6 +37,7 @@ class Attention(Declaration):
     if TYPE_CHECKING:  # set when the variant is made; ClassVar keeps them out of the dataclass's fields
         _names: ClassVar[tuple[str, ...]]  # of the operands
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
+        _operands: ClassVar[frozenset[str]]
         _variant: ClassVar[Variant]
 
     def __post_init__(self) -> None:
@@ -45,7 +47,8 @@ class Attention(Declaration):
     def _derive(self) -> None:
         """What every call reads, worked out once: torch.compile then traces attributes, and no analysis."""
         kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in self.parameters)
-        found = {"_names": tuple(p.name for p in self.parameters), "_kinds": kinds, "_variant": variant_of(self)}
+        names = tuple(p.name for p in self.parameters)
+        found = {"_names": names, "_kinds": kinds, "_operands": frozenset(names), "_variant": variant_of(self)}
         self.__dict__.update(found)  # frozen for users
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,7 +105,8 @@ class Attention(Declaration):
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
             raise WeftError(f"{self.name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
-        query, key, value = _autocast(query, key, value)
+        if torch.compiler.is_compiling() or may_autocast():
+            query, key, value = _autocast(query, key, value)
         return self._run(query, key, value, None, return_lse, q_offset, target, schedule, operands)
 
     def _refuse(self, **options: Tensor | None) -> NoReturn:
@@ -118,14 +122,15 @@ class Attention(Declaration):
         if torch.compiler.is_compiling():
             out, lse = self._traced(query, key, value, rope, q_offset, target, text, operands, head_dim)
             return (out, lse) if return_lse else out
-        if operands.keys() != set(self._names) or not (isinstance(query, Tensor) and isinstance(key, Tensor)):
+        tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
+        if not tensors or operands.keys() != self._operands or query.dim() != 4 or key.dim() != 4:
             self._check(query, key, value, operands)
-        if query.dim() != 4 or key.dim() != 4 or (value is None and self.latent is None):
+        if value is None and self.latent is None:
             self._check(query, key, value, operands)
         if q_offset is None:
             q_offset = key.shape[2] - query.shape[2]
         call = Call(
-            query, key, value, rope, {n: operands[n] for n in self._names}, dense_offset(q_offset),
+            query, key, value, rope, {n: operands[n] for n in self._names} if operands else {}, dense_offset(q_offset),
             options_of(target or default_target(), text), head_dim or query.shape[3],
         )  # fmt: skip
         found = ops.run(self._variant, call)

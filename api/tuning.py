@@ -21,6 +21,7 @@ from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from .compiler.planning.tuner import Clock, Tuned, search
 from .ir.errors import WeftError
 from .runtime import driver, tuned
+from .runtime.variant import forget
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WANTED: dict[Direction, frozenset[str]] = {"forward": frozenset(), "backward": frozenset({"query", "key", "value"})}
@@ -48,7 +49,7 @@ def tune(
     if missing:
         raise WeftError(f"{name}: tune: missing values of {', '.join(missing)}")
     found = [_direction(attention, shape, values, d, target, algorithm, progress) for d in ("forward", "backward")]
-    driver.forget()
+    forget()
     forward, backward = found
     return Tuned(
         forward.schedule.joined(backward.schedule), {**forward.seconds, **backward.seconds},
@@ -70,7 +71,7 @@ def _direction(
         forms = list(chosen.target.forms(code.kernel, signature, machine, facts))
         if code.name not in SPANS and len(forms) > 1:
             choices[code.name] = forms
-    key = tuned.key_of(attention, signature, machine, chosen.target.name)
+    key = tuned.key_of(attention, signature, machine, chosen.target.name, algorithm)
     clock = _clock(attention, shape, values, direction, target)
     return tuned.remember(key, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
 

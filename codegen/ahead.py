@@ -26,7 +26,7 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError
 from .binding import Binding
-from .launching import Run
+from .launching import AnyRun
 from .targets.triton import TritonLauncher
 
 TYPE_NAMES = {
@@ -96,7 +96,7 @@ class _Recorder(TritonLauncher):
     seen: list[Compilation]
     arguments: Mapping[str, object]
 
-    def _compile(self, kernel: Any, binding: Binding, types: Sequence[Any], options: Mapping[str, int]) -> Run:
+    def _compile(self, kernel: Any, binding: Binding, types: Sequence[Any], options: Mapping[str, int]) -> AnyRun:
         names = [*binding.parameters, *binding.constants]
         self.seen.append(Compilation(kernel, dict(zip(names, types)), options))
         return lambda programs, arguments, stream: None

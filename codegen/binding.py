@@ -2,7 +2,7 @@
 
 A kernel's parameters are bound by name, through one vocabulary: a new call option that kernels read is one more row in
 it. Because a launch must cost the host little, the vocabulary is not interpreted at each call: for each set of kernels
-it is turned once into a small Python function, whose text `Packer.source` shows.
+it is turned once into a small Python function, whose text stands in tracebacks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 from ..ir.errors import InternalError
 
 # Sizes of a call: what a name stands for, over other names. Tensors are [batch, heads, length, dim].
+SHAPES = {
+    "query": ("batches", "heads", "q_len", "q_dim"),
+    "key": ("key_batches", "kv_heads", "kv_len", "key_dim"),
+    "value": ("value_batches", "value_heads", "value_len", "value_dim"),
+}
 SIZES = {
-    "batches": "query.shape[0]",
-    "heads": "query.shape[1]",
-    "q_len": "query.shape[2]",
-    "kv_heads": "key.shape[1]",
-    "kv_len": "key.shape[2]",
     "group": "heads // kv_heads",
     "batch_heads": "batches * heads",
     "batch_kv_heads": "batches * kv_heads",
     "padded_len": "lse2.shape[2]",
     "row_units": "matrix.shape[3] // 16",
-    "q_offset": "given['q_offset']",
 }
-_STRIDE = re.compile(r"(\w+)_s([bhl])")
+_EXTENTS = {name: tensor for tensor, names in SHAPES.items() for name in names}
+_STRIDE = re.compile(r"(\w+)_s([bhld])")
 OPERAND_STRIDE = re.compile(r"(arg_\w+)_s(\d)")
 _GROUP = re.compile(r"group(\d+)")
 _NAME = re.compile(r"(?<![\w.'\"])([a-z_]\w*)")
@@ -49,87 +49,127 @@ class Binding:
 
 
 class Packer:
-    """A function of the given tensors that returns, for each kernel, (programs, arguments).
+    """Text of Python functions that bind kernels: lines that make names, each once and before it is used.
 
-    tensors, numbers: names of what a call hands over.
-    absent: names of tensors that kernels know and this kind of call does not have.
-    extra: more rows for the vocabulary. pointers: addresses in place of tensors, as compiled kernels take them.
-    ranks: number of dimensions of each tensor operand, by `arg_<name>`.
+    sources: what a call hands over, as expressions over the function's parameter: `{"query": "given['query']"}`.
+    tensors: the names that are tensors; others are numbers. absent: tensors that this kind of call does not have.
+    rows: more rows for the vocabulary. ranks: number of dimensions of each tensor operand, by `arg_<name>`.
+    pointers: addresses in place of tensors, as compiled kernels take them.
     """
 
     def __init__(
-        self, bindings: Sequence[Binding], tensors: Iterable[str], numbers: Iterable[str], *, absent: Iterable[str] = (),
-        extra: Mapping[str, str] | None = None, ranks: Mapping[str, int] | None = None, pointers: bool = True,
-        tools: Mapping[str, object] | None = None,
+        self, sources: Mapping[str, str], tensors: Iterable[str], *, absent: Iterable[str] = (),
+        rows: Mapping[str, str] | None = None, ranks: Mapping[str, int] | None = None, pointers: bool = True,
     ) -> None:  # fmt: skip
-        self._bindings, self._tensors, self._numbers = bindings, frozenset(tensors), frozenset(numbers)
-        self._absent = frozenset(absent)
-        self._extra, self._ranks, self._pointers = dict(extra or {}), dict(ranks or {}), pointers
-        self._tools = dict(tools or {})
-        self._rows = {**SIZES, **self._extra}
+        self._sources, self._tensors, self._absent = dict(sources), frozenset(tensors), frozenset(absent)
+        self._rows = {**SIZES, **(rows or {})}
+        self._ranks, self._pointers = dict(ranks or {}), pointers
         self._lines: dict[str, str] = {}  # name -> the line that makes it, in order
-        self.source = self._write()
-        self.pack = _function(self.source, "pack", dict(self._tools))
 
-    def of_tensors(self) -> Packer:
-        """The same with tensors in place of their addresses, for whoever wants their dtypes."""
-        return Packer(
-            self._bindings, self._tensors, self._numbers, absent=self._absent, extra=self._extra, ranks=self._ranks, pointers=False,
-            tools=self._tools,
-        )  # fmt: skip
+    @property
+    def lines(self) -> list[str]:
+        """What was needed so far, in order."""
+        return list(dict.fromkeys(self._lines.values()))
 
-    # -- text ----------------------------------------------------------------------------------------------------------
-    def _write(self) -> str:
-        results = [f"        ({self._expression(b.programs)}, ({self._arguments(b)}))," for b in self._bindings]
-        body = [f"    {line}" for line in dict.fromkeys(self._lines.values())]
-        return "\n".join(["def pack(given):", *body, "    return (", *results, "    )"]) + "\n"
-
-    def _arguments(self, binding: Binding) -> str:
+    def launch(self, binding: Binding) -> tuple[str, str]:
+        """(programs, arguments) of a kernel, as text."""
         values = [self._argument(binding.renamed.get(p, p)) for p in binding.parameters]
-        return ", ".join([*values, *map(repr, binding.constants.values()), ""])
+        return self.expression(binding.programs), ", ".join([*values, *map(repr, binding.constants.values()), ""])
 
     def _argument(self, name: str) -> str:
         if name in self._absent:
             return "None"
-        self._need(name)
+        self.need(name)
         return f"{name}.data_ptr()" if name in self._tensors and self._pointers else name
 
-    def _expression(self, text: str) -> str:
+    def expression(self, text: str) -> str:
+        """The text, with what it names made before."""
         for name in _NAME.findall(text):
-            if name in self._rows or name in self._tensors or _STRIDE.fullmatch(name) or _GROUP.fullmatch(name):
-                self._need(name)
+            known = name in self._rows or name in self._sources or name in _EXTENTS
+            if known or _STRIDE.fullmatch(name) or _GROUP.fullmatch(name):
+                self.need(name)
         return text
 
-    def _need(self, name: str) -> None:
-        """Make sure that a line makes this name before it is used."""
+    def define(self, name: str, value: str) -> None:
+        """Make a name by an expression."""
+        self._rows[name] = value
+        self.need(name)
+
+    def need(self, name: str) -> None:
+        """Make sure that a line makes this name."""
         if name in self._lines:
             return
-        if name in self._rows:
-            value = self._expression(self._rows[name])
+        if name in _EXTENTS:
+            tensor = _EXTENTS[name]
+            self.need(tensor)
+            self._lines[name] = f"{', '.join(SHAPES[tensor])} = {tensor}.shape"
+        elif name in self._rows:
+            value = self.expression(self._rows[name])
             self._lines[name] = f"{name} = {value}"
-        elif name in self._tensors | self._numbers:
-            self._lines[name] = f"{name} = given[{name!r}]"
+        elif name in self._sources:
+            self._lines[name] = f"{name} = {self._sources[name]}"
         elif found := OPERAND_STRIDE.fullmatch(name):
-            self._need(found[1])
-            rank = self._ranks[found[1]]
-            self._lines[name] = f"{', '.join(f'{found[1]}_s{d}' for d in range(rank))}, = {found[1]}.stride()"
+            self.need(found[1])
+            strides = "".join(f"{found[1]}_s{d}, " for d in range(self._ranks[found[1]]))
+            self._lines[name] = f"{strides.strip()} = {found[1]}.stride()"
         elif found := _STRIDE.fullmatch(name):
-            self._need(found[1])
-            self._lines[name] = f"{found[1]}_sb, {found[1]}_sh, {found[1]}_sl, _ = {found[1]}.stride()"
+            self.need(found[1])
+            self._lines[name] = f"{found[1]}_sb, {found[1]}_sh, {found[1]}_sl, {found[1]}_sd = {found[1]}.stride()"
         elif found := _GROUP.fullmatch(name):
-            self._need("heads")
-            self._need(f"key{found[1]}")
+            self.need("heads")
+            self.need(f"key{found[1]}")
             self._lines[name] = f"{name} = heads // key{found[1]}.shape[1]"
         else:
             raise InternalError(f"binding: no kernel argument is known by the name {name}")
 
 
-def _function(source: str, name: str, space: dict[str, object]) -> Callable[..., Any]:
+def packing(
+    packer: Packer, bindings: Sequence[Binding], tools: Mapping[str, object]
+) -> Callable[[Mapping[str, Any]], Any]:
+    """A function of the given tensors that returns, for each kernel, (programs, arguments)."""
+    launches = [packer.launch(b) for b in bindings]
+    results = [f"        ({programs}, ({arguments}))," for programs, arguments in launches]
+    body = [f"    {line}" for line in packer.lines]
+    return function("\n".join(["def pack(given):", *body, "    return (", *results, "    )"]), "pack", tools)
+
+
+def direct(
+    packer: Packer, bindings: Sequence[Binding], conditions: Sequence[str], made: Mapping[str, str], returns: str,
+    tools: Mapping[str, object],
+) -> Callable[[Any], Any]:  # fmt: skip
+    """A function of a call that checks `conditions`, makes results and workspace, launches, and returns results.
+
+    It returns None, with nothing done, where a condition does not hold: a slower way then says why, or copes. made: the
+    expressions of what is made. tools: among them launch_<n>, function_<n>, metadata_<n> of each kernel, and stream.
+    """
+    for condition in conditions:
+        packer.expression(condition)
+    checked = packer.lines
+    for name, value in made.items():
+        packer.define(name, value)
+    launches = [
+        f"    launch_{n}({programs}, 1, 1, stream, function_{n}, metadata_{n}, None, None, None, {arguments})"
+        for n, (programs, arguments) in enumerate(packer.launch(b) for b in bindings)
+    ]
+    unchecked = [line for line in packer.lines if line not in checked]
+    return function(
+        "\n".join([
+            "def direct(call):", *(f"    {line}" for line in checked),
+            f"    if not ({' and '.join(conditions)}):", "        return None",
+            *(f"    {line}" for line in unchecked), "    stream = current_stream(device)", *launches,
+            f"    return {returns}",
+        ]),
+        "direct", tools,
+    )  # fmt: skip
+
+
+def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:
     """The function that the text defines, with its lines where tracebacks look for them."""
     file = f"<weft binding {next(_files)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), space)
-    return space[name]  # type: ignore[return-value]
+    scope = dict(space)
+    exec(compile(source + "\n", file, "exec"), scope)
+    return scope[name]  # type: ignore[return-value]
 
 
 def alignment(tensors: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[bool, int]]:
@@ -145,4 +185,4 @@ def alignment(tensors: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[boo
         f"    bits = {addresses} | ({strides}) * {tensors[0]}.element_size()",
         f"    return bits & 15 == 0, max({rows}{', 0' if len(tensors) == 1 else ''})",
     ]
-    return _function("\n".join(lines) + "\n", "alignment", {})
+    return function("\n".join(lines), "alignment", {})

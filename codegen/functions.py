@@ -14,7 +14,6 @@ from ..compiler.analysis.cse import shared
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.records import Assign, OperandGradient, TileProgram
 from ..compiler.analysis.survey import Survey
-from ..compiler.analysis.symbolic import simplify
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import Attention
 from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
@@ -124,6 +123,8 @@ class FunctionPrinter:
         return [self.elementwise("scores", self._in_units(score), f"The score{unit}: {score}")]
 
     def _in_units(self, node: Expr) -> Expr:
+        from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
+
         return simplify(call("mul", node, Const(LOG2_E)) if self.language.base2 else node)
 
     def _mask_parts(self) -> list[str]:

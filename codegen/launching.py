@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,32 @@ from triton.runtime import driver
 from ..ir.errors import UnavailableError
 from .binding import Binding
 
-Run = Callable[[int, Sequence[Any], int], None]  # (programs, arguments, stream)
+
+@dataclass(frozen=True)
+class Run:
+    """A kernel that is ready to be launched."""
+
+    launch: Callable[..., None]
+    function: object  # what the driver launches
+    metadata: object
+    compiled: Any
+
+    def __call__(self, programs: int, arguments: Sequence[Any], stream: int) -> None:
+        if not programs:
+            return
+        if not is_heard():
+            self.launch(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *arguments)
+        else:  # a profiler of Triton's listens
+            self.compiled[(programs, 1, 1)](*arguments, stream=stream)
+
+
+AnyRun = Callable[[int, Sequence[Any], int], None]  # (programs, arguments, stream)
+
+
+def is_heard() -> bool:
+    """Whether somebody listens to launches, as profilers of Triton do."""
+    chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return True in [chain is not None and bool(getattr(chain, "calls", True)) for chain in chains]
 
 
 def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
@@ -29,13 +55,13 @@ def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
     return run_time, {p.name: p.default for p in found if is_constant[p.name]}
 
 
-def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> Run:
+def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> AnyRun:
     """A kernel in Triton's interpreter, which takes tensors themselves."""
-    function, at = kernel, len(binding.parameters)
+    at = len(binding.parameters)
 
     def run(programs: int, arguments: Sequence[Any], stream: int) -> None:
         if programs:
-            function[(programs,)](*arguments[:at], **binding.constants, **options)
+            kernel[(programs,)](*arguments[:at], **binding.constants, **options)
 
     return run
 
@@ -47,22 +73,11 @@ def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: M
     """
     made = kernel.warmup(*arguments[: len(binding.parameters)], grid=(1,), **binding.constants, **options)
     try:
-        launch, function, metadata = made.run, made.function, made.packed_metadata
+        return Run(made.run, made.function, made.packed_metadata, made)
     except triton.runtime.errors.OutOfResources as error:
         raise UnavailableError(
             f"{binding.name}: {error}; pass schedule= with smaller tiles or fewer stages for this kernel"
         ) from error
-    runtime = knobs.runtime
-
-    def run(programs: int, arguments: Sequence[Any], stream: int) -> None:
-        if not programs:
-            return
-        if runtime.launch_enter_hook is None:
-            launch(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-        else:  # a profiler of Triton's listens
-            made[(programs, 1, 1)](*arguments, stream=stream)
-
-    return run
 
 
 def current_stream(device: int) -> int:

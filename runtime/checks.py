@@ -224,7 +224,9 @@ class SizeChecks:
         self._expressions = (attention.folded_score, attention.folded_mask)
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
-        self._needed = any(computes_ints(e) for e in self._expressions)
+        ranges = any(computes_ints(e) for e in self._expressions)
+        self._ranges_needed = ranges
+        self.needed = ranges or bool(self._ints)  # else every size is sound
         self._proven: set[object] = set()
 
     def check(self, call: Call) -> None:
@@ -236,7 +238,7 @@ class SizeChecks:
                 raise collected(self._name, list(range_problems(scalar, int(value))))
         if isinstance(call.q_offset, int) and abs(call.q_offset) > INT32_MAX // 2:
             check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
-        if self._needed:
+        if self._ranges_needed:
             self._prove(call)
 
     def _prove(self, call: Call) -> None:

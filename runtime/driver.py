@@ -81,8 +81,8 @@ def _resolve(
     kernels = chosen.kernels(given.algorithm, signature.direction, facts, signature.wanted)
     # Facts + Signature + Hardware -> Schedule: asked for, else timed on this machine, else the target's own choice
     remembered = Schedule(given.algorithm, {})
-    if schedule is None:
-        remembered = tuned.remembered(attention, signature, hardware, chosen.name) or remembered
+    if not given.kernels:
+        remembered = tuned.remembered(attention, signature, hardware, chosen.name, given.algorithm) or remembered
     schedule_found = _schedule(facts, signature, hardware, given, remembered, chosen, kernels)
     # Schedule -> CodePlan
     parts = segments_of(attention, signature.widths)
@@ -96,17 +96,16 @@ def _target(
     facts: Facts, signature: Signature, given: Schedule, name: str | None, unfit: frozenset[str]
 ) -> tuple[Target, tuple[str, ...]]:
     """The target of such calls and notes for `explain`."""
-    forward = signature.direction == "forward"
     written = _written_target(given, facts, signature)
-    if name is not None and written is not None and written != name:
+    if name is not None and written is not None and written != name and _has(name, given, facts, signature):
         raise WeftError(f"schedule: it is for target {written}, the call's target is {name}; pass target={written!r}")
-    name = name or written
+    name = written or name
     if name is not None:
         wanted = target_named(name)
         reason = why_not(wanted, given.algorithm, signature, facts)
         if reason is None:
             return wanted, ()
-        if forward or wanted.kernels(given.algorithm, signature.direction, facts, signature.wanted):
+        if signature.direction == "forward" or _has(name, given, facts, signature):
             raise UnavailableError(f"target {reason}")
     notes: list[str] = []
     for target in targets():
@@ -114,15 +113,21 @@ def _target(
             continue
         reason = why_not(target, given.algorithm, signature, facts)
         if reason is None:
-            return target, tuple(n for n in notes if n)
-        notes.append(reason)
-    raise UnavailableError(f"target {_most_telling(notes, signature)}")
+            return target, tuple(notes)
+        if signature.arch != "cpu" and _has(target.name, given, facts, signature):  # else it is no news
+            notes.append(reason)
+    raise UnavailableError(f"target {_most_telling(given, facts, signature)}")
 
 
-def _most_telling(reasons: Sequence[str], signature: Signature) -> str:
+def _has(name: str, given: Schedule, facts: Facts, signature: Signature) -> bool:
+    """Whether a target has kernels for this algorithm and direction at all."""
+    return bool(target_named(name).kernels(given.algorithm, signature.direction, facts, signature.wanted))
+
+
+def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
     """Of why no target can: what the target for this kind of device says."""
-    family = "cpu" if signature.arch == "cpu" else "triton"
-    return next((r for r in reasons if r.startswith(family)), reasons[-1])
+    target = target_named("cpu" if signature.arch == "cpu" else "triton")
+    return why_not(target, given.algorithm, signature, facts) or "no target is left"
 
 
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
@@ -171,6 +176,7 @@ def _schedule(
             choices[kernel.name] = Choice(target.name, form)
             continue
         if choice.target != target.name:
+            target_named(choice.target)
             raise WeftError(
                 f"schedule: {kernel.name} is for target {choice.target}, the call's target is {target.name}; "
                 f"pass target={choice.target!r}"

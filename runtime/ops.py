@@ -42,15 +42,11 @@ _LIBRARY.define(
 # -- a call, past the dispatcher or through it -----------------------------------------------------------------------
 def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded for autograd where gradients are wanted."""
-    tensors = [
-        call.query,
-        call.key,
-        call.value,
-        call.rope,
-        *(v for v in call.operands.values() if isinstance(v, Tensor)),
-    ]
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if unwatched(tensors) and (call.query.is_cpu or call.query.is_cuda):
+    tensors = [call.query, call.key, call.value, call.rope]
+    if call.operands:
+        tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
+    recorded = torch.is_grad_enabled() and True in [t is not None and t.requires_grad for t in tensors]
+    if unwatched(tensors) and (call.query.is_cuda or call.query.is_cpu):
         return _Recorded.apply(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_transforms(variant.name, present)

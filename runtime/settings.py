@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from ..ir.errors import WeftError
+from .torch_private import constant_while_tracing
 
 PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
 DEFAULT_CACHE_SIZE = 256 * 10**6
@@ -62,7 +61,7 @@ def default_target() -> str | None:
     return (os.environ.get("WEFT_TARGET") or None) if block is None else block.target
 
 
-@torch.compiler.assume_constant_result
+@constant_while_tracing
 def traced_target() -> str | None:
     """`default_target()` while torch.compile traces: what is in force there stays with the graph."""
     return default_target()

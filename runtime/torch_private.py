@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ def _found(path: str, otherwise: Any) -> Any:
     return value
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_while_tracing(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which imports all of Dynamo where it only has to leave a mark. Without
+    the mark Dynamo would trace the function."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _never_known() -> int:
     return 1  # as if something watched: the way through torch's dispatcher is always right
 
@@ -33,7 +43,8 @@ _profiler: Callable[[], bool] = _found("_C._autograd._profiler_enabled", lambda:
 _is_grad_tracking: Callable[[Tensor], bool] = _found("_C._functorch.is_gradtrackingtensor", lambda tensor: False)
 _record = _found("_C._profiler._RecordFunctionFast", None)
 _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
 
 
 def forward_level() -> int:
@@ -50,8 +61,13 @@ def unwatched(tensors: Iterable[Tensor | None]) -> bool:
         and _tracer() is None
         and not _profiler()
         and forward_level() < 0
-        and all(tensor is None or type(tensor) in _PLAIN_TYPES for tensor in tensors)
+        and _PLAIN_TYPES.issuperset(map(type, tensors))
     )
+
+
+def may_autocast() -> bool:
+    """False where autocast is off for every kind of device."""
+    return _any_autocast()
 
 
 def has_tangent(tensors: Iterable[Tensor]) -> bool:

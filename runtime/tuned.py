@@ -35,6 +35,7 @@ class TuneKey:
     widths: str  # and dtype: "d128-bf16"
     hardware: str  # name of the Hardware record
     target: str
+    algorithm: str = "flash"
     generator: str = field(default_factory=cache.generator_digest)
     triton: str = field(default_factory=lambda: _version("triton"))
     torch: str = field(default_factory=lambda: _version("torch"))
@@ -45,9 +46,11 @@ class TuneKey:
         return f"{self.variant}-{self.direction}-{self.widths}-{self.hardware}-{self.target}-{digest[:12]}.json"
 
 
-def key_of(attention: Attention, signature: Signature, hardware: Hardware, target: str) -> TuneKey:
+def key_of(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
+) -> TuneKey:
     """Calls that share a tuned schedule: widths and dtype count, never lengths, heads or batch."""
-    return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target)
+    return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target, algorithm)
 
 
 def _version(package: str) -> str:
@@ -57,7 +60,9 @@ def _version(package: str) -> str:
         return "none"
 
 
-def remembered(attention: Attention, signature: Signature, hardware: Hardware, target: str) -> Schedule | None:
+def remembered(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
+) -> Schedule | None:
     """The schedule that was timed to be fastest, if one was."""
     try:
         folder = cache.cache_dir() / FOLDER
@@ -65,7 +70,7 @@ def remembered(attention: Attention, signature: Signature, hardware: Hardware, t
         return None  # the cache folder cannot be used, which its own code warns about
     if not folder.is_dir():
         return None
-    key = key_of(attention, signature, hardware, target)
+    key = key_of(attention, signature, hardware, target, algorithm)
     return _read(folder / key.file_name, key)
 
 

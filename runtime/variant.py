@@ -26,7 +26,7 @@ from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
 from .call import BackwardCall, Call
-from .checks import DTYPES, SizeChecks, check_backward, check_call, check_operand_kinds, fits
+from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 
 _known: dict[str, Variant] = {}
 
@@ -35,6 +35,13 @@ def variant_of(attention: Attention) -> Variant:
     """The variant at run time, shared by all equal declarations."""
     found = _known.get(attention.canonical_text)
     return found if found is not None else _known.setdefault(attention.canonical_text, Variant(attention))
+
+
+def forget() -> None:
+    """Choose, load and prepare anew, as after tuning."""
+    driver.forget()
+    for variant in list(_known.values()):
+        variant.forget()
 
 
 def variant_of_text(text: str) -> Variant:
@@ -62,13 +69,22 @@ class Variant:
         self.facts = facts_of(attention)
         self.names = tuple(p.name for p in attention.parameters)
         self.kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in attention.parameters)
-        self._ready: dict[object, _Ready] = {}
+        self._forwards: dict[object, _Ready] = {}
+        self._backwards: dict[object, _Ready] = {}
         self._sizes = SizeChecks(self.facts, attention.parameters)
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """out [B, Hq, L, Dv] and lse [B, Hq, L]. Raises WeftError for a call that is not sound."""
-        ready = self._found("forward", call, _key(call))
+        key = _key(call)
+        ready = self._forwards.get(key)
+        if ready is not None:
+            if self._sizes.needed:
+                self._sizes.check(call)
+            found = ready.launcher.direct(call)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        ready = self._found("forward", call, self._forwards, key)
         query = call.query
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if 0 in (query.shape[0], query.shape[2], call.key.shape[2]):
@@ -87,7 +103,15 @@ class Variant:
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
         call = b.call
-        ready = self._found("backward", call, (_key(call), b.wanted), b)
+        key = (_key(call), b.wanted, b.dlse is None)
+        ready = self._backwards.get(key)
+        if ready is not None:
+            if self._sizes.needed:
+                self._sizes.check(call)
+            direct = ready.launcher.direct(b)
+            if direct is not None:
+                return direct  # type: ignore[no-any-return]
+        ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2]):
             return self._nothing(call, b.wanted, gradients)
@@ -112,46 +136,43 @@ class Variant:
         return {n: total.to(operands[n].dtype) for n, total in totals.items()}
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
-    def _found(self, direction: Direction, call: Call, key: object, backward: BackwardCall | None = None) -> _Ready:
-        """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
-        ready = self._ready.get((direction, key))
-        if ready is None or not fits(call):
-            self._check(call, backward)
-            ready = self._ready.get((direction, key)) or self._prepare(direction, call, key, backward)
-        elif backward is not None:
-            check_backward(self.name, backward)
-        self._sizes.check(call)
-        misfit = ready.target.misfit(ready.signature, call)
-        return ready if misfit is None else self._elsewhere(direction, call, key, ready, misfit, backward)
-
-    def _check(self, call: Call, backward: BackwardCall | None) -> None:
-        check_call(self.attention, call)
-        if backward is not None:
-            check_backward(self.name, backward)
-
-    def _elsewhere(
-        self, direction: Direction, call: Call, key: object, ready: _Ready, misfit: str, backward: BackwardCall | None
+    def _found(
+        self, direction: Direction, call: Call, kept: dict[object, _Ready], key: object, b: BackwardCall | None = None
     ) -> _Ready:
-        """Another target for tensors that the first one cannot take."""
+        """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
+        ready = kept.get(key)
+        if ready is None or not fits(call):
+            check_call(self.attention, call)
+            ready = kept.get(key)
+        if b is not None:
+            check_backward(self.name, b)
+        self._sizes.check(call)
+        ready = ready or self._prepare(direction, call, kept, key, b)
+        misfit = ready.target.misfit(ready.signature, call)
+        if misfit is None:
+            return ready
         if call.options.target == ready.target.name:
             raise UnavailableError(f"{self.name}: target {misfit}")
         unfit = frozenset({ready.target.name})
-        found = self._ready.get((direction, key, unfit))
-        return found or self._prepare(direction, call, key, backward, unfit)
+        return kept.get((key, unfit)) or self._prepare(direction, call, kept, (key, unfit), b, unfit)
 
     def _prepare(
-        self, direction: Direction, call: Call, key: object, backward: BackwardCall | None,
+        self, direction: Direction, call: Call, kept: dict[object, _Ready], key: object, b: BackwardCall | None,
         unfit: frozenset[str] = frozenset(),
     ) -> _Ready:  # fmt: skip
-        signature = self.signature(direction, call, backward.wanted if backward else frozenset())
+        signature = self.signature(direction, call, b.wanted if b else frozenset())
         machine = hardware.for_device(call.query.device)
         options = call.options
         with PARSING:
             made = driver.compile_kernels(self.attention, signature, machine, options.target, options.schedule, unfit)
         target, code = made.resolved.target, made.resolved.code
         launcher = target.bind(made.modules, code, self.facts, call.query.device)
-        place = (direction, key, unfit) if unfit else (direction, key)
-        return self._ready.setdefault(place, _Ready(launcher, target, signature))
+        return kept.setdefault(key, _Ready(launcher, target, signature))
+
+    def forget(self) -> None:
+        """Prepare anew, as after tuning."""
+        self._forwards.clear()
+        self._backwards.clear()
 
     def signature(self, direction: Direction, call: Call, wanted: frozenset[str] = frozenset()) -> Signature:
         """The static half of a call."""
@@ -170,15 +191,21 @@ class Variant:
 
 def _key(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
-    query, value, rope, options = call.query, call.value, call.rope, call.options
-    kinds = [
-        (v.dtype, v.dim(), v.get_device(), _reach(v) > INT32_MAX) if isinstance(v, Tensor) else type(v)
-        for v in call.operands.values()
-    ]  # fmt: skip
-    return (
-        query.dtype, query.get_device(), query.shape[3], -1 if value is None else value.shape[3],
-        0 if rope is None else rope.shape[3], type(call.q_offset) is int, options.target, options.schedule, *kinds,
+    query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
+    found: tuple[object, ...] = (
+        query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
+        type(call.sequences.q_offset), options.target, options.schedule,
     )  # fmt: skip
+    if value is not None:
+        found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
+    if rope is not None:
+        found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
+    for operand in call.operands.values():
+        if isinstance(operand, Tensor):
+            found += (operand.dtype, operand.dim(), operand.get_device(), _reach(operand) > INT32_MAX)
+        else:
+            found += (type(operand),)
+    return found
 
 
 def _reach(tensor: Tensor) -> int:
@@ -244,4 +271,4 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     result += torch.bincount(flat.flatten(), sums.flatten(), result.numel()).view(result.shape).to(result.dtype)
 
 
-__all__ = ["Variant", "check_operand_kinds", "contiguous_like", "rows_like", "variant_of", "variant_of_text"]
+__all__ = ["Variant", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -106,6 +106,8 @@ class HopperTarget:
         width = signature.widths.head_dim
         if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
             return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
+        if form.query_buffers not in (1, 2):
+            return "expected 1 or 2 query buffers"
         if form.consumers == 3 and width > 64:
             return "three consumers have too few registers for D 128"
         sizes = Shape(1, 1, 1, 1, 1, width, width, signature.dtype)
@@ -174,7 +176,9 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
 class HopperLauncher(TritonLauncher):
     """Launches of the persistent forward: descriptors, a counter for the work, and a grid of one program an SM."""
 
-    tools: ClassVar[Mapping[str, object]] = {"box": Box, "sharing_l2": sharing_l2, "least": min}
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.tools = {"box": Box, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter}
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         return Partition(mode=Mode(True, False, True, call.head_dim))
@@ -183,6 +187,9 @@ class HopperLauncher(TritonLauncher):
         given = super()._given(call, results)
         given["counter_ptr"] = self._counter()
         return given
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        return {**super()._made(mode), "counter_ptr": "counter(device)"}
 
     def _counter(self) -> Tensor:
         return self._launching.counter(self.device)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ...compiler.planning.tilings import FIXED, tilings
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from ..binding import OPERAND_STRIDE, Binding, Packer, alignment
+from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, packing
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
 
@@ -190,14 +190,14 @@ class Mode(NamedTuple):
 class _Prepared:
     """What is prepared for calls of one mode: the function that makes arguments, and the compiled kernels."""
 
-    packer: Packer
-    runs: Sequence[launching.Run]
+    pack: Callable[[Mapping[str, Any]], Any]
+    runs: Sequence[launching.AnyRun]
 
 
 class TritonLauncher:
     """Launches of the portable kernels of one direction."""
 
-    tools: ClassVar[Mapping[str, object]] = {}  # functions that rows of the vocabulary call
+    tools: Mapping[str, object] = MappingProxyType({})  # functions that rows of the vocabulary call
 
     def __init__(
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
@@ -210,6 +210,7 @@ class TritonLauncher:
         self.own_keys = [i for i, s in enumerate(code.segments.qk) if s.source == "rope"]
         self.backward = code.signature.direction == "backward"
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
+        self.direct: Callable[[Any], Any] = lambda call: None  # once something is prepared
         self._aligned = alignment(self._operand_names())
         self._modes: dict[object, _Prepared] = {}
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
@@ -230,7 +231,7 @@ class TritonLauncher:
         given = {**self._given(call, results), **workspace}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
-        for run, (programs, arguments) in zip(ready.runs, ready.packer.pack(given)):
+        for run, (programs, arguments) in zip(ready.runs, ready.pack(given)):
             run(programs, arguments, stream)
         return self._finished(call, results, workspace)
 
@@ -303,13 +304,113 @@ class TritonLauncher:
             options.append(self._options(form))
         absent = [n for n in ("q_offset_ptr", "dlse") if given.get(n) is None]
         tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
-        packer = Packer(
-            bindings, tensors, [n for n in given if n not in (*tensors, *absent)], absent=absent, extra=self._rows(mode.aligned),
-            ranks=self.tensors, pointers=not self.interprets, tools=self.tools,
-        )  # fmt: skip
+        sources = {n: f"given[{n!r}]" for n in given if n not in absent}
+        rows = self._rows(mode.aligned)
+
+        def packer(pointers: bool) -> Packer:
+            return Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors, pointers=pointers)
+
         with PARSING:
-            made = self._modes[mode] = _Prepared(packer, self._compiled(packer, bindings, options, given))
+            types = packing(packer(False), bindings, self.tools)(given)
+            runs = self._compiled(bindings, options, types)
+            pack = packing(packer(not self.interprets), bindings, self.tools)
+            made = self._modes[mode] = _Prepared(pack, runs)
+        if mode.aligned and self._may_go_directly:
+            self.direct = self._direct(mode, bindings, runs, absent)
         return made
+
+    @property
+    def _may_go_directly(self) -> bool:
+        return not (self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm != "flash")
+
+    def _direct(
+        self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]
+    ) -> Callable[[Any], Any]:
+        """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
+        names = [n for n in self._operand_names() if n not in ("out", "dout")]
+        owner = "call.call" if self.backward else "call"
+        sources = {n: f"{owner}.{n}" for n in names}
+        sources |= {n: f"{owner}.operands[{n.removeprefix('arg_')!r}]" for n in self._operand_arguments()}
+        offset = f"{owner}.sequences.q_offset"
+        sources |= {"q_offset_ptr": offset} if mode.per_row else {"q_offset": offset}
+        rows = self._rows(mode.aligned) | ({"q_offset": "0"} if mode.per_row else {})
+        made = self._made(mode)
+        tensors = {*names, *self.tensors, *made, "q_offset_ptr", "out", "lse", "dout", "dlse", "counter_ptr"}
+        if self.backward:
+            sources |= {n: f"call.{n}" for n in ("out", "lse", "dout", "dlse") if n not in absent}
+            sources |= {f"d{n}": n for n in names if n not in self.code.signature.wanted}
+        returns = "out, lse"
+        if self.backward:
+            wanted = [n for n in names if n in self.code.signature.wanted]
+            returns = "{" + ", ".join(f"{n!r}: d{n}" for n in wanted) + "}"
+        tools: dict[str, object] = {"float32": torch.float32, "int32": torch.int32, "device": self.device, **self.tools}
+        tools |= {"is_heard": self._launching.is_heard, "current_stream": self._launching.current_stream}
+        tools["current_device"] = torch.cuda.current_device
+        for n, run in enumerate(runs):
+            tools |= {f"launch_{n}": run.launch, f"function_{n}": run.function, f"metadata_{n}": run.metadata}
+        packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
+        return direct(packer, bindings, self._conditions(mode), made, returns, tools)
+
+    def _operand_arguments(self) -> list[str]:
+        return [f"arg_{p.name}" for p in self.facts.attention.parameters]
+
+    def _conditions(self, mode: Mode) -> list[str]:
+        """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
+        names = [n for n in self._operand_names() if n not in ("out", "dout")]
+        given = [*names, *(["out", "dout"] if self.backward else [])]
+        absorbed = self.code.signature.widths.value_is_key
+        conditions = [
+            "not is_heard()", "current_device() == device", "batches == key_batches",
+            "q_dim == key_dim", "heads % kv_heads == 0", "batches * q_len * kv_len > 0",
+        ]  # fmt: skip
+        if not absorbed:
+            conditions += ["batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
+        if self.backward:
+            conditions += ["out.shape == dout.shape == (batches, heads, q_len, value_dim)"]
+            conditions += [
+                f"{n}.shape == (batches, heads, q_len)" for n in ("lse", *(() if mode.no_dlse else ("dlse",)))
+            ]
+        if mode.per_row:
+            conditions += ["q_offset_ptr.shape[0] == batches"]
+        else:
+            conditions += [f"-{2**30} < q_offset < {2**30}"]
+        conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
+        strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
+        addresses = " | ".join(f"{n}.data_ptr()" for n in given)
+        conditions += [f"({addresses} | ({strides}) * query.element_size()) & 15 == 0"]
+        conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
+        return conditions
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        """Results and workspace, as expressions that make them."""
+
+        def like(name: str, heads: str, rows: str, width: str) -> str:
+            size = f"(batches, {heads}, {rows}, {width})"
+            blhd = f"({heads} * {rows} * {width}, {width}, {heads} * {width}, 1)"
+            bhld = f"({heads} * {rows} * {width}, {rows} * {width}, {width}, 1)"
+            return f"query.new_empty_strided({size}, {blhd} if {name}_sh < {name}_sl else {bhld})"
+
+        made = self._made_spans(mode)
+        if not self.backward:
+            width = str(self.code.signature.widths.value_dim)
+            made |= {"out": like("query", "heads", "q_len", width)}
+            made |= {"lse": "query.new_empty((batches, heads, q_len), dtype=float32)"}
+            return made
+        wanted = self.code.signature.wanted
+        shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
+                  "value": ("kv_heads", "kv_len", "value_dim")}  # fmt: skip
+        made |= {f"d{n}": like(n, *shape) for n, shape in shapes.items() if n in wanted}
+        block = max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
+        statistics = f"query.new_empty((batches, heads, (q_len + {block - 1}) // {block} * {block}), dtype=float32)"
+        return made | {"lse2": statistics, "delta": statistics}
+
+    def _made_spans(self, mode: Mode) -> dict[str, str]:
+        heads = " * heads" if self.facts.mask_differs_by_head else ""
+        programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
+        return {
+            f"{axis}_spans": f"query.new_empty((batches{heads}, {axis}_span_tiles, {len(p.outputs)}), dtype=int32)"
+            for axis, p in programs if self.code.has(f"{axis}_spans")
+        }  # fmt: skip
 
     def _options(self, form: Any) -> dict[str, int]:
         return {"num_warps": form.num_warps, "num_stages": form.num_stages}
@@ -356,17 +457,15 @@ class TritonLauncher:
         return rows
 
     def _compiled(
-        self, packer: Packer, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]],
-        given: Mapping[str, Any],
-    ) -> list[launching.Run]:  # fmt: skip
-        """The kernels for these dtypes and widths of integers."""
-        launching = self._launching
+        self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]
+    ) -> list[Any]:
+        """The kernels for the types of these arguments."""
         functions = [self._function(b.name) for b in bindings]
         if self.interprets:
-            return [launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
+            return [self._launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
         return [
             self._compile(f, b, self._types(b, arguments), o)
-            for f, b, o, (_, arguments) in zip(functions, bindings, options, packer.of_tensors().pack(given))
+            for f, b, o, (_, arguments) in zip(functions, bindings, options, typed)
         ]
 
     def _compile(

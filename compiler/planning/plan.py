@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...ir.errors import InternalError
+from ...ir.errors import InternalError, WeftError
 from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, Traits
 from ..analysis.survey import Survey
@@ -18,7 +18,7 @@ from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, predict
 from .forms import Form, Tiling
 from .hardware import Hardware
-from .kernels import Bound, Direction, Formula, Kernel
+from .kernels import Bound, Direction, Formula, Kernel, Sizes
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -175,7 +175,10 @@ class Plan:
 
     def code(self, direction: Direction) -> CodePlan:
         """What is generated for one direction."""
-        return next(code for code in self.codes if code.signature.direction == direction)
+        found = next((code for code in self.codes if code.signature.direction == direction), None)
+        if found is None:
+            raise WeftError(f"{self.name}: the absorbed form has no backward: call with form='expanded' to train")
+        return found
 
     def _of(self, direction: str) -> tuple[KernelPlan, ...]:
         return tuple(k for k in self.kernels if k.direction == direction)
@@ -207,22 +210,27 @@ def make_plan(
     kernels = [k for code in codes for k in code.kernels]
     parts = codes[0].segments
     costs = predict(shape, [(k.kernel, k.form) for k in kernels], hardware, parts, traits, count)
-    plans = tuple(_kernel_plan(code, cost) for code, cost in zip(kernels, costs))
+    pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
+    plans = tuple(_kernel_plan(code, cost, pairs) for code, cost in zip(kernels, costs))
     return Plan(name, shape, hardware, tuple(codes), plans, notes)
 
 
-def _kernel_plan(code: KernelCode, cost: KernelCost) -> KernelPlan:
+def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int) -> KernelPlan:
     from .formulas import formula_text  # lazy: imports sympy, which a call that only runs kernels does without
 
     def quantity(formula: Formula) -> Quantity:
         return Quantity(formula_text(formula, cost.sizes), formula(cost.sizes))
 
     kernel = code.kernel
+
+    def sram(x: Sizes) -> float:
+        return code.form.sram(kernel)(x) + (pair_bytes * x.bq * x.bkv * x.s if kernel.reads_pairs else 0)
+
     return KernelPlan(
         code=code,
         programs=quantity(kernel.programs),
         tiles=cost.tiles,
-        sram_bytes=quantity(code.form.sram(kernel)),
+        sram_bytes=quantity(sram),
         hbm_read=quantity(kernel.read),
         hbm_written=quantity(kernel.written),
         flops=quantity(kernel.flops),

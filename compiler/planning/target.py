@@ -5,7 +5,7 @@ Nothing outside a target's own module (codegen/targets/<name>.py) matches on its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -75,6 +75,13 @@ Named = Mapping[str, "Tensor"]  # tensors by the names that kernels have for the
 class Launcher(Protocol):
     """A loaded module that is ready for calls of one signature, on one device: lengths, strides and values may vary."""
 
+    @property
+    def direct(self) -> Callable[[Any], Any]:
+        """The shortest way, for most calls: from a Call to (out, lse), from a BackwardCall to gradients by name.
+
+        It checks what may vary between calls; None means that nothing was done, and that the way below is to be taken.
+        """
+
     def partition(self, call: CallTensors, results: Named) -> Partition:
         """How to divide the work of this call."""
 
@@ -102,6 +109,9 @@ class Target(Protocol):
         self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
     ) -> Sequence[Kernel]:
         """The kernels of one direction, in order of execution; none where the target does not have it."""
+
+    def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
+        """Why it does not have them, in words for `explain`."""
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it cannot compute such calls, in words for `explain`; None where it can."""

@@ -166,7 +166,7 @@ def _ranked(kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, t
 
     def badness(tiling: Tiling) -> tuple[int, int, int, int]:
         tiles = count(kernel.axis, tiling.block_q, tiling.block_kv)
-        seconds = cost_of(kernel, tiling, shape, hardware, parts, tiles).seconds
+        seconds = cost_of(kernel, tiling, shape, hardware, parts, tiles, traits).seconds
         within_a_tenth = round(10 * log(seconds))  # finer differences are beyond the model
         return within_a_tenth, -tiling.block_q * tiling.block_kv, tiling.num_warps, abs(tiling.num_stages - 3)
 
