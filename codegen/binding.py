@@ -123,6 +123,21 @@ class Packer:
             raise InternalError(f"binding: no kernel argument is known by the name {name}")
 
 
+def fitting(absorbed: bool) -> list[str]:
+    """Conditions that operands of a dense call fit each other, with something to compute."""
+    value = [] if absorbed else ["batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
+    dense = ["batches == key_batches", "q_dim == key_dim", "heads % kv_heads == 0", "batches * q_len * kv_len > 0"]
+    return [*dense, *value]
+
+
+def like(name: str, heads: str, rows: str, width: str) -> str:
+    """An expression that makes a tensor [batches, heads, rows, width] in the memory order of `name`."""
+    blhd = f"({heads} * {rows} * {width}, {width}, {heads} * {width}, 1)"
+    bhld = f"({heads} * {rows} * {width}, {rows} * {width}, {width}, 1)"
+    order = f"{blhd} if {name}_sh < {name}_sl else {bhld}"
+    return f"query.new_empty_strided((batches, {heads}, {rows}, {width}), {order})"
+
+
 def packing(
     packer: Packer, bindings: Sequence[Binding], tools: Mapping[str, object]
 ) -> Callable[[Mapping[str, Any]], Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.forms import CpuForm, Form
@@ -17,6 +18,8 @@ from ...compiler.planning.signature import Direction, Signature
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.errors import WeftError
 from ...ir.walk import symbols
+from ..binding import Packer, fitting, function, like
+from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
 
@@ -64,6 +67,7 @@ class CpuTarget:
             "q_bounds": list(facts.q_tiles.outputs),
             "open_mask": open_mask,
             "per_head_bounds": by_head,
+            "uniform": facts.linear_scale is not None and is_uniform(facts.linear_scale),
             "apart": "heads" if read & {"head", "kv_head"} else "rows" if "batch" in read else "",
         }
 
@@ -74,13 +78,36 @@ class CpuTarget:
         return _CpuLauncher(modules[0], code)
 
 
-@dataclass(frozen=True)
 class _CpuLauncher:
-    module: ModuleType
-    code: CodePlan
+    """Runs a module of torch code."""
 
-    def direct(self, call: Any) -> None:
-        """There is one way only."""
+    def __init__(self, module: ModuleType, code: CodePlan) -> None:
+        self.module, self.code = module, code
+        form = code.kernels[-1].form
+        self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
+        widths = code.signature.widths
+        plain = code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
+        self.direct = self._direct() if plain else _never
+
+    def _direct(self) -> Callable[[Any], Any]:
+        """From a call to (out, lse) with nothing between, where operands fit."""
+        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
+        packer = Packer({n: f"call.{n}" for n in ("query", "key", "value")}, ())
+        conditions = [
+            "not autocast('cpu')", *fitting(False), "query_sd == key_sd == value_sd == 1", "not call.operands",
+            f"isinstance(call.sequences.q_offset, int) and -{2**30} < call.sequences.q_offset < {2**30}",
+        ]  # fmt: skip
+        lines = [packer.expression(c) for c in [*conditions, like("query", "heads", "q_len", "value_dim")]][-1:]
+        text = [
+            "def direct(call):", *(f"    {line}" for line in packer.lines),
+            f"    if not ({' and '.join(conditions)}):", "        return None",
+            f"    out = {lines[0]}",
+            f"    lse = query.new_empty((batches, heads, q_len), dtype={dtype})",
+            "    forward(query, [key], value, (), call.sequences.q_offset, call.head_dim, out, lse, **blocks)",
+            "    return out, lse",
+        ]  # fmt: skip
+        tools = {"forward": self.module.forward, "blocks": self.blocks, "float32": torch.float32}
+        return function("\n".join(text), "direct", {**tools, "autocast": torch.is_autocast_enabled})
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         return WHOLE
@@ -89,14 +116,22 @@ class _CpuLauncher:
         return {}
 
     def __call__(self, call: CallTensors, results: Any, workspace: Named, partition: Partition) -> list[Any]:
-        form = self.code.kernels[-1].form
-        blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self._run(call, results)
+        return self._run(call, results)
+
+    def _run(self, call: CallTensors, results: Any) -> list[Any]:
         operands = list(call.operands.values())
         arguments = (call.query, call.keys, call.value, operands, call.q_offset, call.head_dim)
         if self.code.signature.direction == "forward":
-            self.module.forward(*arguments, out=results["out"], lse=results["lse"], **blocks)
+            self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)
             return []
         given = {n: results.get(n) for n in ("out", "lse", "dquery", "dvalue")}
         dkeys = [results.get("dkey"), *([] if call.rope is None else [results.get("drope")])]
-        sums = self.module.backward(results["dout"], results["dlse"], *arguments, dkeys=dkeys, **given, **blocks)
+        sums = self.module.backward(results["dout"], results["dlse"], *arguments, dkeys=dkeys, **given, **self.blocks)
         return list(sums)
+
+
+def _never(call: Any) -> None:
+    """There is one way only."""

@@ -28,7 +28,7 @@ from ...compiler.planning.tilings import FIXED, tilings
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, packing
+from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
 
@@ -358,13 +358,8 @@ class TritonLauncher:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
         names = [n for n in self._operand_names() if n not in ("out", "dout")]
         given = [*names, *(["out", "dout"] if self.backward else [])]
-        absorbed = self.code.signature.widths.value_is_key
-        conditions = [
-            "not is_heard()", "current_device() == device", "batches == key_batches",
-            "q_dim == key_dim", "heads % kv_heads == 0", "batches * q_len * kv_len > 0",
-        ]  # fmt: skip
-        if not absorbed:
-            conditions += ["batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
+        conditions = ["not is_heard()", "current_device() == device"]
+        conditions += fitting(self.code.signature.widths.value_is_key)
         if self.backward:
             conditions += ["out.shape == dout.shape == (batches, heads, q_len, value_dim)"]
             conditions += [
@@ -383,12 +378,6 @@ class TritonLauncher:
 
     def _made(self, mode: Mode) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-
-        def like(name: str, heads: str, rows: str, width: str) -> str:
-            size = f"(batches, {heads}, {rows}, {width})"
-            blhd = f"({heads} * {rows} * {width}, {width}, {heads} * {width}, 1)"
-            bhld = f"({heads} * {rows} * {width}, {rows} * {width}, {width}, 1)"
-            return f"query.new_empty_strided({size}, {blhd} if {name}_sh < {name}_sl else {bhld})"
 
         made = self._made_spans(mode)
         if not self.backward:
