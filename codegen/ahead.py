@@ -27,7 +27,7 @@ from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError
 from .binding import Binding
 from .launching import AnyRun
-from .targets.triton import TritonLauncher
+from .targets.triton_launcher import TritonLauncher
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8",
@@ -125,4 +125,4 @@ def compilations(
     partition = launcher.partition(call, results)
     places = launcher.workspace(call, results, partition)
     launcher(call, results, {n: place.beside(call.query) for n, place in places.items()}, partition)
-    return launcher.seen  # type: ignore[attr-defined,no-any-return]
+    return launcher.seen  # type: ignore[attr-defined]

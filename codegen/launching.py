@@ -82,7 +82,7 @@ def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: M
 
 def current_stream(device: int) -> int:
     """Handle of the stream that the caller launches in."""
-    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
+    return driver.active.get_current_stream(device)
 
 
 def types_of(arguments: Sequence[Any]) -> list[Any]:

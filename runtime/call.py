@@ -160,7 +160,7 @@ def flat(call: Call, kinds: Sequence[str], text: str) -> tuple[Any, ...]:
     """The arguments of the op `weft::attention`. kinds: of the operands in order: "tensor", "float" or "int"."""
     values: dict[str, list[Any]] = {"tensor": [], "float": [], "int": []}
     for kind, value in zip(kinds, call.operands.values()):
-        values[kind].append(float_tensor(value) if kind == "float" else value)
+        values[kind].append(float_tensor(float(value)) if kind == "float" else value)
     offset = call.q_offset
     number, tensor = (0, offset) if isinstance(offset, Tensor) else (offset, None)
     return (
@@ -170,12 +170,12 @@ def flat(call: Call, kinds: Sequence[str], text: str) -> tuple[Any, ...]:
 
 
 def call_of(
-    names: Sequence[str], kinds: Sequence[str], query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None,
-    operands: Sequence[Tensor], floats: Sequence[Tensor], ints: Sequence[int], q_offset: int, q_offsets: Tensor | None,
-    head_dim: int, options: str,
+    names: Sequence[str], kinds: Sequence[str], options: str, query: Tensor, key: Tensor, value: Tensor | None,
+    rope: Tensor | None, operands: Sequence[Tensor], floats: Sequence[Tensor], ints: Sequence[int], q_offset: int,
+    q_offsets: Tensor | None, head_dim: int,
 ) -> Call:  # fmt: skip
     """The call that an op's arguments stand for."""
     of_kind = {"tensor": iter(operands), "float": (f.item() for f in floats), "int": iter(ints)}
-    named: dict[str, Operand] = {name: next(of_kind[kind]) for name, kind in zip(names, kinds)}  # type: ignore[arg-type]
+    named: dict[str, Operand] = {name: next(of_kind[kind]) for name, kind in zip(names, kinds)}
     sequences = dense_offset(q_offset if q_offsets is None else q_offsets)
     return Call(query, key, value, rope, named, sequences, parse_options(options), head_dim)

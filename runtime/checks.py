@@ -244,7 +244,7 @@ class SizeChecks:
     def _prove(self, call: Call) -> None:
         offset = call.q_offset
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
-        ints = [int(call.operands[s.name]) for s in self._ints]  # type: ignore[arg-type]
+        ints = [int(call.operands[s.name]) for s in self._ints]
         bucket = (
             call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
             call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,

@@ -123,7 +123,7 @@ def _backward_call(
 # -- implementations of the ops --------------------------------------------------------------------------------------
 def _call(variant: Variant, arguments: Sequence[Any]) -> Call:
     *tensors_and_numbers, _, options = arguments
-    call = call_of(variant.names, variant.kinds, *tensors_and_numbers, options)
+    call = call_of(variant.names, variant.kinds, options, *tensors_and_numbers)
     target = call.options.target or default_target()
     return call if target == call.options.target else replace(call, options=replace(call.options, target=target))
 

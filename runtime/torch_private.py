@@ -82,9 +82,9 @@ def under_functional_gradient(tensors: Iterable[Tensor]) -> bool:
 
 def named(name: str) -> AbstractContextManager[object]:
     """A row of this name in profiles, since all variants share their ops."""
-    return nullcontext() if _record is None else _record(name)  # type: ignore[no-any-return]
+    return nullcontext() if _record is None else _record(name)
 
 
 def below_autograd() -> AbstractContextManager[object]:
     """Nothing to record: passing by the autograd key halves what a dispatch costs the host."""
-    return nullcontext() if _below_autograd is None else _below_autograd()  # type: ignore[no-any-return]
+    return nullcontext() if _below_autograd is None else _below_autograd()

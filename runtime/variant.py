@@ -83,7 +83,7 @@ class Variant:
                 self._sizes.check(call)
             found = ready.launcher.direct(call)
             if found is not None:
-                return found  # type: ignore[no-any-return]
+                return found
         ready = self._found("forward", call, self._forwards, key)
         query = call.query
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
@@ -110,7 +110,7 @@ class Variant:
                 self._sizes.check(call)
             direct = ready.launcher.direct(b)
             if direct is not None:
-                return direct  # type: ignore[no-any-return]
+                return direct
         ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2]):

@@ -26,7 +26,8 @@ from ...ir.errors import WeftError
 from ..binding import Binding
 from ..functions import GLUON_LANGUAGE
 from ..loader import load
-from .triton import Mode, TritonLauncher, has_triton
+from .triton import has_triton
+from .triton_launcher import Mode, TritonLauncher
 
 if TYPE_CHECKING:
     pass

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.planning import kernels as formulas
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import KERNELS, SPANS, Algorithm, Kernel, with_measuring
+from ...compiler.planning.kernels import KERNELS, Algorithm, Kernel, with_measuring
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import segments_of
 from ...compiler.planning.signature import Direction, Signature
-from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition, Place
+from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...compiler.planning.tilings import FIXED, tilings
 from ...ir.errors import WeftError
-from ...ir.expr import TensorOperand
-from ...ir.parse import PARSING
-from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
+from .triton_launcher import TritonLauncher
 
 if TYPE_CHECKING:
-    from .. import launching
+    pass
 
-HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
-# Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
-# asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
-UNALIGNED = Tiling(32, 32, 4, 2)
-PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
-ROWS_TOGETHER = 4096  # positions of the other axis that a program of a spans kernel looks at together
 
 # Which gradients a backward kernel is there for; a kernel without an entry runs always.
 _SERVES = {
@@ -54,15 +43,6 @@ _SUMS = {
     "standard_dscores": {"total", "row", "column"},
 }  # fmt: skip
 _FOLLOWED = {"kv_spans": "flash_dquery", "q_spans": "flash_dkey_dvalue"}  # what measures tiles, and what visits them
-
-_Q_TILES, _KV_TILES = "(q_len + {BLOCK_Q} - 1) // {BLOCK_Q}", "(kv_len + {BLOCK_KV} - 1) // {BLOCK_KV}"
-_PROGRAMS: dict[Callable[..., float], str] = {
-    formulas.query_programs: f"{_Q_TILES} * batches * heads",
-    formulas.key_programs: f"{_KV_TILES} * batches * kv_heads",
-    formulas.pair_programs: f"{_Q_TILES} * ({_KV_TILES}) * batches * heads",
-    formulas.head_programs: "batches * heads",
-    formulas.kv_head_programs: "batches * kv_heads",
-}
 
 
 @lru_cache(maxsize=1)
@@ -86,7 +66,7 @@ class TritonTarget:
         own = [k for k in kernels if k.direction == direction]
         if direction == "forward":
             return own
-        kinds = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
+        kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
         return [k for k in own if _is_needed(_FOLLOWED.get(k.name, k.name), wanted, kinds)]
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -161,7 +141,7 @@ def _is_needed(kernel: str, wanted: frozenset[str], kinds: set[str]) -> bool:
 
 
 def _algorithm(kernel: Kernel) -> Algorithm:
-    return next(name for name, kernels in KERNELS.items() if kernel in kernels)  # type: ignore[return-value]
+    return next(name for name, kernels in KERNELS.items() if kernel in kernels)
 
 
 def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Hardware, facts: Facts) -> None:
@@ -174,396 +154,3 @@ def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Ha
             f"Dv {widths.value_dim}, {signature.dtype}; a program of {hardware.title} has {hardware.sram_per_block}: "
             "use smaller tiles or fewer stages, or leave schedule= to be chosen"
         )
-
-
-# -- launching ---------------------------------------------------------------------------------------------------------
-class Mode(NamedTuple):
-    """What of a call's tensors the compiled code depends on, besides its signature."""
-
-    aligned: bool  # every address and stride of query, key, value, out and dout is a multiple of 16 bytes
-    per_row: bool  # q_offset is a tensor
-    no_dlse: bool
-    head_dim: int  # the value of the symbol
-
-
-@dataclass
-class _Prepared:
-    """What is prepared for calls of one mode: the function that makes arguments, and the compiled kernels."""
-
-    pack: Callable[[Mapping[str, Any]], Any]
-    runs: Sequence[launching.AnyRun]
-
-
-class TritonLauncher:
-    """Launches of the portable kernels of one direction."""
-
-    tools: Mapping[str, object] = MappingProxyType({})  # functions that rows of the vocabulary call
-
-    def __init__(
-        self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
-    ) -> None:
-        from .. import launching  # lazy: imports triton
-
-        self._launching = launching
-        self.modules, self.code, self.facts = modules, code, facts
-        self.device, self.interprets = device, interprets
-        self.own_keys = [i for i, s in enumerate(code.segments.qk) if s.source == "rope"]
-        self.backward = code.signature.direction == "backward"
-        self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
-        self.direct: Callable[[Any], Any] = lambda call: None  # once something is prepared
-        self._aligned = alignment(self._operand_names())
-        self._modes: dict[object, _Prepared] = {}
-        self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
-
-    # -- one call ------------------------------------------------------------------------------------------------------
-    def partition(self, call: CallTensors, results: Named) -> Partition:
-        given = self._given(call, results)
-        aligned, row = self._aligned(given)
-        if row >= 2**31 // 512:
-            self._check_rows(row, aligned)
-        no_dlse = results.get("dlse") is None
-        return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim))
-
-    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
-        return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]
-
-    def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
-        given = {**self._given(call, results), **workspace}
-        ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
-        stream = self._stream()
-        for run, (programs, arguments) in zip(ready.runs, ready.pack(given)):
-            run(programs, arguments, stream)
-        return self._finished(call, results, workspace)
-
-    def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
-        """Every tensor of the call by the name that kernels have for it."""
-        given: dict[str, Any] = {"query": call.query, "key": call.key, **results}
-        if self.backward:  # kernels name what they do not write too
-            for name, tensor in call.tensors.items():
-                given.setdefault(f"d{name}", tensor)
-        if call.value is not None:
-            given["value"] = call.value
-        if call.rope is not None:
-            given[f"key{self.own_keys[0]}"] = call.rope
-            if self.backward:
-                given[f"dkey{self.own_keys[0]}"] = results.get("drope", call.rope)
-        for name, operand in call.operands.items():
-            given[f"arg_{name}"] = operand
-        offset = call.q_offset
-        if isinstance(offset, int):
-            given["q_offset"] = offset
-        else:
-            given["q_offset"], given["q_offset_ptr"] = 0, offset
-        return given
-
-    def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
-        """Shares of a key with fewer heads are summed; sums of operand gradients take their shape."""
-        if not self.backward:
-            return []
-        for i in self.own_keys:
-            share = workspace.get(f"dkey{i}")
-            if share is not None and "drope" in results:
-                whole = results["drope"]
-                whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
-        q_len = call.query.shape[2]
-        return [
-            _reduced(workspace[f"sum{n}"], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)
-        ]
-
-    # -- what is prepared ----------------------------------------------------------------------------------------------
-    def _operand_names(self) -> list[str]:
-        """Tensors [B, H, rows, D] whose alignment decides how they are loaded; those that we make are like these."""
-        keys = [f"key{i}" for i in self.own_keys]
-        value = [] if self.code.signature.widths.value_is_key else ["value"]
-        return ["query", "key", *keys, *value, *(["dout", "out"] if self.backward else ["out"])]
-
-    def form(self, kernel: str, aligned: bool) -> Tiling:
-        form = self.code.form(kernel)
-        assert isinstance(form, Tiling)
-        if aligned or kernel in FIXED:
-            return form
-        return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in SPANS else UNALIGNED
-
-    def _check_rows(self, row: int, aligned: bool) -> None:
-        rows = max(max(f.block_q, f.block_kv) for f in (self.form(k.name, aligned) for k in self.code.kernels))
-        if row * rows >= 2**31:
-            raise WeftError(
-                f"{self.facts.attention.name}: expected row strides below {2**31 // rows} elements, got {row}: "
-                "copy the operand"
-            )
-
-    def _prepare(self, mode: Mode, given: Mapping[str, Any]) -> _Prepared:
-        bindings, options = [], []
-        for code in self.code.kernels:
-            form = self.form(code.name, mode.aligned)
-            constants = self._constants(code.kernel, form, mode)
-            parameters, defaults = self._launching.parameters_of(self._function(code.name))
-            used = {n: constants.get(n, default) for n, default in defaults.items()}
-            programs = self._programs(code.kernel, constants)
-            bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
-            options.append(self._options(form))
-        absent = [n for n in ("q_offset_ptr", "dlse") if given.get(n) is None]
-        tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
-        sources = {n: f"given[{n!r}]" for n in given if n not in absent}
-        rows = self._rows(mode.aligned)
-
-        def packer(pointers: bool) -> Packer:
-            return Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors, pointers=pointers)
-
-        with PARSING:
-            types = packing(packer(False), bindings, self.tools)(given)
-            runs = self._compiled(bindings, options, types)
-            pack = packing(packer(not self.interprets), bindings, self.tools)
-            made = self._modes[mode] = _Prepared(pack, runs)
-        if mode.aligned and self._may_go_directly:
-            self.direct = self._direct(mode, bindings, runs, absent)
-        return made
-
-    @property
-    def _may_go_directly(self) -> bool:
-        return not (self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm != "flash")
-
-    def _direct(
-        self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]
-    ) -> Callable[[Any], Any]:
-        """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
-        names = [n for n in self._operand_names() if n not in ("out", "dout")]
-        owner = "call.call" if self.backward else "call"
-        sources = {n: f"{owner}.{n}" for n in names}
-        sources |= {n: f"{owner}.operands[{n.removeprefix('arg_')!r}]" for n in self._operand_arguments()}
-        offset = f"{owner}.sequences.q_offset"
-        sources |= {"q_offset_ptr": offset} if mode.per_row else {"q_offset": offset}
-        rows = self._rows(mode.aligned) | ({"q_offset": "0"} if mode.per_row else {})
-        made = self._made(mode)
-        tensors = {*names, *self.tensors, *made, "q_offset_ptr", "out", "lse", "dout", "dlse", "counter_ptr"}
-        if self.backward:
-            sources |= {n: f"call.{n}" for n in ("out", "lse", "dout", "dlse") if n not in absent}
-            sources |= {f"d{n}": n for n in names if n not in self.code.signature.wanted}
-        returns = "out, lse"
-        if self.backward:
-            wanted = [n for n in names if n in self.code.signature.wanted]
-            returns = "{" + ", ".join(f"{n!r}: d{n}" for n in wanted) + "}"
-        tools: dict[str, object] = {"float32": torch.float32, "int32": torch.int32, "device": self.device, **self.tools}
-        tools |= {"is_heard": self._launching.is_heard, "current_stream": self._launching.current_stream}
-        tools["current_device"] = torch.cuda.current_device
-        for n, run in enumerate(runs):
-            tools |= {f"launch_{n}": run.launch, f"function_{n}": run.function, f"metadata_{n}": run.metadata}
-        packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
-        return direct(packer, bindings, self._conditions(mode), made, returns, tools)
-
-    def _operand_arguments(self) -> list[str]:
-        return [f"arg_{p.name}" for p in self.facts.attention.parameters]
-
-    def _conditions(self, mode: Mode) -> list[str]:
-        """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
-        names = [n for n in self._operand_names() if n not in ("out", "dout")]
-        given = [*names, *(["out", "dout"] if self.backward else [])]
-        conditions = ["not is_heard()", "current_device() == device"]
-        conditions += fitting(self.code.signature.widths.value_is_key)
-        if self.backward:
-            conditions += ["out.shape == dout.shape == (batches, heads, q_len, value_dim)"]
-            conditions += [
-                f"{n}.shape == (batches, heads, q_len)" for n in ("lse", *(() if mode.no_dlse else ("dlse",)))
-            ]
-        if mode.per_row:
-            conditions += ["q_offset_ptr.shape[0] == batches"]
-        else:
-            conditions += [f"-{2**30} < q_offset < {2**30}"]
-        conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
-        strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
-        addresses = " | ".join(f"{n}.data_ptr()" for n in given)
-        conditions += [f"({addresses} | ({strides}) * query.element_size()) & 15 == 0"]
-        conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
-        return conditions
-
-    def _made(self, mode: Mode) -> dict[str, str]:
-        """Results and workspace, as expressions that make them."""
-
-        made = self._made_spans(mode)
-        if not self.backward:
-            width = str(self.code.signature.widths.value_dim)
-            made |= {"out": like("query", "heads", "q_len", width)}
-            made |= {"lse": "query.new_empty((batches, heads, q_len), dtype=float32)"}
-            return made
-        wanted = self.code.signature.wanted
-        shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
-                  "value": ("kv_heads", "kv_len", "value_dim")}  # fmt: skip
-        made |= {f"d{n}": like(n, *shape) for n, shape in shapes.items() if n in wanted}
-        block = max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
-        statistics = f"query.new_empty((batches, heads, (q_len + {block - 1}) // {block} * {block}), dtype=float32)"
-        return made | {"lse2": statistics, "delta": statistics}
-
-    def _made_spans(self, mode: Mode) -> dict[str, str]:
-        heads = " * heads" if self.facts.mask_differs_by_head else ""
-        programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
-        return {
-            f"{axis}_spans": f"query.new_empty((batches{heads}, {axis}_span_tiles, {len(p.outputs)}), dtype=int32)"
-            for axis, p in programs if self.code.has(f"{axis}_spans")
-        }  # fmt: skip
-
-    def _options(self, form: Any) -> dict[str, int]:
-        return {"num_warps": form.num_warps, "num_stages": form.num_stages}
-
-    def _function(self, name: str) -> Any:
-        return next(getattr(module, name) for module in self.modules if hasattr(module, name))
-
-    def _constants(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, object]:
-        """Values of the constexpr parameters that kernels of this target have."""
-        return {
-            "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
-            "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
-            "Q_OFFSET_PER_BATCH": mode.per_row, "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
-            # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
-            "DOT_PRECISION": "ieee",
-        }  # fmt: skip
-
-    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name == "row_statistics":
-            text = "padded_len // {BLOCK_Q} * batches * heads"
-        elif kernel.name in SPANS:
-            rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
-            text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
-        else:
-            text = _PROGRAMS[kernel.programs]
-        return text.format(**constants)
-
-    def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        """Both axes call what was measured for them `spans`."""
-        return {"spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles"}
-
-    def _rows(self, aligned: bool) -> dict[str, str]:
-        rows: dict[str, str] = {}
-        for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
-            if self.code.has(f"{axis}_spans"):
-                form = self.form(f"{axis}_spans", aligned)
-                rows[f"{axis}_span_tiles"] = text.format(BLOCK_Q=form.block_q, BLOCK_KV=form.block_kv)
-        if self.code.schedule.algorithm == "streaming" and not self.backward:
-            rows["padded_len"] = "running_max.shape[2]"
-        if self.code.schedule.algorithm == "standard" and self.backward:
-            rows["row_units"] = "weights.shape[3] // 16"
-        if self.code.signature.widths.value_is_key:
-            rows["value"] = f"key[..., :{self.code.signature.widths.value_dim}]"
-        return rows
-
-    def _compiled(
-        self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]
-    ) -> list[Any]:
-        """The kernels for the types of these arguments."""
-        functions = [self._function(b.name) for b in bindings]
-        if self.interprets:
-            return [self._launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
-        return [
-            self._compile(f, b, self._types(b, arguments), o)
-            for f, b, o, (_, arguments) in zip(functions, bindings, options, typed)
-        ]
-
-    def _compile(
-        self, kernel: Any, binding: Binding, types: Sequence[Any], options: Mapping[str, int]
-    ) -> launching.Run:
-        return self._launching.compiled(kernel, binding, types, options)
-
-    def _stream(self) -> int:
-        return 0 if self.interprets else self._launching.current_stream(self.device)
-
-    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
-        """Arguments as a compilation takes them: in a wide module every stride of an operand has 64 bits."""
-        types = self._launching.types_of(arguments)
-        wide = [self.code.signature.wide and OPERAND_STRIDE.fullmatch(name) for name in binding.parameters]
-        return [1 << 40 if is_wide else value for value, is_wide in zip(types, [*wide, *[None] * len(types)])]
-
-
-# -- workspace ---------------------------------------------------------------------------------------------------------
-def _rows_of(*size: int, fill: float | None = None, dtype: torch.dtype = torch.float32) -> Place:
-    """A contiguous tensor."""
-    strides = [1]
-    for extent in reversed(size[1:]):
-        strides.append(strides[-1] * extent)
-    return Place(size, tuple(reversed(strides)), dtype, fill)
-
-
-def _tiles(length: int, block: int) -> int:
-    return -(-length // block)
-
-
-def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
-    """What the kernels of a schedule need besides operands and results."""
-    code, query, key = launcher.code, call.query, call.key
-    batches, heads, q_len, _ = query.shape
-    kv_heads, kv_len = key.shape[1:3]
-    places: dict[str, Place] = {}
-    for axis in ("kv", "q"):
-        if code.has(f"{axis}_spans"):
-            form = launcher.form(f"{axis}_spans", mode.aligned)
-            rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
-            tiles = _tiles(q_len, form.block_q) if axis == "kv" else _tiles(kv_len, form.block_kv)
-            program = launcher.facts.kv_tiles if axis == "kv" else launcher.facts.q_tiles
-            places[f"{axis}_spans"] = _rows_of(rows, tiles, len(program.outputs), dtype=torch.int32)
-    algorithm = code.schedule.algorithm
-    matrix = _rows_of(batches, heads, q_len, _tiles(kv_len, 16) * 16, dtype=query.dtype)
-    if not launcher.backward:
-        if algorithm == "streaming":
-            padded = _padded(q_len, launcher.form("streaming_forward", mode.aligned).block_q)
-            columns = sum(s.block for s in code.segments.v)
-            places["running_out"] = _rows_of(batches, heads, padded, columns)
-            places["running_max"] = places["running_sum"] = _rows_of(batches, heads, padded)
-        elif algorithm == "standard":
-            places["matrix"] = matrix
-        return places
-    blocks = [launcher.form(k.name, mode.aligned).block_q for k in code.kernels]
-    padded = _padded(q_len, max(PADDING, *blocks))
-    places["lse2"] = places["delta"] = _rows_of(batches, heads, padded)
-    for i in launcher.own_keys:
-        if call.rope is not None and call.rope.shape[1] != kv_heads:
-            places[f"dkey{i}"] = _rows_of(batches, kv_heads, kv_len, call.rope.shape[3])
-    if algorithm == "streaming":
-        places["running_dquery"] = _rows_of(batches, heads, padded, sum(s.block for s in code.segments.qk), fill=0.0)
-    if algorithm == "standard":
-        places["weights"] = places["dweights"] = matrix
-    for n, gradient in enumerate(launcher.sums):
-        form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
-        tiles = _tiles(q_len, form.block_q), _tiles(kv_len, form.block_kv)
-        places[f"sum{n}"] = _sum_place(algorithm, gradient.kind, (batches, heads), q_len, kv_len, padded, tiles)
-    return places
-
-
-def _padded(length: int, block: int) -> int:
-    return _tiles(length, block) * block
-
-
-_SUMMED_BY = {
-    ("flash", False): "flash_dquery", ("flash", True): "flash_dkey_dvalue",
-    ("streaming", False): "streaming_backward", ("streaming", True): "streaming_backward",
-    ("standard", False): "standard_dscores", ("standard", True): "standard_dscores",
-}  # fmt: skip
-
-
-def _sum_place(
-    algorithm: str, kind: str, rows: tuple[int, int], q_len: int, kv_len: int, padded: int, tiles: tuple[int, int]
-) -> Place:
-    """Partial sums of one read's gradient, as the kernels of a schedule leave them."""
-    match algorithm, kind:
-        case "flash", "total":
-            return _rows_of(*rows, tiles[0])
-        case "flash", "row":
-            return _rows_of(*rows, q_len)
-        case "streaming", "total" | "row":
-            return _rows_of(*rows, padded, fill=0.0)
-        case "streaming", "column":
-            return _rows_of(*rows, kv_len, fill=0.0)
-        case "standard", "total":
-            return _rows_of(*rows, tiles[0] * tiles[1])
-        case "standard", "row":
-            return _rows_of(*rows, tiles[1], q_len)
-        case "standard", "column":
-            return _rows_of(*rows, tiles[0], kv_len)
-        case _:
-            return _rows_of(*rows, kv_len)
-
-
-def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:
-    """The sums of one read: total [B, Hq], row [B, Hq, L], column [B, Hq, T]."""
-    if kind == "total":
-        return partial.sum(-1)
-    if algorithm == "standard":
-        return partial.sum(2)
-    return partial[..., :q_len] if algorithm == "streaming" and kind == "row" else partial

@@ -512,7 +512,7 @@ STANDARD = (
         standard_dkey_read, key_bytes, score_flops, none, _QUERY,
     ),
 )  # fmt: skip
-KERNELS = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}
+KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}
 
 # The cpu target: queries outer in both directions, five products in one backward pass.
 CPU_FLASH = (

@@ -18,11 +18,11 @@ from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, predict
 from .forms import Form, Tiling
 from .hardware import Hardware
-from .kernels import Bound, Direction, Formula, Kernel, Sizes
+from .kernels import Bound, Formula, Kernel, Sizes
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
-from .signature import Signature
+from .signature import Direction, Signature
 from .stages import Tiles, stages_of
 
 
