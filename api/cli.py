@@ -275,6 +275,37 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
 
 
+@main.command()
+@click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
+@click.option("--device", required=True, help="GPU to compile for: h100, h200, a100, b200, mi300x.")
+@click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128), show_default=True)
+@click.option("--dtype", "dtypes", multiple=True, default=("bf16",), show_default=True)
+@click.option("--direction", "directions", multiple=True, default=("forward", "backward"), show_default=True)
+@click.option("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; all cores if not given.")
+def build(
+    variants: tuple[str, ...], device: str, head_dims: tuple[int, ...], dtypes: tuple[str, ...],
+    directions: tuple[Literal["forward", "backward"], ...], target: str | None, jobs: int | None,
+) -> None:  # fmt: skip
+    """Generate and compile kernels ahead of time, so that a first call compiles nothing. The GPU need not be here.
+
+    VARIANT is module:name or file.py:name of a declared variant.
+    """
+    from .runtime.build import build as run  # lazy: only this command wants it
+    from .runtime.build import jobs_of
+
+    declared = [_declared(name) for name in variants]
+    work = jobs_of(
+        declared, device=device, head_dims=head_dims, dtypes=dtypes, directions=directions, target=target
+    )  # fmt: skip
+    failed = 0
+    for done in run(work, jobs):
+        failed += bool(done.problem)
+        click.echo(f"{done.job}: {done.problem or ', '.join(done.kernels)} ({done.seconds:.1f} s)")
+    if failed:
+        raise _Mistake(f"{failed} of {len(work)} could not be built")
+
+
 # -- cache -----------------------------------------------------------------------------------------------------------
 @main.group("cache")
 def cache_group() -> None:

@@ -101,6 +101,10 @@ class _Recorder(TritonLauncher):
         self.seen.append(Compilation(kernel, dict(zip(names, types)), options))
         return lambda programs, arguments, stream: None
 
+    @property
+    def _may_go_directly(self) -> bool:
+        return False
+
     def _stream(self) -> int:
         return 0
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..ir.errors import InternalError
 
 Operand = Tensor | int | float
+MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant's own operands
 
 
 # -- sequences: where rows of a call lie, and which positions they have ----------------------------------------------

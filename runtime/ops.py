@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..ir.errors import UnavailableError, WeftError
-from .call import BackwardCall, Call, Dense, call_of, flat
+from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat
 from .settings import default_target
 from .torch_private import below_autograd, has_tangent, named, under_functional_gradient, unwatched
 from .variant import Variant, contiguous_like, rows_like, variant_of_text
@@ -30,7 +30,6 @@ _CALL = (
     "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
     "SymInt q_offset, Tensor? q_offsets, SymInt head_dim, str variant, str options"
 )
-_MAIN = ("query", "key", "value", "rope")
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(f"attention({_CALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
@@ -47,7 +46,7 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
     recorded = torch.is_grad_enabled() and True in [t is not None and t.requires_grad for t in tensors]
     if unwatched(tensors) and (call.query.is_cuda or call.query.is_cpu):
-        return _Recorded.apply(variant, call, *tensors) if recorded else variant.forward(call)
+        return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_transforms(variant.name, present)
     arguments = flat(call, variant.kinds, variant.text)
@@ -69,11 +68,23 @@ def _refuse_transforms(name: str, tensors: Sequence[Tensor]) -> None:
 
 def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
-    variant.facts.check_gradients(frozenset(wanted) - set(_MAIN))
+    variant.facts.check_gradients(frozenset(wanted) - set(MAIN))
     if not has_value and wanted:
         raise WeftError(
             f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
         )
+
+
+class _Saved(NamedTuple):
+    """What a recorded call keeps besides tensors. Those are kept by autograd alone, so that hooks see all of them."""
+
+    variant: Variant
+    names: tuple[str, ...]  # of the tensors: the main ones, then operands
+    wanted: frozenset[str]
+    numbers: dict[str, Any]  # operands by name, None where it is a tensor
+    q_offset: int | None  # None: a tensor
+    options: Options
+    head_dim: int
 
 
 class _Recorded(torch.autograd.Function):
@@ -81,42 +92,62 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, variant: Variant, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        names = [*_MAIN, *(n for n, v in call.operands.items() if isinstance(v, Tensor))]
-        wanted = frozenset(n for n, need in zip(names, ctx.needs_input_grad[2:]) if need)
-        check_trainable(variant, call.value is not None, sorted(wanted))
+        names = variant.tensor_names
+        wanted = frozenset([n for n, need in zip(names, ctx.needs_input_grad[2:]) if need])
+        if wanted not in variant.trainable[call.value is None]:
+            check_trainable(variant, call.value is not None, sorted(wanted))
+            variant.trainable[call.value is None].add(wanted)
         out, lse = variant.forward(call)
         ctx.set_materialize_grads(False)
-        offset = call.q_offset if isinstance(call.q_offset, Tensor) else None
-        ctx.save_for_backward(out, lse, offset, *tensors)
-        # Tensors are kept by autograd alone, so that hooks on saved tensors see all of them.
-        numbers = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()}
-        number = 0 if offset is not None else call.q_offset
-        ctx.rest = variant, wanted, names, numbers, number, call.options, call.head_dim
+        offset = call.sequences.q_offset
+        numbers = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
+        if isinstance(offset, int):
+            ctx.save_for_backward(out, lse, *tensors)
+            ctx.rest = _Saved(variant, names, wanted, numbers, offset, call.options, call.head_dim)
+        else:
+            ctx.save_for_backward(out, lse, *tensors, offset)
+            ctx.rest = _Saved(variant, names, wanted, numbers, None, call.options, call.head_dim)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        variant, wanted, names, numbers, number, options, head_dim = ctx.rest
-        out, lse, offset, *tensors = ctx.saved_tensors
-        named = dict(zip(names, tensors))
-        operands = {n: named[n] if v is None else v for n, v in numbers.items()}
-        sequences = Dense(number if offset is None else offset)
-        call = Call(named["query"], named["key"], named["value"], named["rope"], operands, sequences, options, head_dim)
-        dout = torch.zeros_like(out) if dout is None else dout
+        kept: _Saved = ctx.rest
+        out, lse, *tensors = ctx.saved_tensors
+        offset = tensors.pop() if kept.q_offset is None else kept.q_offset
+        operands = kept.numbers
+        if operands:
+            named = dict(zip(kept.names, tensors))
+            operands = {n: named[n] if v is None else v for n, v in operands.items()}
+        call = Call(*tensors[:4], operands, Dense(offset), kept.options, kept.head_dim)
+        if dout is None:
+            dout = torch.zeros_like(out)
         if torch.is_grad_enabled() or not unwatched([dout, dlse, *tensors]):
-            flags = [n in wanted for n in names]
-            found = iter(BACKWARD(dout, dlse, out, lse, *flat(call, variant.kinds, variant.text), flags))
-            gradients = {n: next(found) for n, flag in zip(names, flags) if flag}
+            gradients = _through_op(kept, call, out, lse, dout, dlse)
         else:
-            gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, wanted))
-        return None, None, *(gradients.get(n) for n in names)
+            gradients = kept.variant.backward(_backward_call(call, out, lse, dout, dlse, kept.wanted))
+        return None, None, *[gradients.get(n) for n in kept.names]
+
+
+# Autograd's own entry: torch's unwraps what no plain tensor can be wrapped in.
+_record = super(torch.autograd.Function, _Recorded).apply
+
+
+def _through_op(
+    kept: _Saved, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
+    flags = [n in kept.wanted for n in kept.names]
+    found = BACKWARD(dout, dlse, out, lse, *flat(call, kept.variant.kinds, kept.variant.text), flags)
+    return dict(zip([n for n in kept.names if n in kept.wanted], found))
 
 
 def _backward_call(
     call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str]
 ) -> BackwardCall:
     """With tensors as kernels read them: rows contiguous, statistics contiguous."""
-    out, dout = [t if t.stride(-1) == 1 else t.contiguous() for t in (out, dout)]
+    if out.stride(-1) != 1:
+        out = out.contiguous()
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
     return BackwardCall(call, out, lse.contiguous(), dout, None if dlse is None else dlse.contiguous(), wanted)
 
 
@@ -140,14 +171,10 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out.beside(query), lse.beside(query)
 
 
-def _names(variant: Variant) -> list[str]:
-    return [*_MAIN, *(n for n, kind in zip(variant.names, variant.kinds) if kind == "tensor")]
-
-
 def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
     *of_call, flags = arguments
     variant = variant_of_text(of_call[-2])
-    names = _names(variant)
+    names = variant.tensor_names
     wanted = [n for n, flag in zip(names, flags, strict=True) if flag]
     check_trainable(variant, of_call[2] is not None, wanted)
     call = _call(variant, of_call)
@@ -167,9 +194,9 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
 # -- autograd --------------------------------------------------------------------------------------------------------
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, rope, operands, floats, ints, q_offset, q_offsets, head_dim, text, options = inputs
-    flags = list(ctx.needs_input_grad[: len(_MAIN) + len(operands)])  # flat here, nested in a backward
+    flags = list(ctx.needs_input_grad[: len(MAIN) + len(operands)])  # flat here, nested in a backward
     variant = variant_of_text(text)
-    check_trainable(variant, value is not None, [n for n, flag in zip(_names(variant), flags) if flag])
+    check_trainable(variant, value is not None, [n for n, flag in zip(variant.tensor_names, flags) if flag])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, rope, q_offsets, *operands, *floats)
     target = default_target()  # of the caller's thread; a backward runs in another
@@ -193,7 +220,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
     gradients = [next(found) if flag else None for flag in flags]
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
     return (
-        *gradients[: len(_MAIN)], gradients[len(_MAIN) :], [None] * len(floats), no_ints, None, None, None, None, None
+        *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, None, None, None, None, None
     )  # fmt: skip
 
 

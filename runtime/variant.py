@@ -25,7 +25,7 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import BackwardCall, Call
+from .call import MAIN, BackwardCall, Call
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 
 _known: dict[str, Variant] = {}
@@ -69,6 +69,11 @@ class Variant:
         self.facts = facts_of(attention)
         self.names = tuple(p.name for p in attention.parameters)
         self.kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in attention.parameters)
+        self.tensor_names = (*MAIN, *(n for n, kind in zip(self.names, self.kinds) if kind == "tensor"))
+        self.trainable: tuple[set[frozenset[str]], set[frozenset[str]]] = (
+            set(),
+            set(),
+        )  # with a value, without: checked
         self._forwards: dict[object, _Ready] = {}
         self._backwards: dict[object, _Ready] = {}
         self._sizes = SizeChecks(self.facts, attention.parameters)

@@ -1,7 +1,7 @@
 """Compile what a launch of a generated module would compile, for a GPU that need not be there, and look into it.
 
-The compilations are those of codegen/ahead.py: arguments, their types and the launch settings are those of a call. Triton
-then compiles each kernel for the architecture asked for, with the `ptxas` that it brings.
+The compilations are those of codegen/ahead.py: arguments, their types and the launch settings are those of a call.
+Triton then compiles each kernel for the architecture asked for, with the `ptxas` that it brings.
 """
 
 from __future__ import annotations

@@ -108,10 +108,9 @@ def test_a_scale_of_any_sign_costs_the_full_loops_of_hopper_nothing(head_dim: in
     """A score times t[head] is linear with a scale that may be negative or 0: Q changes its sign before the loops."""
     t = weft.tensor("t", 1)[head]
     scores = {"plain": score * weft.exp(t), "signed": score * t}
-    plain, signed = (
-        compiled(weft.Attention(scaled, causal, name=name), "forward", head_dim, target="hopper").kernels["flash_forward"]
-        for name, scaled in scores.items()
-    )
+    variants = [weft.Attention(scaled, causal, name=name) for name, scaled in scores.items()]
+    modules = [compiled(variant, "forward", head_dim, target="hopper") for variant in variants]
+    plain, signed = (module.kernels["flash_forward"] for module in modules)
     negations = r"(sub|neg|mul|fma)[a-z.]*\.bf16x2"
     assert signed.count(negations) >= 16 and not plain.count(negations)
     assert signed.spilled == 0

@@ -483,6 +483,7 @@ def test_a_compiled_call_refuses_what_an_eager_call_refuses(wrong: Any) -> None:
     for call in (compiled, lambda *t: RECENT(*t, window=wrong)):
         with pytest.raises(weft.WeftError, match=f"window: expected an int, got {wrong}"):
             call(*tensors)
+    # Dynamo wraps what is raised while it traces a whole graph
     whole = torch.compile(lambda *t: RECENT(*t, window=wrong), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=f"window: expected an int, got {wrong}"):
         whole(*tensors)
@@ -493,9 +494,7 @@ def test_an_exported_program_runs_where_only_weft_is_imported(tmp_path: Path) ->
         def __init__(self) -> None:
             super().__init__()
             scored = score * weft.exp(gain[head]) * heat
-            self.attention = weft.Attention(
-                scored, masks.causal & (q_pos - kv_pos < window), name="prepared_exported"
-            )
+            self.attention = weft.Attention(scored, masks.causal & (q_pos - kv_pos < window), name="prepared_exported")
             self.gain = torch.nn.Parameter(torch.tensor([0.5, -0.5]))
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:

@@ -79,7 +79,7 @@ def measured(
     variant: weft.Attention, axis: str, blocks: tuple[int, int], lengths: tuple[int, int], first: int | Tensor,
     given: dict[str, Tensor | int], heads: tuple[int, int, int],
 ) -> Tensor:  # fmt: skip
-    """The table that the kernel of an axis writes, of the plan whose visitors have these tiles; no other kernel runs."""
+    """The table that the kernel of an axis writes where its visitors have these tiles; no other kernel runs."""
     visitor, direction = {"kv": ("flash_forward", "forward"), "q": ("flash_dkey_dvalue", "backward")}[axis]
     machine = for_device("cpu")
     signature = Signature(

@@ -87,7 +87,8 @@ def test_each_stage_of_the_cpu_is_placed_once(name: str, direction: Direction) -
 
 
 # -- what places stages ------------------------------------------------------------------------------------------------
-LOAD, STORE = Stage("load query", "load", "Q tile", "HBM -> SRAM", "program"), Stage("store", "store", "O", "", "program")
+LOAD = Stage("load query", "load", "Q tile", "HBM -> SRAM", "program")
+STORE = Stage("store", "store", "O", "", "program")
 
 
 def test_stages_that_are_left_out_or_placed_twice_or_unknown_are_told() -> None:

@@ -70,7 +70,8 @@ def latent_gradients(schedule: str, wanted: set[str]) -> dict[str, Tensor]:
     """Of an expanded call as the op takes it: the key's own columns and the rotary ones in two tensors."""
     generated = torch.Generator().manual_seed(3)
     sizes = {"query": (2, 32), "key": (2, 16), "value": (2, 16), "rope": (1, 16)}
-    leaves = {n: torch.randn(1, h, 40, d, generator=generated).requires_grad_(n in wanted) for n, (h, d) in sizes.items()}
+    made = {n: torch.randn(1, heads, 40, width, generator=generated) for n, (heads, width) in sizes.items()}
+    leaves = {n: t.requires_grad_(n in wanted) for n, t in made.items()}
     options = f"target=interpret;schedule={schedule}"
     out, _ = torch.ops.weft.attention(*leaves.values(), [], [], [], 0, None, 32, LATENT.canonical_text, options)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
@@ -86,8 +87,8 @@ def test_each_part_of_a_key_in_two_tensors_is_that_of_the_whole_backward(schedul
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
-def source(variant: weft.Attention, schedule: str, wanted: frozenset[str], widths: Widths = Widths(16, 16)) -> str:
-    machine = for_device("cpu")
+def source(variant: weft.Attention, schedule: str, wanted: frozenset[str], rope_dim: int = 0) -> str:
+    machine, widths = for_device("cpu"), Widths(16 + rope_dim, 16, rope_dim)
     signature = Signature("backward", machine.arch, Dtypes.all("fp32"), widths, wanted=wanted)
     found = resolve(variant, signature, machine, "interpret", schedule)
     return generate(facts_of(variant), found.code, found.target)
@@ -129,5 +130,5 @@ def test_nothing_unwanted_is_computed(name: str, of_operands: bool, schedule: st
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("wanted", ["key", "rope"])
 def test_each_part_of_a_key_in_two_tensors_by_itself(wanted: str, schedule: str) -> None:
-    text = source(LATENT, schedule, frozenset({wanted, "value"}), Widths(32, 16, rope_dim=16))
+    text = source(LATENT, schedule, frozenset({wanted, "value"}), rope_dim=16)
     assert ("dk0 = tl.dot(" in text) == (wanted == "key") and ("dk1 = tl.dot(" in text) == (wanted == "rope")

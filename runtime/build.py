@@ -1,0 +1,141 @@
+"""Build ahead: generate and compile what calls will want, on all cores, for a GPU that need not be there.
+
+What is built lies in Weft's cache folder and in Triton's; copied along with them, as into a container's image, it makes
+the first call on such a GPU compile nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..compiler.analysis.facts import facts_of
+from ..compiler.planning import hardware
+from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from ..ir.attention import Attention
+from ..ir.errors import UnavailableError, WeftError
+from ..ir.expr import TensorOperand
+from ..ir.parse import parse_attention
+from . import driver
+from .call import Call, Dense, Operand, Options
+from .variant import Variant, variant_of
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One module: a direction of a variant for a dtype and widths."""
+
+    variant: str  # canonical text
+    direction: Direction
+    dtype: str
+    head_dim: int
+    value_dim: int
+    device: str  # "h100"-style name
+    target: str | None = None
+    schedule: str | None = None
+
+    def __str__(self) -> str:
+        name = parse_attention(self.variant).name
+        return f"{name} {self.direction} {self.dtype} D{self.head_dim} for {self.device}"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a job."""
+
+    job: Job
+    kernels: tuple[str, ...]  # compiled ones
+    seconds: float
+    problem: str = ""  # why nothing was built; "" where it was
+
+
+def jobs_of(
+    attentions: Sequence[Attention], *, device: str, head_dims: Sequence[int] = (64, 128),
+    dtypes: Sequence[str] = ("bf16",), directions: Sequence[Direction] = ("forward", "backward"),
+    target: str | None = None, schedule: str | None = None,
+) -> list[Job]:  # fmt: skip
+    """Every combination. Raises WeftError for a dtype or a device that is not known, and for latent attention."""
+    hardware.by_name(device)
+    unknown = [d for d in dtypes if d not in TORCH_DTYPES]
+    if unknown:
+        raise WeftError(f"build: dtype: expected some of {', '.join(TORCH_DTYPES)}, got {', '.join(unknown)}")
+    latent = [str(a.name) for a in attentions if a.latent is not None]
+    if latent:
+        raise WeftError(f"build: latent attention is not built ahead yet, got {', '.join(latent)}")
+    return [
+        Job(a.canonical_text, direction, dtype, width, width, device, target, schedule)
+        for a in attentions for dtype in dtypes for width in head_dims for direction in directions
+    ]  # fmt: skip
+
+
+def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
+    """Do the jobs in a pool of processes, all cores where not given; each as it is done. A job that fails says why."""
+    workers = min(processes or os.cpu_count() or 1, len(jobs))
+    if workers <= 1:
+        yield from map(build_one, jobs)
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(build_one, job) for job in jobs]):
+            yield done.result()
+
+
+def build_one(job: Job) -> Built:
+    """Generate and compile one module, in this process."""
+    begun = time.perf_counter()
+    try:
+        kernels = _kernels(job)
+    except WeftError as error:
+        return Built(job, (), time.perf_counter() - begun, str(error))
+    return Built(job, kernels, time.perf_counter() - begun)
+
+
+def _kernels(job: Job) -> tuple[str, ...]:
+    from ..codegen.ahead import compilations  # lazy: imports triton
+
+    attention, machine = parse_attention(job.variant), hardware.by_name(job.device)
+    if machine.kind == "cpu":
+        raise UnavailableError("build: the cpu target compiles nothing; name a GPU, as in device='h100'")
+    variant = variant_of(attention)
+    call = sample_call(variant, job)
+    wanted = frozenset({"query", "key", "value"}) if job.direction == "backward" else frozenset()
+    widths = Widths(job.head_dim, job.value_dim)
+    signature = Signature(job.direction, machine.arch, Dtypes.all(job.dtype), widths, wanted=wanted)
+    made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
+    results = _results(variant, call, job.direction)
+    found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(attention), call, results)
+    for compilation in found:
+        compilation.compile(machine)
+    return tuple(compilation.name for compilation in found)
+
+
+def sample_call(variant: Variant, job: Job) -> Call:
+    """A tiny call of these dtypes and widths. Tensor operands are float32, int64 or bool."""
+    dtype = TORCH_DTYPES[job.dtype]
+    query, key = torch.empty(1, 1, 16, job.head_dim, dtype=dtype), torch.empty(1, 1, 16, job.head_dim, dtype=dtype)
+    value = torch.empty(1, 1, 16, job.value_dim, dtype=dtype)
+    operands: dict[str, Operand] = {}
+    for p in variant.attention.parameters:
+        is_tensor = isinstance(p, TensorOperand)
+        operands[p.name] = torch.empty([16] * p.rank, dtype=_KINDS[p.dtype]) if is_tensor else 1  # type: ignore[union-attr]
+        if not is_tensor and p.dtype == "float":
+            operands[p.name] = 1.0
+    return Call(query, key, value, None, operands, Dense(0), Options(job.target, job.schedule), job.head_dim)
+
+
+def _results(variant: Variant, call: Call, direction: Direction) -> dict[str, Tensor | None]:
+    out, lse = (place.beside(call.query) for place in variant.forward_places(call.query, call.value))
+    results: dict[str, Tensor | None] = {"out": out, "lse": lse}
+    if direction == "backward":
+        results |= {"dout": torch.empty_like(out), "dlse": None}
+        results |= {f"d{name}": torch.empty_like(tensor) for name, tensor in call.tensors.items()}
+    return results
