@@ -291,15 +291,14 @@ def build(
 
     VARIANT is module:name or file.py:name of a declared variant.
     """
-    from .runtime.build import build as run  # lazy: only this command wants it
-    from .runtime.build import jobs_of
+    from .runtime import build as ahead  # lazy: only this command wants it
 
     declared = [_declared(name) for name in variants]
-    work = jobs_of(
+    work = ahead.jobs_of(
         declared, device=device, head_dims=head_dims, dtypes=dtypes, directions=directions, target=target
     )  # fmt: skip
     failed = 0
-    for done in run(work, jobs):
+    for done in ahead.build(work, jobs):
         failed += bool(done.problem)
         click.echo(f"{done.job}: {done.problem or ', '.join(done.kernels)} ({done.seconds:.1f} s)")
     if failed:

@@ -49,7 +49,7 @@ def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
     try:
         code = compile(text, str(path), "exec")
         if interpret:
-            from .interpret import execute_interpreted  # imports triton, which the cpu target does without
+            from .interpret import execute_interpreted  # lazy: imports triton
 
             execute_interpreted(code, module)
         else:

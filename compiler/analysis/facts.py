@@ -103,13 +103,13 @@ class Facts:
     @cached_property
     def score_derivative(self) -> Expr:
         """d score / d qk."""
-        from .symbolic import derivative
+        from .symbolic import derivative  # lazy: imports sympy
 
         return derivative(self.attention.folded_score, symbol("qk"))
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands; refuses the patterns that have no kernel yet."""
-        from .symbolic import derivative
+        from .symbolic import derivative  # lazy: imports sympy
 
         self.check_gradients(operands)
         score, known = self.attention.folded_score, self._load_derivatives

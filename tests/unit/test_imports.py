@@ -1,0 +1,109 @@
+"""Rooms import upwards only, nothing goes in a circle, and what is imported late says why."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# from the bottom up; a room imports itself and what comes before it
+ROOMS = ("ir", "compiler.analysis", "compiler.planning", "codegen", "runtime", "")
+FOLDERS = {"api": "", "ir": "ir", "compiler": "compiler", "codegen": "codegen", "runtime": "runtime"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its name inside it."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = [*([package] if package else []), *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(p for p in parts if p != "__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(name: str) -> list[tuple[str, bool, str]]:
+    """(module, inside a function?, the line) of what a module imports of this package; type checking aside."""
+    path = MODULES[name]
+    text = path.read_text()
+    lines = text.splitlines()
+    is_package = path.name == "__init__.py"
+    package = name.split(".") if is_package and name else name.split(".")[:-1]
+    found = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{target}.{alias.name}" if target else alias.name
+                found.append((whole if whole in MODULES else target, inside, lines[node.lineno - 1]))
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+    visit(ast.parse(text), False)
+    return [(module, inside, line) for module, inside, line in found if module in MODULES]
+
+
+def room_of(module: str) -> int:
+    found = [n for n, room in enumerate(ROOMS) if room and (module == room or module.startswith(f"{room}."))]
+    return found[0] if found else len(ROOMS) - 1
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m not in ("compiler",)])
+def test_imports_go_up_the_rooms_only(name: str) -> None:
+    for module, _, line in imports_of(name):
+        assert room_of(module) <= room_of(name), f"{name} imports {module}: {line.strip()}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_import_inside_a_function_says_that_it_is_lazy(name: str) -> None:
+    for module, inside, line in imports_of(name):
+        assert not inside or "# lazy: " in line, f"{name} imports {module} inside a function: {line.strip()}"
+
+
+def test_nothing_goes_in_a_circle() -> None:
+    """Late imports count: a circle through a function is a circle."""
+    edges = {name: {m for m, _, _ in imports_of(name) if m != name} for name in MODULES}
+    # the package's own face is imported by nobody inside, but for the class whose methods `describe` holds
+    edges["describe"].discard("attention")
+    done: set[str] = set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        for target in sorted(edges[name]):
+            walk(target, (*path, name))
+        done.add(name)
+
+    for name in sorted(MODULES):
+        walk(name, ())
+
+
+def test_ir_knows_torch_in_the_reference_only() -> None:
+    for path in (ROOT / "ir").glob("*.py"):
+        imports = re.findall(r"^ *(?:import|from) (torch|sympy|triton)\b", path.read_text(), re.MULTILINE)
+        assert set(imports) <= ({"torch"} if path.name == "reference.py" else set()), path.name
+
+
+def test_sympy_is_known_at_the_border_and_where_formulas_are_printed() -> None:
+    known = {"symbolic.py", "formulas.py"}
+    for folder in ("compiler", "codegen", "runtime", "api"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found = re.search(r"^ *(?:import|from) sympy\b", path.read_text(), re.MULTILINE)
+            assert not found or path.name in known, path
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    for folder in ("ir", "compiler", "codegen", "runtime", "api"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "torch_private.py":
+                assert not re.search(r"\btorch\._|_dynamo_marked", path.read_text()), path
