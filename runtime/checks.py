@@ -15,7 +15,7 @@ from ..ir.expr import INT32_MAX, Scalar, TensorOperand
 from .call import BackwardCall, Call
 
 MAX_HEAD_DIM = 256
-MOST_PROVEN = 4096  # kinds of sizes remembered for each variant
+MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -245,6 +245,10 @@ class SizeChecks:
         offset = call.q_offset
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         ints = [int(call.operands[s.name]) for s in self._ints]
+        lengths = (call.query.shape[:3], call.key.shape[1:3], call.head_dim)
+        known = (*lengths, offset if isinstance(offset, int) else None, *ints, *extents.values())
+        if known in self._proven:
+            return
         bucket = (
             call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
             call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,
@@ -256,8 +260,9 @@ class SizeChecks:
         exact = self._problems(call, ints, extents, rounded=False)
         if exact:
             raise collected(self._name, exact)
-        if len(self._proven) < MOST_PROVEN and not self._problems(call, ints, extents, rounded=True):
-            self._proven.add(bucket)
+        if len(self._proven) >= MOST_PROVEN:
+            self._proven.clear()
+        self._proven.add(known if self._problems(call, ints, extents, rounded=True) else bucket)
 
     def _problems(
         self, call: Call, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]], rounded: bool
