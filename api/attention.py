@@ -37,6 +37,7 @@ class Attention(Declaration):
     if TYPE_CHECKING:  # set when the variant is made; ClassVar keeps them out of the dataclass's fields
         _names: ClassVar[tuple[str, ...]]  # of the operands
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
+        _floats: ClassVar[tuple[str, ...]]
         _operands: ClassVar[frozenset[str]]
         _variant: ClassVar[Variant]
 
@@ -48,7 +49,11 @@ class Attention(Declaration):
         """What every call reads, worked out once: torch.compile then traces attributes, and no analysis."""
         kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in self.parameters)
         names = tuple(p.name for p in self.parameters)
-        found = {"_names": names, "_kinds": kinds, "_operands": frozenset(names), "_variant": variant_of(self)}
+        floats = tuple(name for name, kind in zip(names, kinds) if kind == "float")
+        found = {
+            "_names": names, "_kinds": kinds, "_floats": floats, "_operands": frozenset(names),
+            "_variant": variant_of(self),
+        }  # fmt: skip
         self.__dict__.update(found)  # frozen for users
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,8 +134,12 @@ class Attention(Declaration):
             self._check(query, key, value, operands)
         if q_offset is None:
             q_offset = key.shape[2] - query.shape[2]
+        given = {n: operands[n] for n in self._names} if operands else {}
+        for name in self._floats:
+            if type(given[name]) is int:
+                given[name] = float(given[name])
         call = Call(
-            query, key, value, rope, {n: operands[n] for n in self._names} if operands else {}, dense_offset(q_offset),
+            query, key, value, rope, given, dense_offset(q_offset),
             options_of(target or default_target(), text), head_dim or query.shape[3],
         )  # fmt: skip
         found = ops.run(self._variant, call)
@@ -155,7 +164,7 @@ class Attention(Declaration):
         for name, kind in zip(self._names, self._kinds):
             given = operands[name]
             if isinstance(given, bool) or (kind == "int" and isinstance(given, float)):
-                raise WeftError(f"{self.name}: {name}: expected {kind}, got {given!r}")
+                raise WeftError(f"{self.name}: {name}: expected {'an int' if kind == 'int' else 'a ' + kind}, got {given!r}")
             if kind == "tensor":
                 tensors.append(given)
             elif kind == "float":
@@ -264,7 +273,7 @@ class Attention(Declaration):
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 stays."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(

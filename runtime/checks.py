@@ -110,11 +110,11 @@ def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
 
 def fits(call: Call) -> bool:
     """Whether the main tensors fit each other: what may vary between calls that share what is prepared."""
+    offset = call.q_offset
+    if isinstance(offset, Tensor) and offset.shape[0] != call.query.shape[0]:
+        return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
-    offset = call.q_offset
-    if not isinstance(offset, int) and (offset.dim() != 1 or offset.shape[0] != call.query.shape[0]):
-        return False
     return _fit(call.query, call.key, call.value)
 
 

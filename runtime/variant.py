@@ -197,17 +197,22 @@ class Variant:
 def _key(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
+    offset = call.sequences.q_offset
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
-        type(call.sequences.q_offset), options.target, options.schedule,
+        type(offset), options.target, options.schedule,
     )  # fmt: skip
+    if isinstance(offset, Tensor):
+        found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     for operand in call.operands.values():
         if isinstance(operand, Tensor):
-            found += (operand.dtype, operand.dim(), operand.get_device(), _reach(operand) > INT32_MAX)
+            found += (
+                operand.dtype, operand.dim(), operand.get_device(), operand.is_meta, _reach(operand) > INT32_MAX,
+            )  # fmt: skip
         else:
             found += (type(operand),)
     return found

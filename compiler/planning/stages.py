@@ -178,8 +178,13 @@ def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
         *_weights_again(t, t.wants_dscores, _AHEAD),
         *dvalue,
         *dkey,
+        *_column_sums(t, _ONCE),
         *([_store("dkey", ", ".join(results))] if results else []),
     ]
+
+
+def _column_sums(t: Tiles, per: str) -> list[Stage]:
+    return [_store("sums", f"sums for operands, one a key [{t.kv}]", per)] if "column" in t.sums else []
 
 
 def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
@@ -240,6 +245,7 @@ def _streaming_backward(t: Tiles) -> list[Stage]:
             _load("running", ", ".join(running), _EACH_Q, "HBM -> registers"),
             _store("running", f"{', '.join(running)}, with this tile's share added", _EACH_Q),
         ]
+    stages += _column_sums(t, _EACH_KV)
     stages += [_store("dkey", ", ".join(results), _EACH_KV)] if results else []
     stages += [_store("dquery", f"{t.query('dQ')}, from the running one", _EACH_Q)] if "query" in t.wanted else []
     return stages
@@ -324,6 +330,7 @@ def _standard_dscores(t: Tiles) -> list[Stage]:
         _load("weights", f"{t.scores('P')}, {t.scores('dP')}, {t.rows('delta')}", _ONCE, "HBM -> registers"),
         _compute("dscores", f"dS = {_dscore(t)}", _ONCE),
         *([_store("dscores", f"{t.scores('dS')} over dP")] if wanted else []),
+        *([_store("sums", "sums of the tile for operands")] if t.sums else []),
     ]
 
 

@@ -131,7 +131,7 @@ def test_targets_and_schedules():
         CAUSAL(q, k, v, schedule="fast")
     with pytest.raises(WeftError, match=r"hardware: .*h900|h900"):
         CAUSAL.plan(weft.shape(heads=1, q_len=8, head_dim=64), device="h900")
-    huge = "flash/triton/128x128w8s8/128x128w8s8/128x128w8s8"
+    huge = "flash/flash_forward=triton:128x128w8s8"
     with pytest.raises(WeftError, match=r"bytes of SRAM .* use smaller tiles or fewer stages"):
         CAUSAL.plan(weft.shape(heads=1, q_len=8, head_dim=256), device="h100", target="triton", schedule=huge)
 
