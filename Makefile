@@ -7,10 +7,11 @@
 #   make gpu-test  tests that need a GPU, then the benchmark
 #   make clean     remove what the words above made, except .venv
 #
-# Settings: PYTHON=python3.12; WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
+# Settings: PYTHON=python3.12; WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
 
 PYTHON ?= python3
 WORKERS ?= -n 2
+GPU_WORKERS ?= -n 14
 VENV := .venv
 
 # A machine whose own torch already sees a GPU keeps that torch, and the Triton that came with it: no .venv there.
@@ -52,7 +53,7 @@ bench: $(READY)
 	$(RUN) benchmarks/attention.py $(BENCH)
 
 gpu-test: $(READY)
-	$(RUN) -m pytest -m gpu tests/gpu
+	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m gpu tests/gpu
 	$(RUN) benchmarks/attention.py $(BENCH)
 
 clean:

@@ -164,7 +164,9 @@ class Attention(Declaration):
         for name, kind in zip(self._names, self._kinds):
             given = operands[name]
             if isinstance(given, bool) or (kind == "int" and isinstance(given, float)):
-                raise WeftError(f"{self.name}: {name}: expected {'an int' if kind == 'int' else 'a ' + kind}, got {given!r}")
+                raise WeftError(
+                    f"{self.name}: {name}: expected {'an int' if kind == 'int' else 'a ' + kind}, got {given!r}"
+                )
             if kind == "tensor":
                 tensors.append(given)
             elif kind == "float":
@@ -273,7 +275,7 @@ class Attention(Declaration):
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 stays."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast knows no meta
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
