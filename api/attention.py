@@ -20,7 +20,7 @@ from .ir.errors import UnavailableError, WeftError
 from .ir.expr import TensorOperand
 from .ir.reference import expand_latent, reference
 from .runtime import ops
-from .runtime.call import Call, dense_offset, float_tensor, options_of
+from .runtime.call import Call, dense_offset, float_tensor, options_of, options_text
 from .runtime.checks import check_tensors
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
@@ -127,8 +127,14 @@ class Attention(Declaration):
         if torch.compiler.is_compiling():
             out, lse = self._traced(query, key, value, rope, q_offset, target, text, operands, head_dim)
             return (out, lse) if return_lse else out
-        tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
-        if not tensors or operands.keys() != self._operands or query.dim() != 4 or key.dim() != 4:
+        tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and (value is None or isinstance(value, Tensor))
+        if (
+            not tensors
+            or (value is not None and value.dim() != 4)
+            or operands.keys() != self._operands
+            or query.dim() != 4
+            or key.dim() != 4
+        ):
             self._check(query, key, value, operands)
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
@@ -167,6 +173,8 @@ class Attention(Declaration):
                 raise WeftError(
                     f"{self.name}: {name}: expected {'an int' if kind == 'int' else 'a ' + kind}, got {given!r}"
                 )
+            if isinstance(given, Tensor) != (kind == "tensor") or given is None or isinstance(given, str):
+                raise WeftError(f"{self.name}: {name}: expected a {kind}, got {type(given).__name__}")
             if kind == "tensor":
                 tensors.append(given)
             elif kind == "float":
@@ -174,11 +182,12 @@ class Attention(Declaration):
             else:
                 ints.append(given)
         offset = key.shape[2] - query.shape[2] if q_offset is None else q_offset
+        if isinstance(offset, (bool, float)):
+            raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
         number, per_row = (0, offset) if isinstance(offset, Tensor) else (offset, None)
-        parts = [f"{n}={v}" for n, v in (("target", target or traced_target()), ("schedule", schedule)) if v]
         return ops.FORWARD(
             query, key, value, rope, tensors, floats, ints, number, per_row, head_dim or query.shape[3],
-            self.canonical_text, ";".join(parts),
+            self.canonical_text, options_text(target or traced_target(), schedule),
         )  # fmt: skip
 
     def _latent(
@@ -203,7 +212,7 @@ class Attention(Declaration):
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
             return self._run(query, cache, None, None, *tail)
         nope = query.shape[3] - rope_dim
-        form = form or describe.latent_form(self, query, cache, uk, uv)
+        form = form or describe.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
             latent = cache[..., :rank]
             rope = cache[..., rank:] if rope_dim else None

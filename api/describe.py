@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from . import validate
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement, Table, visited
 from .compiler.analysis.records import TileProgram
@@ -27,7 +28,7 @@ from .ir.expr import Scalar, TensorOperand
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .runtime import driver
-from .runtime.checks import DTYPES, tensor_problems
+from .runtime.checks import DTYPES, check_tensors, tensor_problems
 from .runtime.settings import default_target
 
 if TYPE_CHECKING:
@@ -77,7 +78,13 @@ def _shape_of(
             f"{attention.name}: expected weft.shape(...) or {wanted} tensors, got {len(operands)} arguments"
         )
     query, key = tensors[0], tensors[1]
-    uv = options.get("uv")
+    uk, uv = options.get("uk"), options.get("uv")
+    if wanted == 3:
+        check_tensors(str(attention.name), *tensors)
+    else:
+        validate.check_latent(attention, query, key, uk, uv)
+    if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+        raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
     kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
     made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], key.shape[2], query.shape[3], width,
@@ -88,7 +95,7 @@ def _shape_of(
 def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
     if device is not None:
         return hardware.by_name(device)
-    return hardware.for_device(tensors_on) if tensors_on else hardware.this_machine()
+    return hardware.for_device(tensors_on) if tensors_on not in (None, "meta") else hardware.this_machine()  # type: ignore[arg-type]
 
 
 def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape, Widths]:
@@ -128,6 +135,8 @@ def _request(
     """The very choices that a call makes: both ask the driver."""
     sizes, tensors_on = _shape_of(attention, operands, options)
     machine = _hardware(device, tensors_on)
+    if form is None and tensors_on is not None and attention.latent is not None:
+        form = _form_of_call(attention, operands, options)
     sizes, widths = _seen(attention, sizes, form)
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
     target = target or default_target()
@@ -163,14 +172,27 @@ def cheaper_form(attention: Attention, sizes: Shape) -> Form:
     return "expanded" if expanded <= absorbed else "absorbed"
 
 
-def latent_form(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor) -> Form:
+def latent_form(
+    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, operands: Mapping[str, Any]
+) -> Form:
     """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, cache, uk, uv)):
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (query, cache, uk, uv, *operands.values())
+    ):
         return "expanded"
     sizes = Shape(
         query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2]
     )
     return cheaper_form(attention, sizes)
+
+
+def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mapping[str, Any]) -> Form:
+    """The form that a call with these tensors computes: without uk and uv the query is latent already."""
+    uk, uv = options.get("uk"), options.get("uv")
+    if uk is None or uv is None:
+        return "absorbed"
+    own = {p.name: options.get(p.name) for p in attention.parameters}
+    return latent_form(attention, operands[0], operands[1], uk, uv, own)
 
 
 # -- the methods -------------------------------------------------------------------------------------------------------

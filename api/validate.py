@@ -55,6 +55,8 @@ def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor 
 
 def _projection_problems(rank: int, rope: int, query: Tensor, uk: Tensor, uv: Tensor) -> Iterator[str]:
     heads, nope = query.shape[1], query.shape[3] - rope
+    if nope < 1:
+        yield f"query: expected dim above {rope}, the latent's rope, got {query.shape[3]}"
     for label, tensor in (("uk", uk), ("uv", uv)):
         if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[1] != rank:
             yield f"{label}: expected [{heads}, {rank}, width], got shape {list(tensor.shape)}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..ir.errors import InternalError
+from ..ir.errors import InternalError, WeftError
 
 Operand = Tensor | int | float
 MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant's own operands
@@ -71,8 +71,13 @@ class Options:
     @property
     def text(self) -> str:
         """The part that ops carry: `target=cpu;schedule=flash`; "" where all is as by default."""
-        parts = [("target", self.target), ("schedule", self.schedule)]
-        return ";".join(f"{name}={value}" for name, value in parts if value is not None)
+        return options_text(self.target, self.schedule)
+
+
+def options_text(target: str | None, schedule: str | None) -> str:
+    """A separator in either would be read as another option: neither has one where it means anything."""
+    parts = [("target", target), ("schedule", schedule)]
+    return ";".join(f"{name}={value.replace(';', ',')}" for name, value in parts if value)
 
 
 @lru_cache(maxsize=256)
@@ -84,7 +89,9 @@ def options_of(target: str | None, schedule: str | None) -> Options:
 @lru_cache(maxsize=256)
 def parse_options(text: str) -> Options:
     """Read back `Options.text`."""
-    given = dict(part.split("=", 1) for part in text.split(";") if part)
+    given = dict(part.partition("=")[::2] for part in text.split(";") if part)
+    if not given.keys() <= {"target", "schedule"}:
+        raise WeftError(f"options: expected text like 'target=cpu;schedule=flash', got {text!r}")
     return options_of(given.get("target"), given.get("schedule"))
 
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..ir.errors import UnavailableError, WeftError
+from ..ir.errors import UnavailableError, WeftError, collected
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat
+from .checks import check_operand_kinds, check_q_offset
 from .settings import default_target
 from .torch_private import below_autograd, has_tangent, named, under_functional_gradient, unwatched
 from .variant import Variant, contiguous_like, rows_like, variant_of_text
@@ -49,6 +50,10 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_transforms(variant.name, present)
+    problems = check_operand_kinds(variant.attention, call.operands, call.query.device)
+    if problems:
+        raise collected(variant.name, problems)
+    check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
     arguments = flat(call, variant.kinds, variant.text)
     if recorded:
         return FORWARD(*arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,10 @@ class Variant:
             direct = ready.launcher.direct(b)
             if direct is not None:
                 return direct
+        if ready is None:
+            read = {load.tensor.name for load, _ in self.facts.gradient_kinds}
+            if flat := b.wanted.difference(MAIN, read):
+                return self._flat(b, flat)
         ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2]):
@@ -127,6 +131,13 @@ class Variant:
         if sums:
             found |= self._operand_gradients(call, b.wanted, sums)
         return found
+
+    def _flat(self, b: BackwardCall, names: frozenset[str]) -> dict[str, Tensor]:
+        """Gradients where some are of operands that no derivative reads, such as those of a mask: zeros."""
+        rest = b.wanted - names
+        found = self.backward(replace(b, wanted=rest)) if rest else {}
+        operands = {n: t for n, t in b.call.operands.items() if n in names and isinstance(t, Tensor)}
+        return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in operands.items()}
 
     def _nothing(self, call: Call, wanted: frozenset[str], gradients: Mapping[str, Place]) -> dict[str, Tensor]:
         found = {name: place.beside(call.query).zero_() for name, place in gradients.items()}
@@ -199,15 +210,15 @@ def _key(call: Call) -> tuple[object, ...]:
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
     offset = call.sequences.q_offset
     found: tuple[object, ...] = (
-        query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
+        query.dtype, key.dtype, query.get_device(), key.get_device(), key.is_meta, query.shape[3], call.head_dim,
         type(offset), options.target, options.schedule,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
     if value is not None:
-        found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
+        found += (value.dtype, value.get_device(), value.is_meta, value.dim(), value.shape[-1])
     if rope is not None:
-        found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
+        found += (rope.dtype, rope.get_device(), rope.is_meta, rope.dim(), rope.shape[-1])
     for operand in call.operands.values():
         if isinstance(operand, Tensor):
             found += (
