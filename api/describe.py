@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -60,7 +61,7 @@ def parse_attention(text: str) -> Attention:
     from .attention import Attention  # lazy: the class has the functions of this module as its methods
 
     declared = parse.parse_attention(text)
-    return Attention(declared.score, declared.mask, scale=declared.scale, latent=declared.latent, name=declared.name)
+    return Attention(**{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)})
 
 
 # -- what a request means ----------------------------------------------------------------------------------------------
