@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from weft.codegen.normalizers import Blocks, Terms
 from weft.ir import normalizer as records
 from weft.ir.normalizer import Normalizer
 
+from ..compile.ahead import compiled
 from ..support import check_variant, poisoned
 
 pytest.importorskip("triton")
@@ -58,14 +60,16 @@ def on_cpu(weigh: str, slope: str) -> texts.Texts:
 
 
 @pytest.fixture(autouse=True)
-def toys() -> Iterator[None]:
+def toys(tmp_path: Path) -> Iterator[None]:
+    """A cache of their own: its keys know the sources of the package, and no texts from outside."""
     records.register(RELU)
     records.register(SIGMOID)
     texts.register(RELU, "triton", relu_of_triton)
     texts.register(RELU, "cpu", on_cpu("{0}.clamp(min=0.0).mul_(LN_2)", "weights > 0.0"))
     texts.register(SIGMOID, "triton", sigmoid_of_triton)
     texts.register(SIGMOID, "cpu", on_cpu("({0} * LN_2).sigmoid_()", "weights * (1.0 - weights)"))
-    yield
+    with weft.settings(cache_dir=tmp_path):
+        yield
     for record in (RELU, SIGMOID):
         texts.unregister(record)
         records.unregister(record.name)
@@ -208,6 +212,15 @@ def test_kernels_hold_no_statistics_and_say_what_they_do() -> None:
             for word in ("lse2", "delta", "row_statistics", "row_max", "logsumexp", "Softmax"):
                 assert word not in source, (target, direction, word)
     assert "row_statistics" not in toy().explain(sizes, device="h100")
+
+
+@NORMALIZERS
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_kernels_compile_for_a_gpu(normalizer, direction) -> None:
+    capped = toy(score=5.0 * weft.tanh(score / 5.0), normalizer=normalizer)
+    for variant in (toy(normalizer=normalizer), capped):
+        names = {"forward": {"flash_forward"}, "backward": {"flash_dquery", "flash_dkey_dvalue"}}
+        assert set(compiled(variant, direction, 64).kernels) == names[direction]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
