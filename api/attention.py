@@ -39,6 +39,7 @@ class Attention(Declaration):
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
         _floats: ClassVar[tuple[str, ...]]
         _operands: ClassVar[frozenset[str]]
+        _has_lse: ClassVar[bool]
         _variant: ClassVar[Variant]
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Attention(Declaration):
         floats = tuple(name for name, kind in zip(names, kinds) if kind == "float")
         found = {
             "_names": names, "_kinds": kinds, "_floats": floats, "_operands": frozenset(names),
-            "_variant": variant_of(self),
+            "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
         }  # fmt: skip
         self.__dict__.update(found)  # frozen for users
 
@@ -92,7 +93,8 @@ class Attention(Declaration):
         [B, 1, T, rank + rope] in place of key, `uk` [H, rank, nope] and `uv` [H, rank, Dv]; without uk and uv the
         query is latent already and the output is [B, H, L, rank].
 
-        return_lse: also give the log-sum-exp of the visible scores, [B, Hq, L], natural log, float32.
+        return_lse: also give the log-sum-exp of the visible scores, [B, Hq, L], natural log, float32. Refused under a
+          normalizer that has none.
         q_offset: position of query row 0, an int or int32 [B] on the device (which must keep positions within
           0 .. T - 1 where operands are indexed by q_pos); T - L where not given.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
@@ -106,6 +108,8 @@ class Attention(Declaration):
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
             self._refuse(kv_lens=kv_lens, q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
                          block_table=block_table)  # fmt: skip
+        if return_lse:
+            self._check_lse()
         if self.latent is not None:
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
@@ -117,6 +121,12 @@ class Attention(Declaration):
     def _refuse(self, **options: Tensor | None) -> NoReturn:
         names = [name for name, option in options.items() if option is not None]
         raise UnavailableError(f"{self.name}: the option {names[0]} is not available; pass padded operands and a mask")
+
+    def _check_lse(self) -> None:
+        if not self._has_lse:
+            raise WeftError(
+                f"{self.name}: return_lse: the normalizer {self.normalizer} has no log-sum-exp; leave return_lse=False"
+            )
 
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
@@ -239,6 +249,8 @@ class Attention(Declaration):
         **operands: Any,
     ) -> Result:
         """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow."""
+        if return_lse:
+            self._check_lse()
         head_dim = query.shape[3]
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -61,7 +62,7 @@ def parse_attention(text: str) -> Attention:
     from .attention import Attention  # lazy: the class has the functions of this module as its methods
 
     declared = parse.parse_attention(text)
-    return Attention(declared.score, declared.mask, scale=declared.scale, latent=declared.latent, name=declared.name)
+    return Attention(**{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)})
 
 
 # -- what a request means ----------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def _shape_of(
 def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
     if device is not None:
         return hardware.by_name(device)
-    return hardware.for_device(tensors_on) if tensors_on not in (None, "meta") else hardware.this_machine()  # type: ignore[arg-type]
+    return hardware.for_device(tensors_on) if tensors_on not in (None, "meta") else hardware.this_machine()
 
 
 def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape, Widths]:
@@ -259,7 +260,7 @@ def _counter(
         return None, (f"tiles are counted as without a mask: give {missing} for exact counts",)
     if measured:
         return count, (f"tiles are counted by positions alone, an upper limit: give {missing} for those of a call",)
-    open_mask = code.target == "cpu" and not facts.kv_bounds.closed_form
+    open_mask = code.looks_first and not facts.kv_bounds.closed_form
     return count, ("tiles are counted by positions alone, an upper limit",) if open_mask else ()
 
 
@@ -282,7 +283,7 @@ def plan(
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:
     """The parts of the mask without a closed form, which decide nothing where no tile is left out for what it reads."""
-    left_out = code.target == "cpu" or _measures(code)
+    left_out = code.looks_first or _measures(code)
     return tuple(f"by positions alone, {note}" if left_out else note for note in facts.kv_bounds.notes)
 
 

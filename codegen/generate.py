@@ -21,6 +21,7 @@ from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from .functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
+from .normalizers import SCORES, Blocks, Terms, blocks_of
 from .stages import StageComments, wrapped
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "grads": [{"i": i, "kind": g.kind, "name": g.load.tensor.name} for i, g in enumerate(gradients)],
         "wanted": signature.wanted,
         "stage": stages,
+        "normalizer": facts.attention.weighs,
+        "saves_lse": facts.attention.weighs.saves_lse,
+        "texts": _normalizer_texts(facts, code, target.family, printer.env),
         **_segment_context(code.segments),
         **target.context(code, facts),
     }
@@ -68,6 +72,17 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     stages.check()
     _verify(text, name, [k.name for k in code.kernels if k.name not in SPANS] if target.language.is_gpu else [])
     return text
+
+
+def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str) -> Blocks | None:
+    """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
+    linear = facts.linear_scale is not None
+    score = SCORES.get((family, code.signature.direction, linear))
+    if score is None:
+        return None
+    sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
+    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums)
+    return blocks_of(facts.attention.weighs, family, terms)
 
 
 def _verify(text: str, template: str, kernels: Sequence[str]) -> None:

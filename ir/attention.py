@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from .canonical import canonical
 from .errors import WeftError
 from .expr import Const, Expr, Load, Operand, Scalar, TensorOperand, call, expression, source_line, symbol
+from .normalizer import SOFTMAX, Normalizer, normalizer_named
 from .verify import verify
 from .walk import loads, scalars, substitute, tensors
 
@@ -41,6 +42,7 @@ class Attention:
     sink, dropout: reserved; anything but the default is refused for now.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
+    normalizer: what takes the place of the softmax, by the name of its record (ir/normalizer.py).
 
     Raises WeftError that lists every problem of the declaration with the line that wrote it.
     """
@@ -53,6 +55,7 @@ class Attention:
     dropout: float = 0.0
     latent: Latent | None = None
     name: str | None = None
+    normalizer: str = SOFTMAX.name
 
     def __post_init__(self) -> None:
         where = source_line()
@@ -75,6 +78,11 @@ class Attention:
     def folded_mask(self) -> Expr:
         """The canonical mask; Const(True) where nothing is masked."""
         return canonical(expression(self.mask))
+
+    @property
+    def weighs(self) -> Normalizer:
+        """The record of the normalizer."""
+        return normalizer_named(self.normalizer)
 
     @cached_property
     def is_masked(self) -> bool:
@@ -123,7 +131,10 @@ class Attention:
         parts = []
         if self.latent is not None:
             parts.append(f"latent=weft.Latent(rank={self.latent.rank}, rope={self.latent.rope})")
-        return "".join(f", {p}" for p in (*parts, f'name="{self.name}"'))
+        parts.append(f'name="{self.name}"')
+        if self.normalizer != SOFTMAX.name:
+            parts.append(f'normalizer="{self.normalizer}"')
+        return "".join(f", {part}" for part in parts)
 
     def __str__(self) -> str:
         score, mask = expression(self.score), expression(self.mask)

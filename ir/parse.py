@@ -10,6 +10,7 @@ from typing import Union
 from .attention import Attention, Latent
 from .errors import InternalError, WeftError
 from .expr import NO_TRUTH, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
+from .normalizer import SOFTMAX
 from .operators import OPERATORS
 
 Declared = Union[Scalar, TensorOperand]
@@ -72,6 +73,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
     scale: Operand | None = None
     latent: Latent | None = None
     name: str | None = None
+    normalizer = SOFTMAX.name
     for item in tree.keywords:
         match item:
             case ast.keyword("score", value):
@@ -81,6 +83,8 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
             case ast.keyword("scale", value):
                 scale = _node(value, operands)
             case ast.keyword("name", ast.Constant(value=str() as name)):
+                pass
+            case ast.keyword("normalizer", ast.Constant(value=str() as normalizer)):
                 pass
             case ast.keyword(
                 "latent",
@@ -94,7 +98,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 latent = Latent(rank, rope)
             case _:
                 raise WeftError(f"weft.Attention: cannot read {ast.unparse(item)}")
-    return Attention(score, mask, scale=scale, latent=latent, name=name)
+    return Attention(score, mask, scale=scale, latent=latent, name=name, normalizer=normalizer)
 
 
 def _declaration(line: ast.stmt) -> Declared:

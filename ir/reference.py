@@ -13,7 +13,9 @@ from torch import Tensor
 from .attention import Attention
 from .errors import InternalError
 from .expr import Call, Const, Expr, Load, Scalar, Symbol
+from .normalizer import Normalizer
 from .operators import OPERATORS
+from .parse import parse
 
 Value = Tensor | int | float | bool
 
@@ -114,7 +116,8 @@ def reference(
     """Dense attention from its definition.
 
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], operands by name; any float dtype.
-    head_dim: the value of the symbol `head_dim`, D where not given. Returns out [B, Hq, L, Dv] and lse [B, Hq, L].
+    head_dim: the value of the symbol `head_dim`, D where not given. Returns out [B, Hq, L, Dv] and lse [B, Hq, L],
+    NaN under a normalizer that has none.
     A row that sees nothing gives out 0 and lse -inf, with zero gradients.
     """
     batch, heads, q_len, dim = query.shape
@@ -129,10 +132,30 @@ def reference(
     # A hidden score may be NaN, or have an infinite derivative: it must reach neither softmax nor gradients.
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
     score = torch.where(mask, evaluate(attention.folded_score, env, dtype, device, mask).expand(shape), -math.inf)
+    weights, lse = _weights(attention.weighs, score, mask)
+    return weights @ value, lse
+
+
+def _weights(normalizer: Normalizer, score: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [B, Hq, L, T], 0 where hidden, and the lse [B, Hq, L], from scores that are -inf where hidden."""
+    if normalizer.weight is not None:
+        visible = torch.where(mask, score, 0.0)  # the weight of -inf may have no derivative
+        weight = evaluate(parse(normalizer.weight), {"score": visible}, score.dtype, score.device)
+        return torch.where(mask, weight, 0.0), score.new_full(score.shape[:-1], math.nan)
+    if normalizer.name not in _RULES:
+        raise InternalError(f"reference: no rule for the normalizer {normalizer.name}, which has no weight= either")
+    return _RULES[normalizer.name](score, mask)
+
+
+def _softmax(score: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     sees = mask.any(-1, keepdim=True)
     weights = torch.where(mask, torch.softmax(torch.where(sees, score, 0.0), dim=-1), 0.0)
     lse = torch.where(sees[..., 0], torch.logsumexp(torch.where(sees, score, 0.0), dim=-1), -math.inf)
-    return weights @ value, lse
+    return weights, lse
+
+
+# of normalizers whose weights depend on the whole row, by name
+_RULES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {"softmax": _softmax}
 
 
 def expand_latent(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .errors import WeftError, collected
 from .expr import Expr, Load, Scalar, _check_name, expression
+from .normalizer import normalizer_named
 from .walk import nodes, symbols
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ def _problems(attention: Attention) -> Iterator[str]:
         _check_name(attention.name)  # type: ignore[arg-type]
     except WeftError as error:
         yield f"name: {str(error).splitlines()[0]}"
+    try:
+        normalizer_named(attention.normalizer)
+    except WeftError as error:
+        yield str(error)
     score, mask = expression(attention.score), expression(attention.mask)
     if score.dtype == "bool":
         yield _at("score: expected a number, got a bool; a mask goes into mask=", score)

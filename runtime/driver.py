@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
+from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning.hardware import Hardware, this_machine
@@ -87,7 +88,9 @@ def _resolve(
     # Schedule -> CodePlan
     parts = segments_of(attention, signature.widths)
     sums = frozenset(kind for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted)
-    code = code_plan(signature, chosen.name, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums)
+    code = code_plan(
+        signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
+    )  # fmt: skip
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
     return Resolved(chosen, code, notes)
 
@@ -262,5 +265,5 @@ def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
         target=code.target,
         layout=f"{code.signature.label}-{code.signature.arch}",
         variant=attention.canonical_text,
-        schedule=f"{code.schedule}; {code.signature}",
+        schedule=f"{code.schedule}; {code.signature}; {normalizers.digest(attention.normalizer)}",
     )

@@ -123,7 +123,8 @@ class _Recorded(torch.autograd.Function):
         if operands:
             named = dict(zip(kept.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
-        call = Call(*tensors[:4], operands, Dense(offset), kept.options, kept.head_dim)
+        query, key, value, rope = tensors[:4]
+        call = Call(query, key, value, rope, operands, Dense(offset), kept.options, kept.head_dim)
         if dout is None:
             dout = torch.zeros_like(out)
         if torch.is_grad_enabled() or not unwatched([dout, dlse, *tensors]):

@@ -59,9 +59,12 @@ def _tiles(x: Tensor) -> list[Tensor]:
 def check_variant(
     variant: Any, query: Tensor, key: Tensor, value: Tensor, *, target: str | None = None,
     operands: dict[str, Any] | None = None, gradients: bool = True, differentiate: tuple[str, ...] = (),
-    q_offset: Any = None, label: str = "", run: Callable[..., Any] | None = None, **options: Any,
+    q_offset: Any = None, label: str = "", run: Callable[..., Any] | None = None, lse: bool = True, **options: Any,
 ) -> None:  # fmt: skip
-    """Compare out, lse and every gradient of a call with the float64 reference and with plain torch in its dtype."""
+    """Compare out, lse and every gradient of a call with the float64 reference and with plain torch in its dtype.
+
+    lse: False for variants that have none.
+    """
     operands = operands or {}
 
     def compute(call: Callable[..., Any], dtype: torch.dtype, **extra: Any) -> dict[str, Tensor]:
@@ -75,14 +78,17 @@ def check_variant(
         leaves = {**inputs, **{n: mine[n] for n in differentiate}}
         for leaf in leaves.values():
             leaf.requires_grad_(gradients)
-        out, lse = call(*inputs.values(), return_lse=True, q_offset=q_offset, **mine, **extra)
-        found = {"out": out.detach(), "lse": lse.detach()}
+        given = call(*inputs.values(), return_lse=lse, q_offset=q_offset, **mine, **extra)
+        results = dict(zip(("out", "lse"), given if lse else [given]))
+        found = {n: result.detach() for n, result in results.items()}
         if gradients:
             generator = torch.Generator().manual_seed(7)
-            dout = torch.randn(out.shape, generator=generator).to(query.dtype).to(out.device, out.dtype)
-            dlse = torch.randn(lse.shape, generator=generator).to(lse.device, lse.dtype)
-            dlse = torch.where(torch.isinf(lse), 0.0, dlse)
-            pairs = torch.autograd.grad([out, lse], list(leaves.values()), [dout, dlse])
+            out = found["out"]
+            douts = [torch.randn(out.shape, generator=generator).to(query.dtype).to(out.device, out.dtype)]
+            if lse:
+                dlse = torch.randn(found["lse"].shape, generator=generator).to(found["lse"])
+                douts.append(torch.where(torch.isinf(found["lse"]), 0.0, dlse))
+            pairs = torch.autograd.grad(list(results.values()), list(leaves.values()), douts)
             found |= {f"d{n}": g for n, g in zip(leaves, pairs)}
         return found
 

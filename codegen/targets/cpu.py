@@ -22,6 +22,7 @@ from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
+from ..normalizers import lacks
 
 FORM = CpuForm(128, 128)  # measured on two cores: score tiles stay in L2, and short problems have several
 
@@ -42,7 +43,10 @@ class CpuTarget:
         return f"cpu: has schedule flash only; {algorithm} runs on targets triton and interpret"
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-        return None if signature.arch == "cpu" else "cpu: the operands are on a GPU"
+        if signature.arch != "cpu":
+            return "cpu: the operands are on a GPU"
+        lacking = lacks(facts.attention.weighs, self.family)
+        return None if lacking is None else f"cpu: {lacking}"
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         return None

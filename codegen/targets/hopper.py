@@ -26,6 +26,7 @@ from ...ir.errors import WeftError
 from ..binding import Binding
 from ..functions import GLUON_LANGUAGE
 from ..loader import load
+from ..normalizers import softmax_only
 from .triton import has_triton
 from .triton_launcher import Mode, TritonLauncher
 
@@ -66,6 +67,8 @@ class HopperTarget:
             return f"hopper: needs compute capability 9.0, this is {signature.arch}"
         if signature.dtype not in ("bf16", "fp16"):
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
+        if lacking := softmax_only(facts.attention.weighs):
+            return f"hopper: {lacking}"
         if widths.rope_dim or widths.value_is_key:
             return "hopper: latent attention is computed by the triton target"
         if widths.head_dim not in WIDTHS or widths.value_dim != widths.head_dim:

@@ -15,7 +15,7 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import KERNELS, Algorithm, Kernel, with_measuring
+from ...compiler.planning.kernels import FLASH, KERNELS, ROW_STATISTICS, SPANS, Algorithm, Kernel, with_measuring
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import segments_of
@@ -25,6 +25,7 @@ from ...compiler.planning.tilings import FIXED, tilings
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
+from ..normalizers import lacks, softmax_only
 from .triton_launcher import TritonLauncher
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class TritonTarget:
         own = [k for k in kernels if k.direction == direction]
         if direction == "forward":
             return own
+        if not facts.attention.weighs.saves_lse:
+            own = [k for k in own if k != ROW_STATISTICS]
         kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
         return [k for k in own if _is_needed(_FOLLOWED.get(k.name, k.name), wanted, kinds)]
 
@@ -80,7 +83,15 @@ class TritonTarget:
             return f"{self.name}: needs Triton; pip install triton"
         if signature.dtype == "fp64":
             return f"{self.name}: expected fp32, fp16 or bf16 operands, got fp64; use .reference(...) for float64"
-        return None
+        return self._lacking(kernel, facts)
+
+    def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
+        """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
+        if kernel in FLASH or kernel.name in SPANS:
+            where, lacking = "", lacks(facts.attention.weighs, self.family)
+        else:
+            where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.weighs)
+        return None if lacking is None else f"{self.name}: {where}{lacking}"
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         return None
@@ -129,7 +140,7 @@ class InterpretTarget(TritonTarget):
             return "interpret: needs Triton; pip install triton"
         if signature.dtype not in ("fp32", "fp16"):
             return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {signature.dtype}"
-        return None
+        return self._lacking(kernel, facts)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         return [FIXED.get(kernel.name, Tiling(32, 32, 4, 1))]  # small: short test problems have several tiles

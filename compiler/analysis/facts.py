@@ -167,6 +167,7 @@ class Facts:
             operand_gradients=len(self.attention.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,
             pair_bytes=self.pair_bytes,
+            normalizer=self.attention.weighs,
             measured=self._measuring(),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...ir.expr import Expr, Load
+from ...ir.normalizer import SOFTMAX, Normalizer
 
 Axis = Literal["kv", "q"]
 
@@ -103,4 +104,5 @@ class Traits:
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
     pair_bytes: int = 0  # of what score and mask read for each pair of a query and a key
+    normalizer: Normalizer = SOFTMAX
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit

@@ -109,7 +109,7 @@ def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
     if any(kernel.name == spans for kernel in plan.kernels):
         measured = f"what the mask reads is measured in each call by {spans}: tiles that cannot match are skipped"
         return [*notes, measured]
-    if plan.codes[0].target == "cpu":
+    if plan.codes[0].looks_first:
         evaluated = "the mask of each tile is evaluated first: the tile is skipped where nothing is visible"
         return [*notes, evaluated] if notes and bounds.axis == "kv" else notes  # it loops over tiles of keys only
     return [f"no closed form: {note}; every tile is visited and masked" for note in bounds.notes]

@@ -16,7 +16,7 @@ from ..analysis.records import Axis, TileCounts, TileProgram, Traits
 from ..analysis.survey import Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, predict
-from .forms import Form, Tiling
+from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
 from .kernels import Bound, Formula, Kernel, Sizes
 from .records import Quantity, Shape, Stage
@@ -57,6 +57,11 @@ class CodePlan:
     def has(self, kernel: str) -> bool:
         return any(k.name == kernel for k in self.kernels)
 
+    @property
+    def looks_first(self) -> bool:
+        """Whether the mask of each tile is evaluated before the tile is, which is skipped where nothing is visible."""
+        return any(isinstance(k.form, CpuForm) for k in self.kernels)
+
 
 SPANS_WARPS = 8  # of a program that measures tiles
 _VISITORS = {
@@ -67,23 +72,25 @@ _VISITORS = {
 
 
 def code_plan(
-    signature: Signature, target: str, measured_by: str, schedule: Schedule, kernels: Sequence[Kernel],
+    signature: Signature, target: str, family: str, measured_by: str, schedule: Schedule, kernels: Sequence[Kernel],
     parts: Segments, traits: Traits, sums: frozenset[str] = frozenset(),
 ) -> CodePlan:  # fmt: skip
     """The plan of the kernels that `schedule` gives to `target`, each with its stages.
 
+    family: of the target, whose stages its kernels have.
     sums: how wanted gradients of operands are summed: "total", "row", "column".
     measured_by: the target whose kernels measure tiles for it. These have no form of their own: their tiles are those
     of the kernel that visits what they find.
     """
 
     def of(kernel: Kernel) -> KernelCode:
-        own, form = target, schedule.kernels[kernel.name].form if kernel.name in schedule.kernels else None
+        own, words = target, family
+        form = schedule.kernels[kernel.name].form if kernel.name in schedule.kernels else None
         if form is None:
             visitor = schedule.form(_VISITORS[kernel.direction, kernel.axis])
-            own, form = measured_by, Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
+            own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
         tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, sums)
-        return KernelCode(kernel, own, form, stages_of(own, kernel.name, tiles))
+        return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))
     verify_code(made)

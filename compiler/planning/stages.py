@@ -2,7 +2,7 @@
 
 Every stage has a key. A template prints the words of a stage as the comment over the code that does it, by
 `{{ stage("flash_forward", "load query") }}`, and places each stage of its kernels exactly once, which codegen checks.
-A kernel whose steps differ on a target has an entry of its own, `("hopper", "flash_forward")`.
+A kernel whose steps differ in a family of templates has an entry of its own, `("hopper", "flash_forward")`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,27 @@ class Tiles:
         return "scale * Q K^T" if self.traits.linear else "score(Q K^T)"
 
     @property
+    def running(self) -> list[str]:
+        """What a forward keeps of each row besides the output."""
+        return [self.rows("max"), self.rows("sum")] if self.traits.normalizer.saves_lse else []
+
+    @property
+    def results(self) -> str:
+        """What a forward stores."""
+        if self.traits.normalizer.saves_lse:
+            return f"{self.output('O / sum')}, {self.rows('lse = max + log(sum)')}"
+        return self.output("O")
+
+    def saved(self, *names: str) -> list[str]:
+        """Those of a row's statistics, lse and delta, that a backward has."""
+        return [self.rows(name) for name in names] if self.traits.normalizer.saves_lse else []
+
+    def weights(self, place: str = "") -> str:
+        """How a forward finds the weights of a tile, and where they lie if that is worth a word."""
+        weight = self.traits.normalizer.weight
+        return f"P = {weight}{place}" if weight else f"new max; P = exp2(S - max){place}; sum and O rescaled"
+
+    @property
     def mask_text(self) -> str:
         return "; mask on edge tiles only" if self.traits.masked else "; lengths checked on edge tiles only"
 
@@ -78,11 +99,11 @@ _IN, _AHEAD, _OUT = "HBM -> SRAM", "HBM -> SRAM, ahead", "registers -> HBM"
 _EACH_KV, _EACH_Q, _ONCE = "key tile", "query tile", "program"
 
 
-def stages_of(target: str, kernel: str, tiles: Tiles) -> tuple[Stage, ...]:
+def stages_of(family: str, kernel: str, tiles: Tiles) -> tuple[Stage, ...]:
     """What a program of a kernel loads, keeps, computes and stores, in order."""
-    words = _STAGES.get((target, kernel)) or _STAGES.get(("", kernel))
+    words = _STAGES.get((family, kernel)) or _STAGES.get(("", kernel))
     if words is None:
-        raise InternalError(f"stages: no words for kernel {kernel} of target {target}")
+        raise InternalError(f"stages: no words for kernel {kernel} of family {family}")
     return tuple(words(tiles))
 
 
@@ -107,13 +128,13 @@ def _flash_forward(t: Tiles) -> list[Stage]:
     key = f"{t.key()}, used as V too" if t.parts.value_is_key else t.key()
     return [
         _load("query", t.query(), _ONCE),
-        _keep("sums", f"{t.output('O')} float32, {t.rows('max')}, {t.rows('sum')}"),
+        _keep("sums", ", ".join([f"{t.output('O')} float32", *t.running])),
         _load("key", key, _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_KV),
-        _compute("weights", "new max; P = exp2(S - max); sum and O rescaled", _EACH_KV),
+        _compute("weights", t.weights(), _EACH_KV),
         *value,
         _compute("output", "O += P V", _EACH_KV),
-        _store("output", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}"),
+        _store("output", t.results),
     ]
 
 
@@ -155,7 +176,7 @@ def _flash_dquery(t: Tiles) -> list[Stage]:
     sums = ["sums for operands"] if not result and t.sums - {"column"} else []
     product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if result else []
     return [
-        _load("query", f"{t.query()}, {t.output('dO')}, {t.rows('lse')}, {t.rows('delta')}", _ONCE),
+        _load("query", ", ".join([t.query(), t.output("dO"), *t.saved("lse", "delta")]), _ONCE),
         _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
         _load("key", t.key(), _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = Q K^T", _EACH_KV),
@@ -189,11 +210,11 @@ def _column_sums(t: Tiles, per: str) -> list[Stage]:
 
 def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
     """P and dS of a tile of queries that a program of a tile of keys visits."""
-    delta = f", {t.rows('delta')}" if wants_dscores else ""
+    saved = t.saved("lse", "delta") if wants_dscores else t.saved("lse")
     dweights = [_compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_Q)] if wants_dscores else []
     dscores = [_compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_Q)] if wants_dscores else []
     return [
-        _load("query", f"{t.query()}, {t.rows('lse')}{delta}", _EACH_Q, moves),
+        _load("query", ", ".join([t.query(), *saved]), _EACH_Q, moves),
         _compute("scores", f"{t.scores('S')} = Q K^T", _EACH_Q),
         _load("doutput", t.output("dO"), _EACH_Q, moves),
         *dweights,
@@ -203,6 +224,8 @@ def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
 
 
 def _weights_text(t: Tiles) -> str:
+    if not t.traits.normalizer.saves_lse:
+        return t.weights()
     return f"P = exp2({'scale * S' if t.traits.linear else 'score(S)'} - lse)"
 
 
@@ -211,7 +234,8 @@ def _key_results(t: Tiles) -> list[str]:
 
 
 def _dscore(t: Tiles) -> str:
-    return "P * (dP - delta)" + ("" if t.traits.linear else " * score'")
+    dscore = "P * (dP - delta)" if t.traits.normalizer.saves_lse else "P' * dP"
+    return dscore + ("" if t.traits.linear else " * score'")
 
 
 def _streaming_forward(t: Tiles) -> list[Stage]:
@@ -360,25 +384,26 @@ def _cpu_forward(t: Tiles) -> list[Stage]:
     value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
     return [
         Stage("load query", "load", f"{t.query()} of each head of the chunk{_scaled(t)}", _RAM, _EACH_Q),
-        Stage("keep sums", "keep", f"{t.output('O')}, {t.rows('max')}, {t.rows('sum')}", "cache", _EACH_Q),
+        Stage("keep sums", "keep", ", ".join([t.output("O"), *t.running]), "cache", _EACH_Q),
         Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
         _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
         Stage("load value", "load", value, _RAM, _EACH_KV),
-        _compute("output", "new max; P = exp2(S - max) over S; sum and O rescaled; O += P V", _EACH_KV),
-        Stage("store output", "store", f"{t.output('O / sum')}, {t.rows('lse = max + log(sum)')}", _CACHE, _EACH_Q),
+        _compute("output", f"{t.weights(' over S')}; O += P V", _EACH_KV),
+        Stage("store output", "store", t.results, _CACHE, _EACH_Q),
     ]
 
 
 def _cpu_backward(t: Tiles) -> list[Stage]:
     """The wanted gradients in one pass: of five matrix products a tile, those that they need."""
-    rows = f"{t.query()}{_scaled(t)}, {t.output('dO')}, {t.rows('lse')}"
+    rows = ", ".join([f"{t.query()}{_scaled(t)}", t.output("dO"), *t.saved("lse")])
+    saves_lse = t.traits.normalizer.saves_lse
     stages = [
         Stage("load query", "load", f"{rows} of each head of the chunk", _RAM, _EACH_Q),
         _compute("delta", "delta = rowsum(O * dO) - dlse", _EACH_Q),
         Stage("keep dquery", "keep", t.query("dQ"), "cache", _EACH_Q),
         Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
         _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
-        _compute("weights", "P = exp2(S - lse) over S", _EACH_KV),
+        _compute("weights", "P = exp2(S - lse) over S" if saves_lse else t.weights(), _EACH_KV),
         Stage("store dvalue", "store", "dV += P^T dO, rows of the result", _CACHE, _EACH_KV),
         Stage("load value", "load", f"{t.value()}, a view", _RAM, _EACH_KV),
         _compute("dscores", f"dS = {_dscore(t)}, with dP = dO V^T", _EACH_KV),
@@ -389,6 +414,7 @@ def _cpu_backward(t: Tiles) -> list[Stage]:
     ]
     left_out = set() if "query" in t.wanted else {"keep dquery", "compute dquery", "store dquery"}
     left_out |= set() if "value" in t.wanted else {"store dvalue"}
+    left_out |= set() if saves_lse else {"compute delta"}
     left_out |= set() if t.wants_dkey else {"store dkey"}
     left_out |= set() if t.sums else {"store sums"}
     if not ({"query", "key", "rope"} & t.wanted or t.sums):

@@ -103,6 +103,7 @@ class Target(Protocol):
     """One way to compute attention."""
 
     name: str
+    family: str  # of templates, and of texts of normalizers: targets that share them have one
     measured_by: str  # the target whose kernels measure which tiles its own visit; mostly itself
     by_name_only: bool  # never chosen for a call that does not ask for it
     language: Any  # what the variant's functions are printed in: a Language of codegen

@@ -1,0 +1,225 @@
+"""Normalizers as finished text: the lines that kernels place where scores become weights, for each family of templates.
+
+What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward of family triton has LN_2 alone)
+
+  triton    forward: qk [BLOCK_Q, BLOCK_KV], and `terms.score`, -inf for hidden pairs; the weights are left in p.
+            backward: `terms.score` of pairs of which some are hidden, cleared later; p, and the gradient dp of it;
+            row_lse2 and row_delta of a normalizer that saves lse, shaped to broadcast
+  cpu       forward: `terms.score`, [N, rows, columns], which may be overwritten, and values [N, columns, Dv]; rows
+            q_first to q_end of out (and lse) are left, [*rows.shape[:4], -1] each.
+            backward: `terms.score`, -inf for hidden pairs, of the shape of products; weights and dscore are left, the
+            latter from douts and values; log_total and delta of a normalizer that saves lse
+
+Scores are in units of log 2, so that exp2 serves; gradients of scores are per natural unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..ir.errors import InternalError
+from ..ir.normalizer import SOFTMAX, Normalizer
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What of a variant, and of a direction, the texts of a normalizer depend on."""
+
+    linear: bool  # the score is a scale times q.k; in a forward of family triton that scale is positive
+    masked: bool  # the mask is not True
+    score: str  # the scores of a tile, an expression
+    sums: tuple[str, ...]  # running sums of weighted values, by name (family triton)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The texts of one normalizer: lines from column 0 on, "" for none, or expressions where that is said."""
+
+    init: str = ""  # before the loop over tiles
+    weigh: str = ""  # the weights of a visited tile
+    accumulate: str = ""  # what runs along, brought up to date, and sums rescaled; cpu: the product with the values too
+    finish: str = ""  # after the loop, before the output is stored; cpu: stores the output and what is saved
+    factor: str = ""  # triton: what follows a tile of sums where it is stored, as " * weight[:, None]"
+    save: str = ""  # triton: row_lse [BLOCK_Q], natural log, of a normalizer that saves lse
+    backward_weight: str = ""  # the weights again, from scores and what was saved
+    backward_score: str = ""  # triton: the gradient of the score, an expression of p and dp; cpu: lines
+    scaled_backward_score: str = ""  # triton: the same times `scale`, where that is no plain product
+    define: str = ""  # functions and classes of a forward's module
+    backward_define: str = ""  # the same of a backward's
+    in_one_piece: str = ""  # cpu: out and lse of a small call from all its `scores`; without it such calls have tiles
+
+    @property
+    def scaled(self) -> str:
+        return self.scaled_backward_score or f"({self.backward_score}) * scale"
+
+
+# What holds the scores of a tile, by family, direction and whether the score is linear in q.k
+SCORES = {
+    ("triton", "forward", True): "qk * scale",
+    ("triton", "forward", False): "qk",
+    ("triton", "backward", True): "qk * scale",
+    ("triton", "backward", False): "scores(qk, q_pos, kv_pos, {env})",
+    **{("cpu", "forward", linear): "scores_tile" for linear in (True, False)},
+    **{("cpu", "backward", linear): "logits.view(products.shape)" for linear in (True, False)},
+}
+
+Texts = Callable[[Terms], Blocks]
+_texts: dict[tuple[str, str], Texts] = {}
+
+
+def register(normalizer: Normalizer, family: str, texts: Texts) -> None:
+    """Give the texts of a normalizer in one family of templates, "triton" (targets triton and interpret) or "cpu"."""
+    _texts[normalizer.name, family] = texts
+
+
+def digest(name: str) -> str:
+    """A mark of the texts of a normalizer, for the key of what is generated from them; "" for Weft's own."""
+    if name == SOFTMAX.name:
+        return ""
+    terms = [Terms(linear, masked, "scores", ("o0",)) for linear in (True, False) for masked in (True, False)]
+    texts = [repr(texts(t)) for (of, _), texts in sorted(_texts.items()) if of == name for t in terms]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def unregister(normalizer: Normalizer) -> None:
+    """Take the texts of a normalizer away again."""
+    for key in [key for key in _texts if key[0] == normalizer.name]:
+        del _texts[key]
+
+
+def lacks(normalizer: Normalizer, family: str) -> str | None:
+    """What a family has instead, in words, where it has no texts of a normalizer; None where it has them."""
+    if (normalizer.name, family) in _texts:
+        return None
+    return _only([name for name, known in _texts if known == family])
+
+
+def softmax_only(normalizer: Normalizer) -> str | None:
+    """The same of what computes a softmax and nothing else."""
+    return None if normalizer == SOFTMAX else _only([SOFTMAX.name])
+
+
+def _only(names: list[str]) -> str:
+    return f"has the normalizer{'s' if len(names) > 1 else ''} {', '.join(names)} only"
+
+
+def blocks_of(normalizer: Normalizer, family: str, terms: Terms) -> Blocks:
+    """The texts of a normalizer for one variant and direction."""
+    if (normalizer.name, family) not in _texts:
+        raise InternalError(f"normalizers: {family} has no texts of {normalizer.name}")
+    return _texts[normalizer.name, family](terms)
+
+
+def _lines(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
+
+
+# -- softmax, family triton --------------------------------------------------------------------------------------------
+def _softmax_of_triton(terms: Terms) -> Blocks:
+    """Running maximum and sum; of raw products where the score is linear, which saves a product a score."""
+    scaled = " * scale" if terms.linear else ""
+    exponent = "qk * scale - (reference * scale)[:, None]" if terms.linear else "qk - reference[:, None]"
+    shrink = "(row_max - reference) * scale" if terms.linear else "row_max - reference"
+    weigh = f"""
+        new_max = tl.maximum(row_max, tl.max(qk, 1))
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: -inf - -inf would be NaN
+        p = tl.exp2({exponent})
+        rescale = tl.exp2({shrink})
+    """
+    rescaled = [f"{name} = {name} * rescale[:, None]" for name in terms.sums]
+    return Blocks(
+        init=_lines("""
+            row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_Q], tl.float32)
+        """),
+        weigh=_lines(weigh),
+        accumulate="\n".join(["row_sum = row_sum * rescale + tl.sum(p, 1)", "row_max = new_max", *rescaled]),
+        finish="\n".join(
+            [
+                "safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)"
+                "  # a row that saw nothing has sum 0, maximum -inf, output 0",
+                "weight = 1.0 / safe_sum",
+            ]
+        ),
+        factor=" * weight[:, None]",
+        save=f"row_lse = (row_max{scaled} + tl.log2(safe_sum)) * LN_2",
+        backward_weight=f"p = tl.exp2({terms.score} - row_lse2)",
+        backward_score="p * (dp - row_delta)",
+        scaled_backward_score="p * (dp * scale - row_delta * scale)",
+    )
+
+
+# -- softmax, family cpu -----------------------------------------------------------------------------------------------
+_SOFTMAX_CLASS = '''
+class Softmax:
+    """Running softmax-weighted sum over tiles of keys (online softmax, Milakov and Gimelshein 2018)."""
+
+    def __init__(self):
+        self.top = self.total = self.weighted = None  # maximum and sum of exponentials of each row; sum over values
+
+    def add(self, scores, values):
+        """One more tile of scores [N, rows, columns] in units of log 2, overwritten, and values [N, columns, Dv]."""
+        top = scores.amax(-1, keepdim=True)
+        if self.top is not None:
+            top = torch.maximum(top, self.top)
+        finite_top = top.masked_fill(top == -math.inf, 0.0)  # a row that saw nothing yet
+        weights = scores.sub_(finite_top).exp2_()
+        if self.top is None:
+            self.total = weights.sum(-1, keepdim=True)
+            self.weighted = torch.bmm(weights, values)
+        else:
+            shrink = torch.exp2(self.top - finite_top)
+            self.total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+            self.weighted.mul_(shrink).baddbmm_(weights, values)
+        self.top = top
+
+    def finish(self):
+        """The weighted mean of the values and the log of the sum of exponentials; 0 and -inf for a row with no keys."""
+        logsumexp = self.top * LN_2 + self.total.log()
+        return self.weighted.div_(self.total.masked_fill(self.total == 0.0, 1.0)), logsumexp
+'''
+
+
+def _softmax_of_cpu(terms: Terms) -> Blocks:
+    """A class that weighs and accumulates at once; values are met in `add`."""
+    return Blocks(
+        define=_lines(_SOFTMAX_CLASS),
+        init="softmax = Softmax()",
+        accumulate=f"softmax.add({terms.score}, values)",
+        finish=_lines("""
+            if softmax.top is None:
+                out[:, :, :, q_first:q_end] = 0.0
+                lse[:, :, :, q_first:q_end] = -math.inf
+                continue
+            mean, logsumexp = softmax.finish()
+            out[:, :, :, q_first:q_end] = mean.view(*rows.shape[:4], -1)
+            lse[:, :, :, q_first:q_end] = logsumexp.view(rows.shape[:4])
+        """),
+        in_one_piece=_softmax_in_one_piece(terms.masked),
+        backward_weight=f"weights = {terms.score}.sub_(log_total).exp2_()",
+        backward_score="dscore = torch.bmm(douts, values.transpose(1, 2)).sub_(delta).mul_(weights)",
+    )
+
+
+def _softmax_in_one_piece(masked: bool) -> str:
+    finite_top, divisor = "top", "total"
+    if masked:
+        finite_top = "top if n_seen == kv_len else top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing"
+        divisor = "total if n_seen == kv_len else total.masked_fill(total == 0.0, 1.0)"
+    weights = f"finite_top = {finite_top}\n        weights = scores.sub_(finite_top).exp2_()"
+    return _lines(f"""
+        top = scores.amax(-1, keepdim=True)
+        {weights if masked else "weights = scores.sub_(top).exp2_()"}
+        total = weights.sum(-1, keepdim=True)
+        weighted = torch.bmm(weights, value.to(dtype).reshape(batch * kv_heads, kv_len, -1))
+        divisor = {divisor}
+        out.copy_(weighted.div_(divisor).view(out.shape))
+        torch.add(total.log_().view(lse.shape), top.view(lse.shape), alpha=LN_2, out=lse)
+    """)
+
+
+register(SOFTMAX, "triton", _softmax_of_triton)
+register(SOFTMAX, "cpu", _softmax_of_cpu)

@@ -1,0 +1,64 @@
+"""What turns the scores that a query sees into the weights of their values: records, found by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import WeftError
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """One way from scores to weights. Hidden pairs weigh 0, and a row that sees nothing gives 0, under each.
+
+    What it is, and no more: the texts that compute it stand in codegen/normalizers.py.
+    """
+
+    name: str  # an identifier, as in Attention(normalizer="softmax")
+    saves: Literal["lse", "nothing"]  # what a forward keeps of each row, from which the backward finds the weights
+    # of a visible pair where it depends on that pair alone: an expression of `score`, which is 0 where the score is
+    # -inf; None where it depends on the row, by a rule in ir/reference.py
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name.isidentifier()):
+            raise WeftError(f"Normalizer: expected name to be an identifier, got {self.name!r}")
+        if self.saves not in ("lse", "nothing"):
+            raise WeftError(f"Normalizer {self.name}: expected saves to be 'lse' or 'nothing', got {self.saves!r}")
+        if self.saves_lse != (self.weight is None):
+            raise WeftError(
+                f"Normalizer {self.name}: expected weight=, an expression of `score`, where nothing is saved and there "
+                f"alone, got saves={self.saves!r} and weight={self.weight!r}"
+            )
+
+    @property
+    def saves_lse(self) -> bool:
+        return self.saves == "lse"
+
+
+SOFTMAX = Normalizer("softmax", saves="lse")  # exp(score - lse)
+_registered = {SOFTMAX.name: SOFTMAX}
+
+
+def register(normalizer: Normalizer) -> None:
+    """Make a normalizer known by its name. Raises WeftError where another one has the name already."""
+    if _registered.setdefault(normalizer.name, normalizer) != normalizer:
+        raise WeftError(f"normalizer: {normalizer.name!r} is another one already; choose a name that is free")
+
+
+def unregister(name: str) -> None:
+    """Take a normalizer away again."""
+    del _registered[name]
+
+
+def normalizers() -> tuple[str, ...]:
+    """Names of all normalizers."""
+    return tuple(_registered)
+
+
+def normalizer_named(name: str) -> Normalizer:
+    """The normalizer of that name. Raises WeftError that lists the known ones where there is none."""
+    if not isinstance(name, str) or name not in _registered:
+        raise WeftError(f"normalizer: expected one of {', '.join(_registered)}, got {name!r}")
+    return _registered[name]

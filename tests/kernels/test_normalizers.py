@@ -1,0 +1,279 @@
+"""Normalizers from outside the package: their records and texts, and what they come to on each target."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from weft import batch, head, kv_pos, masks, q_pos, score
+from weft.codegen import normalizers as texts
+from weft.codegen.normalizers import Blocks, Terms
+from weft.ir import normalizer as records
+from weft.ir.normalizer import Normalizer
+
+from ..compile.ahead import compiled
+from ..support import check_variant, poisoned
+
+pytest.importorskip("triton")
+
+# -- two toys, as another package would bring them ---------------------------------------------------------------------
+RELU = Normalizer("toy_relu", saves="nothing", weight="maximum(score, 0.0)")
+SIGMOID = Normalizer("toy_sigmoid", saves="nothing", weight="sigmoid(score)")
+
+
+def relu_of_triton(terms: Terms) -> Blocks:
+    return Blocks(
+        weigh=f"p = tl.maximum({terms.score}, 0.0) * LN_2",
+        backward_weight=f"logit = {terms.score}\np = tl.maximum(logit, 0.0) * LN_2",
+        backward_score="tl.where(logit > 0.0, dp, 0.0)",
+    )
+
+
+def sigmoid_of_triton(terms: Terms) -> Blocks:
+    """Half of each value at score 0: a pair that should be hidden and is not would show."""
+    return Blocks(
+        weigh=f"p = 1.0 / (1.0 + tl.exp2(-({terms.score})))",
+        backward_weight=f"p = 1.0 / (1.0 + tl.exp2(-({terms.score})))",
+        backward_score="p * (1.0 - p) * dp",
+    )
+
+
+def on_cpu(weigh: str, slope: str) -> texts.Texts:
+    def blocks(terms: Terms) -> Blocks:
+        return Blocks(
+            init="out[:, :, :, q_first:q_end] = 0.0\nweighted = None",
+            weigh=f"weights = {weigh.format(terms.score)}",
+            accumulate="product = torch.bmm(weights, values)\n"
+            "weighted = product if weighted is None else weighted + product",
+            finish="if weighted is not None:\n    out[:, :, :, q_first:q_end] = weighted.view(*rows.shape[:4], -1)",
+            backward_weight=f"weights = {weigh.format(terms.score)}",
+            backward_score=f"dscore = torch.bmm(douts, values.transpose(1, 2)).mul_({slope})",
+        )
+
+    return blocks
+
+
+@pytest.fixture(autouse=True)
+def toys(tmp_path: Path) -> Iterator[None]:
+    """A cache of their own: its keys know the sources of the package, and no texts from outside."""
+    records.register(RELU)
+    records.register(SIGMOID)
+    texts.register(RELU, "triton", relu_of_triton)
+    texts.register(RELU, "cpu", on_cpu("{0}.clamp(min=0.0).mul_(LN_2)", "weights > 0.0"))
+    texts.register(SIGMOID, "triton", sigmoid_of_triton)
+    texts.register(SIGMOID, "cpu", on_cpu("({0} * LN_2).sigmoid_()", "weights * (1.0 - weights)"))
+    with weft.settings(cache_dir=tmp_path):
+        yield
+    for record in (RELU, SIGMOID):
+        texts.unregister(record)
+        records.unregister(record.name)
+
+
+def toy(name: str = "toy", mask=masks.causal, normalizer: str = "toy_relu", **changes) -> weft.Attention:
+    return weft.Attention(mask=mask, name=name, normalizer=normalizer, **changes)
+
+
+def tensors(dtype: torch.dtype = torch.float32, q_len: int = 40, kv_len: int = 40, width: int = 16):
+    """GQA with two heads a key; more queries than keys: a causal mask then hides all keys from the first."""
+    shapes = ((2, 4, q_len, width), (2, 2, kv_len, width), (2, 2, kv_len, 32))
+    return [poisoned(shape, dtype, seed=n) for n, shape in enumerate(shapes)]
+
+
+TARGETS = pytest.mark.parametrize("target", ["cpu", "interpret"])
+NORMALIZERS = pytest.mark.parametrize("normalizer", ["toy_relu", "toy_sigmoid"])
+slopes, rows, columns = weft.tensor("slopes", 1), weft.tensor("rows", 2), weft.tensor("columns", 2)
+factor, doc = weft.tensor("factor", 1), weft.tensor("doc", 2, int)
+
+
+# -- results and gradients ---------------------------------------------------------------------------------------------
+@TARGETS
+@NORMALIZERS
+@pytest.mark.parametrize("mask", [True, masks.causal], ids=["unmasked", "causal"])
+@pytest.mark.parametrize("lengths", [(40, 40), (50, 33), (1, 70), (70, 100)], ids=str)
+def test_linear_scores(target, normalizer, mask, lengths) -> None:
+    check_variant(toy(mask=mask, normalizer=normalizer), *tensors(torch.float32, *lengths), target=target, lse=False)
+
+
+@TARGETS
+@NORMALIZERS
+def test_rows_that_see_nothing_give_0(target, normalizer) -> None:
+    query, key, value = tensors(q_len=50, kv_len=33)
+    query = query.detach().requires_grad_()
+    variant = toy(normalizer=normalizer)
+    out = variant(query, key, value, target=target)
+    out.sum().backward()
+    assert not out[:, :, :17].any() and out[:, :, 17:].any(-1).float().mean() > 0.9
+    assert not query.grad[:, :, :17].any()
+
+
+@TARGETS
+@NORMALIZERS
+def test_scores_that_are_not_linear(target, normalizer) -> None:
+    capped = toy(score=5.0 * weft.tanh(score / 5.0) - 0.3, normalizer=normalizer)
+    check_variant(capped, *tensors(q_len=50, kv_len=33), target=target, lse=False)
+
+
+@TARGETS
+@NORMALIZERS
+def test_gradients_of_operands(target, normalizer) -> None:
+    written = score + slopes[head] * (kv_pos - q_pos) + rows[head, q_pos] + columns[head, kv_pos]
+    given = {"slopes": torch.tensor([0.1, -0.2, 0.05, 0.3]), "rows": torch.randn(4, 40), "columns": torch.randn(4, 40)}
+    check_variant(
+        toy(score=written, normalizer=normalizer), *tensors(), target=target, operands=given, lse=False,
+        differentiate=("slopes", "rows", "columns"),
+    )  # fmt: skip
+
+
+@TARGETS
+@NORMALIZERS
+@pytest.mark.parametrize("differentiate", [(), ("factor",)], ids=["", "dfactor"])
+def test_factors_of_any_sign(target, normalizer, differentiate) -> None:
+    signs = [-1.5, 0.7, -0.2, 2.0] if normalizer == "toy_relu" else [-1.5, 0.7, 0.0, 2.0]
+    signed = toy(score=score * factor[head], normalizer=normalizer)
+    check_variant(
+        signed, *tensors(q_len=50, kv_len=33), target=target, operands={"factor": torch.tensor(signs)}, lse=False,
+        differentiate=differentiate,
+    )  # fmt: skip
+
+
+@TARGETS
+@NORMALIZERS
+def test_masks_that_read_tensors(target, normalizer) -> None:
+    """On GPUs their tiles are measured; on a CPU the mask is evaluated first."""
+    documents = toy(mask=(doc[batch, q_pos] == doc[batch, kv_pos]) & (kv_pos <= q_pos), normalizer=normalizer)
+    ids = torch.arange(100)[None] // torch.tensor([[30], [47]])
+    check_variant(documents, *tensors(q_len=100, kv_len=100), target=target, operands={"doc": ids.int()}, lse=False)
+
+
+@TARGETS
+def test_half_precision_and_widths_of_several_segments(target) -> None:
+    check_variant(toy(normalizer="toy_sigmoid"), *tensors(torch.float16, width=24), target=target, lse=False)
+
+
+@TARGETS
+@pytest.mark.parametrize("wanted", [("query",), ("key",), ("value",)], ids=str)
+def test_some_gradients_only(target, wanted) -> None:
+    inputs = dict(zip(("query", "key", "value"), (t.detach() for t in tensors())))
+    variant = toy(normalizer="toy_sigmoid")
+    gradients = []
+    for call, dtype in ((variant, torch.float32), (variant.reference, torch.float64)):
+        leaves = {n: t.to(dtype).requires_grad_(n in wanted) for n, t in inputs.items()}
+        out = call(*leaves.values(), **({"target": target} if dtype == torch.float32 else {}))
+        gradients.append(torch.autograd.grad(out.square().sum(), [leaves[n] for n in wanted]))
+    for mine, exact in zip(*gradients):
+        torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@TARGETS
+def test_latent_attention(target) -> None:
+    mla = toy(latent=weft.Latent(rank=32, rope=16), normalizer="toy_sigmoid")
+    query, cache = torch.randn(2, 4, 20, 48), torch.randn(2, 1, 35, 48)
+    uk, uv = torch.randn(4, 32, 32) / 6, torch.randn(4, 32, 16) / 6
+    exact = mla.reference(query.double(), cache.double(), uk=uk.double(), uv=uv.double())
+    for form in ("expanded", "absorbed"):
+        out = mla(query, cache, uk=uk, uv=uv, form=form, target=target)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+# -- what it is part of ------------------------------------------------------------------------------------------------
+def test_text_digest_and_copies_keep_it() -> None:
+    variant = toy()
+    plain = variant.replace(normalizer="softmax")
+    assert 'normalizer="toy_relu"' in str(variant) and 'normalizer="toy_relu"' in variant.canonical_text
+    assert "normalizer" not in str(plain) + plain.canonical_text
+    assert variant != plain and variant.digest != plain.digest
+    for again in (
+        weft.parse_attention(str(variant)), weft.parse_attention(variant.canonical_text), copy.deepcopy(variant),
+        pickle.loads(pickle.dumps(variant)), plain.replace(normalizer="toy_relu"),
+    ):  # fmt: skip
+        assert again == variant and again.normalizer == "toy_relu" and again.digest == variant.digest
+        assert isinstance(again, weft.Attention)
+
+
+def test_a_program_of_torch_compile_keeps_it() -> None:
+    variant = toy(normalizer="toy_sigmoid")
+    call = torch.compile(lambda *t: variant(*t), backend="eager", fullgraph=True)
+    inputs = tensors()
+    torch.testing.assert_close(call(*inputs), variant(*inputs))
+
+
+def test_kernels_hold_no_statistics_and_say_what_they_do() -> None:
+    sizes = weft.shape(heads=4, kv_heads=2, q_len=512, head_dim=64, dtype="fp32")
+    for target, device in (("cpu", "cpu"), ("triton", "h100")):
+        for direction in ("forward", "backward"):
+            source = toy().source(sizes, direction=direction, target=target, device=device)
+            assert "P = maximum(score, 0.0)" in source
+            for word in ("lse2", "delta", "row_statistics", "row_max", "logsumexp", "Softmax"):
+                assert word not in source, (target, direction, word)
+    assert "row_statistics" not in toy().explain(sizes, device="h100")
+
+
+@NORMALIZERS
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_kernels_compile_for_a_gpu(normalizer, direction) -> None:
+    capped = toy(score=5.0 * weft.tanh(score / 5.0), normalizer=normalizer)
+    for variant in (toy(normalizer=normalizer), capped):
+        names = {"forward": {"flash_forward"}, "backward": {"flash_dquery", "flash_dkey_dvalue"}}
+        assert set(compiled(variant, direction, 64).kernels) == names[direction]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+def test_there_is_no_lse_to_return() -> None:
+    for call in (toy(), toy().reference):
+        with pytest.raises(weft.WeftError, match="toy: return_lse: the normalizer toy_relu has no log-sum-exp"):
+            call(*tensors(), return_lse=True)
+
+
+@pytest.mark.parametrize("name", ["toy_rule", None, ["softmax"]])
+def test_an_unknown_name_is_refused_with_the_known_ones(name) -> None:
+    with pytest.raises(weft.WeftError, match="normalizer: expected one of softmax, toy_relu, toy_sigmoid, got"):
+        weft.Attention(normalizer=name)
+    with pytest.raises(weft.WeftError, match="normalizer: expected one of softmax, toy_relu, toy_sigmoid, got"):
+        toy().replace(normalizer=name)
+
+
+def test_hopper_says_that_it_has_softmax_only_and_triton_takes_the_call() -> None:
+    sizes = weft.shape(heads=4, q_len=512, head_dim=64)
+    with pytest.raises(weft.UnavailableError, match="hopper: has the normalizer softmax only"):
+        toy().plan(sizes, device="h100", target="hopper")
+    text = toy().explain(sizes, device="h100")
+    assert "hopper: has the normalizer softmax only" in text and "flash_forward" in text
+    assert "hopper: has" not in toy(normalizer="softmax").explain(sizes, device="h100")
+
+
+@pytest.mark.parametrize("schedule", ["streaming", "standard"])
+def test_other_schedules_say_that_they_have_softmax_only(schedule) -> None:
+    with pytest.raises(weft.UnavailableError, match=f"interpret: schedule {schedule} has the normalizer softmax only"):
+        toy()(*tensors(), target="interpret", schedule=schedule)
+
+
+def test_a_target_without_its_text_says_which_normalizers_it_has() -> None:
+    texts.unregister(RELU)
+    with pytest.raises(weft.UnavailableError, match="cpu: has the normalizers softmax, toy_sigmoid only"):
+        toy(name="unwritten")(*tensors(), target="cpu")
+
+
+def test_a_name_means_one_normalizer() -> None:
+    records.register(Normalizer("toy_relu", saves="nothing", weight="maximum(score, 0.0)"))
+    with pytest.raises(weft.WeftError, match="'toy_relu' is another one already"):
+        records.register(Normalizer("toy_relu", saves="nothing", weight="exp(score)"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "no name", "saves": "lse"}, "expected name to be an identifier, got 'no name'"),
+        ({"name": "other", "saves": "max"}, "expected saves to be 'lse' or 'nothing', got 'max'"),
+        ({"name": "other", "saves": "nothing"}, "expected weight=, an expression of `score`"),
+        ({"name": "other", "saves": "lse", "weight": "exp(score)"}, "expected weight=, an expression of `score`"),
+    ],
+)
+def test_records_that_make_no_sense_are_refused(given, message) -> None:
+    with pytest.raises(weft.WeftError, match=message):
+        Normalizer(**given)
