@@ -13,7 +13,7 @@ Where nothing watches a call, `run` goes past torch's dispatcher, which takes th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,8 +45,10 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     tensors = [call.query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
-    recorded = torch.is_grad_enabled() and True in [t is not None and t.requires_grad for t in tensors]
-    if unwatched(tensors) and (call.query.is_cuda or call.query.is_cpu):
+    special = True in [t is not None and (t.requires_grad or t.is_neg()) for t in tensors]
+    recorded = special and torch.is_grad_enabled() and True in [t is not None and t.requires_grad for t in tensors]
+    plain = unwatched(tensors) and (call.query.is_cuda or call.query.is_cpu)
+    if plain and not (special and _negated(tensors)):
         return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_transforms(variant.name, present)
@@ -59,6 +61,11 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         return FORWARD(*arguments)
     with below_autograd():
         return FORWARD(*arguments)
+
+
+def _negated(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one is a view that is negated when it is read: the dispatcher writes that out, a kernel does not."""
+    return True in [t is not None and t.is_neg() for t in tensors]
 
 
 def _refuse_transforms(name: str, tensors: Sequence[Tensor]) -> None:
@@ -127,7 +134,8 @@ class _Recorded(torch.autograd.Function):
         call = Call(query, key, value, rope, operands, Dense(offset), kept.options, kept.head_dim)
         if dout is None:
             dout = torch.zeros_like(out)
-        if torch.is_grad_enabled() or not unwatched([dout, dlse, *tensors]):
+        given = [dout, dlse, *tensors]
+        if torch.is_grad_enabled() or not unwatched(given) or _negated(given):
             gradients = _through_op(kept, call, out, lse, dout, dlse)
         else:
             gradients = kept.variant.backward(_backward_call(call, out, lse, dout, dlse, kept.wanted))

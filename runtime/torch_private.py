@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -52,9 +52,8 @@ def forward_level() -> int:
     return getattr(forward_ad, "_current_level", -1)
 
 
-def unwatched(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nothing but its caller is to see an op: no tensor subclass, mode, transform, tracer or profiler, and no
-    tensor that the dispatcher would have to change first."""
+def unwatched(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but its caller is to see an op: no tensor subclass, mode, transform, tracer or profiler."""
     return (
         _dispatch_modes() == 0
         and not _function_mode()
@@ -63,7 +62,6 @@ def unwatched(tensors: Sequence[Tensor | None]) -> bool:
         and not _profiler()
         and forward_level() < 0
         and _PLAIN_TYPES.issuperset(map(type, tensors))
-        and True not in [t is not None and t.is_neg() for t in tensors]  # the dispatcher writes the negation out
     )
 
 

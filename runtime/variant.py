@@ -210,15 +210,15 @@ def _key(call: Call) -> tuple[object, ...]:
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
     offset = call.sequences.q_offset
     found: tuple[object, ...] = (
-        query.dtype, key.dtype, query.get_device(), key.get_device(), key.is_meta, query.shape[3], call.head_dim,
+        query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
         type(offset), options.target, options.schedule,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
     if value is not None:
-        found += (value.dtype, value.get_device(), value.is_meta, value.dim(), value.shape[-1])
+        found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
-        found += (rope.dtype, rope.get_device(), rope.is_meta, rope.dim(), rope.shape[-1])
+        found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     for operand in call.operands.values():
         if isinstance(operand, Tensor):
             found += (

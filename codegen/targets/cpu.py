@@ -98,7 +98,8 @@ class _CpuLauncher:
         dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
         packer = Packer({n: f"call.{n}" for n in ("query", "key", "value")}, ())
         conditions = [
-            "not autocast('cpu')", *fitting(False), "query_sd == key_sd == value_sd == 1", "not call.operands",
+            "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False),
+            "query_sd == key_sd == value_sd == 1", "not call.operands",
             f"isinstance(call.sequences.q_offset, int) and -{2**30} < call.sequences.q_offset < {2**30}",
         ]  # fmt: skip
         lines = [packer.expression(c) for c in [*conditions, like("query", "heads", "q_len", "value_dim")]][-1:]
