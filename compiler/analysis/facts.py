@@ -20,6 +20,7 @@ from .measured import measuring
 from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
 from .survey import Survey, survey
 from .tiles import tile_program
+from .verify import verify_tiles
 
 GradientKind = Literal["total", "row", "column", "mixed"]
 
@@ -65,11 +66,11 @@ class Facts:
 
     @cached_property
     def kv_tiles(self) -> TileProgram:
-        return tile_program(self.kv_bounds)
+        return verify_tiles(tile_program(self.kv_bounds))
 
     @cached_property
     def q_tiles(self) -> TileProgram:
-        return tile_program(self.q_bounds)
+        return verify_tiles(tile_program(self.q_bounds))
 
     @cached_property
     def survey(self) -> Survey | None:
