@@ -374,4 +374,4 @@ def _dense(
         return None
     device = torch.device("cpu")
     env = positions(batch + 1, head + 1, head + 1, q_len, kv_len, offset, device) | {"head_dim": 1, **options}
-    return dense_mask(attention, env, (batch + 1, head + 1, q_len, kv_len), device)[batch, head].numpy()
+    return dense_mask(attention, env, (batch + 1, head + 1, q_len, kv_len), torch.float32, device)[batch, head].numpy()

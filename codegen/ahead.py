@@ -109,7 +109,7 @@ class _Recorder(TritonLauncher):
         return 0
 
     def _counter(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32)
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
 
     def _processors(self) -> int:
         return 132  # a number of the launch, which code does not depend on

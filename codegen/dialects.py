@@ -1,7 +1,12 @@
 """Expressions printed as source, in Triton, Gluon or torch; how an operator is written there stands in its record.
 
+Every value has a type (int, float, bool), and is either one *number* for all that a function computes at once, or a
+*tile*. Torch code holds numbers as Python's own: floats of them have infinities and NaN where Python raises (`ieee`),
+and where they meet a tile they take its type. Ints among floats are cast in so many words, because torch would take
+its default dtype.
+
 Integers on a GPU divide towards zero, the language divides towards minus infinity: `//` and `%` print as calls of
-`floor_div` and `floor_mod` unless both sides are never negative.
+helpers unless both sides are never negative. A divisor that may be 0 has helpers of its own: the result is 0 there.
 """
 
 from __future__ import annotations
@@ -9,16 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ..ir.errors import InternalError
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol
 from ..ir.operators import OPERATORS, Operator
-from ..ir.walk import nodes
+from ..ir.walk import children, nodes, symbols
 
 _NEVER_NEGATIVE = frozenset({"kv_pos", "head", "kv_head", "group", "batch", "q_len", "kv_len", "head_dim", "block"})
-# Symbols that are one number for a whole tile, so that plain Python arithmetic serves.
+_POSITIVE = frozenset({"group", "q_len", "kv_len", "head_dim", "block"})
+# Symbols that are one number for the whole call, so that plain Python arithmetic serves.
 _UNIFORM = frozenset({"q_len", "kv_len", "head_dim", "group"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+_ATOM = 10  # precedence of what needs no parentheses before a method call
+_LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # float32, leaving denormal numbers out
+
+
+Text = Callable[[int], str]  # of an operand, given the precedence of what stands around it
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,15 @@ class Dialect:
 
     name: str
     tiles: Callable[[Operator], str]  # format string over the printed operands, "" for none
-    numbers: Callable[[Operator], str]  # the same where every operand is one number for the whole tile
+    numbers: Callable[[Operator], str]  # the same where every operand is one number
     mixed: Callable[[Operator], str]  # the same on a tile {0} and a number {1}, "" where that is no different
     load: Callable[[Printer, Load], str]
-    to_float: str  # format string that turns an int value into a float
-    lifted: str  # format string that makes a tile of a number of the type {1}
-    module: str = ""  # of the GPU language: tl, gl
+    rounds_down: bool  # the language's own // and % do
+    module: str = ""  # of the GPU language: tl, gl; "" where numbers are Python's
+
+    @property
+    def is_gpu(self) -> bool:
+        return bool(self.module)
 
 
 @dataclass(frozen=True)
@@ -41,14 +56,16 @@ class Printer:
 
     dialect: Dialect
     names: Mapping[str, str] = field(default_factory=dict)
-    scalar_code: bool = False  # every value is one number (tile programs)
+    floats: str = "torch.float32"  # torch: the type that floats are computed in
+    numbers: frozenset[str] = frozenset()  # symbols that are numbers, besides those that always are
+    scalar_code: bool = False  # every int and bool is one number (tile programs)
     compared: bool = False  # the value goes into a comparison, with no arithmetic between
     wide: bool = True  # places in a tensor operand may lie 2**31 elements apart
 
     def __call__(self, node: Expr, outer: int = 0) -> str:
         match node:
             case Const(value):
-                text = _number(value)
+                text = self._constant(value)
                 return f"({text})" if text.startswith("-") and outer > OPERATORS["add"].precedence else text
             case Symbol(name):
                 return self.names.get(name, name)
@@ -57,9 +74,15 @@ class Printer:
             case Load():
                 return self.dialect.load(self, node)
             case Call(op, args):
-                return self._inside(op)._call(op, args, node, outer)
+                return self._inside(op)._call(OPERATORS[op], args, node, outer)
             case _:
                 raise InternalError(f"{self.dialect.name} printer: unknown node {type(node).__name__}")
+
+    def is_number(self, node: Expr) -> bool:
+        """Whether the value is one number: of the whole call, in tile programs also what is not read from floats."""
+        if self.scalar_code:
+            return node.dtype != "float" or not any(isinstance(n, Load) and n.dtype == "float" for n in nodes(node))
+        return is_uniform(node, self.numbers)
 
     def _inside(self, op: str) -> Printer:
         """The printer of the operands of `op`."""
@@ -67,59 +90,140 @@ class Printer:
             return self
         return replace(self, compared=not self.compared)
 
-    def _call(self, name: str, args: tuple[Expr, ...], node: Call, outer: int) -> str:
-        op = OPERATORS[name]
-        number = self.scalar_code or is_uniform(node)
-        written, args = self._written(op, args, number)
+    # -- constants -----------------------------------------------------------------------------------------------------
+    def _constant(self, value: int | float | bool) -> str:
+        if isinstance(value, float) and (self.dialect.is_gpu or self.floats == "torch.float32"):
+            value = self._in_range(value)
+        if isinstance(value, float) and math.isinf(value):
+            return 'float("inf")' if value > 0 else '-float("inf")'
+        return repr(value)
+
+    def _in_range(self, value: float) -> float:
+        """As float32 has it. Triton takes a constant that is not normal there for one of 64 bits."""
+        if abs(value) > _LARGEST:
+            return math.copysign(math.inf, value)
+        return math.copysign(_SMALLEST, value) if self.dialect.is_gpu and 0 < abs(value) < _SMALLEST else value
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+    def _call(self, op: Operator, args: tuple[Expr, ...], node: Call, outer: int) -> str:
+        if op.makes_ints and args[0].dtype == "int":
+            return self(args[0], outer)  # floor of an int
+        if self.dialect.is_gpu:
+            written = self._division(op, args, self.dialect.tiles(op))
+            return self._signed(op, [self._gpu_operand(op, a) for a in args], outer, written)
+        if self.scalar_code and node.dtype != "float" and not all(map(self.is_number, args)):
+            on_tensors = replace(self, scalar_code=False, numbers=symbols(node))
+            return f"{node.dtype}({on_tensors._tiles(op, args, node, 0)})"
+        if all(map(self.is_number, args)):
+            return self._plain(op, args, outer)
+        return self._tiles(op, args, node, outer)
+
+    def _signed(self, op: Operator, texts: list[Text], outer: int, written: str) -> str:
+        """An operator by its text, else by its sign."""
         if written:
-            operands = [self._operand(op, a) for a in args]
-            if not number:
-                operands = [self._lifted(op, n, a, text) for n, (a, text) in enumerate(zip(args, operands))]
-            return written.format(*operands, m=self.dialect.module)
+            return written.format(*(text(0) for text in texts), m=self.dialect.module)
         if op.sign is None:
-            raise InternalError(f"{self.dialect.name} printer: no way to write {name}")
+            raise InternalError(f"{self.dialect.name} printer: no way to write {op.name}")
         if op.arity == 1:
-            text = f"{op.sign}{self(args[0], op.precedence)}"
+            text = f"{op.sign}{texts[0](op.precedence)}"
         else:
             left = op.precedence + 1 if op.gives == "bool" and op.takes != "bool" else op.precedence
-            text = f"{self(args[0], left)} {op.sign} {self(args[1], op.precedence + 1)}"
+            text = f"{texts[0](left)} {op.sign} {texts[1](op.precedence + 1)}"
         return f"({text})" if op.precedence < outer else text
 
-    def _written(self, op: Operator, args: tuple[Expr, ...], number: bool) -> tuple[str, tuple[Expr, ...]]:
-        """The format string of an operator, "" for its sign, and the operands in the order of its places."""
-        if op.name in ("floordiv", "mod") and _rounds_alike(args):
-            return "", args
-        if number:
-            return self.dialect.numbers(op), args
-        if self.dialect.mixed(op) and any(map(is_uniform, args)):
-            return self.dialect.mixed(op), args[::-1] if is_uniform(args[0]) else args
-        return self.dialect.tiles(op), args
-
-    def _operand(self, op: Operator, node: Expr) -> str:
+    # -- on a GPU ------------------------------------------------------------------------------------------------------
+    def _gpu_operand(self, op: Operator, node: Expr) -> Text:
         if op.computes_floats and node.dtype == "int":
-            return self.dialect.to_float.format(self(node, OPERATORS["mul"].precedence))
-        return self(node)
+            return lambda outer: f"{self(node, OPERATORS['mul'].precedence)} * 1.0"
+        return partial(self, node)
 
-    def _lifted(self, op: Operator, place: int, node: Expr, text: str) -> str:
-        """An operand beside tiles: a plain number is made a tile where the function takes nothing else."""
-        if is_uniform(node) and (op.computes_floats or (op.name == "where" and place == 0)):
-            return self.dialect.lifted.format(text, "bool" if node.dtype == "bool" else "float64")
-        return text
+    def _division(self, op: Operator, args: tuple[Expr, ...], written: str) -> str:
+        """The text of an operator, "" for its sign; `//` and `%` have one where the language's own would not do."""
+        if not op.divides_ints:
+            return written
+        if not not_zero(args[1]):
+            return op.gpu.replace("(", "_or_0(", 1)
+        # tile programs divide by the tile size only what they made not negative
+        by_block = isinstance(args[1], Symbol) and args[1].name == "block"
+        return "" if self.dialect.rounds_down or by_block or all(map(never_negative, args)) else written
+
+    # -- in torch ------------------------------------------------------------------------------------------------------
+    def _plain(self, op: Operator, args: tuple[Expr, ...], outer: int) -> str:
+        """An operator on Python's own numbers."""
+        written = self._division(op, args, self.dialect.numbers(op))
+        if not _may_raise(op, args):
+            return self._signed(op, [partial(self, a) for a in args], outer, written)
+        names = ", ".join(op.operands)
+        plain = written.format(*op.operands) if written else f" {op.sign} ".join(op.operands)
+        tensors = self.dialect.tiles(op).format(*op.operands) or f"torch.{op.torch}({names})"
+        operands = ", ".join(self(a) for a in args)
+        return f"ieee(lambda {names}: {plain}, lambda {names}: {tensors}, {operands})"
+
+    def _tiles(self, op: Operator, args: tuple[Expr, ...], node: Call, outer: int) -> str:
+        """An operator where an operand, at least, is a tile."""
+        floats = node.dtype == "float" or any(a.dtype == "float" for a in args)
+        if op.name == "where" and self.is_number(args[0]):
+            chosen = [self._lifted(a) if self.is_number(a) else self._tile(a, floats)(0) for a in args[1:]]
+            return f"({chosen[0]} if {self(args[0])} else {chosen[1]})"
+        written = self._division(op, args, self.dialect.tiles(op))
+        if self.dialect.mixed(op) and any(map(self.is_number, args)):
+            written, args = self.dialect.mixed(op), args[::-1] if self.is_number(args[0]) else args
+        texts = [self._tile(a, floats and a.dtype != "bool") for a in args]
+        if written and floats:
+            branches = range(1, 3) if op.name == "where" else range(len(args))
+            alone = all(self.is_number(args[n]) for n in branches)
+            for n in branches:
+                if self.is_number(args[n]) and (alone or not isinstance(args[n], Const)):
+                    texts[n] = partial(self._lifted, args[n])
+        return self._signed(op, texts, outer, written)
+
+    def _tile(self, node: Expr, floats: bool) -> Text:
+        """An operand of an operator on tiles; an int among floats is cast."""
+        if floats and node.dtype == "int" and not self.is_number(node):
+            return lambda outer: f"{self(node, _ATOM)}.to({self.floats})"
+        return partial(self, node)
+
+    def _lifted(self, node: Expr, outer: int = 0) -> str:
+        """A number as a tensor without dimensions, whose type is that of tiles: what exceeds it is infinite."""
+        dtype = {"float": self.floats, "int": "torch.int64", "bool": "torch.bool"}[node.dtype]
+        return f'torch.tensor({self(node)}, dtype={dtype}, device="cpu")'
+
+    def tile(self, node: Expr) -> str:
+        """The value of a function that gives a float tile, or what broadcasts to one."""
+        if self.is_number(node):
+            return self._lifted(node if node.dtype == "float" else Call("mul", (node, Const(1.0)), "float"))
+        return self._tile(node, True)(0)
 
 
-def _number(value: int | float | bool) -> str:
-    if isinstance(value, float) and math.isinf(value):
-        return 'float("inf")' if value > 0 else '-float("inf")'
-    return repr(value)
+# -- what is known of a value -----------------------------------------------------------------------------------------
+def _may_raise(op: Operator, args: tuple[Expr, ...]) -> bool:
+    """Whether Python raises for some values of the operands where floats give infinity or NaN."""
+    if op.gives not in ("float", "int") or op.divides_ints:
+        return False
+    if all(isinstance(a, Const) for a in args):
+        try:
+            op.python(*(a.value for a in args if isinstance(a, Const)))
+            return False
+        except (ArithmeticError, ValueError):
+            return True
+    return not (op.name in ("div", "sqrt", "rsqrt", "log", "log2") and is_positive(args[-1]))
 
 
-def _rounds_alike(args: tuple[Expr, ...]) -> bool:
-    """Division towards zero and towards minus infinity agree: nothing is negative.
+def is_positive(node: Expr) -> bool:
+    """True when the value is provably above 0."""
+    match node:
+        case Const(value):
+            return value > 0
+        case Symbol(name):
+            return name in _POSITIVE
+        case Call("add" | "mul" | "minimum", args):
+            return all(map(is_positive, args))
+        case _:
+            return False
 
-    Tile programs divide by the tile size only what they made so.
-    """
-    by_block = isinstance(args[1], Symbol) and args[1].name == "block"
-    return by_block or all(map(never_negative, args))
+
+def not_zero(node: Expr) -> bool:
+    return is_positive(node) or (isinstance(node, Const) and node.value != 0)
 
 
 def never_negative(node: Expr) -> bool:
@@ -139,11 +243,25 @@ def never_negative(node: Expr) -> bool:
             return False
 
 
-def is_uniform(node: Expr) -> bool:
-    """True when the value is one number for the whole call: constants, lengths, scalar operands."""
+def is_uniform(node: Expr, names: frozenset[str] = frozenset()) -> bool:
+    """True when the value is one number for the whole call: constants, lengths, scalar operands, and these names."""
     return all(
-        isinstance(n, (Const, Scalar, Call)) or (isinstance(n, Symbol) and n.name in _UNIFORM) for n in nodes(node)
+        isinstance(n, (Const, Scalar, Call)) or (isinstance(n, Symbol) and n.name in _UNIFORM | names)
+        for n in nodes(node)
     )
+
+
+def axes(node: Expr) -> frozenset[str]:
+    """Along which of the two positions, "q" and "kv", a value varies."""
+    match node:
+        case Symbol("q_pos"):
+            return frozenset({"q"})
+        case Symbol("kv_pos"):
+            return frozenset({"kv"})
+        case Symbol("qk" | "score"):
+            return frozenset({"q", "kv"})
+        case _:
+            return frozenset().union(*map(axes, children(node)))
 
 
 # -- Triton and Gluon -------------------------------------------------------------------------------------------------
@@ -176,8 +294,7 @@ def _gpu(name: str, module: str, written: Callable[[Operator], str]) -> Dialect:
         numbers=written,
         mixed=lambda op: "",
         load=_pointer_load(module),
-        to_float="{0} * 1.0",
-        lifted="{0}",
+        rounds_down=False,
         module=module,
     )
 
@@ -189,8 +306,8 @@ GLUON = _gpu("gluon", "gl", lambda op: op.gluon or op.gpu)
 # -- torch ------------------------------------------------------------------------------------------------------------
 def _torch_load(printer: Printer, node: Load) -> str:
     text = f"arg_{node.tensor.name}[{', '.join(printer(i) for i in node.index)}]"
-    if printer.scalar_code:
-        return f"int({text})"
+    if printer.scalar_code and node.dtype != "float":
+        return f"{node.dtype}({text})"
     return f"{text}.long()" if node.dtype == "int" else text  # small ints must not overflow in arithmetic
 
 
@@ -200,6 +317,5 @@ TORCH = Dialect(
     numbers=lambda op: op.number,
     mixed=lambda op: op.tile_and_number,
     load=_torch_load,
-    to_float="{0}",
-    lifted="torch.tensor({0}, dtype=torch.{1})",  # of no dimension: the tile's dtype is that of the result
+    rounds_down=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..compiler.analysis.cse import shared
 from ..compiler.analysis.facts import Facts
@@ -19,7 +19,7 @@ from ..ir.attention import Attention
 from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
 from ..ir.operators import OPERATORS, Operator
 from ..ir.walk import nodes, symbols
-from .dialects import GLUON, TORCH, TRITON, Dialect, Printer
+from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
@@ -64,6 +64,7 @@ class FunctionPrinter:
     approximate_tanh: bool = False  # NVIDIA's tanh.approx.f32: for 16-bit operands only
     measured: bool = False  # ranges of tiles are read from memory, where the functions of `survey` left them
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
+    floats: str = "torch.float32"  # torch: the type that floats are computed in
 
     @property
     def env(self) -> str:
@@ -134,12 +135,36 @@ class FunctionPrinter:
         return [self.elementwise("visible", mask, "True where the query at q_pos sees the key at kv_pos.", qk=False)]
 
     def elementwise(self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True) -> str:
-        """One function from a tile of scores and positions to a tile."""
-        assignments, (result,) = shared([value])
-        printer = Printer(self.language.dialect, wide=self.wide)
-        lines = [f"{target} = {printer(node)}" for target, node in assignments]
+        """One function from a tile of scores and positions to a tile, or to what broadcasts to one."""
+        lines, printer, (result,) = self._assigned([value])
         first = ("qk, " if qk else "") + "q_pos, kv_pos, " if tile else ""
-        return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {printer(result)}"])
+        text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
+        return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
+
+    def _float_tile(self, printer: Printer, result: Expr, value: Expr) -> str:
+        """The result as floats; on a GPU, where a row's maximum is taken of it, of the tile's whole shape."""
+        if not self.language.is_gpu:
+            return printer.tile(result)
+        if axes(value) == {"q", "kv"}:
+            return (
+                printer(result) if value.dtype == "float" else f"{printer(result, OPERATORS['mul'].precedence)} * 1.0"
+            )
+        return f"{self.language.module}.zeros_like(qk) + {printer(result, OPERATORS['add'].precedence + 1)}"
+
+    def _assigned(self, values: list[Expr]) -> tuple[list[str], Printer, list[Expr]]:
+        """Lines that compute what values share, a printer that knows their names, and the values in terms of them."""
+        assignments, results = shared(values)
+        printer = self._printer
+        lines = []
+        for name, node in assignments:
+            lines.append(f"{name} = {printer(node)}")
+            if printer.is_number(node):
+                printer = replace(printer, numbers=printer.numbers | {name})
+        return lines, printer, results
+
+    @property
+    def _printer(self) -> Printer:
+        return Printer(self.language.dialect, wide=self.wide, floats=self.floats)
 
     # -- tile programs -------------------------------------------------------------------------------------------------
     def tiles(self, program: TileProgram) -> str:
@@ -147,7 +172,7 @@ class FunctionPrinter:
         axis, other = ("KV", "q") if program.axis == "kv" else ("Q", "kv")
         block = f"BLOCK_{axis}" if self.language.is_gpu else "block"
         length = "kv_len" if program.axis == "kv" else "q_len"
-        printer = Printer(self.language.dialect, {"block": block, "length": length}, scalar_code=True)
+        printer = replace(self._printer, names={"block": block, "length": length}, scalar_code=True, wide=True)
         lines = self._widened(program, printer)
         for line in program.body:
             lines += _commented(f"{line.name} = {printer(line.value)}", line.comment)
@@ -186,9 +211,7 @@ class FunctionPrinter:
         values = tuple(v for v in values if not isinstance(v, Symbol))
         if not values:
             return ""
-        assignments, results = shared(list(values))
-        printer = Printer(self.language.dialect, wide=self.wide)
-        lines = [f"{target} = {printer(node)}" for target, node in assignments]
+        lines, printer, results = self._assigned(list(values))
         what = "queries" if axis == "q" else "keys"
         title = f"What the mask reads at positions of {what}: {'; '.join(v.text for v in values)}."
         lines.append(f"return {', '.join(map(printer, results))}")
@@ -196,7 +219,7 @@ class FunctionPrinter:
 
     def pair(self, found: Survey) -> str:
         """Two tiles by the least and greatest values in them."""
-        printer = Printer(self.language.dialect, wide=self.wide)
+        printer = self._printer
         title = "Whether any pair of two tiles may be visible, and whether every pair is, by least and greatest values."
         arguments = [f"{axis}{n}_{end}" for axis, values in (("q", found.q_values), ("kv", found.kv_values))
                      for n in range(len(values)) for end in ("low", "high")]  # fmt: skip
@@ -204,15 +227,17 @@ class FunctionPrinter:
         return self._function(f"pair({', '.join(arguments)}, {self.env})", title, lines)
 
     def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
-        """Scalars enter in 64 bits, so that no bound can overflow."""
+        """Ints enter in 64 bits, so that no bound can overflow."""
         if not self.language.is_gpu:
             return []
-        local = {line.name for line in program.body}
+        local = {"block", *(line.name for line in program.body)}
         found = {
             printer(n)
             for line in program.body
             for n in nodes(line.value)
-            if isinstance(n, (Scalar, Symbol)) and not (isinstance(n, Symbol) and n.name in (*local, "block"))
+            if isinstance(n, (Scalar, Symbol))
+            and n.dtype == "int"
+            and not (isinstance(n, Symbol) and n.name in (*local, "block"))
         }
         return [f"{name} = {self.language.module}.cast({name}, {self.language.module}.int64)" for name in sorted(found)]
 
@@ -257,17 +282,20 @@ class FunctionPrinter:
     def _helpers(self, text: str) -> list[str]:
         """What the functions call: reads of ints, and the operators that the language lacks."""
         if not self.language.is_gpu:
-            return []
+            return _called(
+                [_IEEE, *(op.torch_zero_helper.strip() + "\n" for op in OPERATORS.values() if op.divides_ints)], text
+            )
         helpers = []
         if "as_bound(" in text:
             helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
         if "as_int(" in text:
             helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
-        return [*helpers, *_called([self._helper(op) for op in OPERATORS.values() if op.helper], text)]
+        return [*helpers, *_called([text for op in OPERATORS.values() for text in self._helper(op)], text)]
 
-    def _helper(self, operator: Operator) -> str:
+    def _helper(self, operator: Operator) -> list[str]:
         fast = self.approximate_tanh and operator.fast_helper
-        return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
+        texts = [fast or operator.helper, operator.zero_helper]
+        return [text.format(jit=self.language.decorator, m=self.language.module) for text in texts if text]
 
 
 def _called(functions: list[str], text: str) -> list[str]:
@@ -301,6 +329,14 @@ def _is_constant(node: Expr, values: dict[str, Expr]) -> bool:
     return isinstance(node, Const) or not (symbols(node) or any(isinstance(n, Scalar) for n in nodes(node)))
 
 
+_IEEE = '''
+def ieee(on_numbers, on_tensors, *x):
+    """on_numbers(*x), and where Python raises what floats give there: infinity or NaN."""
+    try:
+        return on_numbers(*x)
+    except (ArithmeticError, ValueError):
+        return on_tensors(*(torch.tensor(each, dtype=torch.float64, device="cpu") for each in x)).item()
+'''.lstrip()
 _AS_INT = '''{jit}
 def as_int(x):
     """An int read from a tensor, in at least 32 bits."""

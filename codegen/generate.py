@@ -40,8 +40,9 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     backward = signature.direction == "backward"
     measured = any(code.has(spans) for spans in SPANS)
     printer = FunctionPrinter(
-        facts, target.language, approximate_tanh=_has_fast_tanh(signature), measured=measured, wide=signature.wide
-    )
+        facts, target.language, approximate_tanh=_has_fast_tanh(signature), measured=measured, wide=signature.wide,
+        floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
+    )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
     context: Context = {

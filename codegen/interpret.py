@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, ModuleType
+from typing import Any
 
 import triton
 import triton.experimental.gluon  # a launch imports it, and must not do so while triton.language is patched
@@ -28,7 +29,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 _JITTED_MODULES = ("standard", "random")
-_NAMESPACES = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+_BUILDER = interpreter.InterpreterBuilder
+_NAMESPACES = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, _BUILDER)
 _Override = tuple[object, str, object]  # holder, attribute, value
 
 # the interpreter's builtins live in global state, so one launch at a time
@@ -108,9 +110,20 @@ def _interpreted_library() -> tuple[_Override, ...]:
     """What to put in place during a launch. Triton's own functions are right if imported under TRITON_INTERPRET."""
     # 3.6 makes an int of a 1-element array by a conversion that numpy deprecated, and 2.4 removed
     index = (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+    ours = (index, *_comparisons())
     if isinstance(tl.max, InterpretedFunction):
-        return (index,)
-    return (index, *(override for name in _JITTED_MODULES for override in _overrides(name)))
+        return ours
+    return (*ours, *(override for name in _JITTED_MODULES for override in _overrides(name)))
+
+
+def _comparisons() -> Iterator[_Override]:
+    """Comparisons that give bools: 3.6 calls the result a float, and broadcasting one number makes it one."""
+    for name in [n for n in vars(_BUILDER) if n.startswith(("create_fcmp", "create_icmp"))]:
+        yield _BUILDER, name, _as_bool(getattr(_BUILDER, name))
+
+
+def _as_bool(compare: Callable[..., Any]) -> Callable[..., object]:
+    return lambda builder, left, right: interpreter.TensorHandle(compare(builder, left, right).data, tl.int1)
 
 
 def _overrides(name: str) -> Iterator[_Override]:

@@ -67,6 +67,9 @@ def evaluate(
         operator = OPERATORS[op]
         if node.dtype == "float" or (operator.gives != "same" and any(v.is_floating_point() for v in values)):
             values = [v if v.dtype == torch.bool else v.to(dtype) for v in values]
+        if operator.divides_ints:
+            zero = values[1] == 0
+            return torch.where(zero, 0, _torch_function(operator.torch)(values[0], torch.where(zero, 1, values[1])))
         result = _torch_function(operator.torch)(*values)
         return result.long() if operator.gives == "int" else result
 
@@ -81,10 +84,14 @@ def _operand(env: Mapping[str, Value], name: str) -> Tensor:
 
 
 def dense_mask(
-    attention: Attention, env: Mapping[str, Value], shape: tuple[int, int, int, int], device: torch.device
+    attention: Attention,
+    env: Mapping[str, Value],
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """The mask as a bool tensor [B, Hq, L, T]; only the reference ever makes it."""
-    return evaluate(attention.folded_mask, env, torch.float64, device).expand(shape)
+    """The mask as a bool tensor [B, Hq, L, T], its floats in `dtype`; only the reference ever makes it."""
+    return evaluate(attention.folded_mask, env, dtype, device).expand(shape)
 
 
 def positions(
@@ -128,10 +135,11 @@ def reference(
     key = key.repeat_interleave(heads // kv_heads, dim=1)
     value = value.repeat_interleave(heads // kv_heads, dim=1)
     shape = (batch, heads, q_len, kv_len)
-    mask = dense_mask(attention, env, shape, device)
+    mask = dense_mask(attention, env, shape, dtype if dtype == torch.float64 else torch.float32, device)
     # A hidden score may be NaN, or have an infinite derivative: it must reach neither softmax nor gradients.
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
-    score = torch.where(mask, evaluate(attention.folded_score, env, dtype, device, mask).expand(shape), -math.inf)
+    score = evaluate(attention.folded_score, env, dtype, device, mask).to(dtype).expand(shape)
+    score = torch.where(mask, score, -math.inf)
     weights, lse = _weights(attention.weighs, score, mask)
     return weights @ value, lse
 
@@ -148,7 +156,7 @@ def _weights(normalizer: Normalizer, score: Tensor, mask: Tensor) -> tuple[Tenso
 
 
 def _softmax(score: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    sees = mask.any(-1, keepdim=True)
+    sees = (score != -math.inf).any(-1, keepdim=True)  # a visible score may be -inf too
     weights = torch.where(mask, torch.softmax(torch.where(sees, score, 0.0), dim=-1), 0.0)
     lse = torch.where(sees[..., 0], torch.logsumexp(torch.where(sees, score, 0.0), dim=-1), -math.inf)
     return weights, lse

@@ -121,12 +121,12 @@ def _kernels(job: Job) -> tuple[str, ...]:
 def sample_call(variant: Variant, job: Job) -> Call:
     """A tiny call of these dtypes and widths. Tensor operands are float32, int64 or bool."""
     dtype = TORCH_DTYPES[job.dtype]
-    query, key = torch.empty(1, 1, 16, job.head_dim, dtype=dtype), torch.empty(1, 1, 16, job.head_dim, dtype=dtype)
-    value = torch.empty(1, 1, 16, job.value_dim, dtype=dtype)
+    widths = (job.head_dim, job.head_dim, job.value_dim)
+    query, key, value = (torch.empty(1, 1, 16, width, dtype=dtype, device="cpu") for width in widths)
     operands: dict[str, Operand] = {}
     for p in variant.attention.parameters:
         is_tensor = isinstance(p, TensorOperand)
-        operands[p.name] = torch.empty([16] * p.rank, dtype=_KINDS[p.dtype]) if is_tensor else 1  # type: ignore[union-attr]
+        operands[p.name] = torch.empty([16] * p.rank, dtype=_KINDS[p.dtype], device="cpu") if is_tensor else 1  # type: ignore[union-attr]
         if not is_tensor and p.dtype == "float":
             operands[p.name] = 1.0
     return Call(query, key, value, None, operands, Dense(0), Options(job.target, job.schedule), job.head_dim)

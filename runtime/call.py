@@ -160,8 +160,8 @@ def float_tensor(value: float) -> Tensor:
     """A float as ops take it. While torch.compile traces, only this form keeps the value out of the graph: its product
     with a tensor becomes arithmetic on the tensor that Dynamo has for the float, and a new value recompiles nothing."""
     if torch.compiler.is_compiling():
-        return torch.ones((), dtype=torch.float64) * value
-    return torch.scalar_tensor(value, dtype=torch.float64)
+        return torch.ones((), dtype=torch.float64, device="cpu") * value
+    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def flat(call: Call, kinds: Sequence[str], text: str) -> tuple[Any, ...]:
