@@ -31,7 +31,7 @@ SIZES = {
 }
 _EXTENTS = {name: tensor for tensor, names in SHAPES.items() for name in names}
 _STRIDE = re.compile(r"(\w+)_s([bhld])")
-OPERAND_STRIDE = re.compile(r"(arg_\w+)_s(\d)")
+OPERAND_STRIDE = re.compile(r"s(\d)_(\w+)")  # no operand's own name, which is arg_<name>
 _GROUP = re.compile(r"group(\d+)")
 _NAME = re.compile(r"(?<![\w.'\"])([a-z_]\w*)")
 _files = count()
@@ -109,9 +109,10 @@ class Packer:
         elif name in self._sources:
             self._lines[name] = f"{name} = {self._sources[name]}"
         elif found := OPERAND_STRIDE.fullmatch(name):
-            self.need(found[1])
-            strides = "".join(f"{found[1]}_s{d}, " for d in range(self._ranks[found[1]]))
-            self._lines[name] = f"{strides.strip()} = {found[1]}.stride()"
+            operand = f"arg_{found[2]}"
+            self.need(operand)
+            strides = "".join(f"s{d}_{found[2]}, " for d in range(self._ranks[operand]))
+            self._lines[name] = f"{strides.strip()} = {operand}.stride()"
         elif found := _STRIDE.fullmatch(name):
             self.need(found[1])
             self._lines[name] = f"{found[1]}_sb, {found[1]}_sh, {found[1]}_sl, {found[1]}_sd = {found[1]}.stride()"

@@ -6,7 +6,7 @@ and where they meet a tile they take its type. Ints among floats are cast in so 
 its default dtype.
 
 Integers on a GPU divide towards zero, the language divides towards minus infinity: `//` and `%` print as calls of
-helpers unless both sides are never negative. A divisor that may be 0 has helpers of its own: the result is 0 there.
+helpers unless both sides are never negative. In tile programs a divisor may be 0 where nothing depends on the result.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Printer:
     numbers: frozenset[str] = frozenset()  # symbols that are numbers, besides those that always are
     scalar_code: bool = False  # every int and bool is one number (tile programs)
     compared: bool = False  # the value goes into a comparison, with no arithmetic between
+    added: bool = False  # the value goes into a sum or product
     wide: bool = True  # places in a tensor operand may lie 2**31 elements apart
 
     def __call__(self, node: Expr, outer: int = 0) -> str:
@@ -86,9 +87,11 @@ class Printer:
 
     def _inside(self, op: str) -> Printer:
         """The printer of the operands of `op`."""
-        if OPERATORS[op].chooses or self.compared == (op in _COMPARISONS):
+        compares, record = op in _COMPARISONS, OPERATORS[op]
+        adds = not record.is_function and not compares and record.takes != "bool"
+        if record.chooses or (self.compared, self.added) == (compares, adds):
             return self
-        return replace(self, compared=not self.compared)
+        return replace(self, compared=compares, added=adds)
 
     # -- constants -----------------------------------------------------------------------------------------------------
     def _constant(self, value: int | float | bool) -> str:
@@ -141,7 +144,7 @@ class Printer:
         """The text of an operator, "" for its sign; `//` and `%` have one where the language's own would not do."""
         if not op.divides_ints:
             return written
-        if not not_zero(args[1]):
+        if self.scalar_code and not not_zero(args[1]):  # elsewhere calls that could divide by 0 are refused
             return op.gpu.replace("(", "_or_0(", 1)
         # tile programs divide by the tile size only what they made not negative
         by_block = isinstance(args[1], Symbol) and args[1].name == "block"
@@ -276,10 +279,12 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
     def load(printer: Printer, node: Load) -> str:
         # Kernels clamp positions to real ones and the caller proves indices to be in range, so no read needs a mask.
         name = f"arg_{node.tensor.name}"
-        offset = " + ".join(place(printer, index, f"{name}_s{d}") for d, index in enumerate(node.index))
+        offset = " + ".join(place(printer, index, f"s{d}_{node.tensor.name}") for d, index in enumerate(node.index))
         value = f"{language}.load({name} + {offset})"
         if node.dtype == "int" and printer.scalar_code and not printer.compared:
             return f"as_bound({value})"
+        if node.dtype == "int" and printer.added:
+            return f"{value}.to({language}.int64)"
         if node.dtype == "int":
             return f"as_int({value})"  # ids of 64 bits keep them: two must not meet because their low halves do
         return f"{value}.to({language}.{'float32' if node.dtype == 'float' else 'int1'})"

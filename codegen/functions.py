@@ -26,12 +26,12 @@ SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "hea
 
 
 def parameter_names(attention: Attention, strides: bool) -> list[str]:
-    """Names of the kernel arguments that carry the operands; GPU kernels also take a tensor's strides."""
+    """Names of the kernel arguments that carry operands; GPU kernels also take a tensor's strides, s0_<name>, ..."""
     names = []
     for operand in attention.parameters:
         names.append(f"arg_{operand.name}")
         if strides and isinstance(operand, TensorOperand):
-            names += [f"arg_{operand.name}_s{d}" for d in range(operand.rank)]
+            names += [f"s{d}_{operand.name}" for d in range(operand.rank)]
     return names
 
 

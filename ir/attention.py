@@ -72,12 +72,17 @@ class Attention:
     def folded_score(self) -> Expr:
         """The canonical score over the raw dot product `qk`, with the scale folded in."""
         scale = call("rsqrt", symbol("head_dim")) if self.scale is None else expression(self.scale)
-        return canonical(substitute(expression(self.score), {"score": call("mul", symbol("qk"), scale)}))
+        score = substitute(expression(self.score), {"score": call("mul", symbol("qk"), scale)})
+        return canonical(self._of_own_keys(score))
 
     @cached_property
     def folded_mask(self) -> Expr:
         """The canonical mask; Const(True) where nothing is masked."""
-        return canonical(expression(self.mask))
+        return canonical(self._of_own_keys(expression(self.mask)))
+
+    def _of_own_keys(self, node: Expr) -> Expr:
+        """In latent attention every query head has keys of its own, also where they are never written out."""
+        return node if self.latent is None else substitute(node, {"kv_head": symbol("head"), "group": expression(1)})
 
     @property
     def weighs(self) -> Normalizer:

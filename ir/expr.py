@@ -290,6 +290,8 @@ def _check_name(name: str) -> str:
         fail(f"expected a Python identifier as a name, got {name!r}")
     if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPERATORS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
+    if name in ("inf", "nan"):
+        fail(f"the name {name!r} is that of a constant; choose another")
     if name.startswith("_"):
         fail(f"the name {name!r} starts with an underscore; choose another")
     return name

@@ -205,6 +205,13 @@ def tanh(x):
     return {m}.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], {m}.float32, is_pure=True, pack=1)
 '''
 
+LARGEST_FLOOR = 2**30  # ints that are made of floats stay within it, so that sums of them keep their 32 bits
+
+
+def _bounded(x: Number) -> Number:
+    return min(max(x, -LARGEST_FLOOR), LARGEST_FLOOR)
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 _ONE, _TWO = ("x",), ("a", "b")
 OPERATORS: dict[str, Operator] = {
@@ -271,9 +278,11 @@ OPERATORS: dict[str, Operator] = {
             gpu="{m}.abs({0})", tile="abs({0})", number="abs({0})",
         ),
         Operator(
-            "floor", _ONE, "number", "int", math.floor, "floor",
-            doc="The largest int not above x: an int, so that it can index a tensor.",
-            gpu="{m}.floor({0}).to({m}.int32)", tile="torch.floor({0}).long()", number="math.floor({0})",
+            "floor", _ONE, "number", "int", lambda x: math.floor(_bounded(x)), "floor",
+            doc="The largest int not above x: an int, so that it can index a tensor; within 2**30 of 0.",
+            gpu="{m}.floor({m}.minimum({m}.maximum({0}, -1073741824.0), 1073741824.0)).to({m}.int32)",
+            tile="torch.floor(torch.clamp({0}, -(2**30), 2**30)).long()",
+            number="math.floor(min(max({0}, -(2**30)), 2**30))",
         ),
         Operator(
             "exp", _ONE, "number", "float", math.exp, "exp", ("result",), doc="e to the power x.",

@@ -14,7 +14,7 @@ from .attention import Attention
 from .errors import InternalError
 from .expr import Call, Const, Expr, Load, Scalar, Symbol
 from .normalizer import Normalizer
-from .operators import OPERATORS
+from .operators import LARGEST_FLOOR, OPERATORS
 from .parse import parse
 
 Value = Tensor | int | float | bool
@@ -71,7 +71,7 @@ def evaluate(
             zero = values[1] == 0
             return torch.where(zero, 0, _torch_function(operator.torch)(values[0], torch.where(zero, 1, values[1])))
         result = _torch_function(operator.torch)(*values)
-        return result.long() if operator.gives == "int" else result
+        return result.clamp(-LARGEST_FLOOR, LARGEST_FLOOR).long() if operator.makes_ints else result
 
     return visit(root)
 

@@ -5,6 +5,7 @@ A warm start needs the cheap facts only; the derivatives, which need sympy, are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,8 +54,8 @@ class Facts:
 
     @cached_property
     def scale_sign_unknown(self) -> bool:
-        """Whether the factor of a linear score may be negative or 0 at run time."""
-        return self.linear_scale is not None and not _is_positive(self.linear_scale)
+        """Whether the factor of a linear score may be negative or 0 at run time, by underflow too."""
+        return self.linear_scale is not None and not _is_clearly_positive(self.linear_scale)
 
     @cached_property
     def kv_bounds(self) -> Bounds:
@@ -223,20 +224,42 @@ def _over_qk(node: Expr) -> Iterator[Expr]:
             yield from _over_qk(child)
 
 
-def _is_positive(node: Expr) -> bool:
+def _is_clearly_positive(node: Expr) -> bool:
+    """Whether a factor is above 0 for all run-time values, in float32 too: exp(-120.0) is 0 there."""
+    return _exponents(node) is not None
+
+
+_EXPONENTS = {"head_dim": (0, 12), "group": (0, 20), "q_len": (0, 31), "kv_len": (0, 31)}
+
+
+def _exponents(node: Expr) -> tuple[float, float] | None:
+    """Least and greatest log2 of a value above 0, of usual size; None for others, or where nothing is known."""
     match node:
         case Const(value):
-            return value > 0
-        case Symbol("head_dim" | "group" | "q_len" | "kv_len"):
-            return True
-        case Call("mul" | "div" | "add", args):
-            return all(map(_is_positive, args))
-        case Call("sqrt" | "rsqrt", args):
-            return _is_positive(args[0])
-        case Call("exp" | "exp2"):
-            return True
+            found = (math.log2(value), math.log2(value)) if 0 < value < math.inf else None
+        case Symbol(name):
+            found = _EXPONENTS.get(name)
+        case Call("mul" | "div" | "add" | "sqrt" | "rsqrt" as op, args):
+            known = [_exponents(a) for a in args]
+            found = None if None in known else _combined(op, [k for k in known if k is not None])
         case _:
-            return False
+            found = None
+    return found if found is not None and -100 <= found[0] and found[1] <= 100 else None
+
+
+def _combined(op: str, known: list[tuple[float, float]]) -> tuple[float, float]:
+    (low, high), (other_low, other_high) = known[0], known[-1]
+    match op:
+        case "mul":
+            return low + other_low, high + other_high
+        case "div":
+            return low - other_high, high - other_low
+        case "add":
+            return max(low, other_low), max(high, other_high) + 1
+        case "sqrt":
+            return low / 2, high / 2
+        case _:
+            return -high / 2, -low / 2
 
 
 def _gradient_kind(load: Load) -> GradientKind:

@@ -1,27 +1,30 @@
-"""Ranges of integers at call time: proof that no index leaves its tensor and no integer leaves 32 bits.
+"""Ranges of integers at call time: proof that no index leaves its tensor and no integer leaves its bits.
 
 Sizes and scalar values are known numbers here; the rest is interval arithmetic (Moore, Interval Analysis, 1966). Sums
-of positions are kept linear, so that `q_pos - kv_pos + n` has its true range. Each expression is taken apart once;
-a call with new lengths only does the arithmetic.
+of positions are kept linear, so that `q_pos - kv_pos + n` has its true range, and a branch of `where` is looked at under
+its condition, so that `where(n < 8, n, 8 + floor(log(n / 8)))` has. Ints have 32 bits; where a sum or product holds an
+int that was read from a tensor it is computed in 64 (codegen/dialects.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
 from ...ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
-from ...ir.operators import OPERATORS, Range
+from ...ir.operators import LARGEST_FLOOR, OPERATORS, Range
 from ...ir.walk import children, nodes
 
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name
+Interval: TypeAlias = tuple[float, float]  # of a float; its ends may be infinite
 
-# An int read from a tensor, or made from a float, can be anything; in arithmetic it is trusted to be below 2**30 in
-# size, and in an index and as a divisor it is not trusted.
+# An int read from a tensor can be anything; in arithmetic it is trusted to be below 2**30 in size, and in an index and
+# as a divisor it is not trusted.
 _LOADED = (-(2**30) + 1, 2**30 - 1)
+_FLOORED = (-LARGEST_FLOOR, LARGEST_FLOOR)
 _WHOLE = (-INT32_MAX - 1, INT32_MAX)
 
 
@@ -29,12 +32,13 @@ def check_integers(root: Expr, env: Ranges, extents: Extents) -> list[str]:
     """What could go wrong with the integers of `root` for these sizes; empty when all is proven.
 
     env: range of every symbol and int scalar. extents: the shape of every tensor operand. Problems are integers beyond
-    32 bits, divisors that can be 0, and indices that can leave their tensor.
+    their bits, divisors that can be 0, and indices that can leave their tensor. A branch that is not taken is computed
+    too, so that its reads and divisions must be sound as well.
     """
     if not computes_ints(root):
         return []
-    steps = _steps(root)
-    return list(dict.fromkeys(_problems(steps, _ranges(steps, env), extents)))
+    known = _Evaluation(env)
+    return list(dict.fromkeys(p for node in _parts(root) for p in _problems(node, known, extents)))
 
 
 @lru_cache(maxsize=4096)
@@ -46,95 +50,194 @@ def computes_ints(root: Expr) -> bool:
 
 def range_of(node: Expr, env: Ranges) -> Range:
     """The range of an int expression."""
-    return _ranges(_steps(node), env)[-1]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One node of an expression, after its operands."""
-
-    node: Expr
-    operands: tuple[int, ...]  # steps of its operands
-    sum: tuple[tuple[str, int], ...] | None  # coefficients by name, "" for the number, where it is a linear sum
+    return _Evaluation(env).of_int(node)
 
 
 @lru_cache(maxsize=4096)
-def _steps(root: Expr) -> tuple[_Step, ...]:
-    """The nodes of an expression, operands first, the root last; equal nodes once."""
-    steps: list[_Step] = []
-    places: dict[tuple[str, str], int] = {}
-
-    def visit(node: Expr) -> int:
-        key = (type(node).__name__, node.text)
-        if key not in places:
-            operands = tuple(visit(c) for c in children(node))
-            linear = _linear(node) if node.dtype == "int" else None
-            steps.append(_Step(node, operands, None if linear is None else tuple(linear.items())))
-            places[key] = len(steps) - 1
-        return places[key]
-
-    visit(root)
-    return tuple(steps)
+def _parts(root: Expr) -> tuple[Expr, ...]:
+    """The different nodes that compute or read, operands first."""
+    found = {n.text: n for n in nodes(root) if isinstance(n, (Load, Call))}
+    return tuple(reversed(found.values()))
 
 
-def _ranges(steps: tuple[_Step, ...], env: Ranges) -> list[Range]:
-    ranges: list[Range] = []
-    for step in steps:
-        ranges.append(_range(step, [ranges[n] for n in step.operands], env))
-    return ranges
+@lru_cache(maxsize=4096)
+def has_64_bits(node: Expr) -> bool:
+    """Whether an int is computed in 64 bits: an int that was read from a tensor is part of the sum or product."""
+    if isinstance(node, Load):
+        return node.dtype == "int"
+    operands = children(node)[1 if isinstance(node, Call) and node.op == "where" else 0 :]
+    return node.dtype == "int" and any(has_64_bits(operand) for operand in operands)
 
 
-def _range(step: _Step, operands: list[Range], env: Ranges) -> Range:
-    if step.sum is not None:
-        return _sum_range(step.sum, env)
-    node = step.node
-    if node.dtype != "int":
-        return _WHOLE
-    if isinstance(node, Call) and not OPERATORS[node.op].makes_ints:
-        rule = OPERATORS[node.op].int_range
-        return rule(*operands) if rule else _WHOLE
-    return _LOADED
+# -- intervals ---------------------------------------------------------------------------------------------------------
+class _Evaluation:
+    """Ranges of the parts of an expression, each found once; `limits` are known besides, by the text of the part."""
+
+    def __init__(self, env: Ranges, limits: Mapping[str, Range] | None = None) -> None:
+        self._limits = dict(limits or {})
+        self._env = {n: _both(r, self._limits.get(n, r)) for n, r in env.items()}
+        self._ints: dict[str, Range] = {}
+
+    def of_int(self, node: Expr) -> Range:
+        """The range of an int; of a bool or a float it is everything."""
+        found = self._ints.get(node.text)
+        if found is None:
+            found = self._int(node)
+            if limit := self._limits.get(node.text):
+                found = _both(found, limit)
+            self._ints[node.text] = found
+        return found
+
+    def _int(self, node: Expr) -> Range:
+        if node.dtype != "int":
+            return _WHOLE
+        linear = _linear(node)
+        if linear is not None:
+            return _sum_range(linear, self._env)
+        match node:
+            case Load():
+                return _LOADED
+            case Call("where", (condition, a, b)):
+                first, second = self._under(condition, True).of_int(a), self._under(condition, False).of_int(b)
+                return min(first[0], second[0]), max(first[1], second[1])
+            case Call(op, args) if OPERATORS[op].makes_ints:
+                found = self.of_float(args[0])
+                return _FLOORED if op != "floor" or found is None else (_floored(found[0]), _floored(found[1]))
+            case Call(op, args):
+                rule = OPERATORS[op].int_range
+                return rule(*map(self.of_int, args)) if rule else _WHOLE
+            case _:
+                return _WHOLE
+
+    def of_float(self, node: Expr) -> Interval | None:
+        """The interval of a number, roundings in 32 bits included; None where it may be NaN or nothing is known."""
+        if node.dtype == "int":
+            return self.of_int(node)
+        match node:
+            case Const(value):
+                return _rounded((value, value))
+            case Call("where", (condition, a, b)):
+                first, second = self._under(condition, True).of_float(a), self._under(condition, False).of_float(b)
+                return None if first is None or second is None else (min(*first, *second), max(*first, *second))
+            case Call(op, args):
+                operands = [self.of_float(a) for a in args]
+                return None if None in operands else _applied(op, [o for o in operands if o is not None])
+            case _:
+                return None
+
+    def _under(self, condition: Expr, holds: bool) -> _Evaluation:
+        """The same where a condition is known to hold, or not to."""
+        found = dict(self._learned(condition, holds))
+        if not found:
+            return self
+        limits = {text: _both(r, self._limits.get(text, r)) for text, r in found.items()}
+        return _Evaluation(self._env, self._limits | limits)
+
+    def _learned(self, condition: Expr, holds: bool) -> Iterator[tuple[str, Range]]:
+        match condition:
+            case Call("not", (inner,)):
+                yield from self._learned(inner, not holds)
+            case Call("and", args) if holds:
+                for arg in args:
+                    yield from self._learned(arg, True)
+            case Call("or", args) if not holds:
+                for arg in args:
+                    yield from self._learned(arg, False)
+            case Call("lt" | "le" | "gt" | "ge" as op, (a, b)) if a.dtype == b.dtype == "int":
+                if op in ("gt", "ge"):
+                    op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
+                if not holds:  # not a < b: b <= a
+                    op, a, b = {"lt": "le", "le": "lt"}[op], b, a
+                gap = 1 if op == "lt" else 0
+                (low, _), (_, high) = self.of_int(a), self.of_int(b)
+                yield a.text, (-(2**63), high - gap)
+                yield b.text, (low + gap, 2**63)
 
 
-def _sum_range(terms: tuple[tuple[str, int], ...], env: Ranges) -> Range:
+def _both(a: Range, b: Range) -> Range:
+    """What lies in both; `a` where nothing does, as in a branch that is never taken."""
+    low, high = max(a[0], b[0]), min(a[1], b[1])
+    return (low, high) if low <= high else a
+
+
+def _floored(x: float) -> int:
+    return math.floor(min(max(x, -LARGEST_FLOOR), LARGEST_FLOOR))
+
+
+def _rounded(found: Interval, relative: float = 1e-5, absolute: float = 0.0) -> Interval | None:
+    """Wider by what float32, and the functions of GPUs, may be off."""
+    low, high = found
+    if math.isnan(low) or math.isnan(high):
+        return None
+    return low - abs(low) * relative - absolute, high + abs(high) * relative + absolute
+
+
+_GROWING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt")
+
+
+def _applied(op: str, operands: list[Interval]) -> Interval | None:
+    """An operator on floats; None where the result may be NaN."""
+    (low, high), (other_low, other_high) = operands[0], operands[-1]
+    match op:
+        case "add":
+            return _rounded((low + other_low, high + other_high)) if _can_add(operands[0], operands[1]) else None
+        case "sub":
+            minus = (-other_high, -other_low)
+            return _rounded((low - other_high, high - other_low)) if _can_add(operands[0], minus) else None
+        case "mul":
+            return _rounded(_corners(operands[0], operands[1]))
+        case "div":
+            if other_low <= 0 <= other_high or math.inf in (abs(other_low), abs(other_high)):
+                return None
+            return _rounded(_corners(operands[0], (1.0 / other_high, 1.0 / other_low)))
+        case "neg":
+            return -high, -low
+        case "abs":
+            return max(low, -high, 0.0), max(-low, high)
+        case "minimum" | "maximum":
+            choice = min if op == "minimum" else max
+            return choice(low, other_low), choice(high, other_high)
+        case _ if op in _GROWING:
+            if low < 0 and op in ("log", "log2", "sqrt"):
+                return None
+            return _rounded((_value(op, low), _value(op, high)), relative=1e-3, absolute=1e-6)
+        case _:
+            return None
+
+
+def _can_add(a: Interval, b: Interval) -> bool:
+    """Infinities of different signs never meet."""
+    return not ((a[0] == -math.inf and b[1] == math.inf) or (a[1] == math.inf and b[0] == -math.inf))
+
+
+def _corners(a: Interval, b: Interval) -> Interval:
+    """The product; NaN where 0 may meet infinity."""
+    infinite = [math.inf in map(abs, x) for x in (a, b)]
+    zero = [x[0] <= 0 <= x[1] for x in (a, b)]
+    if (infinite[0] and zero[1]) or (infinite[1] and zero[0]):
+        return math.nan, math.nan
+    products = [x * y for x in a for y in b]
+    return min(products), max(products)
+
+
+def _value(op: str, x: float) -> float:
+    """A growing function at the end of an interval, which may be infinite, or where it is not defined."""
+    try:
+        return float(OPERATORS[op].python(x))
+    except (ArithmeticError, ValueError):
+        lowest = {"log": -math.inf, "log2": -math.inf}.get(op, 0.0)
+        return lowest if x <= 0 else math.inf
+
+
+def _sum_range(terms: Mapping[str, int], env: Ranges) -> Range:
     low = high = 0
-    for name, factor in terms:
+    for name, factor in terms.items():
         a, b = env[name] if name else (1, 1)
         low, high = low + min(a * factor, b * factor), high + max(a * factor, b * factor)
     return low, high
 
 
-def _problems(steps: tuple[_Step, ...], ranges: list[Range], extents: Extents) -> Iterator[str]:
-    for step, (low, high) in zip(steps, ranges):
-        node = step.node
-        operands = [ranges[n] for n in step.operands]
-        if isinstance(node, Load):
-            yield from _index_problems(node, operands, extents)
-        elif isinstance(node, Call) and node.dtype == "int":
-            if node.op in ("floordiv", "mod") and operands[1][0] <= 0 <= operands[1][1]:
-                yield (
-                    f"`{node}`: the divisor `{node.args[1]}` can be 0 in this call (it ranges from {operands[1][0]} to "
-                    f"{operands[1][1]}); give a positive value, or use weft.maximum({node.args[1]}, 1)"
-                )
-            if low < _WHOLE[0] or high > _WHOLE[1]:
-                yield (
-                    f"integer overflow: `{node}` reaches {low if low < _WHOLE[0] else high} in this call, beyond 32 "
-                    "bits; use smaller values, compare differences of positions instead of sums, or write 1.0 * ... "
-                    "to compute in floats"
-                )
-
-
-def _index_problems(node: Load, indices: list[Range], extents: Extents) -> Iterator[str]:
-    tensor = node.tensor.name
-    for d, (index, (low, high), extent) in enumerate(zip(node.index, indices, extents[tensor])):
-        if isinstance(index, Load) or low < 0 or high >= extent:
-            found = "is read from a tensor" if isinstance(index, Load) else f"ranges from {low} to {high} in this call"
-            yield (
-                f"`{node}`: index {d}, `{index}`, {found}, but {tensor} has {extent} entries there; pass a larger "
-                f"tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"
-            )
-
-
+@lru_cache(maxsize=4096)
 def _linear(node: Expr) -> dict[str, int] | None:
     """Coefficients by name ("" the number) of a sum of symbols and scalars times numbers; None for anything else."""
     match node:
@@ -156,3 +259,41 @@ def _linear(node: Expr) -> dict[str, int] | None:
             return None if inner is None else {n: c * int(factor) for n, c in inner.items()}
         case _:
             return None
+
+
+# -- problems ----------------------------------------------------------------------------------------------------------
+def _problems(node: Expr, known: _Evaluation, extents: Extents) -> Iterator[str]:
+    if isinstance(node, Load):
+        yield from _index_problems(node, [known.of_int(i) for i in node.index], extents)
+    elif isinstance(node, Call) and node.dtype == "int":
+        if OPERATORS[node.op].divides_ints:
+            yield from _divisor_problems(node.args[1], node, known)
+        low, high = known.of_int(node)
+        bits = 64 if has_64_bits(node) else 32
+        most = 2 ** (bits - 1)
+        if low < -most or high >= most:
+            yield (
+                f"integer overflow: `{node}` reaches {low if low < -most else high} in this call, beyond {bits} "
+                "bits; use smaller values, compare differences of positions instead of sums, or write 1.0 * ... "
+                "to compute in floats"
+            )
+
+
+def _divisor_problems(divisor: Expr, node: Expr, known: _Evaluation) -> Iterator[str]:
+    low, high = known.of_int(divisor)
+    if low <= 0 <= high:
+        yield (
+            f"`{node}`: the divisor `{divisor}` can be 0 in this call (it ranges from {low} to {high}); give a "
+            f"positive value, or use weft.maximum({divisor}, 1)"
+        )
+
+
+def _index_problems(node: Load, indices: list[Range], extents: Extents) -> Iterator[str]:
+    tensor = node.tensor.name
+    for d, (index, (low, high), extent) in enumerate(zip(node.index, indices, extents[tensor])):
+        if isinstance(index, Load) or low < 0 or high >= extent:
+            found = "is read from a tensor" if isinstance(index, Load) else f"ranges from {low} to {high} in this call"
+            yield (
+                f"`{node}`: index {d}, `{index}`, {found}, but {tensor} has {extent} entries there; pass a larger "
+                f"tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+            )

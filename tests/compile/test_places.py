@@ -26,7 +26,7 @@ import triton.language as tl
 
 
 @triton.jit
-def read(out, arg_bias, arg_bias_s0, arg_bias_s1, arg_bias_s2, head):
+def read(out, arg_bias, s0_bias, s1_bias, s2_bias, head):
     q_pos = tl.program_id(0)
     kv_pos = tl.arange(0, 128)
     tl.store(out + kv_pos, {read})
@@ -37,7 +37,7 @@ bias, flags = weft.tensor("bias", 3), weft.tensor("flags", 2, bool)
 def test_no_product_of_a_place_has_32_bits(tmp_path: Path) -> None:
     path = tmp_path / "read.py"
     path.write_text(KERNEL.format(read=Printer(TRITON)(bias[head, q_pos, kv_pos])))
-    strides = {f"arg_bias_s{d}": "i32" for d in range(3)}
+    strides = {f"s{d}_bias": "i32" for d in range(3)}
     source = ASTSource(load(path).read, {"out": "*fp32", "arg_bias": "*fp32", **strides, "head": "i32"}, {}, {})
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert len(re.findall(r"mul\.(?:wide\.s32|lo\.s64)", text)) == 3

@@ -223,7 +223,7 @@ def test_places_of_operands_are_counted_in_64_bits() -> None:
     node = table[0, q_pos - kv_pos, head]
     for dialect, m in ((TRITON, "tl"), (GLUON, "gl")):
         terms = Printer(dialect)(node).split("arg_table + ")[1].split(").to(")[0].split(" + ")
-        assert terms == [f"{m}.cast({index}, {m}.int64) * arg_table_s{d}"
+        assert terms == [f"{m}.cast({index}, {m}.int64) * s{d}_table"
                          for d, index in enumerate(("0", "q_pos - kv_pos", "head"))]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft import head, kv_len, kv_pos, masks, q_pos
+from weft import head, kv_len, kv_pos, masks, q_pos, score
 from weft.compiler.analysis.ranges import check_integers, range_of
 from weft.ir.expr import Expr, call, expression
+from weft.ir.operators import LARGEST_FLOOR
 
 from .tiling import evaluate
 
@@ -21,6 +23,10 @@ n, size = weft.scalar("n", int), weft.scalar("size", int)
 ids = weft.tensor("ids", 1, int)
 table = weft.tensor("table", 1)
 LENGTH = 100
+RELATIVE = weft.maximum(q_pos - kv_pos, 0)
+T5_BUCKET = weft.where(  # of T5 (Raffel 2020, section 2.1): half of the buckets exact, half of them on a log scale
+    RELATIVE < 16, RELATIVE, weft.minimum(16 + weft.floor(weft.log(RELATIVE / 16) / math.log(8.0) * 16), 31)
+)
 ENV = {"q_pos": (0, 99), "kv_pos": (0, 99), "head": (0, 7), "n": (10, 10), "size": (3, 3), "kv_len": (100, 100)}
 
 
@@ -42,7 +48,14 @@ ENV = {"q_pos": (0, 99), "kv_pos": (0, 99), "head": (0, 7), "n": (10, 10), "size
         ((q_pos - 50) % 8, (0, 7)),
         (q_pos % -8, (-7, 0)),
         (kv_len - 1 - kv_pos, (0, 99)),
-        (weft.where(q_pos < 3, q_pos, -1), (-1, 99)),
+        (weft.where(q_pos < 3, q_pos, -1), (-1, 2)),
+        (weft.where((q_pos >= n) & (kv_pos < 5), q_pos - 1, kv_pos), (0, 99)),
+        (weft.where((q_pos < n) | (kv_pos > 5), 9, q_pos + kv_pos), (9, 104)),
+        (weft.floor(weft.sqrt(1.0 * q_pos)), (-1, 9)),
+        (weft.floor(weft.log(q_pos / 8)), (-LARGEST_FLOOR, 2)),
+        (weft.floor(weft.log(score)), (-LARGEST_FLOOR, LARGEST_FLOOR)),
+        (weft.floor(0.5 * q_pos / (1 + kv_pos)), (0, 49)),
+        (T5_BUCKET, (0, 30)),
         (ids[q_pos], (-(2**30) + 1, 2**30 - 1)),
         (weft.minimum(weft.maximum(ids[q_pos], 0), 9), (0, 9)),
         (head * n, (0, 70)),
@@ -64,6 +77,8 @@ def test_ranges_of_what_users_write(node: Expr, expected: tuple[int, int]) -> No
         kv_pos // size <= q_pos // size,
         masks.natten_2d(10, 2, height=10),
         table[q_pos % 100] > 0.0,
+        kv_pos + 3 * ids[kv_pos] <= ids[q_pos] + ids[kv_pos] + q_pos * ids[0],
+        table[T5_BUCKET + 1] > 0.0,
     ],
 )
 def test_nothing_is_said_where_all_is_proven(root: Expr) -> None:
@@ -82,7 +97,9 @@ def test_nothing_is_said_where_all_is_proven(root: Expr) -> None:
         (table[ids[q_pos]] > 0.0, ["`ids[q_pos]`, is read from a tensor", "clamp the index"]),
         (table[ids[q_pos] % 128] > 0.0, ["ranges from 0 to 127"]),
         (q_pos * kv_pos * 10**6 < 5, ["integer overflow", "reaches 9801000000", "32 bits"]),
-        (ids[q_pos] * 3 < 5, ["integer overflow: `ids[q_pos] * 3`"]),
+        (ids[q_pos] * ids[kv_pos] * ids[0] < 5, ["integer overflow: `ids[q_pos] * ids[kv_pos] * ids[0]`", "64 bits"]),
+        (weft.floor(n * 0.5 * score) * 3 < 5, ["integer overflow: `floor(n * 0.5 * score) * 3`", "32 bits"]),
+        (weft.where(q_pos < 99, table[q_pos + 1], 0.0) > 0.0, ["ranges from 1 to 100"]),  # read where not taken, too
         (q_pos // (n - 10) < 5, ["the divisor `n - 10` can be 0", "from 0 to 0"]),
         (q_pos % kv_pos < 5, ["the divisor `kv_pos` can be 0", "from 0 to 99", "weft.maximum(kv_pos, 1)"]),
         (q_pos // ids[0] < 5, ["the divisor `ids[0]` can be 0"]),
