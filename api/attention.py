@@ -136,7 +136,7 @@ class Attention(Declaration):
         text = None if schedule is None else str(schedule)
         if torch.compiler.is_compiling():
             out, lse = self._traced(query, key, value, rope, q_offset, target, text, operands, head_dim)
-            return (out, lse) if return_lse else out
+            return (out, self._lse(lse)) if return_lse else out
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and (value is None or isinstance(value, Tensor))
         if (
             not tensors
@@ -159,7 +159,11 @@ class Attention(Declaration):
             options_of(target or default_target(), text), head_dim or query.shape[3],
         )  # fmt: skip
         found = ops.run(self._variant, call)
-        return found if return_lse else found[0]
+        return (found[0], self._lse(found[1])) if return_lse else found[0]
+
+    def _lse(self, saved: Tensor) -> Tensor:
+        """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
+        return saved.sum(0) if saved.dim() == 4 else saved
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
         """Raise for a call that cannot be put together, naming all that is wrong with it."""

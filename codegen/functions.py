@@ -67,6 +67,11 @@ class FunctionPrinter:
     floats: str = "torch.float32"  # torch: the type that floats are computed in
 
     @property
+    def base2(self) -> bool:
+        """Whether scores are in units of log 2, as exp2 wants them; not those that may lie far from 0."""
+        return self.language.base2 and not self.facts.scores_lie_far
+
+    @property
     def env(self) -> str:
         names = parameter_names(self.facts.attention, strides=self.language.is_gpu)
         return ", ".join((*SYMBOL_ARGUMENTS, *names))
@@ -113,7 +118,7 @@ class FunctionPrinter:
     # -- elementwise functions -----------------------------------------------------------------------------------------
     def _score_parts(self) -> list[str]:
         scale = self.facts.linear_scale
-        unit = ", times log2(e)" if self.language.base2 else ""
+        unit = ", times log2(e)" if self.base2 else ""
         if scale is not None:
             return [
                 self.elementwise(
@@ -126,7 +131,7 @@ class FunctionPrinter:
     def _in_units(self, node: Expr) -> Expr:
         from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
-        return simplify(call("mul", node, Const(LOG2_E)) if self.language.base2 else node)
+        return simplify(call("mul", node, Const(LOG2_E)) if self.base2 else node)
 
     def _mask_parts(self) -> list[str]:
         mask = self.facts.attention.folded_mask

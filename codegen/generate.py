@@ -57,6 +57,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "by_head": facts.mask_differs_by_head,
         "linear": facts.linear_scale is not None,
         "signed_scale": facts.scale_sign_unknown,
+        "far": facts.scores_lie_far,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "grads": [{"i": i, "kind": g.kind, "name": g.load.tensor.name} for i, g in enumerate(gradients)],
@@ -82,7 +83,7 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str) -> Bl
     if score is None:
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
-    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums)
+    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far)
     return blocks_of(facts.attention.weighs, family, terms)
 
 

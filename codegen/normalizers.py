@@ -4,13 +4,14 @@ What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward
 
   triton    forward: qk [BLOCK_Q, BLOCK_KV], and `terms.score`, -inf for hidden pairs; the weights are left in p.
             backward: `terms.score` of pairs of which some are hidden, cleared later; p, and the gradient dp of it;
-            row_lse2 and row_delta of a normalizer that saves lse, shaped to broadcast
+            row_lse2 and row_delta of a normalizer that saves lse, shaped to broadcast; under `terms.far` also
+            row_shift, the row's maximum, and then row_lse2 is that of scores less this
   cpu       forward: `terms.score`, [N, rows, columns], which may be overwritten, and values [N, columns, Dv]; rows
             q_first to q_end of out (and lse) are left, [*rows.shape[:4], -1] each.
             backward: `terms.score`, -inf for hidden pairs, of the shape of products; weights and dscore are left, the
             latter from douts and values; log_total and delta of a normalizer that saves lse
 
-Scores are in units of log 2, so that exp2 serves; gradients of scores are per natural unit.
+Scores are in units of log 2, so that exp2 serves, but for `terms.far`; gradients of scores are per natural unit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Terms:
     masked: bool  # the mask is not True
     score: str  # the scores of a tile, an expression
     sums: tuple[str, ...]  # running sums of weighted values, by name (family triton)
+    far: bool = False  # scores may lie far from 0 and are in natural units; only where a normalizer saves lse
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _softmax_of_triton(terms: Terms) -> Blocks:
     scaled = " * scale" if terms.linear else ""
     exponent = "qk * scale - (reference * scale)[:, None]" if terms.linear else "qk - reference[:, None]"
     shrink = "(row_max - reference) * scale" if terms.linear else "row_max - reference"
+    if terms.far:
+        exponent, shrink = f"({exponent}) * LOG2_E", f"({shrink}) * LOG2_E"
     weigh = f"""
         new_max = tl.maximum(row_max, tl.max(qk, 1))
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: -inf - -inf would be NaN
@@ -145,11 +149,20 @@ def _softmax_of_triton(terms: Terms) -> Blocks:
             ]
         ),
         factor=" * weight[:, None]",
-        save=f"row_lse = (row_max{scaled} + tl.log2(safe_sum)) * LN_2",
-        backward_weight=f"p = tl.exp2({terms.score} - row_lse2)",
+        save="row_log_sum = tl.log2(safe_sum) * LN_2"
+        if terms.far
+        else f"row_lse = (row_max{scaled} + tl.log2(safe_sum)) * LN_2",
+        backward_weight=_weights_of_far_scores(terms) if terms.far else f"p = tl.exp2({terms.score} - row_lse2)",
         backward_score="p * (dp - row_delta)",
         scaled_backward_score="p * (dp * scale - row_delta * scale)",
     )
+
+
+def _weights_of_far_scores(terms: Terms) -> str:
+    return _lines(f"""
+        power = ({terms.score} - row_shift) * LOG2_E - row_lse2
+        p = tl.exp2(tl.minimum(power, 0.0))  # where roundings are large, this score may be above the forward's
+    """)
 
 
 # -- softmax, family cpu -----------------------------------------------------------------------------------------------
@@ -161,63 +174,84 @@ class Softmax:
         self.top = self.total = self.weighted = None  # maximum and sum of exponentials of each row; sum over values
 
     def add(self, scores, values):
-        """One more tile of scores [N, rows, columns] in units of log 2, overwritten, and values [N, columns, Dv]."""
+        """One more tile of scores [N, rows, columns] in {unit}, overwritten, and values [N, columns, Dv]."""
         top = scores.amax(-1, keepdim=True)
         if self.top is not None:
             top = torch.maximum(top, self.top)
         finite_top = top.masked_fill(top == -math.inf, 0.0)  # a row that saw nothing yet
-        weights = scores.sub_(finite_top).exp2_()
+        weights = scores.sub_(finite_top){scaled}.exp2_()
         if self.top is None:
             self.total = weights.sum(-1, keepdim=True)
             self.weighted = torch.bmm(weights, values)
         else:
-            shrink = torch.exp2(self.top - finite_top)
+            shrink = torch.exp2({shrink})
             self.total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
             self.weighted.mul_(shrink).baddbmm_(weights, values)
         self.top = top
 
     def finish(self):
-        """The weighted mean of the values and the log of the sum of exponentials; 0 and -inf for a row with no keys."""
-        logsumexp = self.top * LN_2 + self.total.log()
-        return self.weighted.div_(self.total.masked_fill(self.total == 0.0, 1.0)), logsumexp
+        """The weighted mean of the values, {and_what}; 0 and -inf for a row with no keys."""
+        mean = self.weighted.div_(self.total.masked_fill(self.total == 0.0, 1.0))
+        return mean, {result}
 '''
 
 
 def _softmax_of_cpu(terms: Terms) -> Blocks:
     """A class that weighs and accumulates at once; values are met in `add`."""
+    weights = ".sub_(log_total).exp2_()"
+    parts = {
+        "unit": "units of log 2", "scaled": "", "shrink": "self.top - finite_top",
+        "and_what": "and the log of the sum of exponentials", "result": "self.top * LN_2 + self.total.log()",
+    }  # fmt: skip
+    statistics = """
+            mean, logsumexp = softmax.finish()
+            lse[:, :, :, q_first:q_end] = logsumexp.view(rows.shape[:4])"""
+    if terms.far:
+        # where roundings are large, a score may come out above the forward's maximum
+        weights = ".sub_(shift).mul_(LOG2_E).sub_(log_total).clamp_(max=0.0).exp2_()"
+        parts = {
+            "unit": "natural units", "scaled": ".mul_(LOG2_E)", "shrink": "(self.top - finite_top) * LOG2_E",
+            "and_what": "the maximum, and the log of the sum", "result": "self.top, self.total.log()",
+        }  # fmt: skip
+        statistics = """
+            mean, top, log_sum = softmax.finish()
+            lse[:, :, :, q_first:q_end] = torch.cat([top, log_sum], -1).view(*rows.shape[:4], 2)"""
     return Blocks(
-        define=_lines(_SOFTMAX_CLASS),
+        define=_lines(_SOFTMAX_CLASS.format(**parts)),
         init="softmax = Softmax()",
         accumulate=f"softmax.add({terms.score}, values)",
-        finish=_lines("""
+        finish=_lines(f"""
             if softmax.top is None:
                 out[:, :, :, q_first:q_end] = 0.0
                 lse[:, :, :, q_first:q_end] = -math.inf
-                continue
-            mean, logsumexp = softmax.finish()
+                continue{statistics}
             out[:, :, :, q_first:q_end] = mean.view(*rows.shape[:4], -1)
-            lse[:, :, :, q_first:q_end] = logsumexp.view(rows.shape[:4])
         """),
-        in_one_piece=_softmax_in_one_piece(terms.masked),
-        backward_weight=f"weights = {terms.score}.sub_(log_total).exp2_()",
+        in_one_piece=_softmax_in_one_piece(terms),
+        backward_weight=f"weights = {terms.score}{weights}",
         backward_score="dscore = torch.bmm(douts, values.transpose(1, 2)).sub_(delta).mul_(weights)",
     )
 
 
-def _softmax_in_one_piece(masked: bool) -> str:
+def _softmax_in_one_piece(terms: Terms) -> str:
     finite_top, divisor = "top", "total"
-    if masked:
-        finite_top = "top if n_seen == kv_len else top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing"
-        divisor = "total if n_seen == kv_len else total.masked_fill(total == 0.0, 1.0)"
-    weights = f"finite_top = {finite_top}\n        weights = scores.sub_(finite_top).exp2_()"
+    if terms.masked or not terms.linear:  # a score may be -inf
+        seen = " if n_seen == kv_len else" if terms.linear else ""
+        finite_top = f"top{seen}" * bool(seen) + " top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing"
+        divisor = f"total{seen}" * bool(seen) + " total.masked_fill(total == 0.0, 1.0)"
+    scaled = ".mul_(LOG2_E)" if terms.far else ""
+    saved = "torch.add(total.log_().view(lse.shape), top.view(lse.shape), alpha=LN_2, out=lse)"
+    if terms.far:
+        saved = "torch.stack([top.view(out.shape[:3]), total.log_().view(out.shape[:3])], out=lse)"
     return _lines(f"""
         top = scores.amax(-1, keepdim=True)
-        {weights if masked else "weights = scores.sub_(top).exp2_()"}
+        finite_top = {finite_top.strip()}
+        weights = scores.sub_(finite_top){scaled}.exp2_()
         total = weights.sum(-1, keepdim=True)
         weighted = torch.bmm(weights, value.to(dtype).reshape(batch * kv_heads, kv_len, -1))
-        divisor = {divisor}
+        divisor = {divisor.strip()}
         out.copy_(weighted.div_(divisor).view(out.shape))
-        torch.add(total.log_().view(lse.shape), top.view(lse.shape), alpha=LN_2, out=lse)
+        {saved}
     """)
 
 

@@ -142,7 +142,7 @@ class BackwardCall:
 
     call: Call
     out: Tensor  # [B, Hq, L, Dv], as the forward gave it
-    lse: Tensor  # [B, Hq, L]
+    lse: Tensor  # [B, Hq, L], or [2, B, Hq, L] where scores may lie far from 0
     dout: Tensor  # like out
     dlse: Tensor | None  # like lse
     wanted: frozenset[str]  # "query", "key", "value", "rope" and names of operands

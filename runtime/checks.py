@@ -194,16 +194,17 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
         yield f"{operand.name}: expected a number, got {value!r}"
 
 
-def check_backward(name: str, b: BackwardCall) -> None:
+def check_backward(name: str, b: BackwardCall, pair: bool) -> None:
     """Raise WeftError where what a backward starts from does not fit the forward."""
     query, value = b.call.query, b.call.value
     batch, heads, rows, _ = query.shape
     statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
     if b.out.shape[:3] != (batch, heads, rows) or (value is not None and b.out.shape[3] != value.shape[3]):
         raise WeftError(f"{name}: out: expected [{batch}, {heads}, {rows}, Dv], got {list(b.out.shape)}")
+    rows_shape = (*((2,) if pair else ()), *b.out.shape[:3])
     for label, tensor, shape, dtype in (
         ("dout", b.dout, b.out.shape, query.dtype), ("out", b.out, b.out.shape, query.dtype),
-        ("lse", b.lse, b.out.shape[:3], statistics), ("dlse", b.dlse, b.out.shape[:3], statistics),
+        ("lse", b.lse, rows_shape, statistics), ("dlse", b.dlse, rows_shape, statistics),
     ):  # fmt: skip
         if tensor is None:
             continue

@@ -80,7 +80,10 @@ class Variant:
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """out [B, Hq, L, Dv] and lse [B, Hq, L]. Raises WeftError for a call that is not sound."""
+        """out [B, Hq, L, Dv] and lse [B, Hq, L]. Raises WeftError for a call that is not sound.
+
+        Where scores may lie far from 0, lse is [2, B, Hq, L]: the maximum of a row, and the log of its sum.
+        """
         key = _key(call)
         ready = self._forwards.get(key)
         if ready is not None:
@@ -102,7 +105,10 @@ class Variant:
         batch, heads, rows, _ = query.shape
         width = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
         lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        return rows_like(query, heads, width), Place((batch, heads, rows), (heads * rows, rows, 1), lse_dtype)
+        shape, strides = (batch, heads, rows), (heads * rows, rows, 1)
+        if self.facts.scores_lie_far:
+            shape, strides = (2, *shape), (batch * heads * rows, *strides)  # type: ignore[assignment]
+        return rows_like(query, heads, width), Place(shape, strides, lse_dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
@@ -161,7 +167,7 @@ class Variant:
             check_call(self.attention, call)
             ready = kept.get(key)
         if b is not None:
-            check_backward(self.name, b)
+            check_backward(self.name, b, self.facts.scores_lie_far)
         self._sizes.check(call)
         ready = ready or self._prepare(direction, call, kept, key, b)
         misfit = ready.target.misfit(ready.signature, call)

@@ -78,6 +78,10 @@ class TritonLauncher:
         self.direct: Callable[[Any], Any] = lambda call: None  # once something is prepared
         self._aligned = alignment(self._operand_names())
         self._modes: dict[object, _Prepared] = {}
+        # scores less the maximum of their row: two statistics of it are handed from the forward to the backward
+        self.shifts = facts.scores_lie_far
+        pair = "2, " if self.shifts else ""
+        self._statistics_shape = f"({pair}batches, heads, q_len)"
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
 
     # -- one call ------------------------------------------------------------------------------------------------------
@@ -228,7 +232,7 @@ class TritonLauncher:
         if self.backward:
             conditions += ["out.shape == dout.shape == (batches, heads, q_len, value_dim)"]
             conditions += [
-                f"{n}.shape == (batches, heads, q_len)" for n in ("lse", *(() if mode.no_dlse else ("dlse",)))
+                f"{n}.shape == {self._statistics_shape}" for n in ("lse", *(() if mode.no_dlse else ("dlse",)))
             ]
         if mode.per_row:
             conditions += ["q_offset_ptr.shape[0] == batches"]
@@ -248,7 +252,7 @@ class TritonLauncher:
         if not self.backward:
             width = str(self.code.signature.widths.value_dim)
             made |= {"out": like("query", "heads", "q_len", width)}
-            made |= {"lse": "query.new_empty((batches, heads, q_len), dtype=float32)"}
+            made |= {"lse": f"query.new_empty({self._statistics_shape}, dtype=float32)"}
             return made
         wanted = self.code.signature.wanted
         shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
@@ -256,7 +260,8 @@ class TritonLauncher:
         made |= {f"d{n}": like(n, *shape) for n, shape in shapes.items() if n in wanted}
         block = max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
         statistics = f"query.new_empty((batches, heads, (q_len + {block - 1}) // {block} * {block}), dtype=float32)"
-        return made | {"lse2": statistics, "delta": statistics}
+        shift = {"shift": statistics} if self.shifts else {}
+        return made | {"lse2": statistics, **shift, "delta": statistics}
 
     def _made_spans(self, mode: Mode) -> dict[str, str]:
         heads = " * heads" if self.facts.mask_differs_by_head else ""
@@ -399,7 +404,7 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
     blocks = [launcher.form(k.name, mode.aligned).block_q for k in code.kernels]
     padded = _padded(q_len, max(PADDING, *blocks))
     statistics = _rows_of(batches, heads, padded)
-    places = {"lse2": statistics, "delta": statistics}
+    places = {"lse2": statistics, "delta": statistics} | ({"shift": statistics} if launcher.shifts else {})
     for i in launcher.own_keys:
         if call.rope is not None and call.rope.shape[1] != kv_heads:
             places[f"dkey{i}"] = _rows_of(batches, kv_heads, kv_len, call.rope.shape[3])

@@ -58,6 +58,15 @@ class Facts:
         return self.linear_scale is not None and not _is_clearly_positive(self.linear_scale)
 
     @cached_property
+    def scores_lie_far(self) -> bool:
+        """Whether all scores of a row may lie so far from 0 that their log-sum-exp cannot be told in 32 bits.
+
+        As under a bias of -1e9 for padding. Then the row's maximum and the log of its sum are saved apart.
+        """
+        weighs = self.attention.weighs
+        return weighs.saves_lse and self.linear_scale is None and _size(self.attention.folded_score) > FAR
+
+    @cached_property
     def kv_bounds(self) -> Bounds:
         return kv_bounds(self.attention.folded_mask)
 
@@ -222,6 +231,40 @@ def _over_qk(node: Expr) -> Iterator[Expr]:
         yield node
         for child in children(node):
             yield from _over_qk(child)
+
+
+FAR = 1000.0  # of scores: roundings of a log-sum-exp of this size change weights by 2**-13 at most
+_SIZES = {"tanh": 1.0, "sigmoid": 1.0, "sin": 1.0, "cos": 1.0}
+
+
+def _size(node: Expr) -> float:
+    """How large a value may be, where products of query and key are taken to be small; -inf counts as exact."""
+    match node:
+        case Const(value):
+            return 0.0 if value == -math.inf else abs(value)
+        case Symbol("qk"):
+            return 1.0
+        case Symbol(name):
+            return 2.0 ** _EXPONENTS[name][1] if name in _EXPONENTS else 2.0**31
+        case Call("add" | "sub", args):
+            return sum(map(_size, args))
+        case Call("mul", (a, b)):
+            sizes = _size(a), _size(b)
+            return 0.0 if 0.0 in sizes else sizes[0] * sizes[1]
+        case Call("div", (a, Const(value))) if value:
+            return _size(a) / abs(value)
+        case Call("neg" | "abs", (a,)):
+            return _size(a)
+        case Call("minimum" | "maximum", args):
+            return max(map(_size, args))
+        case Call("where", (_, a, b)):
+            return max(_size(a), _size(b))
+        case Call("rsqrt", (Symbol("head_dim"),)):
+            return 1.0
+        case Call(op):
+            return _SIZES.get(op, math.inf)
+        case _:
+            return math.inf
 
 
 def _is_clearly_positive(node: Expr) -> bool:

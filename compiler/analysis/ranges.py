@@ -1,9 +1,9 @@
 """Ranges of integers at call time: proof that no index leaves its tensor and no integer leaves its bits.
 
 Sizes and scalar values are known numbers here; the rest is interval arithmetic (Moore, Interval Analysis, 1966). Sums
-of positions are kept linear, so that `q_pos - kv_pos + n` has its true range, and a branch of `where` is looked at under
-its condition, so that `where(n < 8, n, 8 + floor(log(n / 8)))` has. Ints have 32 bits; where a sum or product holds an
-int that was read from a tensor it is computed in 64 (codegen/dialects.py).
+of positions are kept linear, so that `q_pos - kv_pos + n` has its true range, and a branch of `where` is looked at
+under its condition, so that `where(n < 8, n, 8 + floor(log(n / 8)))` has. Ints have 32 bits; where a sum or product
+holds an int that was read from a tensor it is computed in 64 (codegen/dialects.py).
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class _Evaluation:
             case Call("or", args) if not holds:
                 for arg in args:
                     yield from self._learned(arg, False)
-            case Call("lt" | "le" | "gt" | "ge" as op, (a, b)) if a.dtype == b.dtype == "int":
+            case Call("lt" | "le" | "gt" | "ge" as comparison, (a, b)) if a.dtype == b.dtype == "int":
+                op: str = comparison
                 if op in ("gt", "ge"):
                     op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
                 if not holds:  # not a < b: b <= a
