@@ -36,7 +36,7 @@ LINEAR = [  # score, its factor at scale 1, whether that may be negative or 0
     (-SCORE, "-1.0", True),
     (SCORE * 0.0, "0.0", True),
     (SCORE * FACTOR, "factor", True),
-    (SCORE * exp(FACTOR), "exp(factor)", False),
+    (SCORE * exp(FACTOR), "exp(factor)", True),
     (3.0 * SCORE - SCORE, "2.0", False),
     (SCORE - 2.0 * SCORE, "-1.0", True),
 ]
