@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from ..ir.errors import UnavailableError
-from .binding import Binding
+from .binding import Binding, Launch
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,20 @@ class Run:
     function: object  # what the driver launches
     metadata: object
     compiled: Any
+
+    @property
+    def shortest(self) -> Launch:
+        """The launch with as little as possible between.
+
+        Triton's launcher is Python around a function in C and looks for scratch memory at each launch. In which order
+        that function takes its arguments depends on Triton's version.
+        """
+        launch, rest = self.launch, (self.metadata, None, None, None)
+        sizes = [getattr(launch, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+        if not triton.__version__.startswith("3.6.") or type(launch).__name__ != "CudaLauncher" or sizes != [0, 0]:
+            return Launch(launch, (self.function, *rest))
+        ways = (launch.launch_cooperative_grid, launch.launch_pdl)  # type: ignore[attr-defined]
+        return Launch(launch.launch, (self.function, *ways, None, None, *rest))  # type: ignore[attr-defined]
 
     def __call__(self, programs: int, arguments: Sequence[Any], stream: int) -> None:
         if not programs:
@@ -83,6 +97,12 @@ def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: M
 def current_stream(device: int) -> int:
     """Handle of the stream that the caller launches in."""
     return driver.active.get_current_stream(device)
+
+
+def stream_function() -> Callable[[int], int]:
+    """`current_stream` without a frame of Python, for a function that is bound to a process whose driver is up."""
+    found: Callable[[int], int] = driver.active.get_current_stream
+    return found
 
 
 def types_of(arguments: Sequence[Any]) -> list[Any]:
