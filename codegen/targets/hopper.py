@@ -153,7 +153,9 @@ def best_form(width: int, facts: Facts) -> HopperForm:
 class Box:
     """What a launch needs of a tensor descriptor: far cheaper to build than the checked one, at every call."""
 
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
 
     def __init__(self, tensor: Tensor, width: int) -> None:
         self.base = tensor
@@ -167,8 +169,6 @@ class Box:
             row if sizes[2] > 1 else width,
             1,
         ]
-        self.padding = "zero"
-        self.round_f32_to_tf32 = False
 
 
 def sharing_l2(batch_heads: int, kv_bytes: float) -> int:

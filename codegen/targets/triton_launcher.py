@@ -100,7 +100,10 @@ class TritonLauncher:
         self.direct: Callable[[Any], Any] = _nothing_yet
         self.backward_of: Callable[..., Any] = _nothing_yet  # `direct` of a backward, without the records of its call
         self.empty: Callable[..., Tensor] = self._empty  # contiguous or not; a quicker one may take its place
-        self._aligned = alignment(self._operand_names())
+        names = self._operand_names()
+        # gradients have the width of their tensor and not its strides: rows of padded operands start elsewhere there
+        made = [f"d{n}" for n in names if n not in ("out", "dout")] if self.backward else []
+        self._aligned = alignment([*names, *made])
         self._modes: dict[object, _Prepared] = {}
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
 
