@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..ir.errors import InternalError
@@ -53,6 +54,8 @@ class Launch(NamedTuple):
 
     function: Callable[..., object]
     fixed: tuple[object, ...]
+    # by the place of a parameter: what makes the several arguments that the function takes for it
+    several: Mapping[int, Callable[[Any], Sequence[object]]] = MappingProxyType({})
 
 
 class Packer:
@@ -78,9 +81,11 @@ class Packer:
         """What was needed so far, in order."""
         return list(dict.fromkeys(self._lines.values()))
 
-    def launch(self, binding: Binding) -> tuple[str, str]:
-        """(programs, arguments) of a kernel, as text."""
+    def launch(self, binding: Binding, several: Mapping[int, str] = MappingProxyType({})) -> tuple[str, str]:
+        """(programs, arguments) of a kernel, as text. several: functions of some arguments that give more than one."""
         values = [self._argument(binding.renamed.get(p, p)) for p in binding.parameters]
+        for place, name in several.items():
+            values[place] = f"*{name}({values[place]})"
         return self.expression(binding.programs), ", ".join([*values, *map(repr, binding.constants.values()), ""])
 
     def _argument(self, name: str) -> str:
@@ -177,7 +182,8 @@ def direct(
         packer.define(name, value)
     scope, lines = dict(tools), []
     for n, (binding, launch) in enumerate(zip(bindings, launches, strict=True)):
-        programs, arguments = packer.launch(binding)
+        programs, arguments = packer.launch(binding, {place: f"several_{n}_{place}" for place in launch.several})
+        scope |= {f"several_{n}_{place}": made for place, made in launch.several.items()}
         fixed = {f"fixed_{n}_{i}": value for i, value in enumerate(launch.fixed)}
         scope |= fixed | {f"launch_{n}": launch.function}
         between = ", ".join("None" if value is None else name for name, value in fixed.items())

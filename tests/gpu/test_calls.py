@@ -153,7 +153,7 @@ def rows_before_heads(tensor):
 WINDOW = weft.Attention(mask=masks.causal & (q_pos - kv_pos < weft.scalar("window", int)), name="window")
 
 
-@pytest.mark.parametrize("variant", [CAUSAL, ALIBI, WINDOW], ids=str)
+@pytest.mark.parametrize("variant", [CAUSAL, ALIBI, WINDOW], ids=lambda variant: variant.name)
 @pytest.mark.parametrize("dlse", [False, True], ids=["", "dlse"])
 def test_every_way_of_a_backward_gives_the_same_bits(variant, dlse):
     """The shortest one, that of the op, and those that tensors take which hooks or callers bring in another form."""
