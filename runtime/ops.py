@@ -42,20 +42,23 @@ _LIBRARY.define(
 # -- a call, past the dispatcher or through it -----------------------------------------------------------------------
 def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded for autograd where gradients are wanted."""
-    tensors = [call.query, call.key, call.value, call.rope]
+    query = call.query
+    tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
-    special = True in [t is not None and (t.requires_grad or t.is_neg()) for t in tensors]
-    recorded = special and torch.is_grad_enabled() and True in [t is not None and t.requires_grad for t in tensors]
-    plain = unwatched(tensors) and (call.query.is_cuda or call.query.is_cpu)
-    if plain and not (special and _negated(tensors)):
+    wanted = negated = False
+    for t in tensors:
+        if t is not None:
+            wanted, negated = wanted or t.requires_grad, negated or t.is_neg()
+    recorded = wanted and torch.is_grad_enabled()
+    if not negated and unwatched(tensors) and (query.is_cuda or query.is_cpu):
         return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_transforms(variant.name, present)
-    problems = check_operand_kinds(variant.attention, call.operands, call.query.device)
+    problems = check_operand_kinds(variant.attention, call.operands, query.device)
     if problems:
         raise collected(variant.name, problems)
-    check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
+    check_q_offset(call.q_offset, query.shape[0], query.device)
     arguments = flat(call, variant.kinds, variant.text)
     if recorded:
         return FORWARD(*arguments)

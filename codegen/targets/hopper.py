@@ -159,10 +159,9 @@ class Box:
 
     def __init__(self, tensor: Tensor, width: int) -> None:
         self.base = tensor
-        self.shape = list(tensor.shape)
+        self.shape = sizes = list(tensor.shape)
         # multiples of 16 bytes even where, the size being 1, they are never used
         batch, head, row, _ = tensor.stride()
-        sizes = tensor.shape
         self.strides = [
             batch if sizes[0] > 1 else width,
             head if sizes[1] > 1 else width,
