@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..ir.errors import InternalError
 
@@ -48,6 +49,15 @@ class Binding:
     renamed: Mapping[str, str] = field(default_factory=dict)  # parameter -> the name that the call has for it
 
 
+class Launch(NamedTuple):
+    """How a kernel is started: function(programs, 1, 1, stream, *fixed, *arguments)."""
+
+    function: Callable[..., object]
+    fixed: tuple[object, ...]
+    # by the place of a parameter: what makes the several arguments that the function takes for it
+    several: Mapping[int, Callable[[Any], Sequence[object]]] = MappingProxyType({})
+
+
 class Packer:
     """Text of Python functions that bind kernels: lines that make names, each once and before it is used.
 
@@ -71,9 +81,11 @@ class Packer:
         """What was needed so far, in order."""
         return list(dict.fromkeys(self._lines.values()))
 
-    def launch(self, binding: Binding) -> tuple[str, str]:
-        """(programs, arguments) of a kernel, as text."""
+    def launch(self, binding: Binding, several: Mapping[int, str] = MappingProxyType({})) -> tuple[str, str]:
+        """(programs, arguments) of a kernel, as text. several: functions of some arguments that give more than one."""
         values = [self._argument(binding.renamed.get(p, p)) for p in binding.parameters]
+        for place, name in several.items():
+            values[place] = f"*{name}({values[place]})"
         return self.expression(binding.programs), ", ".join([*values, *map(repr, binding.constants.values()), ""])
 
     def _argument(self, name: str) -> str:
@@ -131,12 +143,18 @@ def fitting(absorbed: bool) -> list[str]:
     return [something, "batches == key_batches", "q_dim == key_dim", "heads % kv_heads == 0", *value]
 
 
-def like(name: str, heads: str, rows: str, width: str) -> str:
+def like(name: str, heads: str, rows: str, width: str, make: str = "query.new_empty_strided({}, {})") -> str:
     """An expression that makes a tensor [batches, heads, rows, width] in the memory order of `name`."""
     blhd = f"({heads} * {rows} * {width}, {width}, {heads} * {width}, 1)"
     bhld = f"({heads} * {rows} * {width}, {rows} * {width}, {width}, 1)"
     order = f"{blhd} if {name}_sh < {name}_sl else {bhld}"
-    return f"query.new_empty_strided((batches, {heads}, {rows}, {width}), {order})"
+    return make.format(f"(batches, {heads}, {rows}, {width})", order)
+
+
+def rows_of(*sizes: str, dtype: str) -> str:
+    """An expression that makes a contiguous tensor of these sizes."""
+    strides = [" * ".join(sizes[n:]) for n in range(1, len(sizes))]
+    return f"empty(({', '.join(sizes)}), ({', '.join(strides)}, 1), {dtype})"
 
 
 def packing(
@@ -150,32 +168,36 @@ def packing(
 
 
 def direct(
-    packer: Packer, bindings: Sequence[Binding], conditions: Sequence[str], made: Mapping[str, str], returns: str,
-    tools: Mapping[str, object],
-) -> Callable[[Any], Any]:  # fmt: skip
-    """A function of a call that checks `conditions`, makes results and workspace, launches, and returns results.
+    packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch], given: str, conditions: Sequence[str],
+    made: Mapping[str, str], returns: str, tools: Mapping[str, object],
+) -> Callable[..., Any]:  # fmt: skip
+    """A function of `given` that checks `conditions`, makes results and workspace, launches, and returns results.
 
     It returns None, with nothing done, where a condition does not hold: a slower way then says why, or copes. made: the
-    expressions of what is made. tools: among them launch_<n>, function_<n>, metadata_<n> of each kernel, and stream.
+    expressions of what is made. tools: among them current_stream and device.
     """
     for condition in conditions:
         packer.expression(condition)
     checked = packer.lines
     for name, value in made.items():
         packer.define(name, value)
-    launches = [
-        f"    launch_{n}({programs}, 1, 1, stream, function_{n}, metadata_{n}, None, None, None, {arguments})"
-        for n, (programs, arguments) in enumerate(packer.launch(b) for b in bindings)
-    ]
+    scope, lines = dict(tools), []
+    for n, (binding, launch) in enumerate(zip(bindings, launches, strict=True)):
+        programs, arguments = packer.launch(binding, {place: f"several_{n}_{place}" for place in launch.several})
+        scope |= {f"several_{n}_{place}": made for place, made in launch.several.items()}
+        fixed = {f"fixed_{n}_{i}": value for i, value in enumerate(launch.fixed)}
+        scope |= fixed | {f"launch_{n}": launch.function}
+        between = ", ".join("None" if value is None else name for name, value in fixed.items())
+        lines.append(f"    launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
     return function(
         "\n".join([
-            "def direct(call):", *(f"    {line}" for line in checked),
+            f"def direct({given}):", *(f"    {line}" for line in checked),
             f"    if not ({' and '.join(conditions)}):", "        return None",
-            *(f"    {line}" for line in unchecked), "    stream = current_stream(device)", *launches,
+            *(f"    {line}" for line in unchecked), "    stream = current_stream(device)", *lines,
             f"    return {returns}",
         ]),
-        "direct", tools,
+        "direct", scope,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from ..ir.errors import UnavailableError
-from .binding import Binding
+from .binding import Binding, Launch
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,29 @@ class Run:
     function: object  # what the driver launches
     metadata: object
     compiled: Any
+
+    @property
+    def shortest(self) -> Launch:
+        """The launch with as little as possible between.
+
+        Triton's launcher is Python around a function in C and looks for scratch memory at each launch. In which order
+        that function takes its arguments depends on Triton's version.
+        """
+        launch, rest = self.launch, (self.metadata, None, None, None)
+        sizes = [getattr(launch, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+        if not triton.__version__.startswith("3.6.") or type(launch).__name__ != "CudaLauncher" or sizes != [0, 0]:
+            return Launch(launch, (self.function, *rest))
+        ways = (launch.launch_cooperative_grid, launch.launch_pdl)  # type: ignore[attr-defined]
+        function: Any = launch.launch  # type: ignore[attr-defined]
+        below = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+        several: dict[int, Callable[[Any], Sequence[object]]] = {}
+        if {"launcher", "tensordesc_indices", "tensordesc_meta"} <= below.keys() and None not in below[
+            "tensordesc_meta"
+        ]:
+            function = below["launcher"]  # what takes the place of a descriptor is made in Python above it
+            places = sorted(below["tensordesc_indices"])
+            several = {n: described(meta) for n, meta in zip(places, below["tensordesc_meta"], strict=True)}
+        return Launch(function, (self.function, *ways, None, None, *rest), several)
 
     def __call__(self, programs: int, arguments: Sequence[Any], stream: int) -> None:
         if not programs:
@@ -85,9 +108,29 @@ def current_stream(device: int) -> int:
     return driver.active.get_current_stream(device)
 
 
+def stream_function() -> Callable[[int], int]:
+    """`current_stream` without a frame of Python, for a function that is bound to a process whose driver is up."""
+    found: Callable[[int], int] = driver.active.get_current_stream
+    return found
+
+
 def types_of(arguments: Sequence[Any]) -> list[Any]:
     """Arguments with their dtypes in place of tensors, as a compilation takes them."""
     return [a.dtype if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def described(meta: Mapping[str, Any]) -> Callable[[Any], list[object]]:
+    """What Triton's launcher makes of a tensor descriptor, given what the compiled kernel says of it."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # lazy: of GPUs that have descriptors
+
+    encode = driver.active.utils.fill_tma_descriptor
+    first = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
+
+    def arguments(box: Any) -> list[object]:
+        shape, strides = box.shape, box.strides
+        return [encode(box.base.data_ptr(), *first, shape, strides, 0), *shape, *strides]
+
+    return arguments
 
 
 def descriptor(box: Any, rows: int) -> Any:

@@ -17,7 +17,7 @@ MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant
 
 
 # -- sequences: where rows of a call lie, and which positions they have ----------------------------------------------
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Call is not
 class Dense:
     """Every sequence fills its [L, D] rows of query and its [T, D] rows of key and value."""
 
@@ -96,7 +96,7 @@ def parse_options(text: str) -> Options:
 
 
 # -- the call --------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # nobody changes one; not frozen, because that triples what making it costs, at every call
 class Call:
     """One call of a variant.
 
@@ -136,7 +136,7 @@ class Call:
         return replace(self, options=replace(self.options, target=target))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Call is not
 class BackwardCall:
     """What a backward starts from."""
 

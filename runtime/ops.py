@@ -25,7 +25,7 @@ from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat
 from .checks import check_operand_kinds, check_q_offset
 from .settings import default_target
 from .torch_private import below_autograd, has_tangent, named, under_functional_gradient, unwatched
-from .variant import Variant, contiguous_like, rows_like, variant_of_text
+from .variant import Variant, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
 
 _CALL = (
     "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
@@ -42,20 +42,23 @@ _LIBRARY.define(
 # -- a call, past the dispatcher or through it -----------------------------------------------------------------------
 def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded for autograd where gradients are wanted."""
-    tensors = [call.query, call.key, call.value, call.rope]
+    query = call.query
+    tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
-    special = True in [t is not None and (t.requires_grad or t.is_neg()) for t in tensors]
-    recorded = special and torch.is_grad_enabled() and True in [t is not None and t.requires_grad for t in tensors]
-    plain = unwatched(tensors) and (call.query.is_cuda or call.query.is_cpu)
-    if plain and not (special and _negated(tensors)):
+    wanted = negated = False
+    for t in tensors:
+        if t is not None:
+            wanted, negated = wanted or t.requires_grad, negated or t.is_neg()
+    recorded = wanted and torch.is_grad_enabled()
+    if not negated and unwatched(tensors) and (query.is_cuda or query.is_cpu):
         return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_transforms(variant.name, present)
-    problems = check_operand_kinds(variant.attention, call.operands, call.query.device)
+    problems = check_operand_kinds(variant.attention, call.operands, query.device)
     if problems:
         raise collected(variant.name, problems)
-    check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
+    check_q_offset(call.q_offset, query.shape[0], query.device)
     arguments = flat(call, variant.kinds, variant.text)
     if recorded:
         return FORWARD(*arguments)
@@ -87,59 +90,81 @@ def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) ->
         )
 
 
-class _Saved(NamedTuple):
-    """What a recorded call keeps besides tensors. Those are kept by autograd alone, so that hooks see all of them."""
+class _Kind(NamedTuple):
+    """What all recorded calls have in common that were prepared as one, and that want the same gradients."""
 
     variant: Variant
+    key: tuple[object, ...]
     names: tuple[str, ...]  # of the tensors: the main ones, then operands
     wanted: frozenset[str]
-    numbers: dict[str, Any]  # operands by name, None where it is a tensor
-    q_offset: int | None  # None: a tensor
+    operands: tuple[object, ...]  # what of the variant's own operands the key holds
     options: Options
     head_dim: int
+    nothing: tuple[None, ...]  # gradients of what comes after the value
+
+
+def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tuple[bool, ...]) -> _Kind:
+    """Raises WeftError where a gradient that is wanted cannot be computed."""
+    names = variant.tensor_names
+    wanted = frozenset([n for n, need in zip(names, needed[2:]) if need])
+    check_trainable(variant, call.value is not None, sorted(wanted))
+    operands = kinds_of(call.operands)
+    return _Kind(variant, key, names, wanted, operands, call.options, call.head_dim, (None,) * (len(names) - 3))
 
 
 class _Recorded(torch.autograd.Function):
-    """A call that nothing watches, and its gradients: what the op's autograd does, in half of its time on the host."""
+    """A call that nothing watches, and its gradients: what the op's autograd does, in half of its time on the host.
+
+    Of a call, `ctx.rest` keeps its kind, its q_offset and its operands by name, None in place of a tensor: tensors are
+    kept by autograd alone, so that hooks see all of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, variant: Variant, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        names = variant.tensor_names
-        wanted = frozenset([n for n, need in zip(names, ctx.needs_input_grad[2:]) if need])
-        if wanted not in variant.trainable[call.value is None]:
-            check_trainable(variant, call.value is not None, sorted(wanted))
-            variant.trainable[call.value is None].add(wanted)
-        out, lse = variant.forward(call)
+        key = key_of(call)
+        needed = ctx.needs_input_grad
+        kind = variant.recorded.get((key, needed))
+        if kind is None:
+            kind = variant.recorded[key, needed] = _kind_of(variant, call, key, needed)
+        out, lse = variant.forward(call, key)
         ctx.set_materialize_grads(False)
         offset = call.sequences.q_offset
-        numbers = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
+        operands = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
         if isinstance(offset, int):
             ctx.save_for_backward(out, lse, *tensors)
-            ctx.rest = _Saved(variant, names, wanted, numbers, offset, call.options, call.head_dim)
+            ctx.rest = kind, offset, operands
         else:
             ctx.save_for_backward(out, lse, *tensors, offset)
-            ctx.rest = _Saved(variant, names, wanted, numbers, None, call.options, call.head_dim)
+            ctx.rest = kind, None, operands
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept: _Saved = ctx.rest
+        kind, offset, operands = ctx.rest
         out, lse, *tensors = ctx.saved_tensors
-        offset = tensors.pop() if kept.q_offset is None else kept.q_offset
-        operands = kept.numbers
+        if offset is None:
+            offset = tensors.pop()
         if operands:
-            named = dict(zip(kept.names, tensors))
+            named = dict(zip(kind.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
-        query, key, value, rope = tensors[:4]
-        call = Call(query, key, value, rope, operands, Dense(offset), kept.options, kept.head_dim)
         if dout is None:
             dout = torch.zeros_like(out)
-        given = [dout, dlse, *tensors]
-        if torch.is_grad_enabled() or not unwatched(given) or _negated(given):
-            gradients = _through_op(kept, call, out, lse, dout, dlse)
+        query, key, value, rope = tensors[:4]
+        variant = kind.variant
+        watched = torch.is_grad_enabled() or not unwatched((dout, dlse, *tensors))
+        # a hook of the user may have brought back something else than what was saved
+        if not watched and (not operands or kinds_of(operands) == kind.operands):
+            found = variant.backward_of(
+                kind.key, kind.wanted, query, key, value, operands, offset, out, lse, dout, dlse
+            )
+            if found is not None:
+                return None, None, *found, *kind.nothing
+        call = Call(query, key, value, rope, operands, Dense(offset), kind.options, kind.head_dim)
+        if watched or _negated((dout, dlse, *tensors)):
+            gradients = _through_op(kind, call, out, lse, dout, dlse)
         else:
-            gradients = kept.variant.backward(_backward_call(call, out, lse, dout, dlse, kept.wanted))
-        return None, None, *[gradients.get(n) for n in kept.names]
+            gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted))
+        return None, None, *[gradients.get(n) for n in kind.names]
 
 
 # Autograd's own entry: torch's unwraps what no plain tensor can be wrapped in.
@@ -147,11 +172,11 @@ _record = super(torch.autograd.Function, _Recorded).apply
 
 
 def _through_op(
-    kept: _Saved, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    kind: _Kind, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
-    flags = [n in kept.wanted for n in kept.names]
-    found = BACKWARD(dout, dlse, out, lse, *flat(call, kept.variant.kinds, kept.variant.text), flags)
-    return dict(zip([n for n in kept.names if n in kept.wanted], found))
+    flags = [n in kind.wanted for n in kind.names]
+    found = BACKWARD(dout, dlse, out, lse, *flat(call, kind.variant.kinds, kind.variant.text), flags)
+    return dict(zip([n for n in kind.names if n in kind.wanted], found))
 
 
 def _backward_call(

@@ -43,6 +43,8 @@ _profiler: Callable[[], bool] = _found("_C._autograd._profiler_enabled", lambda:
 _is_grad_tracking: Callable[[Tensor], bool] = _found("_C._functorch.is_gradtrackingtensor", lambda tensor: False)
 _record = _found("_C._profiler._RecordFunctionFast", None)
 _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
+# (size, stride, dtype) -> a tensor on the current GPU, past the dispatcher and with Python's lock held; or None
+empty_on_gpu: Callable[..., Tensor] | None = _found("_C._dynamo.guards._empty_strided_cuda", None)
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
 

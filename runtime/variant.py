@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import facts_of
 from ..compiler.analysis.records import OperandGradient
 from ..compiler.planning import hardware
@@ -25,8 +26,9 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call
+from .call import MAIN, BackwardCall, Call, Dense, Options
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
+from .torch_private import empty_on_gpu
 
 _known: dict[str, Variant] = {}
 
@@ -70,21 +72,18 @@ class Variant:
         self.names = tuple(p.name for p in attention.parameters)
         self.kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in attention.parameters)
         self.tensor_names = (*MAIN, *(n for n, kind in zip(self.names, self.kinds) if kind == "tensor"))
-        self.trainable: tuple[set[frozenset[str]], set[frozenset[str]]] = (
-            set(),
-            set(),
-        )  # with a value, without: checked
+        self.recorded: dict[tuple[object, ...], Any] = {}  # what ops keep for kinds of calls that autograd records
         self._forwards: dict[object, _Ready] = {}
         self._backwards: dict[object, _Ready] = {}
         self._sizes = SizeChecks(self.facts, attention.parameters)
 
     # -- forward -------------------------------------------------------------------------------------------------------
-    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
-        """out [B, Hq, L, Dv] and lse [B, Hq, L]. Raises WeftError for a call that is not sound.
+    def forward(self, call: Call, key: tuple[object, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """out [B, Hq, L, Dv] and lse [B, Hq, L]. Raises WeftError for a call that is not sound. key: key_of(call).
 
         Where scores may lie far from 0, lse is [2, B, Hq, L]: the maximum of a row, and the log of its sum.
         """
-        key = _key(call)
+        key = key or key_of(call)
         ready = self._forwards.get(key)
         if ready is not None:
             if self._sizes.needed:
@@ -111,10 +110,25 @@ class Variant:
         return rows_like(query, heads, width), Place(shape, strides, lse_dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
+    def backward_of(
+        self, kind: tuple[object, ...], wanted: frozenset[str], query: Tensor, key: Tensor, value: Tensor | None,
+        operands: Mapping[str, Any], q_offset: int | Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+        """Gradients of query, key and value, without the records that `backward` takes: the shortest way, after a
+        forward with this key, `kind`. None, with nothing done, where `backward` is to be asked."""
+        ready = self._backwards.get((kind, wanted, dlse is None))
+        found = None if ready is None else getattr(ready.launcher, "backward_of", None)
+        if found is None:
+            return None
+        if self._sizes.needed:
+            self._sizes.check(Call(query, key, value, None, operands, Dense(q_offset), Options(), query.shape[3]))
+        return found(query, key, value, operands, q_offset, out, lse, dout, dlse)
+
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
         call = b.call
-        key = (_key(call), b.wanted, b.dlse is None)
+        key = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)
         if ready is not None:
             if self._sizes.needed:
@@ -189,6 +203,8 @@ class Variant:
             made = driver.compile_kernels(self.attention, signature, machine, options.target, options.schedule, unfit)
         target, code = made.resolved.target, made.resolved.code
         launcher = target.bind(made.modules, code, self.facts, call.query.device)
+        if isinstance(launcher, TritonLauncher) and call.query.is_cuda and empty_on_gpu is not None:
+            launcher.empty = empty_on_gpu
         return kept.setdefault(key, _Ready(launcher, target, signature))
 
     def forget(self) -> None:
@@ -211,7 +227,7 @@ class Variant:
         )
 
 
-def _key(call: Call) -> tuple[object, ...]:
+def key_of(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
     offset = call.sequences.q_offset
@@ -225,14 +241,20 @@ def _key(call: Call) -> tuple[object, ...]:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
-    for operand in call.operands.values():
+    return found + kinds_of(call.operands) if call.operands else found
+
+
+def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
+    """What of a variant's own operands the prepared kernels depend on."""
+    found: list[object] = []
+    for operand in operands.values():
         if isinstance(operand, Tensor):
             found += (
                 operand.dtype, operand.dim(), operand.get_device(), operand.is_meta, _reach(operand) > INT32_MAX,
             )  # fmt: skip
         else:
-            found += (type(operand),)
-    return found
+            found.append(type(operand))
+    return tuple(found)
 
 
 def _reach(tensor: Tensor) -> int:

@@ -153,22 +153,21 @@ def best_form(width: int, facts: Facts) -> HopperForm:
 class Box:
     """What a launch needs of a tensor descriptor: far cheaper to build than the checked one, at every call."""
 
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
 
     def __init__(self, tensor: Tensor, width: int) -> None:
         self.base = tensor
-        self.shape = list(tensor.shape)
+        self.shape = sizes = list(tensor.shape)
         # multiples of 16 bytes even where, the size being 1, they are never used
         batch, head, row, _ = tensor.stride()
-        sizes = tensor.shape
         self.strides = [
             batch if sizes[0] > 1 else width,
             head if sizes[1] > 1 else width,
             row if sizes[2] > 1 else width,
             1,
         ]
-        self.padding = "zero"
-        self.round_f32_to_tf32 = False
 
 
 def sharing_l2(batch_heads: int, kv_bytes: float) -> int:

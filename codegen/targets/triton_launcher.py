@@ -20,7 +20,7 @@ from ...compiler.planning.tilings import FIXED
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing
+from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing, rows_of
 
 if TYPE_CHECKING:
     from .. import launching
@@ -51,6 +51,28 @@ class Mode(NamedTuple):
     head_dim: int  # the value of the symbol
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _nothing_yet(*arguments: object) -> None:
+    """The shortest way before something is prepared."""
+
+
+def _of_records(found: Callable[..., Any], wanted: frozenset[str]) -> Callable[[Any], Any]:
+    """The shortest way of a backward, from a BackwardCall to its gradients by name."""
+
+    def direct(b: Any) -> dict[str, Tensor] | None:
+        call = b.call
+        gradients = found(
+            call.query, call.key, call.value, call.operands, call.sequences.q_offset, b.out, b.lse, b.dout, b.dlse
+        )
+        if gradients is None:
+            return None
+        return {n: g for n, g in zip(("query", "key", "value"), gradients) if n in wanted}
+
+    return direct
+
+
 @dataclass
 class _Prepared:
     """What is prepared for calls of one mode: the function that makes arguments, and the compiled kernels."""
@@ -75,8 +97,13 @@ class TritonLauncher:
         self.own_keys = [i for i, s in enumerate(code.segments.qk) if s.source == "rope"]
         self.backward = code.signature.direction == "backward"
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
-        self.direct: Callable[[Any], Any] = lambda call: None  # once something is prepared
-        self._aligned = alignment(self._operand_names())
+        self.direct: Callable[[Any], Any] = _nothing_yet
+        self.backward_of: Callable[..., Any] = _nothing_yet  # `direct` of a backward, without the records of its call
+        self.empty: Callable[..., Tensor] = self._empty  # contiguous or not; a quicker one may take its place
+        names = self._operand_names()
+        # gradients have the width of their tensor and not its strides: rows of padded operands start elsewhere there
+        made = [f"d{n}" for n in names if n not in ("out", "dout")] if self.backward else []
+        self._aligned = alignment([*names, *made])
         self._modes: dict[object, _Prepared] = {}
         # scores less the maximum of their row: two statistics of it are handed from the forward to the backward
         self.shifts = facts.scores_lie_far
@@ -185,55 +212,65 @@ class TritonLauncher:
             pack = packing(packer(not self.interprets), bindings, self.tools)
             made = self._modes[mode] = _Prepared(pack, runs)
         if mode.aligned and self._may_go_directly:
-            self.direct = self._direct(mode, bindings, runs, absent)
+            self._go_directly(mode, bindings, runs, absent)
         return made
+
+    def _empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=torch.device("cuda", self.device))
 
     @property
     def _may_go_directly(self) -> bool:
         return not (self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm != "flash")
 
-    def _direct(
-        self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]
-    ) -> Callable[[Any], Any]:
+    def _go_directly(self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
-        names = [n for n in self._operand_names() if n not in ("out", "dout")]
-        owner = "call.call" if self.backward else "call"
-        sources = {n: f"{owner}.{n}" for n in names}
-        sources |= {n: f"{owner}.operands[{n.removeprefix('arg_')!r}]" for n in self._operand_arguments()}
-        offset = f"{owner}.sequences.q_offset"
+        names = self._given_names()
+        operands = "operands" if self.backward else "call.operands"
+        offset = "offset" if self.backward else "call.sequences.q_offset"
+        sources = {n: n if self.backward else f"call.{n}" for n in names}
+        sources |= {n: f"{operands}[{n.removeprefix('arg_')!r}]" for n in self._operand_arguments()}
         sources |= {"q_offset_ptr": offset} if mode.per_row else {"q_offset": offset}
         rows = self._rows(mode.aligned) | ({"q_offset": "0"} if mode.per_row else {})
         made = self._made(mode)
-        tensors = {*names, *self.tensors, *made, "q_offset_ptr", "out", "lse", "dout", "dlse", "counter_ptr"}
+        tensors = {*names, *self.tensors, *made, "q_offset_ptr", "counter_ptr"} - {"lse2", "shift", "delta"}
+        given, returns = "call", "out, lse"
         if self.backward:
-            sources |= {n: f"call.{n}" for n in ("out", "lse", "dout", "dlse") if n not in absent}
-            sources |= {f"d{n}": n for n in names if n not in self.code.signature.wanted}
-        returns = "out, lse"
-        if self.backward:
-            wanted = [n for n in names if n in self.code.signature.wanted]
-            returns = "{" + ", ".join(f"{n!r}: d{n}" for n in wanted) + "}"
-        tools: dict[str, object] = {"float32": torch.float32, "int32": torch.int32, "device": self.device, **self.tools}
-        tools |= {"is_heard": self._launching.is_heard, "current_stream": self._launching.current_stream}
-        tools["current_device"] = torch.cuda.current_device
-        for n, run in enumerate(runs):
-            tools |= {f"launch_{n}": run.launch, f"function_{n}": run.function, f"metadata_{n}": run.metadata}
+            wanted = self.code.signature.wanted
+            given = "query, key, value, operands, offset, out, lse, dout, dlse"
+            sources |= {f"d{n}": n for n in ("query", "key", "value") if n not in wanted}
+            tensors |= {f"d{n}" for n in ("query", "key", "value")}
+            block = self.padding(mode)
+            rows |= {"padded_len": f"(q_len + {block - 1}) // {block} * {block}"}
+            returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
+        launching = self._launching
+        tools: dict[str, object] = {
+            "float32": torch.float32, "int32": torch.int32, "device": self.device, "empty": self.empty,
+            "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
+            "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
+        }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
-        return direct(packer, bindings, self._conditions(mode), made, returns, tools)
+        conditions, launches = self._conditions(mode), [run.shortest for run in runs]
+        found = direct(packer, bindings, launches, given, conditions, made, returns, tools)
+        if not self.backward:
+            self.direct = found
+        else:
+            self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
+
+    def _given_names(self) -> list[str]:
+        """The tensors [B, H, rows, D], and the statistics of rows, that `direct` is handed."""
+        names = [n for n in self._operand_names() if n not in ("out", "dout")]
+        return [*names, "out", "lse", "dout", "dlse"] if self.backward else names
 
     def _operand_arguments(self) -> list[str]:
         return [f"arg_{p.name}" for p in self.facts.attention.parameters]
 
     def _conditions(self, mode: Mode) -> list[str]:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
-        names = [n for n in self._operand_names() if n not in ("out", "dout")]
-        given = [*names, *(["out", "dout"] if self.backward else [])]
+        given = [n for n in self._given_names() if n not in ("lse", "dlse")]
         conditions = ["not is_heard()", "current_device() == device"]
         conditions += fitting(self.code.signature.widths.value_is_key)
         if self.backward:
-            conditions += ["out.shape == dout.shape == (batches, heads, q_len, value_dim)"]
-            conditions += [
-                f"{n}.shape == {self._statistics_shape}" for n in ("lse", *(() if mode.no_dlse else ("dlse",)))
-            ]
+            conditions += self._backward_conditions(mode, given)
         if mode.per_row:
             conditions += ["q_offset_ptr.shape[0] == batches"]
         else:
@@ -245,29 +282,58 @@ class TritonLauncher:
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
 
+    def _backward_conditions(self, mode: Mode, given: Sequence[str]) -> list[str]:
+        """What autograd hands over may have gone through hooks of the user: it is what was prepared for, too."""
+        statistics = ["lse", *(() if mode.no_dlse else ("dlse",))]
+        conditions = [
+            " == ".join([*(f"{n}.dtype" for n in given), "dtype"]),
+            " == ".join([*(f"{n}.get_device()" for n in (*given, *statistics)), "device"]),
+            f"not ({' or '.join(f'{n}.is_neg()' for n in (*given, *statistics))})",
+            "out.shape == dout.shape == (batches, heads, q_len, value_dim)",
+        ]
+        for name in statistics:
+            conditions += [f"{name}.dtype == float32", f"{name}.shape == {self._statistics_shape}"]
+            conditions += [f"{name}.is_contiguous()"]
+        if mode.per_row:
+            conditions += ["q_offset_ptr.dtype == int32", "q_offset_ptr.get_device() == device"]
+            conditions += ["q_offset_ptr.is_contiguous()"]
+        return conditions
+
     def _made(self, mode: Mode) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-
-        made = self._made_spans(mode)
+        made, make = self._made_spans(mode), "empty({}, {}, dtype)"
         if not self.backward:
             width = str(self.code.signature.widths.value_dim)
-            made |= {"out": like("query", "heads", "q_len", width)}
-            made |= {"lse": f"query.new_empty({self._statistics_shape}, dtype=float32)"}
-            return made
+            made |= {"out": like("query", "heads", "q_len", width, make)}
+            return made | {
+                "lse": rows_of(*(["2"] if self.shifts else []), "batches", "heads", "q_len", dtype="float32")
+            }
         wanted = self.code.signature.wanted
         shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
                   "value": ("kv_heads", "kv_len", "value_dim")}  # fmt: skip
-        made |= {f"d{n}": like(n, *shape) for n, shape in shapes.items() if n in wanted}
-        block = max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
-        statistics = f"query.new_empty((batches, heads, (q_len + {block - 1}) // {block} * {block}), dtype=float32)"
-        shift = {"shift": statistics} if self.shifts else {}
-        return made | {"lse2": statistics, **shift, "delta": statistics}
+        made |= {f"d{n}": like(n, *shape, make) for n, shape in shapes.items() if n in wanted}
+        if not self.saves_lse:
+            return made
+        # all in one allocation, which takes the host longer than addresses
+        names = ("lse2", *(("shift",) if self.shifts else ()), "delta")
+        made |= {"statistics": rows_of(str(len(names)), "batches", "heads", "padded_len", dtype="float32")}
+        size = "4 * batches * heads * padded_len"
+        places = [f"lse2 + {n} * {size}" if n else "statistics.data_ptr()" for n in range(len(names))]
+        return made | dict(zip(names, places))
+
+    @property
+    def saves_lse(self) -> bool:
+        return self.facts.attention.weighs.saves_lse
+
+    def padding(self, mode: Mode) -> int:
+        """What the rows of statistics are padded to a multiple of."""
+        return max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
 
     def _made_spans(self, mode: Mode) -> dict[str, str]:
-        heads = " * heads" if self.facts.mask_differs_by_head else ""
+        rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
         return {
-            f"{axis}_spans": f"query.new_empty((batches{heads}, {axis}_span_tiles, {len(p.outputs)}), dtype=int32)"
+            f"{axis}_spans": rows_of(rows, f"{axis}_span_tiles", str(len(p.outputs)), dtype="int32")
             for axis, p in programs if self.code.has(f"{axis}_spans")
         }  # fmt: skip
 
@@ -401,10 +467,10 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
     code, algorithm = launcher.code, launcher.code.schedule.algorithm
     batches, heads, q_len, _ = call.query.shape
     kv_heads, kv_len = call.key.shape[1:3]
-    blocks = [launcher.form(k.name, mode.aligned).block_q for k in code.kernels]
-    padded = _padded(q_len, max(PADDING, *blocks))
+    padded = _padded(q_len, launcher.padding(mode))
     statistics = _rows_of(batches, heads, padded)
-    places = {"lse2": statistics, "delta": statistics} | ({"shift": statistics} if launcher.shifts else {})
+    names = ("lse2", *(("shift",) if launcher.shifts else ()), "delta") if launcher.saves_lse else ()
+    places = dict.fromkeys(names, statistics)
     for i in launcher.own_keys:
         if call.rope is not None and call.rope.shape[1] != kv_heads:
             places[f"dkey{i}"] = _rows_of(batches, kv_heads, kv_len, call.rope.shape[3])

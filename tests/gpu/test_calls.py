@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
@@ -137,6 +138,70 @@ def test_the_device_of_the_operands_is_the_one_that_computes():
         CAUSAL(q, k.detach().to("cuda:0"), v)
 
 
+class Watching(TorchDispatchMode):
+    """Something that watches ops, so that calls go through torch's dispatcher."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def rows_before_heads(tensor):
+    """The same numbers in memory order [B, L, H, ...]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2) if tensor.dim() > 2 else tensor
+
+
+WINDOW = weft.Attention(mask=masks.causal & (q_pos - kv_pos < weft.scalar("window", int)), name="window")
+
+
+@pytest.mark.parametrize("variant", [CAUSAL, ALIBI, WINDOW], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("dlse", [False, True], ids=["", "dlse"])
+def test_every_way_of_a_backward_gives_the_same_bits(variant, dlse):
+    """The shortest one, that of the op, and those that tensors take which hooks or callers bring in another form."""
+    given = {"alibi": {"slopes": torch.rand(4, device="cuda")}, "window": {"window": 50}}.get(str(variant.name), {})
+    leaves = [x.requires_grad_() for x in qkv(2, 4, 200, 64)]
+    dout, dstatistics = normal(2, 4, 200, 64, seed=8), normal(2, 4, 200, seed=9, dtype=torch.float32)
+
+    def gradients(dout=dout, dstatistics=dstatistics):
+        out, lse = variant(*leaves, return_lse=True, **given)
+        pairs = ([out, lse], [dout, dstatistics]) if dlse else ([out], [dout])
+        return torch.autograd.grad(pairs[0], leaves, pairs[1])
+
+    with Watching():
+        want = gradients()  # dispatched by torch
+    found = {"first": gradients(), "again": gradients(), "negated": gradients(torch._neg_view(-dout))}
+    found["columns"] = gradients(dout.mT.contiguous().mT, dstatistics.mT.contiguous().mT)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu(), lambda t: t.cuda()):
+        found["offloaded"] = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(rows_before_heads, lambda t: t):
+        found["in other strides"] = gradients()
+    for way, tensors in found.items():
+        assert all(map(torch.equal, tensors, want)), way
+    one = torch.ones((), device="cuda", dtype=torch.bfloat16).expand_as(dout)
+    assert all(map(torch.equal, gradients(one), gradients(one.contiguous())))
+
+
+def test_a_backward_that_is_ready_takes_no_other_tensors():
+    query, key, value = leaves = [x.requires_grad_() for x in qkv(1, 4, 100, 64)]
+    for _ in range(2):
+        torch.autograd.grad(CAUSAL(*leaves).sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t):
+        out = CAUSAL(*leaves)
+    with pytest.raises(weft.WeftError, match="dout: expected"):
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    call = (query, key, value, None, [], [], [], 0, None, 64, CAUSAL.canonical_text, "")
+    out, lse = torch.ops.weft.attention(*call)
+    for dout in (out.double(), out[:, :, :7], out.cpu()):
+        with pytest.raises(weft.WeftError, match="dout: expected"):
+            torch.ops.weft.attention_backward(dout, None, out, lse, *call, [True, True, True, False])
+
+
+def test_rows_that_are_padded_to_16_bytes_have_gradients_that_are_not():
+    q, k = (torch.zeros(2, 4, 200, 24, device="cuda", dtype=torch.bfloat16) for _ in "qk")
+    for seed, tensor in enumerate((q, k)):
+        tensor[..., :20] = normal(2, 4, 200, 20, seed=seed)
+    check_variant(CAUSAL, q[..., :20], k[..., :20], normal(2, 4, 200, 64, seed=2), target="triton", label="padded rows")
+
+
 DECLARED = """
     import weft
     from weft import head, kv_pos, masks, q_pos, score
@@ -144,35 +209,43 @@ DECLARED = """
     alibi = weft.Attention(score + weft.tensor("slopes", 1)[head] * (kv_pos - q_pos), masks.causal, name="alibi")
 """
 CALLED = """
-    import torch, declared
-    for variant, given in ((declared.causal, {}), (declared.alibi, {"slopes": torch.rand(4, device="cuda")})):
-        q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-        for target in TARGETS:
-            variant(q, k, v, target=target, **given).sum().backward()
+    import sys, torch, declared
+    variant = getattr(declared, sys.argv[1])
+    given = {"slopes": torch.rand(4, device="cuda")} if sys.argv[1] == "alibi" else {}
+    q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    for target in sys.argv[2:]:
+        variant(q, k, v, target=target, **given).sum().backward()
     torch.cuda.synchronize()
 """
 
 
-def test_what_was_built_ahead_compiles_nothing_at_its_first_call(tmp_path):
+@pytest.mark.parametrize("name", ["causal", "alibi"])
+def test_what_was_built_ahead_compiles_nothing_at_its_first_call(name, tmp_path):
     targets = TARGETS if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
     (tmp_path / "declared.py").write_text(textwrap.dedent(DECLARED))
-    (tmp_path / "called.py").write_text(f"TARGETS = {targets}\n" + textwrap.dedent(CALLED))
+    (tmp_path / "called.py").write_text(textwrap.dedent(CALLED))
     caches = {"WEFT_CACHE_DIR": tmp_path / "generated", "TRITON_CACHE_DIR": tmp_path / "compiled"}
     environment = os.environ | {name: str(folder) for name, folder in caches.items()}
 
-    def run(*command):
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    def start(*command):
+        return subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+            env=environment,
+        )  # fmt: skip
+
+    def kernels_after(*running):
+        for process in running:
+            said, _ = process.communicate(timeout=500)
+            assert process.returncode == 0, said
         return {p.name for p in caches["TRITON_CACHE_DIR"].rglob("*.cubin")}
 
     device = hardware.for_device("cuda").name
     if device not in hardware.KNOWN:
         pytest.skip(f"no record of {device} to build for")
-    for target in targets:
-        directions = [] if target == "triton" else ["--direction", "forward"]
-        built = run("-m", "weft", "build", "declared.py:causal", "declared.py:alibi", "--head-dim", "64",
-                    "--dtype", "bf16", "--device", device, "--target", target, *directions)  # fmt: skip
+    built = kernels_after(*(
+        start("-m", "weft", "build", f"declared.py:{name}", "--head-dim", "64", "--dtype", "bf16", "--device", device,
+              "--jobs", "1", "--target", target, *([] if target == "triton" else ["--direction", "forward"]))
+        for target in targets
+    ))  # fmt: skip
     assert built
-    assert run("called.py") == built, "a call compiled what was not built ahead"
+    assert kernels_after(start("called.py", name, *targets)) == built, "a call compiled what was not built ahead"
