@@ -226,8 +226,11 @@ def _condition(node: Expr) -> Expr:
             return node
         case Load(_, index):
             return rebuild(node, tuple(simplify(i) for i in index))
-        case Call("where", (Const(value), a, b)):
-            return simplify(a if value else b)
+        case Call("where", (condition, a, b)):
+            decided = simplify(condition)
+            if isinstance(decided, Const):
+                return simplify(a if decided.value else b)
+            return rebuild(node, (decided, simplify(a), simplify(b)))
         case Call(op, args):
             if op in _COMPARISONS and all(a.dtype == "int" for a in args):
                 border = _Border()
