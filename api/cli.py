@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import click
 
-from . import Attention, parse, scalar, score, shape, tensor
+from . import Attention, describe, parse, scalar, score, shape, tensor
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
@@ -212,7 +212,7 @@ def main() -> None:
 def explain(ctx: click.Context) -> None:
     """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it."""
     r = _request(ctx)
-    click.echo(r.variant.explain(r.shape, device=r.device, target=r.target, schedule=r.schedule, **r.values))
+    click.echo(describe.explain(r.variant, [r.shape], r.device, r.target, r.schedule, None, r.values))
 
 
 @main.command()
@@ -223,9 +223,7 @@ def explain(ctx: click.Context) -> None:
 def source(ctx: click.Context, direction: Literal["forward", "backward"], output: Path | None) -> None:
     """Print the generated kernels."""
     r = _request(ctx)
-    text = r.variant.source(
-        r.shape, direction=direction, device=r.device, target=r.target, schedule=r.schedule, **r.values
-    )  # fmt: skip
+    text = describe.source(r.variant, [r.shape], direction, r.device, r.target, r.schedule, None, r.values)
     if output is not None:
         output.write_text(text)
         click.echo(f"{output}: {len(text.splitlines())} lines")
@@ -242,16 +240,23 @@ def source(ctx: click.Context, direction: Literal["forward", "backward"], output
 @_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS, *_PLAN_OPTIONS)
 @click.option("--block-q", type=click.IntRange(1), default=128, show_default=True, help="Queries a tile.")
 @click.option("--block-kv", type=click.IntRange(1), default=128, show_default=True, help="Keys a tile.")
-@click.option("--head", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--head", type=click.IntRange(0), default=0, show_default=True, help="The query head to draw.")
+@click.option("--batch-row", type=click.IntRange(0), default=0, show_default=True, help="The batch row to draw.")
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG too.")
 @click.pass_context
-def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, output: Path | None) -> None:
+def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: int, output: Path | None) -> None:
     """Draw which tiles are skipped, masked or full."""
     r = _request(ctx)
-    picture = r.variant.show_mask(
-        r.shape.q_len, r.shape.kv_len, block_q=block_q, block_kv=block_kv, head=head, path=output, **r.values
-    )  # fmt: skip
-    click.echo(picture)
+    if batch_row >= r.shape.batch:
+        raise WeftError(f"--batch-row: expected 0 to {r.shape.batch - 1} (--batch {r.shape.batch}), got {batch_row}")
+    sizes = {"heads": r.shape.heads, "kv_heads": r.shape.kv_heads, "head_dim": r.shape.head_dim}
+    own = {p.name for p in r.variant.parameters}
+    options = {**{name: size for name, size in sizes.items() if name not in own}, **r.values}
+    click.echo(
+        describe.show_mask(
+            r.variant, r.shape.q_len, r.shape.kv_len, block_q, block_kv, output, None, head, batch_row, options
+        )
+    )
     if output is not None:
         click.echo(f"picture: {output}")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from .ir.expr import Scalar, TensorOperand
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .runtime import driver
-from .runtime.checks import DTYPES, check_tensors, tensor_problems
+from .runtime.checks import DTYPES, check_q_offset, check_tensors, range_problems, tensor_problems
 from .runtime.settings import default_target
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
 class _Request(NamedTuple):
     """What a plan is asked of."""
 
-    sizes: Shape
+    sizes: Shape  # as kernels see them
+    head_dim: int  # the value of the symbol: of the call, which latent forms change
     machine: hardware.Hardware
     forward: driver.Resolved
     backward: driver.Resolved | None  # None where there is no backward
@@ -138,6 +140,7 @@ def _request(
     machine = _hardware(device, tensors_on)
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
+    head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form)
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
     target = target or default_target()
@@ -149,10 +152,10 @@ def _request(
 
     forward = resolved("forward", frozenset())
     if widths.value_is_key:
-        return _Request(sizes, machine, forward, None, (*forward.notes, _NO_BACKWARD))
+        return _Request(sizes, head_dim, machine, forward, None, (*forward.notes, _NO_BACKWARD))
     backward = resolved("backward", _everything(attention, widths))
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
-    return _Request(sizes, machine, forward, backward, notes)
+    return _Request(sizes, head_dim, machine, forward, backward, notes)
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
@@ -215,6 +218,38 @@ def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, 
     return env
 
 
+def _check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
+    """Raise WeftError for operands that a call would refuse: unknown names, and scalars of another kind.
+
+    Those that are missing are nobody's mistake here; tensors are looked at where they are read.
+    """
+    declared = {p.name: p for p in attention.parameters}
+    problems: list[str] = []
+    for name, value in options.items():
+        operand = declared.get(name)
+        if operand is None:
+            problems.append(_unknown(name, sorted(declared)))
+        elif isinstance(operand, Scalar):
+            problems += _scalar_problems(operand, value)
+    if problems:
+        raise collected(title, problems)
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{name}: unknown operand or option; this variant's operands are: {', '.join(known) or 'none'}{meant}"
+
+
+def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
+    """What a call says of the value of a scalar."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if operand.dtype == "int" and whole:
+        yield from range_problems(operand, value)  # type: ignore[arg-type]
+    elif not whole and (operand.dtype == "int" or not isinstance(value, float)):
+        yield f"{operand.name}: expected {'an int' if operand.dtype == 'int' else 'a number'}, got {value!r}"
+
+
 def _mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:
     """The operands that the mask reads, by name."""
     mask = attention.folded_mask
@@ -227,7 +262,7 @@ def _to_give(attention: Attention, options: Mapping[str, Any]) -> str:
 
 
 def _counter(
-    attention: Attention, sizes: Shape, code: CodePlan, options: Mapping[str, Any]
+    attention: Attention, sizes: Shape, head_dim: int, code: CodePlan, options: Mapping[str, Any]
 ) -> tuple[CountTiles | None, tuple[str, ...]]:
     """Tile counts of the whole problem, with a note where they are not those of a call.
 
@@ -245,7 +280,7 @@ def _counter(
         facts.q_tiles,
         sizes,
         q_offset=offset if isinstance(offset, int) else None,
-        env=_environment(attention, options),
+        env={"head_dim": head_dim, **_environment(attention, options)},
         by_head=bool(read & {"head", "kv_head"}),
         by_batch="batch" in read,
         survey=survey,
@@ -275,7 +310,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     r = _request(attention, operands, device, target, schedule, form, options)
     facts = facts_of(attention)
-    count, counted = _counter(attention, r.sizes, r.forward.code, options)
+    count, counted = _counter(attention, r.sizes, r.head_dim, r.forward.code, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
     return make_plan(str(attention.name), r.sizes, r.machine, codes, facts.traits, count=count, notes=notes)
@@ -318,15 +353,26 @@ def show_mask(
     attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    facts = facts_of(attention)
+    """Of `options`, heads, kv_heads and head_dim are sizes as in `weft.shape`, unless they are operands' names."""
+    facts, name = facts_of(attention), f"{attention.name}: show_mask"
+    operands = {p.name for p in attention.parameters}
+    sizes = {n: options[n] for n in _PICTURE_SIZES if n in options and n not in operands}
+    options = {n: value for n, value in options.items() if n not in sizes}
+    counts = {"q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_kv": block_kv}
+    _check_counts(name, {**counts, **{n: size for n, size in sizes.items() if size is not None}}, least=1)
+    _check_counts(name, {"head": head, "batch": batch}, least=0)
+    if path is not None:
+        picture.check_path(path)
+    _check_operands(name, attention, options)
     _check_drawable(attention, facts.kv_tiles, options)
+    if q_offset is not None:
+        check_q_offset(q_offset, 1, torch.device("cpu"))
     offset, missing = kv_len - q_len if q_offset is None else q_offset, _to_give(attention, options)
-    env = {
-        "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
-        "batch": batch, "head_dim": 64, **_environment(attention, options),
-    }  # fmt: skip
+    drawn = _drawn_head(attention, name, head, **sizes)
+    env = {**drawn, "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "batch": batch,
+           **_environment(attention, options)}  # fmt: skip
 
-    title = f"{attention.name}: {q_len} queries, {kv_len} keys"
+    title = f"{attention.name}: {q_len} queries, {kv_len} keys{_which(attention, drawn, batch)}"
     if facts.survey is not None and missing:
         title += f"; by positions alone, give {missing} for the tiles of a call"
     measured = facts.survey is not None and not missing
@@ -334,9 +380,56 @@ def show_mask(
     ranges = find(facts, env, block_q, block_kv)
     grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
     if path is not None:
-        dense = None if missing else _dense(attention, q_len, kv_len, offset, head, batch, options)
+        dense = None if missing else _dense(attention, {**env, **options})
         picture.mask_picture(grid, path, title=title, dense=dense)
     return picture.mask_text(grid, title=title)
+
+
+_PICTURE_SIZES = ("heads", "kv_heads", "head_dim")
+
+
+def _drawn_head(
+    attention: Attention, name: str, head: int, heads: int | None = None, kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """What the mask may read of the head that is drawn. Sizes that it needs are asked for, and never made up."""
+    read = symbols(attention.folded_mask)
+    grouped = read & ({"group", "kv_head"} if head else {"group"})  # head 0 reads key head 0, however many there are
+    if grouped and heads is None:
+        reads = ", ".join(sorted(grouped))
+        raise WeftError(f"{name}: the mask reads {reads}: pass heads=..., and kv_heads=... where keys have fewer")
+    if kv_heads is not None and heads is None:
+        raise WeftError(f"{name}: expected heads=... with kv_heads, got kv_heads={kv_heads} alone")
+    if "head_dim" in read and head_dim is None:
+        raise WeftError(f"{name}: the mask reads head_dim: pass head_dim=...")
+    heads = heads or head + 1
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise WeftError(f"{name}: heads: expected a multiple of kv_heads {kv_heads}, got {heads}")
+    if head >= heads:
+        raise WeftError(f"{name}: head: expected 0 to {heads - 1}, got {head}")
+    group = heads // kv_heads
+    return {"head": head, "kv_head": head // group, "group": group, "head_dim": head_dim or 64}
+
+
+def _which(attention: Attention, drawn: Mapping[str, int], batch: int) -> str:
+    """What a picture is of, as far as the mask tells heads and batch rows apart: ", head 5 (kv_head 1)"."""
+    read = symbols(attention.folded_mask)
+    kv_head = f" (kv_head {drawn['kv_head']})" if "kv_head" in read else ""
+    head = f", head {drawn['head']}{kv_head}" if read & {"head", "kv_head"} else ""
+    return head + (f", batch row {batch}" if "batch" in read else "")
+
+
+def _check_counts(name: str, counts: Mapping[str, object], least: int) -> None:
+    """Raise WeftError, naming all of them, for what is no int of at least `least`."""
+    kind = "a positive int" if least else "an int of at least 0"
+    problems = [
+        f"{n}: expected {kind}, got {value!r}"
+        for n, value in counts.items()
+        if isinstance(value, bool) or not isinstance(value, int) or value < least
+    ]
+    if problems:
+        raise collected(name, problems)
 
 
 def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
@@ -366,12 +459,12 @@ def _check_drawable(attention: Attention, program: TileProgram, options: Mapping
         raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
 
 
-def _dense(
-    attention: Attention, q_len: int, kv_len: int, offset: int, head: int, batch: int, options: Mapping[str, Any]
-) -> Any:
-    """The mask itself, where it is small enough to draw."""
+def _dense(attention: Attention, env: Mapping[str, Any]) -> Any:
+    """The mask of one head itself, where it is small enough to draw. env: of the picture, with operands as given."""
+    q_len, kv_len = env["q_len"], env["kv_len"]
     if q_len * kv_len > 1 << 22:
         return None
     device = torch.device("cpu")
-    env = positions(batch + 1, head + 1, head + 1, q_len, kv_len, offset, device) | {"head_dim": 1, **options}
-    return dense_mask(attention, env, (batch + 1, head + 1, q_len, kv_len), device)[batch, head].numpy()
+    own = positions(1, 1, 1, q_len, kv_len, env["q_offset"], device)
+    values = {**env, "q_pos": own["q_pos"], "kv_pos": own["kv_pos"]}
+    return dense_mask(attention, values, (1, 1, q_len, kv_len), device)[0, 0].numpy()

@@ -292,7 +292,7 @@ def test_a_png_is_written(tmp_path: Path) -> None:
     import numpy
 
     dense = numpy.tri(128, 128, dtype=bool)
-    path = mask_picture(grid(128, 128, 64), tmp_path / "new" / "mask.png", title="local", dense=dense)
+    path = mask_picture(grid(128, 128, 64), tmp_path / "mask.png", title="local", dense=dense)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert path.stat().st_size > 5000
 
@@ -303,7 +303,7 @@ SMALL = {"ids": torch.arange(512)[None] // 150}
 def test_show_mask_draws_what_is_measured() -> None:
     lines = DOCUMENTS.show_mask(512, 512, block_q=64, block_kv=64, **SMALL).splitlines()
     assert lines == [
-        "documents: 512 queries, 512 keys",
+        "documents: 512 queries, 512 keys, batch row 0",
         "┌────────┐",
         "│▒       │",
         "│█▒      │",
@@ -331,7 +331,8 @@ def test_show_mask_draws_the_batch_row_and_the_head_that_were_asked_for() -> Non
 def test_show_mask_without_the_tensors_draws_positions_alone(tmp_path: Path) -> None:
     path = tmp_path / "mask.png"
     lines = DOCUMENTS.show_mask(512, 512, block_q=64, block_kv=64, path=path).splitlines()
-    assert lines[0] == "documents: 512 queries, 512 keys; by positions alone, give ids=... for the tiles of a call"
+    alone = "by positions alone, give ids=... for the tiles of a call"
+    assert lines[0] == f"documents: 512 queries, 512 keys, batch row 0; {alone}"
     assert lines[-1] == "28 empty, 36 edge ▒, 0 full █; tile 64 queries x 64 keys"
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -131,6 +131,18 @@ def test_tiles_that_differ_by_head_are_averaged() -> None:
     assert averaged.visited + averaged.empty == 8 * 16 * 16
 
 
+def test_tiles_that_depend_on_the_width_are_those_of_the_call() -> None:
+    variant = weft.Attention(mask=weft.kv_pos < weft.head_dim, name="as_far_as_wide")
+    for width in (32, 128):
+        shape = weft.shape(heads=2, q_len=256, head_dim=width)
+        forward = variant.plan(shape, device="a100", target="triton").kernels[0]
+        assert forward.tiles.visited == 2 * -(-256 // forward.form.block_q) * -(-width // forward.form.block_kv)
+    latent = weft.Attention(mask=variant.mask, latent=weft.Latent(rank=64, rope=16), name="latent_width")
+    sizes = weft.shape(heads=2, q_len=4, kv_len=512, head_dim=48, value_dim=32)
+    forward = latent.plan(sizes, device="h100", target="triton", form="absorbed").kernels[0]
+    assert forward.tiles.visited == 2 * -(-48 // forward.form.block_kv)  # 48: not the 80 of a cached vector
+
+
 def test_stages_name_tiles_as_they_are() -> None:
     forward = planned(Shape(1, 2, 2, 64, 64, 80, 80), H200, "triton").kernels[0]
     loads = [s.what for s in forward.stages if s.kind == "load"]
