@@ -20,17 +20,17 @@ from .compiler.planning import hardware, picture
 from .compiler.planning.cost import CountTiles
 from .compiler.planning.kernels import SPANS
 from .compiler.planning.picture import Ranges
-from .compiler.planning.plan import CodePlan, Plan, counter, make_plan
+from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from .ir import parse
 from .ir.errors import WeftError, collected
-from .ir.expr import Scalar, TensorOperand
+from .ir.expr import INT32_MAX, Scalar, TensorOperand
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .runtime import driver
-from .runtime.checks import DTYPES, check_q_offset, check_tensors, range_problems, tensor_problems
+from .runtime.checks import DTYPES, MAX_HEAD_DIM, check_q_offset, check_tensors, range_problems, tensor_problems
 from .runtime.settings import default_target
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def _shape_of(
 ) -> tuple[Shape, str | None]:
     """The sizes that the arguments stand for, and the device that tensors are on."""
     if len(operands) == 1 and isinstance(operands[0], Shape):
+        _check_sizes(attention, operands[0])
         return operands[0], None
     tensors = [t for t in operands if isinstance(t, Tensor)]
     wanted = 2 if attention.latent is not None else 3
@@ -92,6 +93,51 @@ def _shape_of(
     made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], key.shape[2], query.shape[3], width,
                  DTYPES[query.dtype])  # fmt: skip
     return made, str(query.device)
+
+
+def _check_sizes(attention: Attention, sizes: Shape) -> None:
+    """Raise WeftError for sizes that a call refuses."""
+    latent, problems = attention.latent, []
+    widths = {"head_dim": sizes.head_dim, "value_dim": sizes.value_dim}
+    for name, width in widths.items():
+        if latent is None and not 0 < width <= MAX_HEAD_DIM:
+            problems.append(
+                f"shape: {name}: expected 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
+            )
+    for name, length in (("q_len", sizes.q_len), ("kv_len", sizes.kv_len)):
+        if length > INT32_MAX:
+            problems.append(f"shape: {name}: integer overflow: expected a length below 2**31, got {length}")
+    if latent is not None and sizes.head_dim <= latent.rope:
+        problems.append(f"shape: head_dim: expected more than {latent.rope}, the latent's rope, got {sizes.head_dim}")
+    if sizes.heads % sizes.kv_heads:
+        problems.append(f"shape: heads: expected a multiple of kv_heads {sizes.kv_heads}, got {sizes.heads}")
+    if problems:
+        raise collected(str(attention.name), problems)
+
+
+# What a call takes besides operands, as far as it is available; a plan is the same for every value of most of these.
+_OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic")
+_NOT_AVAILABLE = ("kv_lens", "q_lens", "cu_seqlens_q", "cu_seqlens_kv", "block_table")
+
+
+def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
+    """Raise WeftError for options and operands that a call of these sizes refuses."""
+    name = str(attention.name)
+    lacking = [option for option in _NOT_AVAILABLE if options.get(option) is not None]
+    if lacking:
+        raise WeftError(f"{name}: the option {lacking[0]} is not available; pass padded operands and a mask")
+    given = {n: value for n, value in options.items() if n not in (*_OPTIONS, *_NOT_AVAILABLE)}
+    check_operands(name, attention, given)
+    offset = options.get("q_offset")
+    if offset is not None:
+        device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
+        check_q_offset(offset, sizes.batch, device)
+    latent_only = [n for n, value in (("uk", options.get("uk")), ("uv", options.get("uv")), ("form", form))
+                   if value is not None]  # fmt: skip
+    if attention.latent is None and latent_only:
+        raise WeftError(f"{name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
+    if form not in (None, "expanded", "absorbed"):
+        raise WeftError(f"{name}: form: expected 'expanded' or 'absorbed', got {form!r}")
 
 
 def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
@@ -137,6 +183,7 @@ def _request(
 ) -> _Request:  # fmt: skip
     """The very choices that a call makes: both ask the driver."""
     sizes, tensors_on = _shape_of(attention, operands, options)
+    _check_options(attention, sizes, form, options)
     machine = _hardware(device, tensors_on)
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
@@ -218,7 +265,7 @@ def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, 
     return env
 
 
-def _check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
+def check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
     """Raise WeftError for operands that a call would refuse: unknown names, and scalars of another kind.
 
     Those that are missing are nobody's mistake here; tensors are looked at where they are read.
@@ -289,10 +336,14 @@ def _counter(
         return count, ()
     try:
         count("kv", 128, 128)
+        count("q", 128, 128)  # the tiles of one axis may depend on what those of the other do not
     except WeftError:
         if not missing:
             raise
-        return None, (f"tiles are counted as without a mask: give {missing} for exact counts",)
+        return None, (
+            f"tiles are counted as without a mask, an upper limit that holds for any value: give {missing} for those "
+            "of a call",
+        )
     if measured:
         return count, (f"tiles are counted by positions alone, an upper limit: give {missing} for those of a call",)
     open_mask = code.looks_first and not facts.kv_bounds.closed_form
@@ -313,7 +364,74 @@ def plan(
     count, counted = _counter(attention, r.sizes, r.head_dim, r.forward.code, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
-    return make_plan(str(attention.name), r.sizes, r.machine, codes, facts.traits, count=count, notes=notes)
+    if any(code.target == "interpret" for code in codes):
+        notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
+    if isinstance(options.get("q_offset"), Tensor):
+        notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
+    if facts.traits.pair_bytes:
+        most = facts.traits.pair_bytes
+        notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")
+
+    def made(visible: VisiblePairs | None = None) -> Plan:
+        name = str(attention.name)
+        return make_plan(name, r.sizes, r.machine, codes, facts.traits, count=count, notes=notes, visible=visible)
+
+    try:
+        return made(_visible_pairs(attention, r.sizes, r.head_dim, options))
+    except WeftError:
+        made()  # counting tiles says more of operands that do not fit
+        raise
+
+
+ALL_PAIRS = 1 << 24  # up to so many pairs the mask is looked at whole,
+SOME_PAIRS = 1 << 21  # and beyond it evenly spaced rows with so many pairs stand for all: a twentieth of a second
+
+
+def _visible_pairs(
+    attention: Attention, sizes: Shape, head_dim: int, options: Mapping[str, Any]
+) -> VisiblePairs | None:
+    """Pairs that see each other, by the mask itself; None where operands that it reads are missing."""
+    heads, rows = sizes.batch * sizes.heads, sizes.q_len
+    if not attention.is_masked:
+        return VisiblePairs(heads * rows * sizes.kv_len, heads * rows, heads * rows)
+    values = {operand.name: options.get(operand.name) for operand in _mask_operands(attention)}
+    offset = options.get("q_offset")
+    if isinstance(offset, Tensor) or not all(isinstance(v, (int, float, Tensor)) for v in values.values()):
+        return None
+    values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
+    read = symbols(attention.folded_mask)
+    batches, different = sizes.batch if "batch" in read else 1, sizes.heads if read & {"head", "kv_head"} else 1
+    of = some_heads(batches, different, HEADS_COUNTED)
+    each = sizes.kv_len * len(of)
+    chosen = _some_rows(rows, rows if rows * each <= ALL_PAIRS else max(1, SOME_PAIRS // each))
+    first = sizes.kv_len - rows if offset is None else offset
+    env = {**values, "q_len": rows, "kv_len": sizes.kv_len, "group": sizes.group, "head_dim": head_dim}
+    seen = 0
+    for batch, head in of:
+        own = {**env, "batch": batch, "head": head, "kv_head": head // sizes.group}
+        seen += _seen_by(attention, own, [first + row for row in chosen], sizes.kv_len)
+    looked = len(of) * len(chosen)
+    return VisiblePairs(round(seen * heads * rows / looked), looked, batches * different * rows)
+
+
+def _some_rows(rows: int, most: int) -> Sequence[int]:
+    """All rows, or this many of them, each from the middle of its share."""
+    return range(rows) if rows <= most else [(2 * k + 1) * rows // (2 * most) for k in range(most)]
+
+
+def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[int], kv_len: int) -> int:
+    """Pairs that these queries of one head see, a few rows at a time so that it stays in a cache."""
+    device, step, seen = torch.device("cpu"), max(1, (1 << 18) // kv_len), 0
+    keys = torch.arange(kv_len).view(1, 1, 1, -1)
+    for start in range(0, len(positions), step):
+        rows = torch.tensor(positions[start : start + step]).view(1, 1, -1, 1)
+        shape = (1, 1, rows.shape[2], kv_len)
+        try:
+            mask = dense_mask(attention, {**env, "q_pos": rows, "kv_pos": keys}, shape, device)
+        except (IndexError, RuntimeError) as error:
+            raise WeftError(f"{attention.name}: the mask cannot be computed for these operands: {error}") from error
+        seen += int(mask.sum())
+    return seen
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:
@@ -363,7 +481,7 @@ def show_mask(
     _check_counts(name, {"head": head, "batch": batch}, least=0)
     if path is not None:
         picture.check_path(path)
-    _check_operands(name, attention, options)
+    check_operands(name, attention, options)
     _check_drawable(attention, facts.kv_tiles, options)
     if q_offset is not None:
         check_q_offset(q_offset, 1, torch.device("cpu"))
