@@ -250,25 +250,17 @@ def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mappin
 def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as tile programs read them: numbers as they are, tensors that the mask reads as tables."""
     env: dict[str, Any] = {n: v for n, v in options.items() if not isinstance(v, Tensor)}
-    problems: list[str] = []
     for operand in _mask_operands(attention):
         value = options.get(operand.name)
-        if isinstance(operand, Scalar) or value is None:
-            continue
-        if isinstance(value, Tensor):
-            problems += tensor_problems(operand, value, value.device)
+        if isinstance(operand, TensorOperand) and isinstance(value, Tensor):
             env[operand.name] = Table(operand.name, value.detach().tolist)
-        elif not callable(value):
-            problems.append(f"{operand.name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
-    if problems:
-        raise collected(str(attention.name), problems)
     return env
 
 
 def check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
     """Raise WeftError for operands that a call would refuse: unknown names, and scalars of another kind.
 
-    Those that are missing are nobody's mistake here; tensors are looked at where they are read.
+    Those that are missing are nobody's mistake here. A function of its indices may stand for a tensor.
     """
     declared = {p.name: p for p in attention.parameters}
     problems: list[str] = []
@@ -278,6 +270,10 @@ def check_operands(title: str, attention: Attention, options: Mapping[str, Any])
             problems.append(_unknown(name, sorted(declared)))
         elif isinstance(operand, Scalar):
             problems += _scalar_problems(operand, value)
+        elif isinstance(value, Tensor):
+            problems += tensor_problems(operand, value, value.device)
+        elif not callable(value):
+            problems.append(f"{name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
     if problems:
         raise collected(title, problems)
 
