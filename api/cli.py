@@ -76,7 +76,8 @@ def _in_options(message: str, given: Mapping[str, object]) -> str:
     message = _SIZE.sub(lambda found: f"--{found[1].replace('_', '-')}", _RECORD.sub("--device", message))
     if given.get("variant") is not None:
         return message
-    return _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
+    message = _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
+    return re.sub(r"^\w+: (?=--[\w-]+: )", "", message)  # the variant's name says nothing beside the option's
 
 
 @contextmanager
@@ -303,7 +304,9 @@ def _running(place: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == place]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        if isinstance(error, SyntaxError) and error.filename == place:
+            lines.append(error.lineno)
+        line = lines[-1] if lines else None
         at = f", line {line}" if line else ""
         raise WeftError(f"{place}{at}: cannot be imported ({type(error).__name__}: {error})") from error
 

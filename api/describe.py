@@ -45,7 +45,10 @@ def shape(
 
     dtype: "bf16", "fp16" or "fp32". For latent attention head_dim is the query's nope + rope and value_dim is Dv.
     """
-    made = Shape(batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim, dtype)
+    made = Shape(
+        batch, heads, heads if kv_heads is None else kv_heads, q_len, q_len if kv_len is None else kv_len, head_dim,
+        head_dim if value_dim is None else value_dim, dtype,
+    )  # fmt: skip
     if dtype not in ("bf16", "fp16", "fp32"):
         raise WeftError(f"shape: dtype: expected bf16, fp16 or fp32, got {dtype!r}")
     sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,

@@ -323,7 +323,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["--mask", "kv_pos + 1"],
-            "^Error: attention: --mask: expected a bool expression .a comparison., got int [^/]*$",
+            "^Error: --mask: expected a bool expression .a comparison., got int [^/]*$",
         ),
         (
             ["--mask", "score > 0", "--score", "q_pos < 1"],

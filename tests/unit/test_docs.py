@@ -35,7 +35,8 @@ def test_all_code_of_the_readme_runs_and_prints_what_it_says(capsys: pytest.Capt
     monkeypatch.setitem(sys.modules, "readme", module)  # FlexAttention traces its functions, and asks for their module
     for (_, code), (_, expected) in zip(found[::2], found[1::2]):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*flex_attention called without torch.compile.*")
+            if "flex_attention" in code:
+                warnings.simplefilter("ignore")  # torch's own warns where it is not compiled
             exec(compile(code, "README.md", "exec"), module.__dict__)
         assert capsys.readouterr().out == expected
 

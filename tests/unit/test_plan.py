@@ -157,6 +157,14 @@ def test_what_a_call_refuses_is_refused_beforehand(method, sizes, options, messa
         getattr(variant, method)(shape, **{"device": "h100", **options})
 
 
+@pytest.mark.parametrize("size", ["batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_shape_has_positive_sizes(size, value) -> None:
+    """0 is not taken for a size that was left out."""
+    with pytest.raises(WeftError, match=f"shape: {size}: expected a positive int, got {value}"):
+        weft.shape(**{"heads": 4, "q_len": 64, "head_dim": 64, size: value})
+
+
 def test_forms_of_latent_attention_are_refused_as_in_calls() -> None:
     latent = weft.Attention(latent=weft.Latent(rank=64, rope=16), name="mla")
     with pytest.raises(WeftError, match="mla: form: expected 'expanded' or 'absorbed', got 'absorb'"):
