@@ -1,21 +1,27 @@
 """The `weft` command: look at a variant's plan, kernels and mask, measure schedules, tend the cache, check the machine.
 
 A variant is text of the language (`--score`, `--mask`) or the name of a declared one (`module:name`, `file.py:name`).
-Nothing here needs a GPU; `tune` times whatever machine it runs on.
+Nothing here needs a GPU; `tune` times whatever machine it runs on. Progress is shown on a terminal, on stderr.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import shlex
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +29,17 @@ from typing import Any, Literal
 
 import click
 
-from . import Attention, parse, scalar, score, shape, tensor
+from . import Attention, describe, parse, scalar, score, shape, tensor
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
 from .compiler.planning.records import DTYPE_BYTES, Shape
+from .compiler.planning.tuner import Outcome, Spread
 from .ir.errors import WeftError
 from .ir.expr import Expr, Number, Scalar, TensorOperand
 from .runtime import cache, driver
-from .runtime.settings import size_of
+from .runtime.checks import MAX_HEAD_DIM
+from .runtime.settings import settings, size_of
 
 _KINDS = {"int": int, "float": float, "bool": bool}
 _SHARED = "weft.cli.shared"
@@ -48,7 +56,47 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except WeftError as error:
-            raise _Mistake(str(error)) from error
+            raise _Mistake(_in_options(str(error), ctx.meta.get(_SHARED, {}))) from error
+        except OSError as error:
+            if error.filename is None:  # a closed pipe, which click takes as the end
+                raise
+            raise _Mistake(f"{error.filename}: {error.strerror}") from error
+
+
+_PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
+_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|name)(?=: )", re.MULTILINE)
+_SIZE, _RECORD = re.compile(r"\bshape: (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
+
+
+def _in_options(message: str, given: Mapping[str, object]) -> str:
+    """A message about a call in the words of the command: options in place of arguments.
+
+    Of a variant that the options write, the places in files are left out: they are of no file of the user.
+    """
+    message = _SIZE.sub(lambda found: f"--{found[1].replace('_', '-')}", _RECORD.sub("--device", message))
+    if given.get("variant") is not None:
+        return message
+    message = _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
+    return re.sub(r"^\w+: (?=--[\w-]+: )", "", message)  # the variant's name says nothing beside the option's
+
+
+@contextmanager
+def _busy(doing: str) -> Iterator[None]:
+    """Say what takes long, once it has taken a second: on a terminal, to stderr."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console  # lazy: pipes do without
+
+    status = Console(stderr=True).status(doing)
+    timer = threading.Timer(1.0, status.start)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
 
 
 # -- what a command is about -----------------------------------------------------------------------------------------
@@ -100,6 +148,19 @@ _PLAN_OPTIONS = (
 )
 
 
+@contextmanager
+def _counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar of what is done, on a terminal, to stderr; what is given is called after each."""
+    from rich.console import Console  # lazy: most commands do without
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+
+
 def _with(*options: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[..., Callable[..., None]]:
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
@@ -107,8 +168,24 @@ def _with(*options: Callable[[Callable[..., None]], Callable[..., None]]) -> Cal
 def _request(ctx: click.Context) -> _Request:
     given = ctx.meta[_SHARED]
     sizes = {k: given[k] for k in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype")}
-    values = dict(_value_of(text) for text in given["set"])
-    return _Request(_variant(given), shape(**sizes), values, given["device"], given["target"], given["schedule"])
+    variant = _variant(given)
+    values = _values(variant, given)
+    return _Request(variant, shape(**sizes), values, given["device"], given["target"], given["schedule"])
+
+
+def _values(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What --set gives to scalar operands."""
+    pairs = [_value_of(text) for text in given["set"]]
+    twice = sorted({name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1})
+    if twice:
+        raise WeftError(f"--set: expected each operand once, got {', '.join(twice)} several times")
+    values, read = dict(pairs), {operand.name for operand in variant.parameters}
+    declared = {text.partition(":")[0] for text in (*given["scalar"], *given["tensor"])}
+    unread = sorted((declared & values.keys()) - read)
+    if unread:
+        raise WeftError(f"--set: {', '.join(unread)}: declared, but neither score, mask nor scale reads it")
+    describe.check_operands("--set", variant, values)
+    return values
 
 
 def _variant(given: Mapping[str, object]) -> Attention:
@@ -122,6 +199,8 @@ def _variant(given: Mapping[str, object]) -> Attention:
             "expected a variant: --score and --mask, or the name of a declared one (module:name, file.py:name)"
         )
     operands = _operands(given["scalar"], given["tensor"])  # type: ignore[arg-type]
+    if given["mask"] is None and given["score"] is None:
+        raise WeftError("expected --score or --mask, got --scale alone")
     parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
     name = str(given["name"])
     return Attention(parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), name=name)
@@ -131,27 +210,40 @@ def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperan
     try:
         return parse(text, operands)
     except WeftError as error:
-        message = str(error).split("\n  at ")[0]  # the line of this file says nothing to a user
+        message = str(error)
         hint = "; declare operands with --scalar and --tensor" if "unknown name" in message else ""
-        raise WeftError(f"--{option}: {message}{hint}") from error
+        raise WeftError(f"--{option}: {_PLACE.sub('', message)}{hint}") from error
 
 
 def _operands(scalars: tuple[str, ...], tensors: tuple[str, ...]) -> dict[str, Scalar | TensorOperand]:
-    found: list[Scalar | TensorOperand] = [*map(_scalar_of, scalars), *map(_tensor_of, tensors)]
+    found = [
+        _operand_of(option, text) for option, texts in (("scalar", scalars), ("tensor", tensors)) for text in texts
+    ]
+    names = [operand.name for operand in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WeftError(f"--scalar, --tensor: expected each operand once, got {', '.join(twice)} several times")
     return {operand.name: operand for operand in found}
+
+
+def _operand_of(option: str, text: str) -> Scalar | TensorOperand:
+    try:
+        return _scalar_of(text) if option == "scalar" else _tensor_of(text)
+    except WeftError as error:
+        raise WeftError(f"--{option}: {_PLACE.sub('', str(error))}") from error
 
 
 def _scalar_of(text: str) -> Scalar:
     match = re.fullmatch(r"(\w+):(int|float)", text)
     if not match:
-        raise WeftError(f"--scalar: expected NAME:int or NAME:float, got {text!r}")
+        raise WeftError(f"expected NAME:int or NAME:float, got {text!r}")
     return scalar(match[1], _KINDS[match[2]])
 
 
 def _tensor_of(text: str) -> TensorOperand:
     match = re.fullmatch(r"(\w+):(\d+)(?::(int|float|bool))?", text)
     if not match:
-        raise WeftError(f"--tensor: expected NAME:RANK or NAME:RANK:TYPE with type int, float or bool, got {text!r}")
+        raise WeftError(f"expected NAME:RANK or NAME:RANK:TYPE with type int, float or bool, got {text!r}")
     return tensor(match[1], int(match[2]), _KINDS[match[3] or "float"])
 
 
@@ -167,15 +259,22 @@ def _value_of(text: str) -> tuple[str, Number]:
 
 def _declared(place: str) -> Attention:
     """The variant at `module:name` or `file.py:name`."""
-    source, separator, name = place.rpartition(":")
-    if not separator:
+    source, _, name = place.rpartition(":")
+    if not source or not name:
         raise WeftError(f"expected module:name or file.py:name, got {place!r}")
     module = _file_module(Path(source)) if source.endswith(".py") else _named_module(source)
     found = getattr(module, name, None)
     if isinstance(found, Attention):
         return found
     known = sorted(n for n, v in vars(module).items() if isinstance(v, Attention))
-    raise WeftError(f"{place}: expected a weft.Attention, got {type(found).__name__}; {source} declares {known}")
+    got = f"got {_article(type(found).__name__)}" if hasattr(module, name) else "there is no such name"
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else f"; {source} declares {', '.join(known) or 'no variant'}"
+    raise WeftError(f"{place}: expected a weft.Attention, {got}{meant}")
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def _file_module(path: Path) -> ModuleType:
@@ -183,18 +282,33 @@ def _file_module(path: Path) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise WeftError(f"{path}: no such file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules.setdefault(path.stem, module)  # a file may have the name of a module that is in use
     sys.path.insert(0, str(path.parent))  # as `python file.py` does
-    spec.loader.exec_module(module)
+    with _running(str(path)):
+        spec.loader.exec_module(module)
     return module
 
 
 def _named_module(name: str) -> ModuleType:
     sys.path.insert(0, "")  # as `python -m` does
-    try:
+    with _running(name):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise WeftError(f"{name}: cannot be imported ({error})") from error
+
+
+@contextmanager
+def _running(place: str) -> Iterator[None]:
+    """The user's own code: what it raises is said in one line, with the line of it that raised."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == place]
+        if isinstance(error, SyntaxError) and error.filename == place:
+            lines.append(error.lineno)
+        line = lines[-1] if lines else None
+        at = f", line {line}" if line else ""
+        raise WeftError(f"{place}{at}: cannot be imported ({type(error).__name__}: {error})") from error
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
@@ -212,7 +326,9 @@ def main() -> None:
 def explain(ctx: click.Context) -> None:
     """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it."""
     r = _request(ctx)
-    click.echo(r.variant.explain(r.shape, device=r.device, target=r.target, schedule=r.schedule, **r.values))
+    with _busy("planning"):
+        text = describe.explain(r.variant, [r.shape], r.device, r.target, r.schedule, None, r.values)
+    click.echo(text)
 
 
 @main.command()
@@ -223,9 +339,10 @@ def explain(ctx: click.Context) -> None:
 def source(ctx: click.Context, direction: Literal["forward", "backward"], output: Path | None) -> None:
     """Print the generated kernels."""
     r = _request(ctx)
-    text = r.variant.source(
-        r.shape, direction=direction, device=r.device, target=r.target, schedule=r.schedule, **r.values
-    )  # fmt: skip
+    if output is not None:
+        _check_output(output, ".py")
+    with _busy("generating"):
+        text = describe.source(r.variant, [r.shape], direction, r.device, r.target, r.schedule, None, r.values)
     if output is not None:
         output.write_text(text)
         click.echo(f"{output}: {len(text.splitlines())} lines")
@@ -238,19 +355,36 @@ def source(ctx: click.Context, direction: Literal["forward", "backward"], output
         click.echo(text)
 
 
+def _check_output(path: Path, suffix: str) -> None:
+    """Before anything is computed: the file's kind, and a folder to write it in."""
+    if path.suffix.lower() != suffix:
+        raise WeftError(f"--output: expected a file that ends in {suffix}, got {path}")
+    if not path.parent.is_dir():
+        raise WeftError(f"--output: {path}: there is no folder {path.parent}; make it first")
+
+
 @main.command()
 @_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS, *_PLAN_OPTIONS)
 @click.option("--block-q", type=click.IntRange(1), default=128, show_default=True, help="Queries a tile.")
 @click.option("--block-kv", type=click.IntRange(1), default=128, show_default=True, help="Keys a tile.")
-@click.option("--head", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--head", type=click.IntRange(0), default=0, show_default=True, help="The query head to draw.")
+@click.option("--batch-row", type=click.IntRange(0), default=0, show_default=True, help="The batch row to draw.")
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG too.")
 @click.pass_context
-def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, output: Path | None) -> None:
+def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: int, output: Path | None) -> None:
     """Draw which tiles are skipped, masked or full."""
     r = _request(ctx)
-    picture = r.variant.show_mask(
-        r.shape.q_len, r.shape.kv_len, block_q=block_q, block_kv=block_kv, head=head, path=output, **r.values
-    )  # fmt: skip
+    if batch_row >= r.shape.batch:
+        raise WeftError(f"--batch-row: expected 0 to {r.shape.batch - 1} (--batch {r.shape.batch}), got {batch_row}")
+    sizes = {"heads": r.shape.heads, "kv_heads": r.shape.kv_heads, "head_dim": r.shape.head_dim}
+    own = {p.name for p in r.variant.parameters}
+    options = {**{name: size for name, size in sizes.items() if name not in own}, **r.values}
+    if output is not None:
+        _check_output(output, ".png")
+    with _busy("drawing"):
+        picture = describe.show_mask(
+            r.variant, r.shape.q_len, r.shape.kv_len, block_q, block_kv, output, None, head, batch_row, options
+        )
     click.echo(picture)
     if output is not None:
         click.echo(f"picture: {output}")
@@ -268,19 +402,51 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     ctx.meta[_SHARED] |= {"device": None, "target": target, "schedule": None}
     r = _request(ctx)
     found = search(r.variant, r.shape, r.values, target=target, algorithm=algorithm)
-    for kernel, seconds in found.seconds.items():
-        click.echo(f"{kernel:18} {seconds * 1000:9.3f} ms")
+    for kernel, outcome in found.outcomes.items():
+        click.echo(f"{kernel:18} {_outcome_text(outcome)}")
     for text, reason in found.failed.items():
         click.echo(f"passed over {text}: {reason}")
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
 
 
+def _outcome_text(outcome: Outcome) -> str:
+    """What won, by how much over what is used without tuning, and how far its runs are spread."""
+    chosen, default = (outcome.spreads.get(form) for form in (outcome.chosen, outcome.default))
+    assert chosen is not None
+    text = f"{outcome.chosen}  {_spread_text(chosen)}"
+    if outcome.is_tie:
+        kept = "the default stays" if outcome.chosen == outcome.default else "the default is slower"
+        return f"{text}; a tie of {', '.join(map(str, outcome.tied))}: {kept}"
+    if outcome.chosen == outcome.default:
+        return f"{text}; it is the default too"
+    if default is None:
+        return f"{text}; the default {outcome.default} did not run"
+    gain = default.median / chosen.median
+    return f"{text}; {gain:.2f} times as fast as the default {outcome.default}, {_spread_text(default)}"
+
+
+def _spread_text(spread: Spread) -> str:
+    low, high = (f"{seconds * 1e3:.4g}" for seconds in spread.quartiles)
+    return f"{spread.median * 1e3:.4g} ms ({low} to {high} between quartiles of {len(spread.runs)} runs)"
+
+
 @main.command()
 @click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
 @click.option("--device", required=True, help="GPU to compile for: h100, h200, a100, b200, mi300x.")
-@click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128), show_default=True)
-@click.option("--dtype", "dtypes", multiple=True, default=("bf16",), show_default=True)
-@click.option("--direction", "directions", multiple=True, default=("forward", "backward"), show_default=True)
+@click.option(
+    "--head-dim", "head_dims", type=click.IntRange(1, MAX_HEAD_DIM), multiple=True, default=(64, 128), show_default=True
+)
+@click.option(
+    "--dtype", "dtypes", type=click.Choice(list(DTYPE_BYTES)), multiple=True, default=("bf16",), show_default=True
+)
+@click.option(
+    "--direction",
+    "directions",
+    type=click.Choice(["forward", "backward"]),
+    multiple=True,
+    default=("forward", "backward"),
+    show_default=True,
+)
 @click.option("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; all cores if not given.")
 def build(
@@ -294,13 +460,17 @@ def build(
     from .runtime import build as ahead  # lazy: only this command wants it
 
     declared = [_declared(name) for name in variants]
+    if hardware.by_name(device).kind == "cpu":
+        raise WeftError("--device: expected a GPU to compile for, got cpu; the cpu target compiles nothing")
     work = ahead.jobs_of(
         declared, device=device, head_dims=head_dims, dtypes=dtypes, directions=directions, target=target
     )  # fmt: skip
     failed = 0
-    for done in ahead.build(work, jobs):
-        failed += bool(done.problem)
-        click.echo(f"{done.job}: {done.problem or ', '.join(done.kernels)} ({done.seconds:.1f} s)")
+    with _counted("building", len(work)) as advance:
+        for done in ahead.build(work, jobs):
+            failed += bool(done.problem)
+            click.echo(f"{done.job}: {done.problem or ', '.join(done.kernels)} ({done.seconds:.1f} s)")
+            advance()
     if failed:
         raise _Mistake(f"{failed} of {len(work)} could not be built")
 
@@ -321,9 +491,17 @@ def cache_path() -> None:
 def cache_list() -> None:
     """Print its entries, and how to run an edit of one in its place.
 
-    Stale entries were made by other code of weft, or for other versions of torch and triton.
+    Stale entries were made by other code of weft, or for other versions of torch and triton. In a pipe: one entry a
+    line and nothing else, fields apart by tabs: name, state, bytes, seconds since 1970 when made and when last used,
+    path, and why it is not sound.
     """
     found = cache.entries()
+    if not sys.stdout.isatty():
+        for entry in found:
+            state, _, reason = _state(entry).partition(": ")
+            fields = (entry.folder, state, entry.size, int(entry.created), int(entry.used), entry.path, reason)
+            click.echo("\t".join(map(str, fields)))
+        return
     size = sum(entry.size for entry in found)
     click.echo(f"{len(found)} entries, {size / 1024:.0f} KiB in {cache.cache_dir()}")
     if found:
@@ -365,17 +543,57 @@ def cache_clear() -> None:
 
 # -- doctor ----------------------------------------------------------------------------------------------------------
 @main.command()
-def doctor() -> None:
-    """Print versions, the device, and which targets can be used here or why not."""
-    from rich.console import Console
-    from rich.table import Table
+@click.option("--run", "runs", is_flag=True, help="Also compute a small call on each target that works here.")
+def doctor(runs: bool) -> None:
+    """Say what this machine is, which targets work on it and why others do not, and in what state the cache is."""
+    for title, rows in (
+        ("machine", _machine()),
+        ("versions", _versions()),
+        ("cache", _cache()),
+        ("targets", _targets()),
+    ):
+        click.echo(title)
+        for name, text in rows:
+            click.echo(f"  {name:10}  {text}")
+    if runs:
+        click.echo("a small call")
+        for name, reason in driver.available().items():
+            if reason is None:
+                with _busy(f"computing on {name}"):
+                    text = _small_call(name)
+                click.echo(f"  {name:10}  {text}")
 
-    console = Console()
-    for title, rows in (("versions", _versions()), ("machine", _machine()), ("targets", _targets())):
-        table = Table(title=title, title_justify="left", show_header=False)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+
+def _machine() -> list[tuple[str, str]]:
+    import torch
+
+    usable, there = hardware.usable_cores(), os.cpu_count() or 1
+    cores = f"{usable} of {there} cores usable by this process, torch threads {torch.get_num_threads()}"
+    rows = [("CPU", f"{_cpu_model()}, {cores}"), ("GPU", _no_gpu() if not torch.cuda.is_available() else "")]
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        rows[1:] = [
+            ("GPU", f"{p.name}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB") for p in cards
+        ]
+    here = hardware.this_machine()
+    return [*rows, ("figures", f"{here.title}, {here.arch}")]
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "none that torch can use: this torch is built without CUDA and ROCm"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return f"none that torch can use: it is built for {built}, and finds no device or no driver"
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -390,18 +608,50 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _machine() -> list[tuple[str, str]]:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch can use"
-    here = hardware.this_machine()
+def _cache() -> list[tuple[str, str]]:
     try:
-        folder = f"{cache.cache_dir()} ({len(cache.entries())} entries)"
+        folder, found = cache.cache_dir(), cache.entries()
     except WeftError as error:
-        folder = str(error)
-    return [("GPU", gpu), ("hardware record", f"{here.name}, {here.arch}"), ("cache", folder)]
+        return [("folder", f"cannot be used, so that kernels are generated anew in each process: {error}")]
+    states = [_state(entry).partition(":")[0] for entry in found]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in ("sound", "stale", "unsound") if s in states)
+    size = f"{sum(entry.size for entry in found) / 1024:.0f} KiB"
+    state = f"{len(found)} entries{f' ({counts})' if counts else ''}, {size}"
+    access = "" if os.access(folder, os.W_OK) else "; it may only be read: new kernels are not kept"
+    return [("folder", str(folder)), ("state", state + access)]
 
 
 def _targets() -> list[tuple[str, str]]:
-    found = driver.available()
-    return [(name, (reason or "available").removeprefix(f"{name}: ")) for name, reason in found.items()]
+    """Each target: whether it works here, and for which operands it is what a call takes by itself."""
+    found, by_name = driver.available(), {t.name for t in targets() if t.by_name_only}
+    chosen = [name for name, reason in found.items() if reason is None and name not in by_name]
+    kind = "the CPU" if hardware.this_machine().kind == "cpu" else "the GPU"
+    defaults = {"cpu": "the CPU"} | ({chosen[0]: kind} if chosen else {})
+    rows = []
+    for name, reason in found.items():
+        if reason is not None:
+            lacking = re.sub(r", the operands are on the CPU;.*", "; torch can use none here", reason)
+            rows.append((name, f"does not work here: {lacking.removeprefix(f'{name}: ')}"))
+        elif name in by_name:
+            rows.append((name, f"works, where it is asked for: target={name!r}"))
+        else:
+            rows.append((name, f"works; the default for operands on {defaults[name]}" if name in defaults else "works"))
+    return rows
+
+
+def _small_call(target: str) -> str:
+    """What became of a small causal call, against the reference in float64; its kernels are kept nowhere."""
+    import torch
+
+    on_cpu = target in ("cpu", "interpret") or not torch.cuda.is_available()
+    dtype = torch.float32 if target == "cpu" else torch.float16
+    query, key, value = torch.randn(3, 1, 2, 64, 64, dtype=dtype, device="cpu" if on_cpu else "cuda")
+    variant, begun = Attention(mask=parse("kv_pos <= q_pos"), name="doctor"), time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder, settings(cache_dir=folder):
+            out = variant(query, key, value, target=target)
+            seconds = time.perf_counter() - begun
+        exact = variant.reference(query.double(), key.double(), value.double())
+        return f"right to {float((out.double() - exact).abs().max()):.1g}, {seconds:.1f} s with generating"  # type: ignore[union-attr,operator]
+    except Exception as error:  # compilers and drivers raise what they like, and that is the answer
+        return f"fails with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

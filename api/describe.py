@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,17 +20,17 @@ from .compiler.planning import hardware, picture
 from .compiler.planning.cost import CountTiles
 from .compiler.planning.kernels import SPANS
 from .compiler.planning.picture import Ranges
-from .compiler.planning.plan import CodePlan, Plan, counter, make_plan
+from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from .ir import parse
 from .ir.errors import WeftError, collected
-from .ir.expr import Scalar, TensorOperand
+from .ir.expr import INT32_MAX, Scalar, TensorOperand
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .runtime import driver
-from .runtime.checks import DTYPES, check_tensors, tensor_problems
+from .runtime.checks import DTYPES, MAX_HEAD_DIM, check_q_offset, check_tensors, range_problems, tensor_problems
 from .runtime.settings import default_target
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ def shape(
 
     dtype: "bf16", "fp16" or "fp32". For latent attention head_dim is the query's nope + rope and value_dim is Dv.
     """
-    made = Shape(batch, heads, kv_heads or heads, q_len, kv_len or q_len, head_dim, value_dim or head_dim, dtype)
+    made = Shape(
+        batch, heads, heads if kv_heads is None else kv_heads, q_len, q_len if kv_len is None else kv_len, head_dim,
+        head_dim if value_dim is None else value_dim, dtype,
+    )  # fmt: skip
     if dtype not in ("bf16", "fp16", "fp32"):
         raise WeftError(f"shape: dtype: expected bf16, fp16 or fp32, got {dtype!r}")
     sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,
@@ -71,6 +75,7 @@ def _shape_of(
 ) -> tuple[Shape, str | None]:
     """The sizes that the arguments stand for, and the device that tensors are on."""
     if len(operands) == 1 and isinstance(operands[0], Shape):
+        _check_sizes(attention, operands[0])
         return operands[0], None
     tensors = [t for t in operands if isinstance(t, Tensor)]
     wanted = 2 if attention.latent is not None else 3
@@ -91,6 +96,51 @@ def _shape_of(
     made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], key.shape[2], query.shape[3], width,
                  DTYPES[query.dtype])  # fmt: skip
     return made, str(query.device)
+
+
+def _check_sizes(attention: Attention, sizes: Shape) -> None:
+    """Raise WeftError for sizes that a call refuses."""
+    latent, problems = attention.latent, []
+    widths = {"head_dim": sizes.head_dim, "value_dim": sizes.value_dim}
+    for name, width in widths.items():
+        if latent is None and not 0 < width <= MAX_HEAD_DIM:
+            problems.append(
+                f"shape: {name}: expected 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
+            )
+    for name, length in (("q_len", sizes.q_len), ("kv_len", sizes.kv_len)):
+        if length > INT32_MAX:
+            problems.append(f"shape: {name}: integer overflow: expected a length below 2**31, got {length}")
+    if latent is not None and sizes.head_dim <= latent.rope:
+        problems.append(f"shape: head_dim: expected more than {latent.rope}, the latent's rope, got {sizes.head_dim}")
+    if sizes.heads % sizes.kv_heads:
+        problems.append(f"shape: heads: expected a multiple of kv_heads {sizes.kv_heads}, got {sizes.heads}")
+    if problems:
+        raise collected(str(attention.name), problems)
+
+
+# What a call takes besides operands, as far as it is available; a plan is the same for every value of most of these.
+_OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic")
+_NOT_AVAILABLE = ("kv_lens", "q_lens", "cu_seqlens_q", "cu_seqlens_kv", "block_table")
+
+
+def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
+    """Raise WeftError for options and operands that a call of these sizes refuses."""
+    name = str(attention.name)
+    lacking = [option for option in _NOT_AVAILABLE if options.get(option) is not None]
+    if lacking:
+        raise WeftError(f"{name}: the option {lacking[0]} is not available; pass padded operands and a mask")
+    given = {n: value for n, value in options.items() if n not in (*_OPTIONS, *_NOT_AVAILABLE)}
+    check_operands(name, attention, given)
+    offset = options.get("q_offset")
+    if offset is not None:
+        device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
+        check_q_offset(offset, sizes.batch, device)
+    latent_only = [n for n, value in (("uk", options.get("uk")), ("uv", options.get("uv")), ("form", form))
+                   if value is not None]  # fmt: skip
+    if attention.latent is None and latent_only:
+        raise WeftError(f"{name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
+    if form not in (None, "expanded", "absorbed"):
+        raise WeftError(f"{name}: form: expected 'expanded' or 'absorbed', got {form!r}")
 
 
 def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
@@ -122,7 +172,8 @@ def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
 class _Request(NamedTuple):
     """What a plan is asked of."""
 
-    sizes: Shape
+    sizes: Shape  # as kernels see them
+    head_dim: int  # the value of the symbol: of the call, which latent forms change
     machine: hardware.Hardware
     forward: driver.Resolved
     backward: driver.Resolved | None  # None where there is no backward
@@ -135,9 +186,11 @@ def _request(
 ) -> _Request:  # fmt: skip
     """The very choices that a call makes: both ask the driver."""
     sizes, tensors_on = _shape_of(attention, operands, options)
+    _check_options(attention, sizes, form, options)
     machine = _hardware(device, tensors_on)
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
+    head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form)
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
     target = target or default_target()
@@ -149,10 +202,10 @@ def _request(
 
     forward = resolved("forward", frozenset())
     if widths.value_is_key:
-        return _Request(sizes, machine, forward, None, (*forward.notes, _NO_BACKWARD))
+        return _Request(sizes, head_dim, machine, forward, None, (*forward.notes, _NO_BACKWARD))
     backward = resolved("backward", _everything(attention, widths))
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
-    return _Request(sizes, machine, forward, backward, notes)
+    return _Request(sizes, head_dim, machine, forward, backward, notes)
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
@@ -200,19 +253,47 @@ def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mappin
 def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as tile programs read them: numbers as they are, tensors that the mask reads as tables."""
     env: dict[str, Any] = {n: v for n, v in options.items() if not isinstance(v, Tensor)}
-    problems: list[str] = []
     for operand in _mask_operands(attention):
         value = options.get(operand.name)
-        if isinstance(operand, Scalar) or value is None:
-            continue
-        if isinstance(value, Tensor):
-            problems += tensor_problems(operand, value, value.device)
+        if isinstance(operand, TensorOperand) and isinstance(value, Tensor):
             env[operand.name] = Table(operand.name, value.detach().tolist)
-        elif not callable(value):
-            problems.append(f"{operand.name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
-    if problems:
-        raise collected(str(attention.name), problems)
     return env
+
+
+def check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
+    """Raise WeftError for operands that a call would refuse: unknown names, and scalars of another kind.
+
+    Those that are missing are nobody's mistake here. A function of its indices may stand for a tensor.
+    """
+    declared = {p.name: p for p in attention.parameters}
+    problems: list[str] = []
+    for name, value in options.items():
+        operand = declared.get(name)
+        if operand is None:
+            problems.append(_unknown(name, sorted(declared)))
+        elif isinstance(operand, Scalar):
+            problems += _scalar_problems(operand, value)
+        elif isinstance(value, Tensor):
+            problems += tensor_problems(operand, value, value.device)
+        elif not callable(value):
+            problems.append(f"{name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
+    if problems:
+        raise collected(title, problems)
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{name}: unknown operand or option; this variant's operands are: {', '.join(known) or 'none'}{meant}"
+
+
+def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
+    """What a call says of the value of a scalar."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if operand.dtype == "int" and whole:
+        yield from range_problems(operand, value)  # type: ignore[arg-type]
+    elif not whole and (operand.dtype == "int" or not isinstance(value, float)):
+        yield f"{operand.name}: expected {'an int' if operand.dtype == 'int' else 'a number'}, got {value!r}"
 
 
 def _mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:
@@ -227,7 +308,7 @@ def _to_give(attention: Attention, options: Mapping[str, Any]) -> str:
 
 
 def _counter(
-    attention: Attention, sizes: Shape, code: CodePlan, options: Mapping[str, Any]
+    attention: Attention, sizes: Shape, head_dim: int, code: CodePlan, options: Mapping[str, Any]
 ) -> tuple[CountTiles | None, tuple[str, ...]]:
     """Tile counts of the whole problem, with a note where they are not those of a call.
 
@@ -245,7 +326,7 @@ def _counter(
         facts.q_tiles,
         sizes,
         q_offset=offset if isinstance(offset, int) else None,
-        env=_environment(attention, options),
+        env={"head_dim": head_dim, **_environment(attention, options)},
         by_head=bool(read & {"head", "kv_head"}),
         by_batch="batch" in read,
         survey=survey,
@@ -254,10 +335,14 @@ def _counter(
         return count, ()
     try:
         count("kv", 128, 128)
+        count("q", 128, 128)  # the tiles of one axis may depend on what those of the other do not
     except WeftError:
         if not missing:
             raise
-        return None, (f"tiles are counted as without a mask: give {missing} for exact counts",)
+        return None, (
+            f"tiles are counted as without a mask, an upper limit that holds for any value: give {missing} for those "
+            "of a call",
+        )
     if measured:
         return count, (f"tiles are counted by positions alone, an upper limit: give {missing} for those of a call",)
     open_mask = code.looks_first and not facts.kv_bounds.closed_form
@@ -275,10 +360,77 @@ def plan(
 ) -> Plan:  # fmt: skip
     r = _request(attention, operands, device, target, schedule, form, options)
     facts = facts_of(attention)
-    count, counted = _counter(attention, r.sizes, r.forward.code, options)
+    count, counted = _counter(attention, r.sizes, r.head_dim, r.forward.code, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
-    return make_plan(str(attention.name), r.sizes, r.machine, codes, facts.traits, count=count, notes=notes)
+    if any(code.target == "interpret" for code in codes):
+        notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
+    if isinstance(options.get("q_offset"), Tensor):
+        notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
+    if facts.traits.pair_bytes:
+        most = facts.traits.pair_bytes
+        notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")
+
+    def made(visible: VisiblePairs | None = None) -> Plan:
+        name = str(attention.name)
+        return make_plan(name, r.sizes, r.machine, codes, facts.traits, count=count, notes=notes, visible=visible)
+
+    try:
+        return made(_visible_pairs(attention, r.sizes, r.head_dim, options))
+    except WeftError:
+        made()  # counting tiles says more of operands that do not fit
+        raise
+
+
+ALL_PAIRS = 1 << 24  # up to so many pairs the mask is looked at whole,
+SOME_PAIRS = 1 << 21  # and beyond it evenly spaced rows with so many pairs stand for all: a twentieth of a second
+
+
+def _visible_pairs(
+    attention: Attention, sizes: Shape, head_dim: int, options: Mapping[str, Any]
+) -> VisiblePairs | None:
+    """Pairs that see each other, by the mask itself; None where operands that it reads are missing."""
+    heads, rows = sizes.batch * sizes.heads, sizes.q_len
+    if not attention.is_masked:
+        return VisiblePairs(heads * rows * sizes.kv_len, heads * rows, heads * rows)
+    values = {operand.name: options.get(operand.name) for operand in _mask_operands(attention)}
+    offset = options.get("q_offset")
+    if isinstance(offset, Tensor) or not all(isinstance(v, (int, float, Tensor)) for v in values.values()):
+        return None
+    values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
+    read = symbols(attention.folded_mask)
+    batches, different = sizes.batch if "batch" in read else 1, sizes.heads if read & {"head", "kv_head"} else 1
+    of = some_heads(batches, different, HEADS_COUNTED)
+    each = sizes.kv_len * len(of)
+    chosen = _some_rows(rows, rows if rows * each <= ALL_PAIRS else max(1, SOME_PAIRS // each))
+    first = sizes.kv_len - rows if offset is None else offset
+    env = {**values, "q_len": rows, "kv_len": sizes.kv_len, "group": sizes.group, "head_dim": head_dim}
+    seen = 0
+    for batch, head in of:
+        own = {**env, "batch": batch, "head": head, "kv_head": head // sizes.group}
+        seen += _seen_by(attention, own, [first + row for row in chosen], sizes.kv_len)
+    looked = len(of) * len(chosen)
+    return VisiblePairs(round(seen * heads * rows / looked), looked, batches * different * rows)
+
+
+def _some_rows(rows: int, most: int) -> Sequence[int]:
+    """All rows, or this many of them, each from the middle of its share."""
+    return range(rows) if rows <= most else [(2 * k + 1) * rows // (2 * most) for k in range(most)]
+
+
+def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[int], kv_len: int) -> int:
+    """Pairs that these queries of one head see, a few rows at a time so that it stays in a cache."""
+    device, step, seen = torch.device("cpu"), max(1, (1 << 18) // kv_len), 0
+    keys = torch.arange(kv_len).view(1, 1, 1, -1)
+    for start in range(0, len(positions), step):
+        rows = torch.tensor(positions[start : start + step]).view(1, 1, -1, 1)
+        shape = (1, 1, rows.shape[2], kv_len)
+        try:
+            mask = dense_mask(attention, {**env, "q_pos": rows, "kv_pos": keys}, shape, torch.float32, device)
+        except (IndexError, RuntimeError) as error:
+            raise WeftError(f"{attention.name}: the mask cannot be computed for these operands: {error}") from error
+        seen += int(mask.sum())
+    return seen
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:
@@ -318,15 +470,26 @@ def show_mask(
     attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    facts = facts_of(attention)
+    """Of `options`, heads, kv_heads and head_dim are sizes as in `weft.shape`, unless they are operands' names."""
+    facts, name = facts_of(attention), f"{attention.name}: show_mask"
+    operands = {p.name for p in attention.parameters}
+    sizes = {n: options[n] for n in _PICTURE_SIZES if n in options and n not in operands}
+    options = {n: value for n, value in options.items() if n not in sizes}
+    counts = {"q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_kv": block_kv}
+    _check_counts(name, {**counts, **{n: size for n, size in sizes.items() if size is not None}}, least=1)
+    _check_counts(name, {"head": head, "batch": batch}, least=0)
+    if path is not None:
+        picture.check_path(path)
+    check_operands(name, attention, options)
     _check_drawable(attention, facts.kv_tiles, options)
+    if q_offset is not None:
+        check_q_offset(q_offset, 1, torch.device("cpu"))
     offset, missing = kv_len - q_len if q_offset is None else q_offset, _to_give(attention, options)
-    env = {
-        "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "head": head, "kv_head": head, "group": 1,
-        "batch": batch, "head_dim": 64, **_environment(attention, options),
-    }  # fmt: skip
+    drawn = _drawn_head(attention, name, head, **sizes)
+    env = {**drawn, "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "batch": batch,
+           **_environment(attention, options)}  # fmt: skip
 
-    title = f"{attention.name}: {q_len} queries, {kv_len} keys"
+    title = f"{attention.name}: {q_len} queries, {kv_len} keys{_which(attention, drawn, batch)}"
     if facts.survey is not None and missing:
         title += f"; by positions alone, give {missing} for the tiles of a call"
     measured = facts.survey is not None and not missing
@@ -334,9 +497,56 @@ def show_mask(
     ranges = find(facts, env, block_q, block_kv)
     grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
     if path is not None:
-        dense = None if missing else _dense(attention, q_len, kv_len, offset, head, batch, options)
+        dense = None if missing else _dense(attention, {**env, **options})
         picture.mask_picture(grid, path, title=title, dense=dense)
     return picture.mask_text(grid, title=title)
+
+
+_PICTURE_SIZES = ("heads", "kv_heads", "head_dim")
+
+
+def _drawn_head(
+    attention: Attention, name: str, head: int, heads: int | None = None, kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """What the mask may read of the head that is drawn. Sizes that it needs are asked for, and never made up."""
+    read = symbols(attention.folded_mask)
+    grouped = read & ({"group", "kv_head"} if head else {"group"})  # head 0 reads key head 0, however many there are
+    if grouped and heads is None:
+        reads = ", ".join(sorted(grouped))
+        raise WeftError(f"{name}: the mask reads {reads}: pass heads=..., and kv_heads=... where keys have fewer")
+    if kv_heads is not None and heads is None:
+        raise WeftError(f"{name}: expected heads=... with kv_heads, got kv_heads={kv_heads} alone")
+    if "head_dim" in read and head_dim is None:
+        raise WeftError(f"{name}: the mask reads head_dim: pass head_dim=...")
+    heads = heads or head + 1
+    kv_heads = kv_heads or heads
+    if heads % kv_heads:
+        raise WeftError(f"{name}: heads: expected a multiple of kv_heads {kv_heads}, got {heads}")
+    if head >= heads:
+        raise WeftError(f"{name}: head: expected 0 to {heads - 1}, got {head}")
+    group = heads // kv_heads
+    return {"head": head, "kv_head": head // group, "group": group, "head_dim": head_dim or 64}
+
+
+def _which(attention: Attention, drawn: Mapping[str, int], batch: int) -> str:
+    """What a picture is of, as far as the mask tells heads and batch rows apart: ", head 5 (kv_head 1)"."""
+    read = symbols(attention.folded_mask)
+    kv_head = f" (kv_head {drawn['kv_head']})" if "kv_head" in read else ""
+    head = f", head {drawn['head']}{kv_head}" if read & {"head", "kv_head"} else ""
+    return head + (f", batch row {batch}" if "batch" in read else "")
+
+
+def _check_counts(name: str, counts: Mapping[str, object], least: int) -> None:
+    """Raise WeftError, naming all of them, for what is no int of at least `least`."""
+    kind = "a positive int" if least else "an int of at least 0"
+    problems = [
+        f"{n}: expected {kind}, got {value!r}"
+        for n, value in counts.items()
+        if isinstance(value, bool) or not isinstance(value, int) or value < least
+    ]
+    if problems:
+        raise collected(name, problems)
 
 
 def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
@@ -366,12 +576,12 @@ def _check_drawable(attention: Attention, program: TileProgram, options: Mapping
         raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
 
 
-def _dense(
-    attention: Attention, q_len: int, kv_len: int, offset: int, head: int, batch: int, options: Mapping[str, Any]
-) -> Any:
-    """The mask itself, where it is small enough to draw."""
+def _dense(attention: Attention, env: Mapping[str, Any]) -> Any:
+    """The mask of one head itself, where it is small enough to draw. env: of the picture, with operands as given."""
+    q_len, kv_len = env["q_len"], env["kv_len"]
     if q_len * kv_len > 1 << 22:
         return None
     device = torch.device("cpu")
-    env = positions(batch + 1, head + 1, head + 1, q_len, kv_len, offset, device) | {"head_dim": 1, **options}
-    return dense_mask(attention, env, (batch + 1, head + 1, q_len, kv_len), torch.float32, device)[batch, head].numpy()
+    own = positions(1, 1, 1, q_len, kv_len, env["q_offset"], device)
+    values = {**env, "q_pos": own["q_pos"], "kv_pos": own["kv_pos"]}
+    return dense_mask(attention, values, (1, 1, q_len, kv_len), torch.float32, device)[0, 0].numpy()

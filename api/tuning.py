@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from .runtime.variant import forget
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WANTED: dict[Direction, frozenset[str]] = {"forward": frozenset(), "backward": frozenset({"query", "key", "value"})}
-_REPEATS = 7
+_LEAST_SECONDS = 2e-3  # of one run on the clock: shorter calls are repeated, so that the clock's own noise is small
 
 
 def tune(
@@ -54,6 +53,7 @@ def tune(
     return Tuned(
         forward.schedule.joined(backward.schedule), {**forward.seconds, **backward.seconds},
         forward.tried + backward.tried, {**forward.failed, **backward.failed},
+        {**forward.outcomes, **backward.outcomes},
     )  # fmt: skip
 
 
@@ -79,8 +79,8 @@ def _direction(
 def _clock(
     attention: Attention, shape: Shape, values: Mapping[str, Any], direction: Direction, target: str | None
 ) -> Clock:
-    """Seconds of the forward pass, or of forward and backward, under a schedule: the median of several runs."""
-    query, key, value = _operands(shape)
+    """Seconds of the forward pass, or of forward and backward, under a schedule: one run, of as many as it takes."""
+    query, key, value = _operands(attention, shape)
     grad = torch.randn_like(query[..., :1]).expand(*query.shape[:3], shape.value_dim).contiguous()
 
     def forward(schedule: Schedule) -> Tensor:
@@ -88,35 +88,45 @@ def _clock(
         assert isinstance(out, Tensor)
         return out
 
+    repeats: dict[str, int] = {}
+
     def seconds(schedule: Schedule, kernel: str) -> float:
-        if direction == "forward":
-            return _median(lambda: forward(schedule))
-        return _median(lambda: forward(schedule).backward(grad))
+        run = (lambda: forward(schedule)) if direction == "forward" else (lambda: forward(schedule).backward(grad))
+        if str(schedule) not in repeats:
+            run()  # generates and compiles
+            repeats[str(schedule)] = max(1, round(_LEAST_SECONDS / max(1e-9, _timed(run, 1))))
+        return _timed(run, repeats[str(schedule)])
 
     return seconds
 
 
-def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def _timed(run: Callable[[], object], times: int) -> float:
+    """Seconds of one of so many runs."""
+    _wait()
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    _wait()
+    return (time.perf_counter() - start) / times
+
+
+def _operands(attention: Attention, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = (
         (shape.batch, shape.heads, shape.q_len, shape.head_dim),
         (shape.batch, shape.kv_heads, shape.kv_len, shape.head_dim),
         (shape.batch, shape.kv_heads, shape.kv_len, shape.value_dim),
     )
-    query, key, value = (torch.randn(s, dtype=_DTYPES[shape.dtype], device=device, requires_grad=True) for s in sizes)
+    make = lambda s: torch.randn(s, dtype=_DTYPES[shape.dtype], device=device, requires_grad=True)  # noqa: E731
+    try:
+        query, key, value = map(make, sizes)
+    except (RuntimeError, MemoryError) as error:  # torch has no error of its own for this on a CPU
+        size = shape.element_bytes * sum(a * b * c * d for a, b, c, d in sizes) / 2**30
+        raise WeftError(
+            f"{attention.name}: tune: query, key and value of these sizes take {size:,.0f} GiB and cannot be made "
+            f"on the {device}; give smaller ones"
+        ) from error
     return query, key, value
-
-
-def _median(run: Callable[[], object]) -> float:
-    run()  # generates and compiles
-    times = []
-    for _ in range(_REPEATS):
-        _wait()
-        start = time.perf_counter()
-        run()
-        _wait()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _wait() -> None:

@@ -113,7 +113,11 @@ def _read(path: Path, key: TuneKey) -> Schedule | None:
 
 
 def _write(path: Path, key: TuneKey, found: Tuned) -> None:
-    text = json.dumps({"key": asdict(key), "schedule": str(found.schedule), "seconds": dict(found.seconds)}, indent=1)
+    ties = {
+        kernel: [str(form) for form in outcome.tied] for kernel, outcome in found.outcomes.items() if outcome.is_tie
+    }
+    kept = {"key": asdict(key), "schedule": str(found.schedule), "seconds": dict(found.seconds), "ties": ties}
+    text = json.dumps(kept, indent=1)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with open(handle, "w", encoding="utf-8") as file:

@@ -7,8 +7,8 @@ The formulas are in kernels.py; here are the numbers of a problem that they need
   L2, it comes from HBM once. If not, programs that share a head still walk over it together, one wave after the other,
   so it comes once a wave; a program that shares with nobody sweeps over its own rows and finds again what random
   replacement has left.
-- **Time** is the largest of four: matrix products, exponentials, bytes (HBM, or L2 for the algorithmic traffic), and
-  the launch. As if each hid behind the largest completely, so it is a lower limit; it ranks schedules.
+- **Time** is the launch, and then the largest of four: matrix products, exponentials, bytes from HBM, and bytes from L2
+  for the algorithmic traffic. As if each hid behind the largest completely, so it is a lower limit; it ranks schedules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import ceil, exp
 from ..analysis.records import Axis, TileCounts, Traits
 from .forms import Form
 from .hardware import Hardware
-from .kernels import ROW_STATISTICS, SPANS, Bound, Kernel, Sizes
+from .kernels import ROW_STATISTICS, SPANS, Bound, Kernel, Sizes, traffic
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 
@@ -29,6 +29,32 @@ CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows o
 L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one kernel, were there nothing else to wait for but one thing."""
+
+    matrix: float  # products, at the rate of the share of the machine that is busy
+    memory: float  # bytes from and to HBM
+    l2: float  # bytes between L2 and SRAM
+    exp: float
+    latency: float  # of the launch, which nothing hides
+
+    @property
+    def parts(self) -> dict[Bound, float]:
+        """Those that hide behind the largest of them."""
+        return {"matrix": self.matrix, "memory": self.memory, "L2": self.l2, "exp": self.exp}
+
+    @property
+    def seconds(self) -> float:
+        return max(self.matrix, self.memory, self.l2, self.exp) + self.latency
+
+    @property
+    def bound(self) -> Bound:
+        parts = self.parts
+        longest = max(parts, key=lambda name: parts[name])
+        return longest if parts[longest] >= self.latency else "latency"
 
 
 @dataclass(frozen=True)
@@ -43,8 +69,16 @@ class KernelCost:
     read: float  # bytes from HBM
     written: float  # bytes to HBM
     traffic: float  # algorithmic bytes, as if there were no L2
-    seconds: float
-    bound: Bound
+    at_once: int  # programs that run together
+    times: Times
+
+    @property
+    def seconds(self) -> float:
+        return self.times.seconds
+
+    @property
+    def bound(self) -> Bound:
+        return self.times.bound
 
 
 # -- the numbers of a problem ----------------------------------------------------------------------------------------
@@ -161,18 +195,25 @@ def cost_of(
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
     sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     read, written = kernel.read(sizes), kernel.written(sizes)
-    traffic = kernel.read(once) + kernel.written(once)
-    programs = kernel.programs(sizes)
-    busy = programs / (ceil(programs / at_once) * at_once)  # the last wave leaves part of the machine idle
-    bandwidth = hardware.hbm_bytes_per_second
-    bounds: dict[Bound, float] = {
-        "matrix": kernel.flops(sizes) / (hardware.matrix_flops(shape.dtype) * busy),
-        "memory": max((read + written) / bandwidth, traffic / (bandwidth * L2_OVER_HBM)),
-        "exp": kernel.exps(sizes) / (hardware.exp_per_second * busy),
-        "latency": hardware.launch_seconds,
-    }
-    bound = max(bounds, key=lambda name: bounds[name])
-    return KernelCost(kernel, form, tiles, sizes, sram, read, written, traffic, bounds[bound], bound)
+    moved = traffic(kernel)(once)
+    busy = busy_share(kernel.programs(sizes), at_once)
+    times = Times(
+        matrix=kernel.flops(sizes) / (hardware.matrix_flops(shape.dtype) * busy),
+        memory=(read + written) / hardware.hbm_bytes_per_second,
+        l2=moved / l2_bytes_per_second(hardware),
+        exp=kernel.exps(sizes) / (hardware.exp_per_second * busy),
+        latency=hardware.launch_seconds,
+    )
+    return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times)
+
+
+def busy_share(programs: float, at_once: int) -> float:
+    """Share of the machine that works: the last wave leaves part of it idle."""
+    return programs / (ceil(programs / at_once) * at_once)
+
+
+def l2_bytes_per_second(hardware: Hardware) -> float:
+    return hardware.hbm_bytes_per_second * L2_OVER_HBM
 
 
 def predict(

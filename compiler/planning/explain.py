@@ -1,9 +1,16 @@
-"""A plan for a person: what moves where, how often the mask is looked at, and what bounds the time."""
+"""A plan for a person: what moves where, how often the mask is looked at, and what bounds the time.
+
+Every figure can be worked out again from what is printed: kernels have formulas with the values of their letters, times
+follow from these and the rates of the hardware, and directions are sums of their kernels.
+"""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -12,14 +19,37 @@ from rich.text import Text
 
 from ...ir.attention import Attention
 from ..analysis.records import Bounds
+from .cost import l2_bytes_per_second
+from .hardware import Hardware
 from .plan import KernelPlan, Plan
 from .records import Segment
 
 WIDTH = 100
 _GLOSSARY = (
     "B batch, Hq Hkv heads, L queries, T keys, D Dv head dimensions (C Cv those of a tile, padded), bq bkv tile rows, "
-    "n tile pairs visited, nq nkv tiles of a head, k share of repeated reads that misses L2 (not shown where 0 or 1)"
+    "n tile pairs visited, nq nkv tiles of a head, v pairs of a query and a key that see each other, k share of "
+    "repeated reads that misses {l2} (not shown where 0 or 1)"
 )
+_TIMES = (
+    "ms is the launch and the longest of the others, as if these hid behind it: matrix = FLOPs / rate / busy, "
+    "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate, exp = exps / rate / busy"
+)
+
+
+class Places(NamedTuple):
+    """What the memories of a machine are called, from the fastest."""
+
+    core: str
+    sram: str
+    l2: str
+    hbm: str
+
+
+_GPU, _CPU = Places("SM", "SRAM", "L2", "HBM"), Places("core", "cache", "L3", "RAM")
+
+
+def places(hardware: Hardware) -> Places:
+    return _CPU if hardware.kind == "cpu" else _GPU
 
 
 def explain(
@@ -50,10 +80,11 @@ def explanation(
     parts: list[RenderableType] = [_header(plan, attention)]
     if kv_bounds or q_bounds:
         parts += ["", Text("Where tiles look", style="bold"), *_bounds_lines(plan, kv_bounds, q_bounds)]
-    parts += ["", _kernel_table(plan), *_totals(plan)]
+    names = places(plan.hardware)
+    parts += ["", _kernel_table(plan, names), "", _time_table(plan, names), "", *_totals(plan, names)]
     for kernel in plan.kernels:
-        parts += ["", _stage_table(kernel), _formulas(kernel)]
-    parts += ["", Text(_GLOSSARY, style="dim")]
+        parts += ["", _stage_table(kernel, names), _formulas(plan, kernel, names)]
+    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in (_GLOSSARY, _TIMES))]
     if plan.notes:
         parts += ["", Text("Notes", style="bold"), *(Text(f"- {note}") for note in plan.notes)]
     return Group(*parts)
@@ -74,11 +105,35 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
     parts = plan.segments
     value = "columns of the key" if parts.value_is_key else _segments(parts.v)
     table.add_row("tile columns", Text(f"query, key {_segments(parts.qk)}; value {value}"))
+    if plan.visible is not None:
+        table.add_row("visible", Text(_visible_text(plan)))
     table.add_row("hardware", Text(plan.hardware.title))
+    table.add_row("rates", Text(_rates_text(plan)))
     table.add_row("schedule", Text(plan.schedule.algorithm))
     for name, choice in plan.schedule.kernels.items():
         table.add_row("", Text(f"{name}={choice}"))
     return table
+
+
+def _visible_text(plan: Plan) -> str:
+    found, shape = plan.visible, plan.shape
+    assert found is not None
+    pairs = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    about = "" if found.looked_at == found.rows else f", by {found.looked_at:,} of {found.rows:,} rows of the mask"
+    return f"v = {found.count:,} of B*Hq*L*T = {pairs:,} pairs{about}"
+
+
+def _rates_text(plan: Plan) -> str:
+    """What times are worked out from, with four digits."""
+    hardware, names = plan.hardware, places(plan.hardware)
+    rates = (
+        f"matrix {_digits(hardware.matrix_flops(plan.shape.dtype))}FLOP/s",
+        f"{names.hbm} {_digits(hardware.hbm_bytes_per_second)}B/s",
+        f"{names.l2} {_digits(l2_bytes_per_second(hardware))}B/s",
+        f"exp {_digits(hardware.exp_per_second)}/s",
+        f"launch {hardware.launch_seconds * 1e6:g} us",
+    )
+    return ", ".join(rates)
 
 
 def _segments(segments: tuple[Segment, ...]) -> str:
@@ -116,33 +171,52 @@ def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
-def _kernel_table(plan: Plan) -> Table:
+def _kernel_table(plan: Plan, names: Places) -> Table:
+    """How much each kernel does."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("kernel", no_wrap=True)
-    table.add_column("programs", justify="right", no_wrap=True)
-    table.add_column("empty/edge/full", justify="right", no_wrap=True)
-    for title in ("SRAM", "read", "written", "FLOP", "FLOP/B", "ms"):
+    for title in ("programs", "empty/edge/full", names.sram, "read", "written", "FLOP", "useful", "FLOP/B"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("bound", no_wrap=True)
     for k in plan.kernels:
         moved = (bytes_text(k.sram_bytes.value), bytes_text(k.hbm_read.value), bytes_text(k.hbm_written.value))
         tiles = "/".join(count_text(n) for n in (k.tiles.empty, k.tiles.edge, k.tiles.full))
-        numbers = (count_text(k.flops.value), f"{k.intensity:.0f}", f"{k.seconds * 1e3:.3f}", k.bound)
-        table.add_row(k.name, count_text(k.programs.value), tiles, *moved, *numbers)
+        work = (count_text(k.flops.value), "?" if k.useful is None else count_text(k.useful.value))
+        table.add_row(k.name, count_text(k.programs.value), tiles, *moved, *work, f"{k.intensity:.0f}")
     return table
 
 
-def _totals(plan: Plan) -> Iterator[Text]:
+def _time_table(plan: Plan, names: Places) -> Table:
+    """How long that takes, and what it waits for: milliseconds."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("kernel", no_wrap=True)
+    for title in ("matrix", names.hbm, names.l2, "exp", "launch", "ms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
+    for k in plan.kernels:
+        times = (*k.times.parts.values(), k.times.latency, k.seconds)
+        table.add_row(k.name, *(f"{seconds * 1e3:.4f}" for seconds in times), _bound_text(k, names))
+    return table
+
+
+def _bound_text(kernel: KernelPlan, names: Places) -> str:
+    return {"memory": names.hbm, "L2": names.l2, "latency": "launch"}.get(kernel.bound, kernel.bound)
+
+
+def _totals(plan: Plan, names: Places) -> Iterator[Text]:
+    """The sums of each direction, and the rate of what is useful of its work."""
     for direction in ("forward", "backward"):
-        flops = sum(k.flops.value for k in plan.kernels if k.direction == direction)
+        kernels = [k for k in plan.kernels if k.direction == direction]
+        flops, useful = plan.flops(direction), plan.useful(direction)
         seconds = plan.seconds(direction)
-        if seconds > 0:
-            work = f"{bytes_text(plan.hbm_bytes(direction))} through HBM, {count_text(flops)}FLOP"
-            time = f"predicted {seconds * 1e3:.3f} ms if all overlaps ({count_text(flops / seconds)}FLOP/s)"
-            yield Text(f"{direction}: {work}, {time}")
+        if kernels:
+            part = "" if useful is None else f", {count_text(useful)} useful"
+            work = f"{bytes_text(plan.hbm_bytes(direction))} through {names.hbm}, {count_text(flops)}FLOP{part}"
+            rate = (flops if useful is None else useful) / seconds
+            said = "" if useful is None else " useful"
+            yield Text(f"{direction}: {work}, predicted {seconds * 1e3:.4f} ms ({count_text(rate)}FLOP/s{said})")
 
 
-def _stage_table(kernel: KernelPlan) -> Table:
+def _stage_table(kernel: KernelPlan, names: Places) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), title_justify="left", show_header=False)
     table.title = Text(
         f"{kernel.name} ({kernel.target} {kernel.form}): a program loops over {kernel.loop}", style="bold"
@@ -152,24 +226,59 @@ def _stage_table(kernel: KernelPlan) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     for stage in kernel.stages:
-        table.add_row(Text(stage.kind), Text(stage.what), Text(stage.moves), Text(f"per {stage.per}"))
+        moves = stage.moves.replace("HBM", names.hbm).replace("SRAM", names.sram)  # of kernels in Triton's interpreter
+        table.add_row(Text(stage.kind), Text(stage.what), Text(moves), Text(f"per {stage.per}"))
     return table
 
 
-def _formulas(kernel: KernelPlan) -> Padding:
+def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
+    """The kernel's figures in full, each with the formula that gives it."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
-    rows = (
-        ("SRAM bytes", kernel.sram_bytes),
-        ("HBM read", kernel.hbm_read),
-        ("HBM written", kernel.hbm_written),
+    rows = [
+        (f"{names.sram} bytes", kernel.sram_bytes),
+        (f"{names.hbm} read", kernel.hbm_read),
+        (f"{names.hbm} written", kernel.hbm_written),
+        (f"{names.l2} traffic", kernel.l2_traffic),
         ("FLOPs", kernel.flops),
-    )
-    for title, quantity in rows:
-        if quantity.value:
-            table.add_row(Text(title), Text(f"{quantity.formula} = {quantity.value:,.0f}"))
+        *([("useful FLOPs", kernel.useful)] if kernel.useful else []),
+        ("exps", kernel.exps),
+    ]
+    shown = [(title, quantity) for title, quantity in rows if quantity.value]
+    table.add_row(Text("programs"), Text(_programs_text(kernel)))
+    if _has_tiles(kernel):
+        table.add_row(Text("tiles"), Text(_tiles_text(plan, kernel)))
+    texts = " ".join([kernel.programs.formula, *(quantity.formula for _, quantity in shown)])
+    if letters := _letters_text(kernel, texts):
+        table.add_row(Text("letters"), Text(letters))
+    for title, quantity in shown:
+        table.add_row(Text(title), Text(f"{quantity.formula} = {quantity.value:,.0f}"))
     return Padding(table, (0, 0, 0, 2))
+
+
+def _has_tiles(kernel: KernelPlan) -> bool:
+    return kernel.tiles.visited + kernel.tiles.empty > 0
+
+
+def _programs_text(kernel: KernelPlan) -> str:
+    programs, waves = kernel.programs, ceil(kernel.programs.value / kernel.at_once)
+    together = f"{kernel.at_once:,} at once in {waves:,} wave{'s' * (waves != 1)}: busy {kernel.busy:.4f}"
+    return f"{programs.formula} = {programs.value:,.0f}, {together}"
+
+
+def _tiles_text(plan: Plan, kernel: KernelPlan) -> str:
+    tiles = kernel.tiles
+    total = plan.shape.batch * plan.shape.heads * kernel.letters["nq"] * kernel.letters["nkv"]
+    classes = f"{tiles.empty:,} empty + {tiles.edge:,} edge + {tiles.full:,} full"
+    return f"B*Hq*nq*nkv = {total:,} = {classes}; visited n = {tiles.visited:,}"
+
+
+def _letters_text(kernel: KernelPlan, formulas: str) -> str:
+    """Values of the letters that the formulas have and that are no sizes of the call, nor the number of tiles."""
+    read = set(re.findall(r"[A-Za-z]+", formulas)) | ({"bq", "bkv", "nq", "nkv"} if _has_tiles(kernel) else set())
+    values = kernel.letters.items()
+    return ", ".join(f"{name} {value:.6g}" for name, value in values if name in read and name != "n")
 
 
 # -- numbers as text -------------------------------------------------------------------------------------------------
@@ -182,12 +291,25 @@ def bytes_text(value: float) -> str:
     return f"{count_text(value)}B"
 
 
+def _digits(value: float) -> str:
+    """Four digits with a decimal unit.
+
+    >>> _digits(794e12), _digits(2.9609e12)
+    ('794T', '2.961T')
+    """
+    unit, size = next((u for u in _UNITS if value >= u[1]), ("", 1.0))
+    return f"{value / size:.4g}{unit}"
+
+
+_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3))
+
+
 def count_text(value: float) -> str:
     """
     >>> count_text(16384), count_text(999), count_text(2.5e12)
     ('16.4K', '999', '2.50T')
     """
-    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+    for unit, size in _UNITS:
         if value >= size:
             digits = value / size
             return f"{digits:.{2 if digits < 10 else 1 if digits < 100 else 0}f}{unit}"

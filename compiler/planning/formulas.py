@@ -30,6 +30,22 @@ def formula_text(formula: Formula, sizes: Sizes) -> str:
     return _text(formula, tuple(sorted(filled.items())), own_value)
 
 
+USEFUL = {"C": "D", "Cv": "Dv", "n": "v", "bq": 1, "bkv": 1}  # pairs that see each other, and columns that exist
+
+
+def useful_text(formula: Formula, sizes: Sizes) -> str:
+    """A formula of FLOPs without padding and without what a mask hides: v is the number of visible pairs.
+
+    >>> from .kernels import forward_flops
+    >>> useful_text(forward_flops, Sizes(*[1] * 23))
+    '2*v*(D + Dv)'
+    """
+    letters = {name: sympy.Symbol(to, positive=True) if isinstance(to, str) else to for name, to in USEFUL.items()}
+    rest = {f.name: getattr(sizes, f.name) for f in fields(Sizes) if f.name not in letters}
+    # A sympy symbol behaves like the number that it stands for, as below.
+    return str(sympy.sstr(sympy.sympify(formula(Sizes(**letters, **rest)))))  # type: ignore[arg-type]
+
+
 @lru_cache(maxsize=1024)
 def _text(formula: Formula, filled: tuple[tuple[str, float], ...], own_value: bool) -> str:
     numbers = dict(filled)

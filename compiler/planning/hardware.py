@@ -9,7 +9,9 @@ Sources
   [H100]   NVIDIA H100 Tensor Core GPU Architecture, whitepaper v1.04, table 3 and "H100 SM"
   [H200]   NVIDIA H200 data sheet, 2024 (the GH100 chip of [H100] with HBM3e)
   [B200]   NVIDIA Blackwell architecture technical brief and DGX B200 data sheet, 2024-2025
-  [MI300X] AMD Instinct MI300X data sheet; AMD CDNA 3 architecture whitepaper, 2023
+  [L40S]   NVIDIA L40S data sheet, 2023; NVIDIA Ada GPU Architecture, whitepaper v2.1
+  [boards] NVIDIA data sheets of A100 PCIe, H100 PCIe, H100 NVL, H200 NVL, GH200 and GB200
+  [MI300X] AMD Instinct MI300X, MI300A and MI325X data sheets; AMD CDNA 3 architecture whitepaper, 2023
   [CUDA]   CUDA C++ Programming Guide: "Technical Specifications per Compute Capability" and "Throughput of Native
            Arithmetic Instructions" (16 results of ex2.approx per clock and SM for 8.0, 9.0 and 10.0)
   [CDNA3]  AMD Instinct MI300 Instruction Set Architecture (transcendentals at a quarter of the vector rate)
@@ -18,8 +20,12 @@ Sources
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...ir.errors import WeftError
@@ -46,6 +52,7 @@ class Hardware:
     sram_per_block: int  # bytes that one program may use
     registers_per_sm: int  # of 32 bits
     l2_bytes: int  # the last cache before HBM
+    memory_bytes: int  # of HBM, or of RAM
     hbm_peak: float  # bytes/s
     matrix_peak_16: float  # FLOP/s of fp16 and bf16 products
     matrix_peak_32: float  # FLOP/s of fp32 products in full precision (no TF32), so of the ordinary units
@@ -61,7 +68,13 @@ class Hardware:
 
     def matrix_flops(self, dtype: str) -> float:
         """FLOP/s that long matrix products of this dtype reach."""
-        return (self.matrix_peak_32 if dtype == "fp32" else self.matrix_peak_16) * self.matrix_sustained
+        peak = {"fp32": self.matrix_peak_32, "fp64": self.matrix_peak_32 / 2}.get(dtype, self.matrix_peak_16)
+        return peak * self.matrix_sustained
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The words of a card's name that mean this record."""
+        return frozenset(self.name.split("-"))
 
 
 A100 = Hardware(
@@ -75,6 +88,7 @@ A100 = Hardware(
     sram_per_block=163 * KIB,  # [CUDA] 8.0
     registers_per_sm=64 * KIB,  # [CUDA] 8.0
     l2_bytes=40 * MIB,  # [A100] table 4
+    memory_bytes=80 * 10**9,
     hbm_peak=2039e9,  # NVIDIA A100 80 GB data sheet
     matrix_peak_16=312e12,  # [A100] table 1
     matrix_peak_32=19.5e12,  # [A100] table 1
@@ -91,6 +105,7 @@ H100 = Hardware(
     sram_per_block=227 * KIB,  # [CUDA] 9.0
     registers_per_sm=64 * KIB,  # [CUDA] 9.0
     l2_bytes=50 * MIB,  # [H100] table 3
+    memory_bytes=80 * 10**9,
     hbm_peak=3352e9,  # [H100] table 3
     matrix_peak_16=989.4e12,  # [H100] table 3
     matrix_peak_32=66.9e12,  # [H100] table 3
@@ -101,6 +116,7 @@ H200 = replace(
     name="h200",
     title="NVIDIA H200 SXM",
     hbm_peak=4800e9,  # [H200]
+    memory_bytes=141 * 10**9,  # [H200]
     l2_bytes=50 * MIB,  # [H200]; the chip has 60 MiB, and the driver's figure is used where there is one
 )
 B200 = Hardware(
@@ -114,6 +130,7 @@ B200 = Hardware(
     sram_per_block=227 * KIB,  # [CUDA] 10.0
     registers_per_sm=64 * KIB,  # [CUDA] 10.0
     l2_bytes=126 * MIB,  # cudaDeviceProp.l2CacheSize as reported for HGX B200
+    memory_bytes=180 * 10**9,  # [B200]
     hbm_peak=8000e9,  # [B200]
     matrix_peak_16=2250e12,  # [B200], half of the sparse figure
     matrix_peak_32=80e12,  # [B200]
@@ -130,6 +147,7 @@ MI300X = Hardware(
     sram_per_block=64 * KIB,  # [MI300X]
     registers_per_sm=128 * KIB,  # [CDNA3] 4 SIMDs x 512 VGPRs x 64 lanes
     l2_bytes=256 * MIB,  # [MI300X] Infinity Cache, what stands before HBM; the 4 MiB L2 of each die is above it
+    memory_bytes=192 * 10**9,  # [MI300X]
     hbm_peak=5300e9,  # [MI300X]
     matrix_peak_16=1307.4e12,  # [MI300X]
     matrix_peak_32=163.4e12,  # [MI300X]
@@ -137,12 +155,45 @@ MI300X = Hardware(
 )
 
 
-def _cpu(cores: int) -> Hardware:
+# Cards that share a chip with one of the above, or a generation, and differ in what decides: never named by a part of
+# their names, but by all words of the record's.
+BOARDS = (
+    replace(A100, name="a100-40gb", title="NVIDIA A100 40 GB", hbm_peak=1555e9, memory_bytes=40 * 10**9),
+    replace(A100, name="a100-pcie", title="NVIDIA A100 PCIe 80 GB", hbm_peak=1935e9),
+    replace(
+        H100, name="h100-pcie", title="NVIDIA H100 PCIe", sms=114, hbm_peak=2039e9, matrix_peak_16=756e12,
+        matrix_peak_32=51.2e12, exp_per_second=114 * 16 * 1.755e9,
+    ),
+    replace(
+        H100, name="h100-nvl", title="NVIDIA H100 NVL", hbm_peak=3938e9, matrix_peak_16=835e12, matrix_peak_32=60e12,
+        exp_per_second=132 * 16 * 1.785e9, memory_bytes=94 * 10**9,
+    ),
+    replace(
+        H200, name="h200-nvl", title="NVIDIA H200 NVL", matrix_peak_16=835e12, matrix_peak_32=60e12,
+        exp_per_second=132 * 16 * 1.785e9,
+    ),
+    replace(H100, name="gh200", title="NVIDIA GH200 96 GB", hbm_peak=4000e9, memory_bytes=96 * 10**9),
+    replace(H100, name="gh200-144g", title="NVIDIA GH200 144 GB", hbm_peak=4900e9, memory_bytes=144 * 10**9),
+    replace(B200, name="gb200", title="NVIDIA GB200", matrix_peak_16=2500e12, memory_bytes=186 * 10**9),
+    replace(
+        A100, name="l40s", title="NVIDIA L40S", arch="sm_89", capability=89, sms=142, sram_per_sm=100 * KIB,
+        sram_per_block=99 * KIB, l2_bytes=96 * MIB, memory_bytes=48 * 10**9, hbm_peak=864e9, matrix_peak_16=362e12,
+        matrix_peak_32=91.6e12, exp_per_second=142 * 16 * 2.52e9,
+    ),
+    replace(
+        MI300X, name="mi300a", title="AMD Instinct MI300A", sms=228, memory_bytes=128 * 10**9,
+        matrix_peak_16=980.6e12, matrix_peak_32=122.6e12, exp_per_second=228 * 16 * 2.1e9,
+    ),
+    replace(MI300X, name="mi325x", title="AMD Instinct MI325X", hbm_peak=6000e9, memory_bytes=256 * 10**9),
+)  # fmt: skip
+
+
+def _cpu(cores: int, memory_bytes: int = 32 * 10**9) -> Hardware:
     """A desktop or server CPU with AVX2: rough figures, for plans and for choosing between algorithms."""
     clock = 2.5e9  # a common all-core clock of servers
     return Hardware(
         name="cpu",
-        title=f"CPU, {cores} cores",
+        title=f"CPU, {cores} core{'s' * (cores > 1)} (rough figures of a server's core)",
         kind="cpu",
         arch="cpu",
         capability=0,
@@ -151,6 +202,7 @@ def _cpu(cores: int) -> Hardware:
         sram_per_block=1 * MIB,
         registers_per_sm=16 * 8,  # AVX2: 16 registers of 8 floats
         l2_bytes=32 * MIB,  # the shared L3 of a common server share
+        memory_bytes=memory_bytes,
         hbm_peak=min(cores, 8) * 20e9,  # one DDR4-3200 channel is 25.6 GB/s; a core alone draws about 20
         matrix_peak_16=cores * clock * 32,  # computed in fp32
         matrix_peak_32=cores * clock * 32,  # two FMA of 8 lanes a clock
@@ -163,16 +215,20 @@ def _cpu(cores: int) -> Hardware:
 
 CPU = _cpu(8)  # a record that does not depend on where it is read
 KNOWN = {record.name: record for record in (A100, H100, H200, B200, MI300X, CPU)}
+NAMES = (*(name for name in KNOWN if name != "cpu"), *(board.name for board in BOARDS), "cpu")
 
 
 def by_name(name: str) -> Hardware:
-    """The record of "a100", "h100", "h200", "b200", "mi300x" or "cpu", in either case.
+    """The record of "a100", "h100", "h200", "b200", "mi300x" or one of BOARDS, in either case; "cpu": of this machine.
 
     Raises WeftError for any other name, listing the known ones.
     """
-    record = KNOWN.get(name.lower()) if isinstance(name, str) else None
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower()) if isinstance(name, str) else None
+    if wanted == "cpu":
+        return for_device("cpu")
+    record = next((r for r in (*KNOWN.values(), *BOARDS) if r.name == wanted), None)
     if record is None:
-        raise WeftError(f"hardware: expected one of {', '.join(KNOWN)}, got {name!r}")
+        raise WeftError(f"hardware: expected one of {', '.join(NAMES)}, got {name!r}")
     return record
 
 
@@ -190,36 +246,85 @@ class DeviceProperties(Protocol):
 
 
 def of_device(properties: DeviceProperties) -> Hardware:
-    """The record of a card, with the number of SMs, SRAM and L2 that its driver reports.
+    """The record of a card, with the number of SMs, SRAM, L2 and memory that its driver reports.
 
-    A card without a record takes the nearest record of its maker and generation, its peaks scaled by the number of SMs.
+    A card is its record's where its name has all words of the record's: "NVIDIA A100-SXM4-80GB" is an A100, "NVIDIA RTX
+    A1000" is none, and the record with the most words holds. A part of a card (MIG, a partition) has its share of the
+    rates. Of a card without a record, the title says where its figures come from.
     """
     gcn = getattr(properties, "gcnArchName", "")
     kind: Literal["cuda", "hip"] = "hip" if gcn.startswith("gfx") else "cuda"
-    # "NVIDIA A100-SXM4-80GB" names its record inside a longer word.
-    named = next((r for r in KNOWN.values() if r.kind == kind and r.name in properties.name.lower()), None)
-    record = named or _nearest(kind, properties, gcn)
-    return _as_reported(record, properties)
+    record = _named((r for r in (*KNOWN.values(), *BOARDS) if r.kind == kind), properties.name)
+    found = _unknown(kind, properties, gcn) if record is None else _share_of(record, properties)
+    return _as_reported(found, properties)
 
 
-def _nearest(kind: Literal["cuda", "hip"], properties: DeviceProperties, gcn: str) -> Hardware:
+def _named(records: Iterable[Hardware], name: str) -> Hardware | None:
+    fitting = [record for record in records if record.words <= _words(name)]
+    return max(fitting, key=lambda record: len(record.words), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def _share_of(record: Hardware, properties: DeviceProperties) -> Hardware:
+    """`record`, or the part of it that a process sees, by the SMs and the memory that there are."""
+    sms = properties.multi_processor_count
+    if sms == record.sms:
+        return record
+    memory = getattr(properties, "total_memory", 0) or record.memory_bytes
+    part = "mig" in _words(properties.name)
+    return replace(
+        _scaled(record, sms / record.sms, min(1.0, memory / record.memory_bytes) if part else 1.0),
+        name=f"{record.name}-{sms}sms",
+        title=f"{record.title}, {sms} of {record.sms} SMs",
+    )
+
+
+def _scaled(record: Hardware, share: float, of_memory: float) -> Hardware:
+    return replace(
+        record,
+        hbm_peak=record.hbm_peak * of_memory,
+        matrix_peak_16=record.matrix_peak_16 * share,
+        matrix_peak_32=record.matrix_peak_32 * share,
+        exp_per_second=record.exp_per_second * share,
+    )
+
+
+# FLOPs of one SM and clock, 16-bit products with sums in fp32, and fp32 without tensor cores: the peaks of [A100],
+# [H100], [B200] and [L40S] over their SMs and clocks. Consumer cards of 8.6, 8.9 and 12.0 reach half of the first.
+_PER_CLOCK = {80: (2048, 128), 86: (1024, 256), 89: (1024, 256), 90: (4096, 256), 100: (8192, 256), 120: (1024, 256)}
+_EXPS_PER_CLOCK = 16  # [CUDA]
+
+
+def _unknown(kind: Literal["cuda", "hip"], properties: DeviceProperties, gcn: str) -> Hardware:
+    """A card without a record: from its clocks where the driver reports them, else from a relative's figures."""
     if kind == "hip":
         base, arch, capability = MI300X, gcn.split(":")[0], 0
     else:
         capability = properties.major * 10 + properties.minor
         # 8.6, 8.9 and 12.x have the small SRAM of consumer chips, which the driver reports below.
         base, arch = (A100 if capability < 90 else H100 if capability < 100 else B200), f"sm_{capability}"
-    share = properties.multi_processor_count / base.sms
+    name = "-".join(re.findall(r"[a-z0-9]+", properties.name.lower()))
+    record = replace(base, name=name, arch=arch, capability=capability)
+    clock, memory_clock, bus_bits = (
+        getattr(properties, n, 0) for n in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+    )
+    sms, rates = properties.multi_processor_count, _PER_CLOCK.get(capability)
+    if kind == "hip" or rates is None or not (clock and memory_clock and bus_bits):
+        share = sms / base.sms
+        return replace(
+            _scaled(record, share, share), title=f"{properties.name} (figures scaled from {base.title} by SMs)"
+        )
+    per_second = sms * clock * 1e3  # clocks are reported in kHz
     return replace(
-        base,
-        name=properties.name.lower().replace(" ", "_"),
-        title=f"{properties.name} (figures scaled from {base.title})",
-        arch=arch,
-        capability=capability,
-        hbm_peak=base.hbm_peak * share,
-        matrix_peak_16=base.matrix_peak_16 * share,
-        matrix_peak_32=base.matrix_peak_32 * share,
-        exp_per_second=base.exp_per_second * share,
+        record,
+        title=f"{properties.name} (figures from the {sms} SMs and the clocks that its driver reports)",
+        hbm_peak=2 * memory_clock * 1e3 * bus_bits / 8,  # two transfers a clock
+        matrix_peak_16=per_second * rates[0],
+        matrix_peak_32=per_second * rates[1],
+        exp_per_second=per_second * _EXPS_PER_CLOCK,
     )
 
 
@@ -229,9 +334,11 @@ def _as_reported(record: Hardware, properties: DeviceProperties) -> Hardware:
     per_sm = getattr(properties, "shared_memory_per_multiprocessor", 0) or record.sram_per_sm
     # ROCm reports the L2 of one die, and nothing of the Infinity Cache.
     l2 = (getattr(properties, "L2_cache_size", 0) if record.kind == "cuda" else 0) or record.l2_bytes
+    memory = getattr(properties, "total_memory", 0) or record.memory_bytes
     return replace(
-        record, sms=properties.multi_processor_count, sram_per_block=block, sram_per_sm=max(per_sm, block), l2_bytes=l2
-    )
+        record, sms=properties.multi_processor_count, sram_per_block=block, sram_per_sm=max(per_sm, block), l2_bytes=l2,
+        memory_bytes=memory,
+    )  # fmt: skip
 
 
 @cache
@@ -257,7 +364,34 @@ def _for_device(device: torch.device) -> Hardware:
     import torch
 
     if device.type == "cpu":
-        return _cpu(os.cpu_count() or 1)
+        return _cpu(usable_cores(), _ram())
     if device.type != "cuda":
         raise WeftError(f"device: expected a cpu or cuda device, got {device}; move the operands to one of these")
     return of_device(torch.cuda.get_device_properties(device))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those it may run on, or what its control group has time for if that is less."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        cores = os.cpu_count() or 1
+    return max(1, min(cores, _quota(_CPU_MAX) or cores))
+
+
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+def _quota(path: Path) -> int | None:
+    """Whole cores that a control group may use at a time; None where it has no limit."""
+    with suppress(OSError, ValueError):
+        limit, period = path.read_text().split()
+        return max(1, int(limit) // int(period))  # "max" is no int
+    return None
+
+
+def _ram() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return 32 * 10**9

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from ..analysis.records import Axis, Measuring
 from .signature import Direction
 
-Bound = Literal["matrix", "memory", "exp", "latency"]
+Bound = Literal["matrix", "memory", "L2", "exp", "latency"]
 Algorithm = Literal["standard", "streaming", "flash"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 
@@ -87,7 +87,7 @@ class Kernel:
     sram: Formula
     read: Formula
     written: Formula
-    flops: Formula  # of matrix products; padding and masked parts of visited tiles included
+    flops: Formula  # of matrix products; padding and masked parts of visited tiles included (`useful` leaves them out)
     exps: Formula
     again: Again
 
@@ -95,6 +95,11 @@ class Kernel:
     def reads_pairs(self) -> bool:
         """Whether its loop evaluates the variant's score or mask, for each pair of a query and a key."""
         return self.name in _READ_PAIRS
+
+
+def traffic(kernel: Kernel) -> Formula:
+    """Bytes that pass between SRAM and what lies behind it: of sizes with k = j = 1, the algorithmic traffic."""
+    return lambda x: kernel.read(x) + kernel.written(x)
 
 
 # -- parts of formulas -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from ...ir.errors import WeftError
 from ..analysis.records import TileCounts
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _cell(rows: tuple[tuple[TileClass, ...], ...], column: int, step: int) -> st
 
 
 def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: numpy.ndarray | None = None) -> Path:
-    """Save the picture as a PNG and return its path.
+    """Save the picture as a PNG and return its path; `check_path` says which paths are refused.
 
     dense: the mask itself, bool [q_len, kv_len]; drawn faintly over the tiles where it is small enough.
     """
@@ -115,7 +116,19 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
         for c, t, n in zip(_COLOURS, _LABELS, numbers, strict=True)
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    path = check_path(path)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise WeftError(f"picture: {path}: cannot be written ({error.strerror})") from error
+    return path
+
+
+def check_path(path: str | Path) -> Path:
+    """The path of a picture. Raises WeftError for another suffix than .png, and where there is no such folder."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    if path.suffix.lower() != ".png":
+        raise WeftError(f"picture: expected a file that ends in .png, got {path}")
+    if not path.parent.is_dir():
+        raise WeftError(f"picture: {path}: there is no folder {path.parent}; make it first")
     return path

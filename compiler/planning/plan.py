@@ -7,18 +7,19 @@ Neither needs a GPU or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
 
 from ...ir.errors import InternalError, WeftError
 from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, Traits
 from ..analysis.survey import Survey
 from ..analysis.tiles import Environment, count_tiles
-from .cost import CountTiles, KernelCost, predict
+from .cost import CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import Bound, Formula, Kernel, Sizes
+from .kernels import Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -123,9 +124,13 @@ class KernelPlan:
     sram_bytes: Quantity  # of one program
     hbm_read: Quantity  # bytes of the whole kernel
     hbm_written: Quantity
-    flops: Quantity
-    seconds: float  # predicted
-    bound: Bound
+    l2_traffic: Quantity  # bytes between SRAM and what lies behind it, as if there were no L2
+    flops: Quantity  # of all pairs in visited tiles and of all columns, padding included
+    useful: Quantity | None  # FLOPs of visible pairs and columns that exist; None where pairs were not counted
+    exps: Quantity
+    letters: Mapping[str, float]  # values of the letters of these formulas that are no sizes of the call
+    at_once: int  # programs that run together
+    times: Times  # predicted
 
     @property
     def name(self) -> str:
@@ -153,9 +158,32 @@ class KernelPlan:
         return self.code.stages
 
     @property
+    def seconds(self) -> float:
+        """Predicted: the launch, and the longest of what hides behind each other."""
+        return self.times.seconds
+
+    @property
+    def bound(self) -> Bound:
+        return self.times.bound
+
+    @property
+    def busy(self) -> float:
+        """Share of the machine that works, averaged over the waves of programs."""
+        return busy_share(self.programs.value, self.at_once)
+
+    @property
     def intensity(self) -> float:
         """FLOPs per HBM byte."""
         return self.flops.value / max(1.0, self.hbm_read.value + self.hbm_written.value)
+
+
+@dataclass(frozen=True)
+class VisiblePairs:
+    """Pairs of a query and a key that see each other, in the whole problem."""
+
+    count: int
+    looked_at: int  # rows of the mask that were looked at, of all heads and batch rows that differ
+    rows: int  # such rows that there are: as many where the count is exact
 
 
 @dataclass(frozen=True)
@@ -168,6 +196,7 @@ class Plan:
     codes: tuple[CodePlan, ...]  # of the forward, of the backward
     kernels: tuple[KernelPlan, ...]
     notes: tuple[str, ...] = ()  # why a target or closed form was not used
+    visible: VisiblePairs | None = None  # None where operands that decide it were not given
 
     @property
     def schedule(self) -> Schedule:
@@ -194,6 +223,15 @@ class Plan:
         """Predicted bytes read and written, "forward" or "backward"."""
         return sum(k.hbm_read.value + k.hbm_written.value for k in self._of(direction))
 
+    def flops(self, direction: str) -> float:
+        """FLOPs of visited tiles, padding included, "forward" or "backward"."""
+        return sum(k.flops.value for k in self._of(direction))
+
+    def useful(self, direction: str) -> float | None:
+        """Those of pairs that see each other and of columns that exist; None where pairs were not counted."""
+        found = [k.useful for k in self._of(direction)]
+        return None if None in found else sum(q.value for q in found if q is not None)
+
     def seconds(self, direction: str) -> float:
         """Predicted time, "forward" or "backward"."""
         return sum(k.seconds for k in self._of(direction))
@@ -208,9 +246,11 @@ def make_plan(
     *,
     count: CountTiles | None = None,
     notes: tuple[str, ...] = (),
+    visible: VisiblePairs | None = None,
 ) -> Plan:
     """The plan of a variant for these sizes.
 
+    visible: pairs that see each other, for the useful part of the work.
     count: tiles of the whole problem by class, see cost.CountTiles; where not given, every tile is visited.
     notes: what `explain` should say besides, such as why another target was not chosen.
     """
@@ -218,17 +258,21 @@ def make_plan(
     parts = codes[0].segments
     costs = predict(shape, [(k.kernel, k.form) for k in kernels], hardware, parts, traits, count)
     pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
-    plans = tuple(_kernel_plan(code, cost, pairs) for code, cost in zip(kernels, costs))
-    return Plan(name, shape, hardware, tuple(codes), plans, notes)
+    plans = tuple(_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
+    return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
 
 
-def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int) -> KernelPlan:
-    from .formulas import formula_text  # lazy: imports sympy, which a call that only runs kernels does without
+def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int, visible: VisiblePairs | None) -> KernelPlan:
+    from .formulas import formula_text, useful_text  # lazy: imports sympy, which calls do without
 
-    def quantity(formula: Formula) -> Quantity:
-        return Quantity(formula_text(formula, cost.sizes), formula(cost.sizes))
+    def quantity(formula: Formula, sizes: Sizes = cost.sizes) -> Quantity:
+        return Quantity(formula_text(formula, sizes), formula(sizes))
 
-    kernel = code.kernel
+    kernel, letters = code.kernel, cost.sizes
+    useful = None
+    if visible is not None:
+        seen = replace(letters, n=visible.count, bq=1, bkv=1, C=letters.D, Cv=letters.Dv)
+        useful = Quantity(useful_text(kernel.flops, letters), kernel.flops(seen))
 
     def sram(x: Sizes) -> float:
         return code.form.sram(kernel)(x) + (pair_bytes * x.bq * x.bkv * x.s if kernel.reads_pairs else 0)
@@ -240,14 +284,18 @@ def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int) -> KernelP
         sram_bytes=quantity(sram),
         hbm_read=quantity(kernel.read),
         hbm_written=quantity(kernel.written),
+        l2_traffic=quantity(traffic(kernel), replace(letters, k=1, j=1)),
         flops=quantity(kernel.flops),
-        seconds=cost.seconds,
-        bound=cost.bound,
+        useful=useful,
+        exps=quantity(kernel.exps),
+        letters={name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k")},
+        at_once=cost.at_once,
+        times=cost.times,
     )
 
 
 # -- tiles of a problem ----------------------------------------------------------------------------------------------
-_HEADS_COUNTED = 8  # where tiles differ by head or by batch row, this many of them stand for all
+HEADS_COUNTED = 8  # where tiles differ by head or by batch row, this many of them stand for all
 _GOLDEN = 0.618034  # multiples of it spread evenly over [0, 1), however many are taken
 
 
@@ -264,15 +312,17 @@ def counter(
 ) -> CountTiles:
     """The tiles that kernels of a variant visit, over all heads and batches, from the programs that they run.
 
-    env: values of the scalars and tensors that the mask reads. by_head, by_batch: tiles differ from head to head, from
+    env: values of the scalars and tensors that the mask reads, and of the symbol head_dim where a call's differs from
+    the kernels'. by_head, by_batch: tiles differ from head to head, from
     batch row to batch row; some are counted and stand for the others. survey: the kernels measure what the mask reads,
     and visit what is left then. Raises WeftError, at the latest when tiles are counted, naming a missing value.
     """
     length = shape.q_len + shape.kv_len
-    most = max(1, min(_HEADS_COUNTED, MOST_POSITIONS // length)) if survey else _HEADS_COUNTED
+    most = max(1, min(HEADS_COUNTED, MOST_POSITIONS // length)) if survey else HEADS_COUNTED
+    own = {"head_dim": shape.head_dim, **(env or {})}
     heads = [
-        {**(env or {}), "batch": batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
-        for batch, head in _some_heads(shape.batch if by_batch else 1, shape.heads if by_head else 1, most)
+        {**own, "batch": batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
+        for batch, head in some_heads(shape.batch if by_batch else 1, shape.heads if by_head else 1, most)
     ]
     sizes = {"q_len": shape.q_len, "kv_len": shape.kv_len}
     measured = [Measurement(survey, head, q_offset=q_offset, **sizes) for head in heads] if survey else []
@@ -284,13 +334,16 @@ def counter(
             found = [m.count(program, **blocks, most=MOST_STEPS // len(measured)) for m in measured]
         else:
             found = [count_tiles(program, q_offset=q_offset, env=head, **sizes, **blocks) for head in heads]
-        share = shape.batch * shape.heads / len(found)
-        return TileCounts(*(round(share * sum(getattr(c, part) for c in found)) for part in ("empty", "edge", "full")))
+        all_heads = shape.batch * shape.heads
+        share = all_heads / len(found)
+        edge, full = (round(share * sum(part)) for part in zip(*((c.edge, c.full) for c in found)))
+        tiles = all_heads * ceil(shape.q_len / block_q) * ceil(shape.kv_len / block_kv)
+        return TileCounts(max(0, tiles - edge - full), edge, full)
 
     return count
 
 
-def _some_heads(batches: int, heads: int, most: int) -> list[tuple[int, int]]:
+def some_heads(batches: int, heads: int, most: int) -> list[tuple[int, int]]:
     """All pairs (batch row, head), or this many of them: evenly spaced heads, and batch rows in another order."""
     if batches * heads <= most:
         return [(batch, head) for batch in range(batches) for head in range(heads)]

@@ -1,16 +1,23 @@
 """The `weft` command, run as a person would run it."""
 
 import ast
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import click.testing
 import pytest
 from click.testing import CliRunner, Result
 
 import weft
+from weft import cli
 from weft.cli import main
+from weft.compiler.planning.hardware import usable_cores
 from weft.runtime import cache, driver
 
 LOCAL = ["--score", "20.0 * tanh(score / 20.0)", "--mask", "(kv_pos <= q_pos) & (q_pos - kv_pos < window)"]
@@ -40,6 +47,13 @@ def fails(*arguments: str) -> str:
     assert isinstance(result.exception, SystemExit)
     assert "Traceback" not in result.output
     return result.output
+
+
+@pytest.fixture
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists are for a person then, and not for another program."""
+
+    monkeypatch.setattr(click.testing._NamedTextIOWrapper, "isatty", lambda self: True, raising=False)
 
 
 @pytest.fixture
@@ -110,15 +124,38 @@ def test_cache_commands(tmp_path: Path) -> None:
     import torch
 
     assert succeeds("cache", "path").strip() == str(tmp_path / "cache")
-    assert "0 entries" in succeeds("cache", "list")
+    assert succeeds("cache", "list") == ""
     query = torch.randn(1, 1, 4, 16)
     weft.Attention(score=weft.score * 1.25, name="for_the_cache")(query, query, query)
     assert "for_the_cache" in succeeds("cache", "list")
     assert "removed 1 entries" in succeeds("cache", "clear")
-    assert "0 entries" in succeeds("cache", "list")
+    assert succeeds("cache", "list") == ""
 
 
-def test_cache_list_gives_the_name_of_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_list_in_a_pipe_is_a_line_an_entry(tmp_path: Path) -> None:
+    long = cache.Key("a_name_that_is_long_enough_" * 4, "flash_forward", "cpu", "d16", "text", "flash")
+    for key in (long, replace(long, torch="0.4"), replace(long, name="torn")):
+        cache.load_or_build(key, lambda: "answer = 42\n")
+    (tmp_path / "cache" / replace(long, name="torn").folder / "source.py").write_text("half")
+    rows = {row[0]: row for row in (line.split("\t") for line in succeeds("cache", "list").splitlines())}
+    assert rows.keys() == {key.folder for key in (long, replace(long, torch="0.4"), replace(long, name="torn"))}
+    assert {row[1] for row in rows.values()} == {"sound", "stale", "unsound"}
+    name, state, size, made, used, path, reason = rows[long.folder]
+    assert Path(path).read_text() == "answer = 42\n" and Path(path).parent.name == name
+    assert int(size) == sum(f.stat().st_size for f in Path(path).parent.iterdir())
+    assert (
+        abs(int(made) - time.time()) < 100 and abs(int(used) - time.time()) < 100 and (state, reason) == ("sound", "")
+    )
+    assert rows[replace(long, torch="0.4").folder][-1].startswith("made for torch 0.4")
+
+
+def test_cache_list_on_a_terminal_is_for_a_person(on_a_terminal: None) -> None:
+    assert "0 entries, 0 KiB in" in succeeds("cache", "list")
+
+
+def test_cache_list_gives_the_name_of_an_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_a_terminal: None
+) -> None:
     import torch
 
     query = torch.randn(1, 1, 4, 16)
@@ -135,7 +172,7 @@ def test_cache_list_gives_the_name_of_an_edit(tmp_path: Path, monkeypatch: pytes
         again(*[torch.randn(1, 1, 8, 16)] * 3, target="cpu")  # a call of another kind, for which nothing is loaded yet
 
 
-def test_cache_prune(tmp_path: Path) -> None:
+def test_cache_prune(tmp_path: Path, on_a_terminal: None) -> None:
     key = cache.Key("v", "forward", "cpu", "d16", "text", "flash")
     for made in (key, replace(key, name="old", torch="0.4"), replace(key, name="torn")):
         cache.load_or_build(made, lambda: "answer = 42\n")
@@ -164,8 +201,10 @@ def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
     assert schedule is not None
     algorithm, *choices = schedule[1].split("/")
     assert [choice.split(":")[0] for choice in choices] == ["flash_forward=cpu", "flash_backward=cpu"]
+    runs = r"[\d.e-]+ ms \([\d.e-]+ to [\d.e-]+ between quartiles of \d+ runs\)"
+    verdict = rf"a tie of .+: the default (stays|is slower)|it is the default too|[\d.]+ times as fast as .+, {runs}"
     for kernel in ("flash_forward", "flash_backward"):
-        assert re.search(rf"^{kernel} +\d+\.\d+ ms$", output, re.MULTILINE)
+        assert re.search(rf"^{kernel} +\d+x\d+  {runs}; ({verdict})$", output, re.MULTILINE), output
     for asked in (["--schedule", schedule[1]], []):  # also where nothing is asked for: it is remembered
         shown = succeeds("explain", *LOCAL, *small, *asked)
         assert re.search(rf"^schedule +{algorithm}$", shown, re.MULTILINE)
@@ -181,8 +220,87 @@ def test_doctor_names_versions_and_targets() -> None:
     assert torch.__version__.split("+")[0] in output
     for target in ("hopper", "triton", "interpret", "cpu"):
         assert re.search(rf"{target} .*\w", output)
+    assert re.search(
+        rf"CPU +\S.*, {usable_cores()} of {os.cpu_count()} cores usable by this process, torch threads", output
+    )
+    assert re.search(r"folder +\S+cache\n +state +0 entries, 0 KiB", output)
+    assert re.search(r"cpu +works; the default for operands on the CPU", output)
+    assert "operands are on the CPU;" not in output  # there are none
     if not torch.cuda.is_available():
-        assert "needs a GPU" in output
+        assert re.search(r"GPU +none that torch can use: ", output)
+        assert re.search(r"triton +does not work here: needs a GPU; torch can use none here", output)
+        assert re.search(r"interpret +works, where it is asked for: target='interpret'", output)
+
+
+def test_doctor_says_why_the_cache_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
+    assert re.search(
+        r"folder +cannot be used, .+: cache folder \S+file: expected a folder, got a file", succeeds("doctor")
+    )
+
+
+def test_doctor_computes_a_small_call_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = succeeds("doctor", "--run").split("a small call\n")[1]
+    assert re.search(r"^  cpu +right to \de-0\d, [\d.]+ s with generating$", output, re.MULTILINE)
+    assert succeeds("cache", "list") == ""
+    monkeypatch.setattr(weft.Attention, "__call__", lambda *_, **__: 1 / 0)
+    assert "cpu         fails with ZeroDivisionError: division by zero" in succeeds("doctor", "--run")
+
+
+# -- as a process ------------------------------------------------------------------------------------------------------
+WEFT = [sys.executable, "-m", "weft"]
+
+
+def test_a_pipe_that_closes_is_no_mistake() -> None:
+    """As in `weft source ... | head -1`: some tools close a pipe before all is written."""
+    with subprocess.Popen(
+        [*WEFT, "source", "--mask", "kv_pos <= q_pos", "--device", "h100"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_control_c_ends_without_a_traceback() -> None:
+    waits = (
+        "import sys, weft.cli as c; c.cache.entries = lambda: (print('here', flush=True), c.time.sleep(60)); c.main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", waits, "cache", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read().strip() == "Aborted!"
+    assert process.returncode == 1
+
+
+def test_nothing_but_results_is_printed_in_a_pipe() -> None:
+    done = subprocess.run([*WEFT, "mask", "--mask", "kv_pos <= q_pos"], capture_output=True, text=True, check=True)
+    assert done.stderr == "" and done.stdout.startswith("attention: 4096 queries")
+
+
+def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    class Status:
+        def start(self) -> None:
+            shown.append("started")
+
+        def stop(self) -> None:
+            shown.append("stopped")
+
+    monkeypatch.setattr("rich.console.Console.status", lambda self, text: shown.append(text) or Status())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with cli._busy("planning"):
+        pass
+    assert shown == ["planning", "stopped"]  # what is quick says nothing
+    with cli._busy("planning"):
+        time.sleep(1.3)
+    assert shown[2:] == ["planning", "started", "stopped"]
 
 
 # -- mistakes -----------------------------------------------------------------------------------------
@@ -198,14 +316,54 @@ def test_doctor_names_versions_and_targets() -> None:
         (["--score", "q_pos < 1"], "score: expected a number, got a bool"),
         (["--mask", "score > 0"], "mask: `score` cannot be used inside a mask"),
         (["--mask", "True", "--scalar", "w"], "--scalar: expected NAME:int or NAME:float, got 'w'"),
-        (["--mask", "True", "--scalar", "head:int"], "the name 'head' is reserved"),
+        (["--mask", "True", "--scalar", "head:int"], "--scalar: the name 'head' is reserved for [^/]*$"),
+        (
+            ["--mask", "True", "--scalar", "w:int", "--tensor", "w:1"],
+            "--scalar, --tensor: expected each operand once, got w",
+        ),
+        (
+            ["--mask", "kv_pos + 1"],
+            "^Error: --mask: expected a bool expression .a comparison., got int [^/]*$",
+        ),
+        (
+            ["--mask", "score > 0", "--score", "q_pos < 1"],
+            "- --score: expected a number, got a bool; .* - --mask: `score`",
+        ),
+        (["--mask", "t[q_pos] < 1", "--tensor", "t:2"], "--mask: t: expected 2 indices, got 1$"),
+        (["--mask", "True", "--name", "a b"], "--name: expected a Python identifier as a name, got 'a b'$"),
+        (["--scale", "1.0"], "expected --score or --mask, got --scale alone"),
+        (["--scale", "q_pos", "--mask", "True"], "--scale: expected lengths, heads and operands, got `q_pos`"),
+        ([*LOCAL, "--set", "window=3"], "--set: expected each operand once, got window several times"),
+        (
+            [*LOCAL[:-2], "--set", "windw=3"],
+            "--set: windw: unknown operand or option; .* are: window; did you mean window",
+        ),
+        ([*LOCAL[:-2], "--set", "window=1.5"], "--set: window: expected an int, got 1.5"),
+        (["--mask", "True", "--set", "window=3"], "--set: window: unknown operand or option; .* operands are: none"),
+        (
+            ["--mask", "True", "--scalar", "w:int", "--set", "w=3"],
+            "--set: w: declared, but neither score, mask nor scale",
+        ),
+        (
+            ["--score", "score + t[q_pos]", "--tensor", "t:1", "--set", "t=3"],
+            "--set: t: expected a tensor of float, got int",
+        ),
+        (
+            ["--mask", "True", "--head-dim", "320"],
+            "- --head-dim: expected 1 to 256, got 320; wider heads are for latent",
+        ),
+        (["--mask", "True", "--q-len", "0"], "Invalid value for '--q-len': 0 is not in the range"),
+        (["--mask", "True", "--q-len", "3000000000"], "--q-len: integer overflow: expected a length below 2\\*\\*31"),
+        ([":x"], "expected module:name or file.py:name, got ':x'"),
+        ([".a:x"], ".a: cannot be imported"),
+        (["weft:nothing"], "weft:nothing: expected a weft.Attention, there is no such name; weft declares no variant"),
         (["--mask", "True", "--tensor", "t:1:text"], "--tensor: expected NAME:RANK or NAME:RANK:TYPE"),
-        (["--mask", "True", "--tensor", "t:9"], "tensor 't': expected a rank from 1 to 4, got 9"),
+        (["--mask", "True", "--tensor", "t:9"], "--tensor: tensor 't': expected a rank from 1 to 4, got 9"),
         (["--mask", "True", "--set", "w=x"], "--set: expected NAME=NUMBER, got 'w=x'"),
-        (["--mask", "True", "--heads", "4", "--kv-heads", "3"], "heads: expected a multiple of kv_heads 3, got 4"),
+        (["--mask", "True", "--heads", "4", "--kv-heads", "3"], "--heads: expected a multiple of kv_heads 3, got 4"),
         (["--mask", "True", "--heads", "0"], "Invalid value for '--heads'"),
         (["--mask", "True", "--dtype", "int8"], "Invalid value for '--dtype'"),
-        (["--mask", "True", "--device", "abacus"], "abacus"),
+        (["--mask", "True", "--device", "abacus"], "--device: expected one of a100, .*, got 'abacus'"),
         (["--mask", "True", "--target", "abacus"], "Invalid value for '--target'"),
         (["--mask", "True", "--schedule", "abacus"], "abacus"),
         (["--mask", "True", "--schedule", "flash/cpu/64x64"], "expected standard, streaming, flash, or text like"),
@@ -227,7 +385,83 @@ def test_mistakes_are_told_without_a_traceback(arguments: list[str], match: str)
 
 def test_a_name_that_is_no_variant(declared: str) -> None:
     message = fails("explain", f"{declared}:other")
-    assert "expected a weft.Attention, got int" in message and "['causal']" in message
+    assert "expected a weft.Attention, got an int" in message and "declares causal" in message
+    assert "there is no such name; did you mean causal?" in fails("explain", f"{declared}:casual")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("def f(:", r"own.py, line 1: cannot be imported \(SyntaxError: invalid syntax"),
+        ("x = 1\n\n1 / 0", r"own.py, line 3: cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ("import no_such_module_at_all", r"own.py, line 1: cannot be imported \(ModuleNotFoundError: No module named"),
+        ("raise SystemExit(3)", r"own.py, line 1: cannot be imported \(SystemExit: 3\)"),
+        ("\udcff", r"own.py, line 1: cannot be imported \(SyntaxError"),
+        ("import weft\nx = weft.Attention(mask=weft.kv_pos)", r"(?s)x \(declared at \S+own.py:2\)|own.py:2"),
+    ],
+)
+def test_a_file_that_fails_says_where(tmp_path: Path, text: str, match: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert re.search(match, fails("explain", f"{path}:x"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (
+            ["source", "-o", "no/such/folder/x.py"],
+            "--output: no/such/folder/x.py: there is no folder no/such/folder; make",
+        ),
+        (["source", "-o", "x.txt"], "--output: expected a file that ends in .py, got x.txt"),
+        (["mask", "-o", "no/such/folder/x.png"], "--output: no/such/folder/x.png: there is no folder no/such/folder"),
+        (["mask", "-o", "x.jpg"], "--output: expected a file that ends in .png, got x.jpg"),
+        (["mask", "--head", "99"], "show_mask: head: expected 0 to 15, got 99"),
+        (["tune", "--head-dim", "320", "--q-len", "16", "--target", "cpu"], "expected dim 1 to 256, got 320"),
+        (
+            ["tune", "--q-len", "2000000000", "--dtype", "fp32"],
+            "query, key and value of these sizes take .* cannot be made",
+        ),
+    ],
+)
+def test_mistakes_of_other_commands(arguments: list[str], match: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *rest = arguments
+    message = " ".join(fails(command, "--mask", "kv_pos <= q_pos", *rest).split())
+    assert re.search(match, message), message
+    assert list(tmp_path.rglob("*x.*")) == [] and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["nothing", "--device", "h100"], "expected module:name or file.py:name, got 'nothing'"),
+        (["{}:causal", "--device", "cpu"], "--device: expected a GPU to compile for, got cpu"),
+        (["{}:causal", "--device", "abacus"], "--device: expected one of a100"),
+        (["{}:causal", "--device", "h100", "--head-dim", "0"], "Invalid value for '--head-dim'"),
+        (["{}:causal", "--device", "h100", "--head-dim", "320"], "Invalid value for '--head-dim'"),
+        (["{}:causal", "--device", "h100", "--dtype", "int8"], "Invalid value for '--dtype'"),
+        (["{}:causal", "--device", "h100", "--direction", "sideways"], "Invalid value for '--direction'"),
+    ],
+)
+def test_mistakes_of_building(arguments: list[str], match: str, declared: str) -> None:
+    message = fails("build", *(a.format(declared) for a in arguments))
+    assert re.search(match, message), message
+
+
+@pytest.mark.parametrize("command", [["cache", "list"], ["cache", "prune"], ["cache", "clear"], ["cache", "path"]])
+def test_a_cache_that_cannot_be_used_is_said_in_one_line(command: list[str], tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "file"))
+    assert "expected a folder, got a file" in fails(*command)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "cache" / "x"))
+
+    monkeypatch.setattr(cache, "entries", refused)
+    assert re.search(r"Error: \S+cache/x: Permission denied", fails("cache", "list"))
 
 
 def test_a_missing_scalar_is_named() -> None:

@@ -1,9 +1,15 @@
 """What the documents show is what happens."""
 
 import re
+import shlex
+import subprocess
+import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import weft
@@ -17,32 +23,113 @@ def blocks(path: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
 
 
-def test_the_example_of_the_readme_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,), (expected,) = blocks("README.md", "python"), blocks("README.md", "text")
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out == expected
+def page(path: str) -> str:
+    return (ROOT / path).read_text()
 
 
-def test_the_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines() if line.startswith("weft ")]
-    assert len(lines) >= 4
-    for line in lines:
-        arguments = re.findall(r"'[^']*'|\S+", line.split("    #")[0])[1:]
-        given = [
-            a.strip("'").replace("examples/", f"{ROOT}/examples/").replace("mask.png", f"{tmp_path}/m.png")
-            for a in arguments
-        ]
-        result = CliRunner().invoke(main, given)
-        assert result.exit_code == 0, f"{line}: {result.output}"
+def test_all_code_of_the_readme_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Its Python blocks, one after the other, and a block of text after each: what it prints."""
+    found = re.findall(r"```(python|text)\n(.*?)```", page("README.md"), re.DOTALL)
+    assert [language for language, _ in found] == ["python", "text"] * 2
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)  # FlexAttention traces its functions, and asks for their module
+    for (_, code), (_, expected) in zip(found[::2], found[1::2]):
+        with warnings.catch_warnings():
+            if "flex_attention" in code:
+                warnings.simplefilter("ignore")  # torch's own warns where it is not compiled
+            exec(compile(code, "README.md", "exec"), module.__dict__)
+        assert capsys.readouterr().out == expected
 
 
-def test_examples_of_the_language_page_run() -> None:
-    namespace: dict[str, object] = {"__name__": "language"}
+def commands(path: str) -> list[list[str]]:
+    """The shell commands of a page: lines of its sh blocks, and what of the weft command stands in its text."""
+    lines = [line for block in blocks(path, "sh") for line in block.splitlines()]
+    text = re.sub(r"```.*?```", "", page(path), flags=re.DOTALL)
+    lines += [line for line in re.findall(r"`(weft [^`]+)`", text)]
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+WEFT = [(path, words) for path in PAGES for words in commands(path) if words[0] == "weft"]
+
+
+def test_commands_are_shown() -> None:
+    shown = {words[1] for _, words in WEFT}
+    assert shown >= {"explain", "source", "mask", "doctor", "build", "tune", "cache"}
+
+
+@pytest.mark.parametrize(("path", "words"), WEFT, ids=lambda x: x if isinstance(x, str) else " ".join(x)[:60])
+def test_the_commands_of_the_documents_run(path: str, words: list[str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    words = (
+        words[1:] if len(words) > 2 or words[1] in ("doctor",) else [*words[1:], "--help"]
+    )  # named, without a variant
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, f"{words}: {result.output}"
+    for named in (words[k + 1] for k, word in enumerate(words) if word == "-o"):
+        assert (tmp_path / named).stat().st_size > 0
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_other_commands_of_the_documents_are_there(path: str) -> None:
+    """Words of make, and programs with their options: they take minutes or a GPU; other tests run what they call."""
+    for words in commands(path):
+        if words[0] == "make":
+            for word in words[1:]:
+                assert subprocess.run(["make", "-n", word], cwd=ROOT, capture_output=True).returncode == 0, word
+        elif words[0] == "python":
+            said = subprocess.run([sys.executable, *words[1:2], "--help"], cwd=ROOT, capture_output=True, text=True)
+            assert said.returncode == 0, said.stderr
+            assert all(word in said.stdout for word in words[2:] if word.startswith("--")), words
+        else:
+            assert words[0] == "weft", f"{path}: no test knows how to run {words}"
+
+
+def test_all_code_of_the_language_page_runs() -> None:
+    """The calls too, on tensors of the shapes that their comments name."""
+    length, heads = 24, 2
+    tensors = {
+        "query": torch.randn(1, heads, length, 16 + 64), "cache": torch.randn(1, 1, length, 512 + 64),
+        "uk": torch.randn(heads, 512, 16), "uv": torch.randn(heads, 512, 32),
+    }  # fmt: skip
+    namespace: dict[str, object] = {"__name__": "language", **tensors}
     for code in blocks("docs/language.md", "python"):
-        declarations = "\n".join(line for line in code.splitlines() if not line.startswith("out = "))
-        exec(compile(declarations, "language.md", "exec"), namespace)
+        exec(compile(code, "language.md", "exec"), namespace)
     assert isinstance(namespace["local_alibi"], weft.Attention) and isinstance(namespace["mla"], weft.Attention)
+    assert namespace["out"].shape == (1, heads, length, 32)  # type: ignore[attr-defined]
+
+
+def test_python_stands_in_these_pages_alone() -> None:
+    assert [path for path in PAGES if blocks(path, "python")] == ["README.md", "docs/language.md"]
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """Rows of each table by the titles of its columns."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        titles, _, *rows = (
+            [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()
+        )
+        found.append([dict(zip(titles, row)) for row in rows])
+    return found
+
+
+def test_the_figures_of_the_readme_are_those_of_the_performance_page() -> None:
+    """Also that the best peer is the best, and that the machine is the same."""
+    measured = {next(iter(row.values())): row for row in tables(page("docs/performance.md"))[0]}
+    shown = next(t for t in tables(page("README.md")) if "best peer" in t[0])
+    assert len(shown) == 6
+    peers = {"FA2": "FA2 (SDPA)", "cuDNN": "cuDNN (SDPA)", "FLASH": "Flex (FLASH)", "FA4": "FA4"}
+    for row in shown:
+        full = measured[re.sub(r" \(.\)$", "", row[""])] if row[""] in measured else measured[f"{row['']} (e)"]
+        ours = full["Weft hopper"] if "/" in full["Weft hopper"] else full["Weft triton"]
+        figures, name = re.fullmatch(r"(.+) \((\w+)\)", row["best peer"]).groups()  # type: ignore[union-attr]
+        assert (row["Weft"], figures, row["FlexAttention"]) == (ours, full[peers[name]], full["Flex (Triton)"])
+        forwards = {peer: int(full[c].split(" / ")[0]) for peer, c in peers.items() if "/" in full[c]}
+        assert max(forwards, key=lambda peer: forwards[peer]) == name
 
 
 def test_every_symbol_and_function_is_in_the_language_page() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +18,11 @@ import weft
 from tests.planned import DENSE, chosen, signature
 from weft import tuning
 from weft.compiler.planning import hardware
-from weft.compiler.planning.forms import CpuForm, Tiling
+from weft.compiler.planning.forms import CpuForm, Form, Tiling
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import Schedule
-from weft.compiler.planning.tuner import Tuned, search
+from weft.compiler.planning.tuner import LEAST_ROUNDS, MOST_ROUNDS, Spread, Tuned, search
 from weft.ir.errors import WeftError
 from weft.runtime import driver
 from weft.runtime.settings import settings
@@ -77,11 +80,79 @@ def test_one_kernel_is_changed_at_a_time() -> None:
         return stopwatch(schedule, kernel)
 
     found_by_search(clock=clock)
-    assert [kernel for kernel, _ in seen] == ["flash_forward"] * 3 + ["flash_dkey_dvalue"] * 2
+    kernels = [kernel for kernel, _ in seen]
+    assert kernels == sorted(kernels, key=list(CHOICES).index)
     for kernel, schedule in seen:
         best = START if kernel == "flash_forward" else START.with_form("flash_forward", FAST)
         assert schedule == best.with_form(kernel, schedule.form(kernel))
-    assert [schedule.form(kernel) for kernel, schedule in seen] == [SLOW, FAST, BROKEN, SLOW, FAST]
+    first = kernels.index("flash_dkey_dvalue")
+    assert [schedule.form(kernel) for kernel, schedule in seen[:3]] == [SLOW, FAST, BROKEN]  # each once, to compile it
+    assert sorted(str(s.form(k)) for k, s in seen[3:first]) == sorted([str(SLOW), str(FAST)] * LEAST_ROUNDS)
+
+
+# -- noise -------------------------------------------------------------------------------------------------------------
+def noisy(means: dict[Form, float], noise: float, seed: int = 0):
+    """A clock whose runs scatter, and drift for all forms alike."""
+    draws = random.Random(seed)
+    hour = itertools.count()
+
+    def clock(schedule: Schedule, kernel: str) -> float:
+        drift = 1 + 0.2 * math.sin(next(hour) / 40)
+        return means[schedule.form(kernel)] * drift * (1 + noise * abs(draws.gauss(0, 1)))
+
+    return clock
+
+
+OTHER = Tiling(32, 64, 4, 3)
+FORMS = {"flash_forward": [START.form("flash_forward"), FAST, OTHER]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_difference_within_the_noise_is_a_tie_that_keeps_the_default(seed: int) -> None:
+    default = START.form("flash_forward")
+    clock = noisy({default: 1.0, FAST: 1.0, OTHER: 2.0}, noise=0.3, seed=seed)
+    found = found_by_search(FORMS, clock)
+    outcome = found.outcomes["flash_forward"]
+    assert (found.schedule, outcome.chosen) == (START, default)
+    assert default in outcome.tied and OTHER not in outcome.tied
+    assert len(outcome.spreads[OTHER].runs) < MOST_ROUNDS  # it left when it was surely slower
+    low, high = outcome.spreads[default].quartiles
+    assert low < outcome.spreads[default].median == found.seconds["flash_forward"] < high
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_difference_that_few_runs_hide_is_found_by_more(seed: int) -> None:
+    default = START.form("flash_forward")
+    found = found_by_search(FORMS, noisy({default: 1.25, FAST: 1.0, OTHER: 1.25}, noise=0.3, seed=seed))
+    outcome = found.outcomes["flash_forward"]
+    assert outcome.chosen == FAST and outcome.tied == (FAST,) and not outcome.is_tie
+    assert len(outcome.spreads[FAST].runs) > LEAST_ROUNDS
+
+
+def test_a_clear_difference_takes_the_least_rounds() -> None:
+    outcome = found_by_search().outcomes["flash_forward"]
+    assert {len(spread.runs) for spread in outcome.spreads.values()} == {LEAST_ROUNDS}
+    assert outcome.chosen == FAST and BROKEN not in outcome.spreads
+
+
+def test_the_rounds_of_a_kernel_take_only_so_long(monkeypatch) -> None:
+    from weft.compiler.planning import tuner
+
+    monkeypatch.setattr(tuner, "SECONDS", 0.0)
+    outcome = found_by_search({"flash_forward": [SLOW, FAST]}, lambda *_: 1.0).outcomes["flash_forward"]
+    assert outcome.is_tie and {len(spread.runs) for spread in outcome.spreads.values()} == {LEAST_ROUNDS}
+    assert outcome.chosen == outcome.tied[0]  # the default was not among them
+
+
+def test_the_interval_of_a_median_holds_it_nineteen_times_of_twenty() -> None:
+    draws = random.Random(1)
+    for count in (LEAST_ROUNDS, 20, MOST_ROUNDS):
+        inside = 0
+        for _ in range(1000):
+            low, high = Spread(tuple(draws.expovariate(1) for _ in range(count))).of_median
+            inside += low <= math.log(2) <= high
+        assert inside >= 930, count
+    assert Spread((1.0, 2.0, 3.0, 4.0, 5.0)).quartiles == (2.0, 4.0) and Spread((1.0,)).quartiles == (1.0, 1.0)
 
 
 def test_nothing_that_can_be_timed() -> None:
@@ -267,6 +338,21 @@ def test_tuning_by_the_clock(on_a_cpu) -> None:
     assert not found.failed and all(0 < seconds < 60 for seconds in found.seconds.values())
     assert [*found.schedule.kernels] == [*found.seconds] == ["flash_forward", "flash_backward"]
     assert variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu) == found.schedule
+
+
+def test_operands_that_do_not_fit_the_machine_are_said_before_anything_is_timed(on_a_cpu) -> None:
+    with pytest.raises(
+        WeftError, match=r"dense: tune: query, key and value of these sizes take [\d,]+ GiB and cannot be"
+    ):
+        tuning.tune(
+            weft.Attention(name="dense"), weft.shape(heads=512, q_len=1 << 30, head_dim=256), {}, progress=False
+        )
+
+
+def test_no_bar_is_shown_where_there_is_no_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    found_by_search(progress=True, console=console)
+    assert console.file.getvalue() == ""
 
 
 def test_what_cannot_be_tuned() -> None:

@@ -1,0 +1,253 @@
+"""Every figure that `explain` prints, worked out again from what it prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import ceil
+
+import pytest
+import torch
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.planning.hardware import by_name
+
+SLOPES, WINDOW, IDS = weft.tensor("slopes", 1), weft.scalar("window", int), weft.tensor("ids", 2, int)
+DENSE = weft.Attention(name="dense")
+LOCAL = weft.Attention(mask=(kv_pos <= q_pos) & (q_pos - kv_pos < WINDOW), name="local")
+ALIBI = weft.Attention(weft.tanh(score + SLOPES[head] * (kv_pos - q_pos)), mask=kv_pos <= q_pos, name="alibi")
+PACKED = weft.Attention(mask=masks.causal & masks.document(IDS), name="packed")
+BY_HEAD = weft.Attention(mask=(q_pos - kv_pos < 32 * (head + 1)) & (kv_pos <= q_pos), name="by_head")
+OPEN = weft.Attention(mask=(q_pos * kv_pos) % 7 < 3, name="odd")
+LATENT = weft.Attention(mask=kv_pos <= q_pos, latent=weft.Latent(rank=512, rope=64), name="mla")
+PAIRS = weft.Attention(score + weft.tensor("bias", 4)[weft.batch, head, q_pos, kv_pos], name="biased")
+
+SMALL = {"batch": 2, "heads": 8, "kv_heads": 2, "q_len": 1000, "kv_len": 1100, "head_dim": 80, "dtype": "fp16"}
+LONG = {"heads": 16, "kv_heads": 4, "q_len": 8192, "head_dim": 128}
+WIDE = {"batch": 64, "heads": 16, "q_len": 4096, "head_dim": 64, "dtype": "fp16"}  # streaming sweeps over more than L2
+DOCUMENTS = {"ids": (torch.arange(1100) // 128).expand(2, -1)}
+CASES = [
+    (DENSE, LONG, {"device": "h200"}),
+    (DENSE, {**LONG, "q_len": 1 << 17}, {"device": "h200", "target": "triton"}),
+    (DENSE, SMALL, {"device": "mi300x"}),
+    (DENSE, WIDE, {"device": "a100", "schedule": "streaming"}),
+    (DENSE, SMALL, {"device": "h100", "schedule": "standard"}),
+    (LOCAL, LONG, {"device": "h100", "window": 1000}),
+    (LOCAL, LONG, {"device": "b200"}),
+    (LOCAL, {**SMALL, "dtype": "fp32"}, {"device": "cpu", "window": 100}),
+    (LOCAL, SMALL, {"device": "l40s", "window": 100, "q_offset": 7}),
+    (ALIBI, LONG, {"device": "h100 pcie"}),
+    (ALIBI, {**SMALL, "dtype": "fp32"}, {"device": "cpu", "target": "interpret"}),
+    (ALIBI, SMALL, {"device": "a100", "schedule": "standard"}),
+    (PACKED, SMALL, {"device": "h100", "target": "triton", **DOCUMENTS}),
+    (PACKED, SMALL, {"device": "h100"}),
+    (PACKED, {**SMALL, "dtype": "fp32"}, {"device": "cpu", **DOCUMENTS}),
+    (BY_HEAD, {**LONG, "heads": 32}, {"device": "h200"}),
+    (OPEN, SMALL, {"device": "h200"}),
+    (PAIRS, SMALL, {"device": "h200"}),
+    (LATENT, {"heads": 16, "q_len": 1, "kv_len": 4096, "head_dim": 192, "value_dim": 128}, {"device": "h200"}),
+    (LATENT, {"heads": 16, "q_len": 512, "head_dim": 192, "value_dim": 128}, {"device": "h200", "form": "expanded"}),
+]  # fmt: skip
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def number(text: str) -> float:
+    """The value of "16.4K", "1,024" or "65.5KB"."""
+    found = re.fullmatch(r"([\d.,]+)([KMGT]?)B?", text)
+    assert found, text
+    return float(found[1].replace(",", "")) * UNITS[found[2]]
+
+
+@dataclass
+class Printed:
+    """One kernel as it is printed: a row of each table, and its block."""
+
+    name: str
+    amounts: list[str]
+    times: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
+    form: dict[str, float] = field(default_factory=dict)  # rows of its tiles, as its title has them
+
+
+class Page:
+    """The text of `explain`, taken apart; what was broken over lines is joined again."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        joined: list[str] = []
+        for line in text.splitlines():
+            if re.match(r" {10,}\S", line) and not re.match(r" +\w+=\w+:", line):
+                joined[-1] += " " + line.strip()
+            else:
+                joined.append(line)
+        self.lines = joined
+        self.kernels: list[Printed] = []
+        tables = [k for k, line in enumerate(joined) if line.startswith("kernel ")]
+        for name, *amounts in self._rows(tables[0]):
+            self.kernels.append(Printed(name, amounts))
+        for kernel, (name, *times) in zip(self.kernels, self._rows(tables[1]), strict=True):
+            assert kernel.name == name
+            kernel.times = times
+        blocks, current = iter(self.kernels), None
+        for line in joined[tables[1] :]:
+            if found := re.match(r"(\w+) \(\w+ (\d+)x(\d+)\S*\): a program", line):
+                current = next(blocks)
+                assert current.name == found[1]
+                current.form = {"bq": int(found[2]), "bkv": int(found[3])}
+            elif current and (found := re.match(r"  (\S+(?: \S+)?)  +(.*)", line)):
+                current.lines[found[1]] = found[2]
+        self.titles = joined[tables[1]].split()
+
+    def _rows(self, start: int) -> list[list[str]]:
+        end = next(k for k in range(start, len(self.lines)) if not self.lines[k].strip())
+        return [line.split() for line in self.lines[start + 1 : end]]
+
+    def row(self, name: str) -> str:
+        return next(line for line in self.lines if line.startswith(name + " ")).removeprefix(name).strip()
+
+    @property
+    def letters(self) -> dict[str, float]:
+        """Of the problem; v where pairs were counted."""
+        found = {k: float(v) for k, v in re.findall(r"\b(B|Hq|Hkv|L|T|D|Dv) +(\d+)", self.row("problem"))}
+        if any(line.startswith("visible ") for line in self.lines):
+            found["v"] = number(re.match(r"v = ([\d,]+) of", self.row("visible"))[1])  # type: ignore[index]
+        return found
+
+    def rate(self, name: str) -> float:
+        return number(re.search(rf"\b{name} ([\d.]+[KMGT]?)\w*/s", self.row("rates"))[1])  # type: ignore[index]
+
+
+def value(line: str, letters: dict[str, float]) -> float:
+    """The number of "formula = number", which the formula gives."""
+    formula, printed = re.match(r"(.*?) = ([\d,]+)", line).groups()  # type: ignore[union-attr]
+    assert eval(formula, {}, letters) == pytest.approx(number(printed), abs=0.5, rel=1e-5), line
+    return number(printed)
+
+
+def near(shown: str, exact: float) -> None:
+    """A figure with three digits."""
+    assert number(shown) == pytest.approx(exact, rel=0.006, abs=0.5), (shown, exact)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name}-{'-'.join(str(v) for v in c[2].values())[:40]}")
+def test_every_figure_follows_from_what_is_printed(case) -> None:
+    variant, sizes, options = case
+    page = Page(variant.explain(weft.shape(**sizes), **options))
+    problem, cpu = page.letters, options["device"] == "cpu"
+    sram, l2, hbm = ("cache", "L3", "RAM") if cpu else ("SRAM", "L2", "HBM")
+    launch = float(re.search(r"launch ([\d.]+) us", page.row("rates"))[1]) * 1e-3  # type: ignore[index]
+    sums: dict[str, list[float]] = {"forward": [0, 0, 0, 0], "backward": [0, 0, 0, 0]}
+    direction = "forward"
+    for kernel in page.kernels:
+        lines, letters = kernel.lines, dict(problem)
+        letters |= {k: float(v) for k, v in re.findall(r"(\w+) ([\d.e-]+)", lines.get("letters", ""))}
+        programs, tiles, sram_shown, read_shown, written_shown, flops_shown, useful_shown, intensity = kernel.amounts
+
+        if "tiles" in lines:
+            total, empty, edge, full, visited = map(number, re.search(
+                r"= ([\d,]+) = ([\d,]+) empty \+ ([\d,]+) edge \+ ([\d,]+) full; visited n = ([\d,]+)", lines["tiles"]
+            ).groups())  # type: ignore[union-attr]  # fmt: skip
+            assert total == empty + edge + full == problem["B"] * problem["Hq"] * letters["nq"] * letters["nkv"]
+            assert visited == edge + full
+            assert {"bq": letters["bq"], "bkv": letters["bkv"]} == kernel.form
+            assert letters["nq"] == ceil(problem["L"] / letters["bq"])
+            assert letters["nkv"] == ceil(problem["T"] / letters["bkv"])
+            for shown, exact in zip(tiles.split("/"), (empty, edge, full)):
+                near(shown, exact)
+            letters["n"] = visited
+
+        count = value(lines["programs"], letters)
+        near(programs, count)
+        at_once, waves, busy = re.search(
+            r"([\d,]+) at once in ([\d,]+) waves?: busy ([\d.]+)", lines["programs"]
+        ).groups()  # type: ignore[union-attr]
+        assert number(waves) == ceil(count / number(at_once))
+        assert float(busy) == pytest.approx(count / (number(waves) * number(at_once)), abs=1e-4)
+
+        titles = (f"{sram} bytes", f"{hbm} read", f"{hbm} written", f"{l2} traffic", "FLOPs", "useful FLOPs", "exps")
+        exact = {title: value(lines[title], letters) if title in lines else 0.0 for title in titles}
+        in_sram, read, written, moved, flops, useful, exps = exact.values()
+        for shown, figure in (
+            (sram_shown, in_sram),
+            (read_shown, read),
+            (written_shown, written),
+            (flops_shown, flops),
+        ):
+            near(shown, figure)
+        if "v" in problem:
+            near(useful_shown, useful)
+            assert useful <= flops
+        else:
+            assert useful_shown == "?"
+        assert float(intensity) == pytest.approx(flops / (read + written), abs=0.51)
+
+        milliseconds = [
+            1e3 * flops / page.rate("matrix") / float(busy), 1e3 * (read + written) / page.rate(hbm),
+            1e3 * moved / page.rate(l2), 1e3 * exps / page.rate("exp") / float(busy), launch,
+        ]  # fmt: skip
+        assert page.titles == ["kernel", "matrix", hbm, l2, "exp", "launch", "ms", "bound"]
+        *parts, whole = map(float, kernel.times[:-1])
+        assert parts == pytest.approx(milliseconds, rel=1e-3, abs=1e-4)
+        assert whole == pytest.approx(max(parts[:4]) + parts[4], abs=1.1e-4)
+        longest = max(range(5), key=lambda k: parts[k])
+        assert parts[page.titles.index(kernel.times[-1]) - 1] == pytest.approx(parts[longest], abs=1.1e-4)
+        for k, figure in enumerate((read + written, flops, useful, whole)):
+            sums[direction][k] += figure
+        if kernel.name in ("flash_forward", "streaming_forward", "standard_output"):  # the last of a forward
+            direction = "backward"
+
+    for direction, (moved, flops, useful, whole) in sums.items():
+        line = next((x for x in page.lines if x.startswith(f"{direction}: ")), None)
+        assert (line is None) == (whole == 0)
+        if line is None:
+            continue
+        said = re.fullmatch(
+            rf"{direction}: (\S+)B through {hbm}, (\S+)FLOP(?:, (\S+) useful)?, "
+            r"predicted (\S+) ms \((\S+)FLOP/s(?: useful)?\)", line
+        )  # fmt: skip
+        assert said is not None, line
+        near(said[1], moved)
+        near(said[2], flops)
+        assert (said[3] is not None) == ("v" in problem)
+        assert float(said[4]) == pytest.approx(whole, abs=1e-4 * len(page.kernels))
+        work, slack = (useful if said[3] else flops) / 1e-3, 5e-5  # ms are rounded to 1e-4
+        assert work / (float(said[4]) + slack) * 0.994 <= number(said[5]) <= work / (float(said[4]) - slack) * 1.006
+
+
+def test_the_share_of_repeated_reads_is_printed_where_it_is_one() -> None:
+    pages = [Page(variant.explain(weft.shape(**sizes), **options)) for variant, sizes, options in CASES[1:4:2]]
+    shares = [re.search(r"\bk ([\d.]+)", k.lines.get("letters", "")) for page in pages for k in page.kernels]
+    assert any(share and 0 < float(share[1]) < 1 for share in shares)
+
+
+def test_visible_pairs_are_those_of_the_mask() -> None:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 150, "kv_len": 200, "head_dim": 64}
+    rows, columns = torch.arange(150)[:, None] + 50, torch.arange(200)
+    causal, ids = columns <= rows, torch.arange(200) // 37
+    for variant, options, exact in (
+        (DENSE, {}, 8 * 150 * 200),
+        (LOCAL, {"window": 33}, 8 * int((causal & (rows - columns < 33)).sum())),
+        (LOCAL, {"window": 33, "q_offset": 0}, 8 * int(((columns <= rows - 50) & (rows - 50 - columns < 33)).sum())),
+        (PACKED, {"ids": ids.expand(2, -1)}, 8 * int((causal & (ids[rows] == ids)).sum())),
+        (BY_HEAD, {}, 2 * sum(int((causal & (rows - columns < 32 * (h + 1))).sum()) for h in range(4))),
+        (OPEN, {}, 8 * int(((rows * columns) % 7 < 3).sum())),
+    ):
+        found = variant.plan(weft.shape(**sizes), device="h100", target="triton", **options).visible
+        assert found is not None and found.count == exact, variant.name
+        assert found.looked_at == found.rows
+    assert LOCAL.plan(weft.shape(**sizes), device="h100").visible is None
+    long = LOCAL.plan(weft.shape(heads=1, q_len=100_000, head_dim=64), device="h100", window=100_000).visible
+    assert (
+        long is not None and long.looked_at < long.rows and long.count == pytest.approx(100_000 * 100_001 / 2, rel=0.01)
+    )
+
+
+def test_the_words_of_a_cpu_are_those_of_a_cpu() -> None:
+    for target in ("cpu", "interpret"):
+        text = LOCAL.explain(weft.shape(heads=2, q_len=256, head_dim=64, dtype="fp32"), device="cpu", target=target)
+        assert not re.search("SRAM|HBM|L2", text)
+        assert "RAM -> cache" in text and "through RAM" in text
+    assert ("interpreter is for debugging" in text) and f"CPU, {by_name('cpu').sms} core" in text
+    on_a_gpu = LOCAL.explain(weft.shape(heads=2, q_len=256, head_dim=64), device="h100")
+    assert not re.search(r"\bRAM|cache|L3", on_a_gpu.split("\n\n", 1)[1])
