@@ -142,7 +142,7 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
             return call(name, *(_node(a, operands) for a in args))
         case ast.Subscript(ast.Name(id=name), index) if isinstance(operands.get(name), TensorOperand):
             parts = index.elts if isinstance(index, ast.Tuple) else [index]
-            return operands[name][tuple(_node(i, operands) for i in parts)]  # type: ignore[index]
+            return operands[name][tuple(_node(i, operands) for i in parts)]
         case ast.BoolOp() | ast.IfExp() | ast.Compare() | ast.UnaryOp(ast.Not()):
             raise WeftError(f"`{ast.unparse(tree)}`: {NO_TRUTH}")
         case ast.Name(id=name):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .errors import WeftError, collected
-from .expr import Expr, Load, Scalar, _check_name, expression
+from .expr import Const, Expr, Load, Scalar, _check_name, expression
 from .normalizer import normalizer_named
 from .walk import nodes, symbols
 
@@ -57,6 +58,8 @@ def _at(message: str, node: Expr) -> str:
 def _scale_problems(scale: Expr) -> Iterator[str]:
     if scale.dtype == "bool":
         yield _at("scale: expected a number, got a bool", scale)
+    if isinstance(scale, Const) and math.isinf(scale.value):
+        yield _at(f"scale: expected a finite number, got {scale}", scale)
     for name in sorted(symbols(scale) & (_POSITIONS | {"score"})):
         yield _at(f"scale: expected lengths, heads and operands, got `{name}`; write it into score=", scale)
 

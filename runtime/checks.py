@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -10,14 +11,16 @@ from torch import Tensor
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints
 from ..ir.attention import Attention
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, shown
 from ..ir.expr import INT32_MAX, Scalar, TensorOperand
+from ..ir.foreign import option_hint
 from .call import BackwardCall, Call
 
 MAX_HEAD_DIM = 256
 MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_LARGEST = 2**128  # what float32 cannot hold
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -38,7 +41,9 @@ def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
 def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether all is as it should be: one expression, because it runs at every call and torch.compile traces it."""
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-    if not (tensors and query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
+    if not tensors or query.is_nested or key.is_nested or value.is_nested:
+        return False
+    if not (query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
         return False
     batch, heads, q_len, dim = query.shape
     key_batch, kv_heads, kv_len, key_dim = key.shape
@@ -61,10 +66,25 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+def form_problem(label: str, tensor: object) -> str | None:
+    """What keeps a thing from being read as the tensors that kernels take: dense, with strides."""
+    if not isinstance(tensor, Tensor):
+        made = "torch.from_numpy(x)" if type(tensor).__module__ == "numpy" else "torch.tensor(x)"
+        hint = f"; {made} makes one" if hasattr(tensor, "__len__") else ""
+        return f"{label}: expected a tensor, got {type(tensor).__name__}{hint}"
+    if tensor.is_nested:
+        return f"{label}: expected a dense tensor, got a nested one; pad it, torch.nested.to_padded_tensor(x, 0.0)"
+    if tensor.is_quantized:
+        return f"{label}: expected a tensor of floats, got a quantized one ({tensor.dtype}); call x.dequantize()"
+    if tensor.layout != torch.strided:
+        return f"{label}: expected a dense tensor, got layout {tensor.layout}; call x.to_dense()"
+    return None
+
+
 def rank_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
     for label, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            yield f"{label}: expected a tensor, got {type(tensor).__name__}"
+        if (problem := form_problem(label, tensor)) is not None:
+            yield problem
         elif tensor.dim() != 4:
             yield (
                 f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {list(tensor.shape)}; "
@@ -85,7 +105,10 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
     if value.shape[2] != kv_len:
         yield f"value: expected length {kv_len} as in key, got {value.shape[2]}"
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
-        yield f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head)"
+        yield (
+            f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head); "
+            "dimensions are [batch, heads, length, dim]: pass x.transpose(1, 2) of [batch, length, heads, dim] tensors"
+        )
     for label, width in (("query", dim), ("value", value.shape[3])):
         if not 0 < width <= MAX_HEAD_DIM:
             yield f"{label}: expected dim 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
@@ -97,10 +120,11 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
 def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
     query = named["query"]
     if query.dtype not in _FLOATS:
-        yield f"query: expected bfloat16, float16 or float32, got {query.dtype}"
+        yield f"query: expected bfloat16, float16 or float32, got {query.dtype}; cast it, query.to(torch.float32)"
     for label, tensor in named.items():
         if tensor.dtype != query.dtype:
-            yield f"{label}: expected dtype {query.dtype} as in query, got {tensor.dtype}; cast one of them"
+            cast = f"cast one of them, {label}.to(query.dtype)"
+            yield f"{label}: expected dtype {query.dtype} as in query, got {tensor.dtype}; {cast}"
         if tensor.device != query.device:
             yield f"{label}: expected device {query.device} as in query, got {tensor.device}"
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
@@ -164,7 +188,10 @@ def check_operand_kinds(attention: Attention, given: Mapping[str, object], devic
 
 def _unknown(name: str, declared: Mapping[str, object]) -> str:
     names = ", ".join(sorted(declared)) or "none"
-    return f"{name}: unknown operand or option; this variant's operands are: {names}"
+    hint = option_hint(name)
+    if hint is None and (close := get_close_matches(name, declared, 1)):
+        hint = f"did you mean {close[0]}?"
+    return f"{name}: unknown operand or option; this variant's operands are: {names}{'; ' + hint if hint else ''}"
 
 
 def _kind(operand: Scalar | TensorOperand) -> str:
@@ -177,14 +204,19 @@ def _operand_problems(operand: Scalar | TensorOperand, value: object, device: to
     if isinstance(operand, Scalar):
         yield from _scalar_problems(operand, value)
     elif not isinstance(value, Tensor):
-        yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}"
+        hint = "; torch.as_tensor(x) makes one" if hasattr(value, "__len__") and not isinstance(value, str) else ""
+        yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}{hint}"
     else:
         yield from tensor_problems(operand, value, device)
 
 
 def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
     if isinstance(value, Tensor):
-        yield f"{operand.name}: expected a Python number, got a tensor; declare it with weft.tensor to pass a tensor"
+        kind, n = operand.dtype, operand.name
+        yield (
+            f"{n}: expected a Python number, got a tensor; pass {n}={kind}({n}), or declare it with weft.tensor to pass"
+            f' a tensor: {n} = weft.tensor("{n}", 1, {kind}), read as {n}[0]'
+        )
     elif operand.dtype == "int":
         if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
             yield f"{operand.name}: expected an int, got {value!r}"
@@ -192,6 +224,8 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
             yield from range_problems(operand, value)
     elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         yield f"{operand.name}: expected a number, got {value!r}"
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        yield f"{operand.name}: float overflow: expected a number below 3.4e38, got {shown(value)}"
 
 
 def check_backward(name: str, b: BackwardCall) -> None:
@@ -303,29 +337,32 @@ def check_q_offset(q_offset: object, batch: int, device: torch.device) -> None:
     """q_offset: an int, or int32 [B] on the operands' device."""
     if isinstance(q_offset, Tensor):
         if q_offset.dtype != torch.int32 or q_offset.dim() != 1 or q_offset.shape[0] != batch:
-            raise WeftError(
-                f"q_offset: expected an int or an int32 tensor [{batch}], got {q_offset.dtype} {list(q_offset.shape)}"
-            )
+            how = "pass int(x)" if q_offset.dim() == 0 else "pass x.to(torch.int32), one for each batch row"
+            got = f"{q_offset.dtype} {list(q_offset.shape)}"
+            raise WeftError(f"q_offset: expected an int or an int32 tensor [{batch}], got {got}; {how}")
         if q_offset.device != device:
             raise WeftError(f"q_offset: expected device {device} as in query, got {q_offset.device}")
     elif isinstance(q_offset, bool) or not isinstance(q_offset, (int, torch.SymInt)):
         raise WeftError(f"q_offset: expected an int or an int32 tensor [{batch}], got {q_offset!r}")
     elif isinstance(q_offset, int) and abs(q_offset) > INT32_MAX // 2:
-        raise WeftError(f"q_offset: integer overflow: expected a value within 31 bits, got {q_offset}")
+        raise WeftError(f"q_offset: integer overflow: expected a value within 31 bits, got {shown(q_offset)}")
 
 
 def range_problems(operand: Scalar, value: int) -> Iterator[str]:
     """What keeps an int scalar within the 32 bits that kernels take it in."""
     if not -INT32_MAX <= value <= INT32_MAX:
-        yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {value}"
+        yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {shown(value)}"
 
 
 def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device) -> Iterator[str]:
     """What a kernel needs of a tensor operand."""
+    if (problem := form_problem(operand.name, value)) is not None:
+        yield problem
+        return
     if value.dim() != operand.rank:
         yield f"{operand.name}: expected {operand.rank} dimensions, got shape {list(value.shape)}"
     if value.device != device:
         yield f"{operand.name}: expected device {device} as in query, got {value.device}"
-    fits = {"float": value.is_floating_point(), "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
+    fits = {"float": value.dtype in _FLOATS, "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
     if not fits[operand.dtype]:
         yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}"
