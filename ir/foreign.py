@@ -216,7 +216,10 @@ _MASK = (
     "a mask is declared, weft.Attention(mask=...), as an expression of positions, or of a tensor operand that the call "
     'gives: seen = weft.tensor("seen", 2, bool), mask=seen[weft.q_pos, weft.kv_pos]'
 )
-_BIAS = 'declare it: bias = weft.tensor("bias", 1), weft.Attention(score=weft.score + bias[weft.head]), called with bias=...'
+_BIAS = (
+    'declare it: bias = weft.tensor("bias", 1), weft.Attention(score=weft.score + bias[weft.head]), '
+    "called with bias=..."
+)
 _SCORE = (
     "a score is declared, weft.Attention(score=...), as an expression: 50.0 * weft.tanh(weft.score / 50.0) for "
     "lambda score, b, h, q, k: 50.0 * torch.tanh(score / 50.0)"
