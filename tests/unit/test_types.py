@@ -20,7 +20,8 @@ from weft import head, kv_pos, masks, q_pos, score, scores
 
 window, slopes = weft.scalar("window", int), weft.tensor("slopes", 1)
 local = weft.Attention(
-    scores.softcap(50.0)(score) + slopes[head] * (kv_pos - q_pos), masks.causal & (q_pos - kv_pos < window), name="local"
+    scores.softcap(50.0)(score) + slopes[head] * (kv_pos - q_pos), masks.causal & (q_pos - kv_pos < window),
+    name="local",
 )
 capped = weft.Attention(50.0 * weft.tanh(score / 50.0), mask=(kv_pos <= q_pos) | (kv_pos < 4), scale=0.5)
 x = torch.randn(1, 2, 8, 16)
