@@ -194,8 +194,9 @@ class Attention(Declaration):
         )  # fmt: skip
         try:
             found = ops.run(self._variant, call)
-        except (RuntimeError, TypeError, IndexError):  # of torch's, which knows no operand's name
-            check_call(self, call)
+        except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError) as error:
+            check_call(self, call)  # torch and Python know no operand's name
+            validate.explain_failure(self, call, error)
             raise
         return found if return_lse else found[0]
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from .codegen.targets import targets
 from .compiler.planning.schedule import Schedule
 from .ir.errors import WeftError, collected
+from .ir.expr import SMALLER
 from .ir.foreign import number_in
-from .runtime.checks import check_operand_kinds, form_problem, kind_problems, rank_problems
+from .runtime.call import Call
+from .runtime.checks import check_operand_kinds, check_q_offset, form_problem, kind_problems, rank_problems
 
 if TYPE_CHECKING:
     from .ir.attention import Attention
@@ -25,6 +27,18 @@ def by_position(more: Sequence[object]) -> str:
         f"expected query, key and value by position, got {len(more)} more ({got}); options go by name, and a mask or a "
         "score is declared: weft.Attention(mask=weft.kv_pos <= weft.q_pos)"
     )
+
+
+def explain_failure(attention: Attention, call: Call, error: Exception) -> None:
+    """Raise WeftError for what Python said of a call, where its numbers or its expressions are to blame."""
+    if isinstance(error, RecursionError):
+        raise WeftError(f"{attention.name}: too deep to be compiled from here; {SMALLER}") from error
+    numbers = ", ".join(f"{n}={v!r}" for n, v in call.operands.items() if not isinstance(v, Tensor))
+    if isinstance(error, (ArithmeticError, ValueError)) and numbers:
+        raise WeftError(
+            f"{attention.name}: the expressions have no value for {numbers} ({error}); give other numbers, or guard "
+            "them where they are written: weft.maximum(x, 1e-6)"
+        ) from error
 
 
 def check_flag(name: str, option: str, given: object) -> None:
@@ -76,6 +90,43 @@ def check_operands(attention: Attention, given: Mapping[str, object], device: to
     problems = check_operand_kinds(attention, given, device)
     if problems:
         raise collected(str(attention.name), problems)
+
+
+def described(
+    attention: Attention,
+    options: Mapping[str, Any],
+    batch: int | None,
+    device: torch.device | None,
+    extra: Sequence[str],
+) -> dict[str, Any]:
+    """Operands of a call that is only described, as kernels take them; they need not all be there.
+
+    batch: of the call, None where it has none. device: that operands must be on; any where None.
+    extra: options of the call that may be among them.
+    """
+    name, kinds = str(attention.name), {s.name: int if s.dtype == "int" else float for s in attention.scalars}
+    given = {n: as_number(value, kinds.get(n)) for n, value in options.items()}
+    own = {n: value for n, value in given.items() if n not in extra}
+    declared = {p.name for p in attention.parameters}
+    problems = check_operand_kinds(attention, own, device, all_of=declared & own.keys())
+    if problems:
+        raise collected(name, problems)
+    for flag in ("return_lse", "deterministic"):
+        if flag in extra and flag in given:
+            check_flag(name, flag, given[flag])
+    if given.get("q_offset") is not None:
+        given["q_offset"] = as_number(given["q_offset"], int)
+        check_q_offset(given["q_offset"], batch, device)
+    if attention.latent is None:
+        check_no_latent(attention, given.get("uk"), given.get("uv"))
+    return given
+
+
+def check_ints(method: str, least: int, **given: object) -> None:
+    """Raise WeftError for what is no int, or below the least one that means anything there."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise WeftError(f"{method}: {name}: expected an int of at least {least}, got {value!r}")
 
 
 def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None) -> None:

@@ -32,9 +32,11 @@ SYMBOLS: dict[str, DType] = {
 INTERNAL_SYMBOLS: dict[str, DType] = {
     "qk": "float", "q_first": "int", "q_last": "int", "kv_first": "int", "kv_last": "int", "q_offset": "int",
 }  # fmt: skip
+# Options of the call, those to come too, parameters of the other methods, and fields of a variant.
 CALL_OPTIONS = frozenset(
     "query key value cache return_lse target schedule deterministic q_offset kv_lens q_lens cu_seqlens_q cu_seqlens_kv"
-    " block_table uk uv form device score mask scale sink dropout latent name self".split()
+    " block_table uk uv form seed train device direction path block_q block_kv score mask scale sink dropout latent"
+    " name normalizer self".split()
 )
 INT32_MAX = 2**31 - 1
 
@@ -44,6 +46,10 @@ if taken := OPERATORS.keys() & (SYMBOLS.keys() | INTERNAL_SYMBOLS.keys() | CALL_
 NO_TRUTH = (
     "an expression has no truth value while it is being declared; write `a & b` for `and`, `a | b` for `or`, "
     "`~a` for `not`, `weft.where(c, a, b)` for `if`, and `(a < b) & (b < c)` for `a < b < c`"
+)
+SMALLER = (
+    "read what differs from a tensor operand that the call gives, such as seen = weft.tensor('seen', 1, bool) and "
+    "mask=seen[weft.kv_pos] for a long row of comparisons"
 )
 _NO_NUMBER = (
     "an expression is not a number yet, so that math.tanh(x), float(x) and range(x) cannot take it; write weft.tanh(x) "
@@ -201,7 +207,10 @@ class Node(Foreign):
 
     @cached_property
     def text(self) -> str:
-        return print_expr(self)  # type: ignore[arg-type]
+        try:
+            return print_expr(self)  # type: ignore[arg-type]
+        except RecursionError:
+            fail(f"this expression is too deep to be printed; {SMALLER}", self.where)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

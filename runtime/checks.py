@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -174,11 +174,21 @@ def check_call(attention: Attention, call: Call) -> None:
         raise collected(name, problems)
 
 
-def check_operand_kinds(attention: Attention, given: Mapping[str, object], device: torch.device) -> list[str]:
-    """What is wrong with the variant's own operands: each must be there and of the declared kind."""
+def check_operand_kinds(
+    attention: Attention,
+    given: Mapping[str, object],
+    device: torch.device | None,
+    all_of: Collection[str] | None = None,
+) -> list[str]:
+    """What is wrong with the variant's own operands: each must be there and of the declared kind.
+
+    device: that tensors must be on; any where None. all_of: those that must be there; all where None.
+    """
     declared = {p.name: p for p in attention.parameters}
     problems = [_unknown(n, declared) for n in given if n not in declared]
     for name, operand in declared.items():
+        if all_of is not None and name not in all_of:
+            continue
         if name not in given:
             problems.append(f"{name}: missing; pass {name}=... ({_kind(operand)}, declared at {operand.where})")
         else:
@@ -200,7 +210,7 @@ def _kind(operand: Scalar | TensorOperand) -> str:
     return f"a tensor of {operand.dtype} with {operand.rank} dimension{'s' if operand.rank > 1 else ''}"
 
 
-def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device) -> Iterator[str]:
+def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device | None) -> Iterator[str]:
     if isinstance(operand, Scalar):
         yield from _scalar_problems(operand, value)
     elif not isinstance(value, Tensor):
@@ -333,17 +343,20 @@ class SizeChecks:
         return env | {scalar.name: around(value) for scalar, value in zip(self._ints, ints)}
 
 
-def check_q_offset(q_offset: object, batch: int, device: torch.device) -> None:
-    """q_offset: an int, or int32 [B] on the operands' device."""
+def check_q_offset(q_offset: object, batch: int | None, device: torch.device | None) -> None:
+    """q_offset: an int, or int32 [B] on the operands' device. No tensor for batch None; any device for device None."""
+    if isinstance(q_offset, Tensor) and batch is None:
+        raise WeftError("q_offset: expected an int, got a tensor; a picture is of one row of the batch")
     if isinstance(q_offset, Tensor):
         if q_offset.dtype != torch.int32 or q_offset.dim() != 1 or q_offset.shape[0] != batch:
             how = "pass int(x)" if q_offset.dim() == 0 else "pass x.to(torch.int32), one for each batch row"
             got = f"{q_offset.dtype} {list(q_offset.shape)}"
             raise WeftError(f"q_offset: expected an int or an int32 tensor [{batch}], got {got}; {how}")
-        if q_offset.device != device:
+        if device is not None and q_offset.device != device:
             raise WeftError(f"q_offset: expected device {device} as in query, got {q_offset.device}")
     elif isinstance(q_offset, bool) or not isinstance(q_offset, (int, torch.SymInt)):
-        raise WeftError(f"q_offset: expected an int or an int32 tensor [{batch}], got {q_offset!r}")
+        kinds = "an int" if batch is None else f"an int or an int32 tensor [{batch}]"
+        raise WeftError(f"q_offset: expected {kinds}, got {q_offset!r}")
     elif isinstance(q_offset, int) and abs(q_offset) > INT32_MAX // 2:
         raise WeftError(f"q_offset: integer overflow: expected a value within 31 bits, got {shown(q_offset)}")
 
@@ -354,14 +367,14 @@ def range_problems(operand: Scalar, value: int) -> Iterator[str]:
         yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {shown(value)}"
 
 
-def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device) -> Iterator[str]:
+def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device | None) -> Iterator[str]:
     """What a kernel needs of a tensor operand."""
     if (problem := form_problem(operand.name, value)) is not None:
         yield problem
         return
     if value.dim() != operand.rank:
         yield f"{operand.name}: expected {operand.rank} dimensions, got shape {list(value.shape)}"
-    if value.device != device:
+    if device is not None and value.device != device:
         yield f"{operand.name}: expected device {device} as in query, got {value.device}"
     fits = {"float": value.dtype in _FLOATS, "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
     if not fits[operand.dtype]:
