@@ -24,6 +24,7 @@ from .runtime.call import Call, dense_offset, float_tensor, options_of, options_
 from .runtime.checks import check_call, check_q_offset, check_tensors
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
+from .runtime.values import check_offsets, check_reads
 from .runtime.variant import Variant, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -182,8 +183,16 @@ class Attention(Declaration):
             self._check(query, key, value, operands)
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
-        if type(q_offset) is not int:
-            q_offset = self._offset(query, key, q_offset)
+        if q_offset is None:
+            try:
+                q_offset = key.shape[2] - query.shape[2]
+            except RuntimeError:  # a nested tensor has no such size
+                self._check(query, key, key if value is None else value, operands)
+                raise
+        else:
+            q_offset = validate.as_number(q_offset, int)
+            if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
+                check_offsets(str(self.name), q_offset)
         given = {n: operands[n] for n in self._names} if operands else {}
         for name, kind in self._numbers:
             if type(given[name]) is not kind:
@@ -199,16 +208,6 @@ class Attention(Declaration):
             validate.explain_failure(self, call, error)
             raise
         return found if return_lse else found[0]
-
-    def _offset(self, query: Tensor, key: Tensor, q_offset: int | Tensor | None) -> int | Tensor:
-        """The position of query row 0, where it is not given as an int."""
-        if q_offset is not None:
-            return q_offset if isinstance(q_offset, Tensor) else validate.as_number(q_offset, int)
-        try:
-            return key.shape[2] - query.shape[2]
-        except RuntimeError:  # a nested tensor has no such size
-            self._check(query, key, key, {})
-            raise
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
         """Raise for a call that cannot be put together, naming all that is wrong with it."""
@@ -333,6 +332,7 @@ class Attention(Declaration):
         if q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
             check_q_offset(q_offset, query.shape[0], query.device)
+        check_reads(self, query, key, operands, q_offset, head_dim)
         result = reference(self, query, key, value, operands, q_offset, head_dim)
         return result if return_lse else result[0]
 

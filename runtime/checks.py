@@ -12,9 +12,12 @@ from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints
 from ..ir.attention import Attention
 from ..ir.errors import WeftError, collected, shown
-from ..ir.expr import INT32_MAX, Scalar, TensorOperand
+from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
+from ..ir.operators import Range
 from .call import BackwardCall, Call
+from .settings import checks_values
+from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
 MAX_HEAD_DIM = 256
 MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
@@ -260,14 +263,17 @@ class SizeChecks:
     """Proof for a call that no index leaves its tensor and no integer leaves 32 bits.
 
     Most calls are within sizes that were proven before: lengths and batch up to a power of two, int scalars within one.
+    Offsets in a tensor count as numbers where their values are known (runtime/values.py). Elsewhere an index relies on
+    the caller's promise, that positions stay inside the keys, and arithmetic on their 31 bits alone.
     """
 
     def __init__(self, facts: Facts, parameters: Sequence[Scalar | TensorOperand]) -> None:
         attention = facts.attention
         self._name = str(attention.name)
-        self._expressions = (attention.folded_score, attention.folded_mask)
+        self._expressions: tuple[Expr, ...] = (attention.folded_score, attention.folded_mask)
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
+        self._computed = computed_with(attention)
         ranges = any(computes_ints(e) for e in self._expressions)
         self._ranges_needed = ranges
         self.needed = ranges or bool(self._ints)  # else every size is sound
@@ -280,42 +286,62 @@ class SizeChecks:
             assert not isinstance(value, Tensor)
             if not -INT32_MAX <= value <= INT32_MAX:
                 raise collected(self._name, list(range_problems(scalar, int(value))))
-        if isinstance(call.q_offset, int) and abs(call.q_offset) > INT32_MAX // 2:
-            check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
-        if self._ranges_needed:
-            self._prove(call)
-
-    def _prove(self, call: Call) -> None:
         offset = call.q_offset
+        if isinstance(offset, Tensor) or not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET:
+            check_offsets(self._name, offset)
+        if not self._ranges_needed:
+            return
+        if self._computed and checks_values():
+            check_entries(self._name, call.operands, self._computed)
+        self._prove(call, offset)
+
+    def _prove(self, call: Call, offset: int | Tensor) -> None:
+        offsets = known_offsets(offset) if isinstance(offset, Tensor) else (offset, offset)
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         ints = [int(call.operands[s.name]) for s in self._ints]
         lengths = (call.query.shape[:3], call.key.shape[1:3], call.head_dim)
-        known = (*lengths, offset if isinstance(offset, int) else None, *ints, *extents.values())
+        known = (*lengths, offsets, *ints, *extents.values())
         if known in self._proven:
             return
         bucket = (
             call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
             call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,
-            (offset.bit_length(), offset < 0) if isinstance(offset, int) else None,
+            None if offsets is None else tuple([(n.bit_length(), n < 0) for n in offsets]),
             *(value.bit_length() if value >= 0 else -value.bit_length() for value in ints), *extents.values(),
         )  # fmt: skip
         if bucket in self._proven:
             return
-        exact = self._problems(call, ints, extents, rounded=False)
+        exact = self._problems(call, offsets, ints, extents, rounded=False)
         if exact:
+            if isinstance(offset, Tensor) and offsets is not None:
+                return self._prove_rows(call, offset, ints, extents)
             raise collected(self._name, exact)
         if len(self._proven) >= MOST_PROVEN:
             self._proven.clear()
-        self._proven.add(known if self._problems(call, ints, extents, rounded=True) else bucket)
+        self._proven.add(known if self._problems(call, offsets, ints, extents, rounded=True) else bucket)
+
+    def _prove_rows(
+        self, call: Call, offset: Tensor, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Each row by itself, where the range of all of them has problems: the message then names the row."""
+        for row, value in enumerate(offset.tolist()):
+            problems = self._problems(call, (value, value), ints, extents, rounded=False)
+            if problems:
+                raise collected(self._name, [f"q_offset[{row}] is {value}: {problem}" for problem in problems])
 
     def _problems(
-        self, call: Call, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]], rounded: bool
-    ) -> list[str]:
-        env = self._ranges(call, ints, rounded)
+        self, call: Call, offsets: Range | None, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]],
+        rounded: bool,
+    ) -> list[str]:  # fmt: skip
+        env = self._ranges(call, offsets, ints, rounded)
         found = [p for expression in self._expressions for p in check_integers(expression, env, extents)]
+        if offsets is None:
+            far = (-LARGEST_OFFSET, LARGEST_OFFSET + env["q_len"][1])
+            everywhere = [p for e in self._expressions for p in check_integers(e, env | {"q_pos": far}, extents)]
+            found += [f"{p}; {_UNKNOWN_OFFSETS}" for p in everywhere if not _is_of_an_index(p)]
         return list(dict.fromkeys(found))
 
-    def _ranges(self, call: Call, ints: Sequence[int], rounded: bool) -> Ranges:
+    def _ranges(self, call: Call, given: Range | None, ints: Sequence[int], rounded: bool) -> Ranges:
         """Range of every symbol and int scalar: as they are, or of all calls in the same bucket."""
 
         def upto(value: int) -> tuple[int, int]:
@@ -330,17 +356,27 @@ class SizeChecks:
         kv_heads, kv_len = call.key.shape[1:3]
         q_lens, kv_lens, batches = upto(q_len), upto(kv_len), upto(batch)
         last_kv = max(kv_lens[1] - 1, 0)
-        if isinstance(call.q_offset, Tensor):
-            first, last = 0, last_kv  # offsets on the device are promised to keep positions inside the keys
+        if given is None:
+            first, last = 0, last_kv
         else:
-            offsets = around(call.q_offset)
-            first, last = offsets[0], offsets[1] + max(q_lens[1] - 1, 0)
+            first, last = around(given[0])[0], around(given[1])[1] + max(q_lens[1] - 1, 0)
         env: Ranges = {
             "q_pos": (first, last), "kv_pos": (0, last_kv), "batch": (0, max(batches[1] - 1, 0)),
             "head": (0, heads - 1), "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2,
             "q_len": q_lens, "kv_len": kv_lens, "head_dim": (call.head_dim, call.head_dim),
         }  # fmt: skip
         return env | {scalar.name: around(value) for scalar, value in zip(self._ints, ints)}
+
+
+def _is_of_an_index(problem: str) -> bool:
+    """Whether a problem that ranges found is an index that leaves its tensor, and no overflow or divisor."""
+    return " entries there; " in problem
+
+
+_UNKNOWN_OFFSETS = (
+    "q_offset is a tensor on the device, whose values may be anything within 31 bits: give an int, or have the values "
+    "looked at with weft.settings(check=True)"
+)
 
 
 def check_q_offset(q_offset: object, batch: int | None, device: torch.device | None) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Never
@@ -42,7 +42,7 @@ class Settings:
     cache_dir: Path | None = None  # None: the user's cache folder
     target: str | None = None  # None: from the device of the operands
 
-    check: bool = False  # whether what tensors hold is looked at in each call, see runtime/values.py
+    check: bool = False  # whether what tensors hold is looked at in each call, see values.py
 
     def __post_init__(self) -> None:
         if type(self.debug) is not int or self.debug not in range(SOURCE + 1):
@@ -77,9 +77,14 @@ def default_target() -> str | None:
 
 
 def checks_values() -> bool:
-    """`current().check`, without reading what a call does not need."""
+    """`current().check`; the environment is read once, as reading it takes longer than the rest of a call's checks."""
     block = _block.get()
-    return _flag(os.environ.get("WEFT_CHECK", ""), "WEFT_CHECK") if block is None else block.check
+    return _check_in_environment() if block is None else block.check
+
+
+@cache
+def _check_in_environment() -> bool:
+    return _flag(os.environ.get("WEFT_CHECK", ""), "setting check (WEFT_CHECK)")
 
 
 @constant_while_tracing
