@@ -132,7 +132,7 @@ class Attention(Declaration):
         fit, listing every problem, and UnavailableError where a target cannot compute the call.
         """
         if more:
-            raise WeftError(f"{self.name}: {validate.by_position(more)}")
+            raise WeftError(validate.by_position(self, more))
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
             self._refuse(kv_lens=kv_lens, q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
                          block_table=block_table)  # fmt: skip
@@ -223,7 +223,9 @@ class Attention(Declaration):
         if self.latent is None:
             check_tensors(str(self.name), query, key, value)
         if set(operands) != set(self._names):
-            raise WeftError(f"{self.name}: expected the operands {self._names}, got {tuple(operands)}")
+            unknown = [f"{n}: unknown operand or option" for n in operands if n not in self._names]
+            missing = [f"{n}: missing; pass {n}=..." for n in self._names if n not in operands]
+            raise WeftError(f"{self.name}: {'; '.join([*unknown, *missing])}; the operands are {self._names}")
         tensors, floats, ints = [], [], []
         for name, kind in zip(self._names, self._kinds):
             given = operands[name]
@@ -313,7 +315,7 @@ class Attention(Declaration):
     ) -> Result:
         """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow."""
         if more:
-            raise WeftError(f"{self.name}: {validate.by_position(more)}")
+            raise WeftError(validate.by_position(self, more))
         self._check_lse(return_lse)
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv)

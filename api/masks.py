@@ -9,12 +9,24 @@ Arguments are numbers, scalar operands or int expressions of heads and lengths; 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Operand, TensorOperand, expression, symbol
 from .ir.functions import abs as absolute
 from .ir.functions import maximum, minimum
 
+__all__ = [
+    "block_causal", "block_diagonal", "block_diffusion", "causal", "dilated", "document", "global_window", "natten_2d",
+    "prefix_lm", "sliding_window", "strided",
+]  # fmt: skip
 _q, _kv, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("batch")
+
+
+if not TYPE_CHECKING:  # a type checker knows which names there are
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")
 
 
 def _size(function: str, argument: str, value: Operand, least: int = 1) -> Operand:

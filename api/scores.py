@@ -6,14 +6,22 @@ They compose: `scores.alibi(slopes)(scores.softcap(50.0)(score))`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Node, Operand, TensorOperand, expression, symbol
 from .ir.foreign import number_in
 from .ir.functions import maximum, minimum, tanh
 
+__all__ = ["alibi", "compose", "relative_bias", "softcap", "temperature"]
 Score = Callable[[Operand], Expr]
 _q, _kv, _head = symbol("q_pos"), symbol("kv_pos"), symbol("head")
+
+
+if not TYPE_CHECKING:  # a type checker knows which names there are
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")
 
 
 def _above_zero(function: str, argument: str, value: Operand) -> Expr:

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from .ir.attention import Attention
 
 
-def by_position(more: Sequence[object]) -> str:
+def by_position(attention: Attention, more: Sequence[object]) -> str:
     """What to say of arguments behind query, key and value: others have a mask, a function or a flag there."""
     got = ", ".join(type(value).__name__ for value in more)
+    own = ", ".join(f"{p.name}=..." for p in attention.parameters)
     return (
-        f"expected query, key and value by position, got {len(more)} more ({got}); options go by name, and a mask or a "
-        "score is declared: weft.Attention(mask=weft.kv_pos <= weft.q_pos)"
+        f"{attention.name}: expected query, key and value by position, got {len(more)} more ({got}); options go by name"
+        f"{f', operands too ({own})' if own else ''}, and a mask or a score is declared: "
+        "weft.Attention(mask=weft.kv_pos <= weft.q_pos)"
     )
 
 

@@ -49,6 +49,16 @@ class Latent:
                 raise WeftError(f"Latent: expected {name} to be an int of at least {least}, got {value!r}")
 
 
+def _check_positions(given: tuple[object, ...]) -> None:
+    """Refuse a call where a declaration belongs: query, key and value are given to what is declared."""
+    if len(given) > 2 or (len(given) == 2 and all(foreign.is_array(value) for value in given)):
+        raise WeftError(
+            "weft.Attention: expected score and mask by position, which declare a variant, got "
+            f"{', '.join(type(value).__name__ for value in given)}; tensors are given to the variant: "
+            "causal = weft.Attention(mask=weft.kv_pos <= weft.q_pos), then causal(query, key, value)"
+        )
+
+
 def _check_fields(given: Mapping[str, object]) -> None:
     """Refuse fields that are none, with how other attentions' options are declared, and a latent= that is none."""
     known = [f.name for f in dataclasses.fields(Attention)]
@@ -106,6 +116,7 @@ class Attention:
     if not TYPE_CHECKING:  # a type checker reads the fields
 
         def __new__(cls, *args: Any, **fields: Any) -> Any:
+            _check_positions(args)
             _check_fields(fields)
             return super().__new__(cls)
 

@@ -147,7 +147,10 @@ class Node(Foreign):
     # fmt: on
 
     def __pow__(self, other: Operand) -> NoReturn:
-        fail("`**` is not part of the language; write x * x, or weft.exp2(y * weft.log2(x))")
+        fail(
+            "`**` is not part of the language; write x * x, weft.sqrt(x) for x**0.5, weft.rsqrt(x) for x**-0.5, or "
+            "weft.exp2(y * weft.log2(x))"
+        )
 
     def __rshift__(self, other: object) -> NoReturn:
         fail("`>>` is not part of the language; write x // 2, x // 4, ...")
@@ -355,6 +358,13 @@ def expression(value: Operand) -> Expr:
             fail(f"expected an expression or a number, got {foreign.described(value)}")
 
 
+_TYPE_HINTS = {
+    ("int", "float"): " (weft.floor gives an int)",
+    ("number", "bool"): " (write weft.where(c, a, 0) for c * a; what is to be hidden goes into mask=)",
+    ("bool", "int"): " (& | ^ bind more tightly than comparisons: write (a <= b) & (c < d))",
+}
+
+
 def _result(op: Operator, args: tuple[Expr, ...], where: str) -> DType:
     """Type of an operator applied to these operands; raises at the line that wrote it."""
     if op.name == "where":
@@ -366,7 +376,7 @@ def _result(op: Operator, args: tuple[Expr, ...], where: str) -> DType:
     for arg in args:
         allowed = {"int": ("int",), "bool": ("bool",), "number": ("int", "float"), "any": ("int", "float", "bool")}
         if arg.dtype not in allowed[op.takes]:
-            hint = " (weft.floor gives an int)" if op.takes == "int" and arg.dtype == "float" else ""
+            hint = _TYPE_HINTS.get((op.takes, arg.dtype), "")
             sign = op.sign or op.name
             fail(f"`{sign}`: expected {' or '.join(allowed[op.takes])}, got {arg.dtype} `{arg}`{hint}", where)
     kinds = {a.dtype for a in args}
@@ -396,7 +406,8 @@ def symbol(name: str) -> Symbol:
 def _check_name(name: str) -> str:
     # Names reach generated source: nothing but a plain ASCII identifier may pass.
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        fail(f"expected a Python identifier as a name, got {name!r}")
+        hint = "" if isinstance(name, str) else "; what it holds is given at each call, name=..."
+        fail(f"expected a Python identifier as a name, got {name!r}{hint}")
     if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPERATORS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
     if name.startswith("_"):
@@ -412,9 +423,11 @@ def scalar(name: str, dtype: type = float) -> Scalar:
     >>> scalar("window", int)
     window
     """
-    if dtype not in (int, float):
-        fail(f"scalar {name!r}: expected dtype int or float, got {dtype!r}")
-    return Scalar(_check_name(name), "int" if dtype is int else "float", where=source_line())
+    _check_name(name)
+    if not isinstance(dtype, type) or dtype not in (int, float):
+        hint = f"; its value is given at each call, {name}={dtype!r}" if isinstance(dtype, (int, float)) else ""
+        fail(f"scalar {name!r}: expected dtype int or float, got {dtype!r}{hint}")
+    return Scalar(name, "int" if dtype is int else "float", where=source_line())
 
 
 def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
@@ -425,9 +438,11 @@ def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     >>> tensor("slopes", 1)[symbol("head")]
     slopes[head]
     """
-    if dtype not in (int, float, bool):
+    _check_name(name)
+    if not isinstance(dtype, type) or dtype not in (int, float, bool):
         fail(f"tensor {name!r}: expected dtype float, int or bool, got {dtype!r}")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 4:
-        fail(f"tensor {name!r}: expected a rank from 1 to 4, got {rank!r}")
+        hint = "; the rank is the number of dimensions" if isinstance(rank, (tuple, list)) else ""
+        fail(f"tensor {name!r}: expected a rank from 1 to 4, got {rank!r}{hint}")
     kind: DType = "bool" if dtype is bool else "int" if dtype is int else "float"
-    return TensorOperand(_check_name(name), rank, kind, where=source_line())
+    return TensorOperand(name, rank, kind, where=source_line())

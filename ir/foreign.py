@@ -68,6 +68,11 @@ def instead_of(name: str) -> str:
     return f"the language has no {plain}; its functions are those of weft: {functions}"
 
 
+def is_written_otherwise(name: str) -> bool:
+    """Whether `instead_of` knows what to write for a function of that name."""
+    return operator_named(name) is not None or name.strip("_") in _WRITTEN
+
+
 def _usage(operator: str) -> str:
     op = OPERATORS[operator]
     if op.sign is None:
@@ -246,6 +251,7 @@ OPTIONS = {
                                                                         "return_lse=True gives their normalizer",
     "need_weights": "weights are never computed as a whole; return_lse=True gives their normalizer",
     "return_aux": "write return_lse=True", "kernel_options": "write schedule=", "backend": "write target=",
+    "device": "leave it out: the operands' device decides, and target= names a target",
     "cu_seqlens_k": _LENGTHS, "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
     "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS, "sinks": "not available yet",
 }  # fmt: skip

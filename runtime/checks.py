@@ -89,10 +89,11 @@ def rank_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
         if (problem := form_problem(label, tensor)) is not None:
             yield problem
         elif tensor.dim() != 4:
-            yield (
-                f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {list(tensor.shape)}; "
-                "add a batch dimension with [None], or pass x.transpose(1, 2) of a [batch, length, heads, dim] tensor"
-            )
+            hint = "add a batch dimension with [None]"
+            if tensor.dim() == 3:
+                hint += ", or pass x.unflatten(2, (heads, dim)).transpose(1, 2) of [batch, length, heads * dim]"
+            shape = list(tensor.shape)
+            yield f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {shape}; {hint}"
 
 
 def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
@@ -226,9 +227,10 @@ def _operand_problems(operand: Scalar | TensorOperand, value: object, device: to
 def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
     if isinstance(value, Tensor):
         kind, n = operand.dtype, operand.name
+        number = "" if value.requires_grad else f"pass {n}={kind}({n}), or "
         yield (
-            f"{n}: expected a Python number, got a tensor; pass {n}={kind}({n}), or declare it with weft.tensor to pass"
-            f' a tensor: {n} = weft.tensor("{n}", 1, {kind}), read as {n}[0]'
+            f"{n}: expected a Python number, got a tensor; {number}declare it with weft.tensor to pass a tensor: "
+            f'{n} = weft.tensor("{n}", 1, {kind}), read as {n}[0] and given as {n}={n}.reshape(1)'
         )
     elif operand.dtype == "int":
         if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
@@ -414,4 +416,8 @@ def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device 
         yield f"{operand.name}: expected device {device} as in query, got {value.device}"
     fits = {"float": value.dtype in _FLOATS, "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
     if not fits[operand.dtype]:
-        yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}"
+        cast = {"float": "float()", "int": "to(torch.int32)", "bool": "bool()"}[operand.dtype]
+        how = f"cast it, {operand.name}.{cast}"
+        if operand.dtype == "bool" and value.is_floating_point():
+            how += ", or declare it with dtype float where it is to be added: score=score + x[...]"
+        yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}; {how}"

@@ -278,7 +278,7 @@ def test_options_of_others(name: str) -> None:
 
 
 def test_every_hint_is_for_a_name_that_is_no_option_of_the_call() -> None:
-    known = {"mask", "score", "scale", "dropout", "window"}  # fields, and a name that operands often have
+    known = {"mask", "score", "scale", "dropout", "device"}  # of a variant's fields and of other methods
     assert not (foreign.OPTIONS.keys() & weft.ir.expr.CALL_OPTIONS) - known
 
 
@@ -371,3 +371,92 @@ def test_latent_attention() -> None:
         CAUSAL(*qkv(), uk=uk, form="expanded")
     with pytest.raises(WeftError, match="causal: uk: uk, uv and form belong to variants"):
         CAUSAL.reference(*qkv(), uk=uk)
+
+
+# -- first programs of a stranger: each says what to do ----------------------------------------------------------------
+PRELUDE = """
+import math
+import torch
+import weft
+from weft import head, kv_pos, q_pos, score
+B, L, H, D = 2, 16, 4, 8
+q, k, v = torch.randn(3, B, H, L, D)
+causal = weft.Attention(mask=kv_pos <= q_pos, name="causal")
+seen = weft.tensor("seen", 2, bool)
+masked = weft.Attention(mask=seen[q_pos, kv_pos], name="masked")
+"""
+PROGRAMS = [
+    ("causal(*torch.randn(3, B, L, H * D))", r"or pass x.unflatten\(2, \(heads, dim\)\).transpose\(1, 2\) of \[batch"),
+    ("causal(*torch.randn(3, L, D))", r"query: expected 4 dim.* \[16, 8\]; add a batch dimension with \[None\]"),
+    ("causal(torch.randn(B, 6, L, D), k, v)", r"multiple of the key's 4 heads, got 6 \(grouped heads"),
+    ("causal(torch.randn(B, 10, H, D), torch.randn(B, 12, H, D), torch.randn(B, 12, H, D))", r"x.transpose\(1, 2\) of"),
+    ("causal(q.half(), k, v)", r"key: expected dtype torch.float16 as in query, .* key.to\(query.dtype\)"),
+    ("causal(q.long(), k.long(), v.long())", r"got torch.int64; cast it, query.to\(torch.float32\)"),
+    ("with torch.autocast('cpu', torch.bfloat16): causal(q, k, v.double())", r"value: expected dtype torch.bfloat16"),
+    ("masked(q, k, v)", r"seen: missing; pass seen=... \(a tensor of bool with 2 dimensions, declared at .*\)"),
+    ("masked(q, k, v, torch.ones(L, L).bool())", r"got 1 more \(Tensor\); .*, operands too \(seen=...\)"),
+    ("masked(q, k, v, seen=torch.ones(L, L))", r"seen: expected a tensor of bool, got torch.float32; cast it"),
+    ("masked(q, k, v, seen=torch.ones(L, L).int())", r"seen: expected a tensor of bool, got torch.int32; cast it"),
+    ("masked(q, k, v, seen=torch.ones(4, 4).bool())", r"`seen\[q_pos, kv_pos\]`: index 0, .* but seen has 4 entries"),
+    ("weft.Attention(q, k, v)", r"tensors are given to the variant: causal = .*, then causal\(query, key, value\)"),
+    ("weft.Attention(mask=kv_pos <= q_pos & q_pos - kv_pos < 4)", r"& \| \^ bind more tightly than comparisons: write"),
+    ("weft.Attention(score + (kv_pos > q_pos) * -1e9)", r"write weft.where\(c, a, 0\) for c \* a; .* goes into mask="),
+    ("weft.Attention(scale=weft.head_dim**-0.5)", r"weft.sqrt\(x\) for x\*\*0.5, weft.rsqrt\(x\) for x\*\*-0.5"),
+    ("weft.Attention(scale=1 / math.sqrt(weft.head_dim))", r"write weft.tanh\(x\) for math.tanh\(x\), and so"),
+    ("weft.Attention(score.masked_fill(kv_pos > q_pos, -1e9))", r"write weft.where\(condition, value, x\), or a mask="),
+    ("weft.scalar('window', 4)", r"expected dtype int or float, got 4; its value is given at each call, window=4"),
+    ("weft.tensor('m', (4, 4), bool)", r"expected a rank from 1 to 4, got \(4, 4\); the rank is the number of dim"),
+    ("weft.tensor(torch.ones(3), 1)", r"expected a Python identifier as a name, got tensor.*is given at each call"),
+    ("weft.causal", r"weft has no 'causal'.*; it is weft.masks.causal"),
+    ("weft.alibi", r"it is weft.scores.alibi"),
+    ("weft.min(q_pos, 3)", r"write weft.minimum\(a, b\)"),
+    ("weft.flex_attention(q, k, v)", r"weft.Attention\(score=..., mask=...\) declares a variant"),
+    ("weft.masks.window(4)", r"weft.masks has no 'window'; it has block_causal, .*sliding_window"),
+    ("weft.scores.cap(4)", r"weft.scores has no 'cap'; it has alibi, compose"),
+    ("causal(q, k, v, device='cuda')", r"device: unknown operand or option; .*leave it out: the operands'"),
+    ("causal(q, k, v, target='triton')", r"target triton: needs a GPU, the operands are on the CPU; use target='cpu'"),
+    (
+        "t = weft.scalar('t'); weft.Attention(score * t)(q, k, v, t=torch.nn.Parameter(torch.tensor(1.0)))",
+        r"t: expected a Python number, got a tensor; declare it with weft.tensor .* given as t=t.reshape\(1\)",
+    ),
+    (
+        "b = weft.tensor('b', 2)\n"
+        "weft.Attention(score + b[q_pos, kv_pos])(q, k, v, b=torch.zeros(L, L, requires_grad=True)).sum().backward()",
+        r"the gradient of `b\[q_pos, kv_pos\]` is not available, .* or pass b.detach\(\)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one of the programs asks for what only a GPU has")
+@pytest.mark.parametrize(("program", "match"), PROGRAMS)
+def test_first_programs(program: str, match: str) -> None:
+    with pytest.raises((WeftError, AttributeError), match=f"(?s){match}"):
+        exec(compile(PRELUDE + program, "first.py", "exec"), {"__name__": "first"})
+
+
+SOUND_PROGRAMS = (
+    "causal(q.half(), k.half(), v.half())",
+    "causal(q.double(), k.double(), v.double())",
+    "with torch.autocast('cpu', torch.bfloat16): assert causal(q, k, v).dtype == torch.bfloat16",
+    "x = torch.randn(3, B, L, H, D).transpose(2, 3); causal(*x)",
+    "causal(q, k[:, :2], v[:, :2])",
+    "masked(q, k, v, seen=torch.ones(L, L).bool().tril())",
+    "weft.Attention(mask=0 <= q_pos - kv_pos)(q, k, v)",
+)
+
+
+@pytest.mark.parametrize("program", SOUND_PROGRAMS)
+def test_first_programs_that_work(program: str) -> None:
+    exec(compile(PRELUDE + program, "first.py", "exec"), {"__name__": "first"})
+
+
+def test_the_lists_of_names_are_whole() -> None:
+    for part in (masks, scores):
+        public = {n for n, value in vars(part).items() if getattr(value, "__module__", "") == part.__name__}
+        assert {n for n in public if not n.startswith("_")} <= set(part.__all__) and set(part.__all__) <= {*vars(part)}
+
+
+def test_a_compiled_call_names_its_operands() -> None:
+    q, k, v = qkv()
+    with pytest.raises(Exception, match=r"capped: winow: unknown operand or option; window: missing; pass window=..."):
+        torch.compile(lambda x: CAPPED(x, k, v, winow=4, cap=1.0), backend="eager", fullgraph=True)(q)
