@@ -12,6 +12,7 @@ from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .describe import parse_attention, shape
+from .ir import foreign as _foreign
 from .ir import functions as _functions
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
@@ -45,7 +46,24 @@ __all__ += _functions.__all__
 
 def __getattr__(name: str) -> _functions.Function:
     """The functions of the language: `weft.tanh` and whatever else ir/operators.py declares."""
-    return _functions.__getattr__(name)
+    try:
+        return _functions.__getattr__(name)
+    except AttributeError as error:
+        raise AttributeError(f"{error}{_elsewhere(name)}") from None
+
+
+def _elsewhere(name: str) -> str:
+    """Where a name is that people look for here, or what is written in place of it."""
+    for part in (masks, scores):
+        if name in part.__all__:
+            return f"; it is {part.__name__}.{name}"
+    if name in ("q", "k", "query", "key"):
+        return "; weft.score is scale * (query . key), and a variant is called with tensors"
+    if name.startswith("_") or name in _functions.__all__:
+        return ""
+    if _foreign.is_written_otherwise(name):
+        return f"; {_foreign.instead_of(name)}"
+    return "; weft.Attention(score=..., mask=...) declares a variant, weft.scalar and weft.tensor its operands"
 
 
 def __dir__() -> list[str]:

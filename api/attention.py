@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, SupportsFloat, overload
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ from .ir.expr import TensorOperand
 from .ir.reference import expand_latent, reference
 from .runtime import ops
 from .runtime.call import Call, dense_offset, float_tensor, options_of, options_text
-from .runtime.checks import check_tensors
+from .runtime.checks import check_call, check_q_offset, check_tensors
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
+from .runtime.values import check_offsets, check_reads
 from .runtime.variant import Variant, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
+Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a number of Python or numpy
 Form = Literal["expanded", "absorbed"]
 
 
@@ -37,7 +39,7 @@ class Attention(Declaration):
     if TYPE_CHECKING:  # set when the variant is made; ClassVar keeps them out of the dataclass's fields
         _names: ClassVar[tuple[str, ...]]  # of the operands
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
-        _floats: ClassVar[tuple[str, ...]]
+        _numbers: ClassVar[tuple[tuple[str, type], ...]]  # the scalars, each with the type that kernels take
         _operands: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
         _variant: ClassVar[Variant]
@@ -50,9 +52,9 @@ class Attention(Declaration):
         """What every call reads, worked out once: torch.compile then traces attributes, and no analysis."""
         kinds = tuple("tensor" if isinstance(p, TensorOperand) else p.dtype for p in self.parameters)
         names = tuple(p.name for p in self.parameters)
-        floats = tuple(name for name, kind in zip(names, kinds) if kind == "float")
+        numbers = tuple((n, int if kind == "int" else float) for n, kind in zip(names, kinds) if kind != "tensor")
         found = {
-            "_names": names, "_kinds": kinds, "_floats": floats, "_operands": frozenset(names),
+            "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
             "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
         }  # fmt: skip
         self.__dict__.update(found)  # frozen for users
@@ -65,12 +67,36 @@ class Attention(Declaration):
         self.__dict__.update(state)
         self._derive()
 
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
+        q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
+        deterministic: bool = True, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
+        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
+        q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
+        deterministic: bool = True, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
+        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
+        q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
+        deterministic: bool = True, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
+        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
+    ) -> Result: ...  # fmt: skip
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor | None = None,
-        *,
+        *more: Any,
         return_lse: bool = False,
         q_offset: int | Tensor | None = None,
         target: str | None = None,
@@ -105,15 +131,19 @@ class Attention(Declaration):
         A row that sees no key gives 0 and lse -inf, with zero gradients. Raises WeftError for operands that do not
         fit, listing every problem, and UnavailableError where a target cannot compute the call.
         """
+        if more:
+            raise WeftError(validate.by_position(self, more))
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
             self._refuse(kv_lens=kv_lens, q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
                          block_table=block_table)  # fmt: skip
-        if return_lse:
-            self._check_lse()
+        if return_lse is not False:
+            self._check_lse(return_lse)
+        if deterministic is not True:
+            validate.check_flag(str(self.name), "deterministic", deterministic)
         if self.latent is not None:
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
-            raise WeftError(f"{self.name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
+            validate.check_no_latent(self, uk, uv, form)
         if torch.compiler.is_compiling() or may_autocast():
             query, key, value = _autocast(query, key, value)
         return self._run(query, key, value, None, return_lse, q_offset, target, schedule, operands)
@@ -122,8 +152,9 @@ class Attention(Declaration):
         names = [name for name, option in options.items() if option is not None]
         raise UnavailableError(f"{self.name}: the option {names[0]} is not available; pass padded operands and a mask")
 
-    def _check_lse(self) -> None:
-        if not self._has_lse:
+    def _check_lse(self, return_lse: bool) -> None:
+        validate.check_flag(str(self.name), "return_lse", return_lse)
+        if return_lse and not self._has_lse:
             raise WeftError(
                 f"{self.name}: return_lse: the normalizer {self.normalizer} has no log-sum-exp; leave return_lse=False"
             )
@@ -133,7 +164,9 @@ class Attention(Declaration):
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
         head_dim: int | None = None,
     ) -> Result:  # fmt: skip
-        text = None if schedule is None else str(schedule)
+        text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
+        if target is not None:
+            validate.check_target(str(self.name), target)
         if torch.compiler.is_compiling():
             out, lse = self._traced(query, key, value, rope, q_offset, target, text, operands, head_dim)
             return (out, self._lse(lse)) if return_lse else out
@@ -144,21 +177,36 @@ class Attention(Declaration):
             or operands.keys() != self._operands
             or query.dim() != 4
             or key.dim() != 4
+            or query.is_meta
+            or key.is_meta
         ):
             self._check(query, key, value, operands)
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
         if q_offset is None:
-            q_offset = key.shape[2] - query.shape[2]
+            try:
+                q_offset = key.shape[2] - query.shape[2]
+            except RuntimeError:  # a nested tensor has no such size
+                self._check(query, key, key if value is None else value, operands)
+                raise
+        else:
+            q_offset = validate.as_number(q_offset, int)
+            if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
+                check_offsets(str(self.name), q_offset)
         given = {n: operands[n] for n in self._names} if operands else {}
-        for name in self._floats:
-            if type(given[name]) is int:
-                given[name] = float(given[name])
+        for name, kind in self._numbers:
+            if type(given[name]) is not kind:
+                given[name] = validate.as_number(given[name], kind)
         call = Call(
             query, key, value, rope, given, dense_offset(q_offset),
-            options_of(target or default_target(), text), head_dim or query.shape[3],
+            options_of(default_target() if target is None else target, text), head_dim or query.shape[3],
         )  # fmt: skip
-        found = ops.run(self._variant, call)
+        try:
+            found = ops.run(self._variant, call)
+        except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError) as error:
+            check_call(self, call)  # torch and Python know no operand's name
+            validate.explain_failure(self, call, error)
+            raise
         return (found[0], self._lse(found[1])) if return_lse else found[0]
 
     def _lse(self, saved: Tensor) -> Tensor:
@@ -179,7 +227,9 @@ class Attention(Declaration):
         if self.latent is None:
             check_tensors(str(self.name), query, key, value)
         if set(operands) != set(self._names):
-            raise WeftError(f"{self.name}: expected the operands {self._names}, got {tuple(operands)}")
+            unknown = [f"{n}: unknown operand or option" for n in operands if n not in self._names]
+            missing = [f"{n}: missing; pass {n}=..." for n in self._names if n not in operands]
+            raise WeftError(f"{self.name}: {'; '.join([*unknown, *missing])}; the operands are {self._names}")
         tensors, floats, ints = [], [], []
         for name, kind in zip(self._names, self._kinds):
             given = operands[name]
@@ -201,7 +251,7 @@ class Attention(Declaration):
         number, per_row = (0, offset) if isinstance(offset, Tensor) else (offset, None)
         return ops.FORWARD(
             query, key, value, rope, tensors, floats, ints, number, per_row, head_dim or query.shape[3],
-            self.canonical_text, options_text(target or traced_target(), schedule),
+            self.canonical_text, options_text(traced_target() if target is None else target, schedule),
         )  # fmt: skip
 
     def _latent(
@@ -240,12 +290,27 @@ class Attention(Declaration):
         assert isinstance(result, Tensor)
         return result @ uv
 
+    @overload
+    def reference(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
+        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None, **operands: Own,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def reference(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
+        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None, **operands: Own,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def reference(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
+        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None, **operands: Own,
+    ) -> Result: ...  # fmt: skip
     def reference(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor | None = None,
-        *,
+        *more: Any,
         return_lse: bool = False,
         q_offset: int | Tensor | None = None,
         uk: Tensor | None = None,
@@ -253,19 +318,27 @@ class Attention(Declaration):
         **operands: Any,
     ) -> Result:
         """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow."""
-        if return_lse:
-            self._check_lse()
-        head_dim = query.shape[3]
+        if more:
+            raise WeftError(validate.by_position(self, more))
+        self._check_lse(return_lse)
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv)
+            head_dim = query.shape[3]
             if uk is not None and uv is not None:
                 query, key, value = expand_latent(self, query, key, uk, uv)
             else:
                 value = key[..., : self.latent.rank]
         else:
+            validate.check_no_latent(self, uk, uv)
             check_tensors(str(self.name), query, key, value)
             assert value is not None
+            head_dim = query.shape[3]
+        operands = {name: validate.as_number(given, dict(self._numbers).get(name)) for name, given in operands.items()}
         validate.check_operands(self, operands, query.device)
+        if q_offset is not None:
+            q_offset = validate.as_number(q_offset, int)
+            check_q_offset(q_offset, query.shape[0], query.device)
+        check_reads(self, query, key, operands, q_offset, head_dim)
         result = reference(self, query, key, value, operands, q_offset, head_dim)
         return result if return_lse else result[0]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from . import validate
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement, Table, visited
+from .compiler.analysis.ranges import Ranges, check_integers
 from .compiler.analysis.records import TileProgram
 from .compiler.analysis.tiles import tile_ranges
 from .compiler.planning import hardware, picture
 from .compiler.planning.cost import CountTiles
 from .compiler.planning.kernels import SPANS
-from .compiler.planning.picture import Ranges
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -45,12 +45,10 @@ def shape(
 
     dtype: "bf16", "fp16" or "fp32". For latent attention head_dim is the query's nope + rope and value_dim is Dv.
     """
-    made = Shape(
-        batch, heads, heads if kv_heads is None else kv_heads, q_len, q_len if kv_len is None else kv_len, head_dim,
-        head_dim if value_dim is None else value_dim, dtype,
-    )  # fmt: skip
+    own = (heads if kv_heads is None else kv_heads, q_len if kv_len is None else kv_len)
+    made = Shape(batch, heads, own[0], q_len, own[1], head_dim, head_dim if value_dim is None else value_dim, dtype)
     if dtype not in ("bf16", "fp16", "fp32"):
-        raise WeftError(f"shape: dtype: expected bf16, fp16 or fp32, got {dtype!r}")
+        raise WeftError(f"shape: dtype: expected 'bf16', 'fp16' or 'fp32', got {dtype!r}")
     sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,
              "head_dim": head_dim, "value_dim": made.value_dim}  # fmt: skip
     for name, value in sizes.items():
@@ -80,8 +78,10 @@ def _shape_of(
     tensors = [t for t in operands if isinstance(t, Tensor)]
     wanted = 2 if attention.latent is not None else 3
     if len(tensors) != wanted or len(tensors) != len(operands):
+        got = ", ".join(type(o).__name__ for o in operands) or "nothing"
         raise WeftError(
-            f"{attention.name}: expected weft.shape(...) or {wanted} tensors, got {len(operands)} arguments"
+            f"{attention.name}: expected weft.shape(heads=..., q_len=..., head_dim=...) or {wanted} tensors "
+            f"({'query and cache' if wanted == 2 else 'query, key and value'}), got {got}"
         )
     query, key = tensors[0], tensors[1]
     uk, uv = options.get("uk"), options.get("uv")
@@ -187,13 +187,16 @@ def _request(
     """The very choices that a call makes: both ask the driver."""
     sizes, tensors_on = _shape_of(attention, operands, options)
     _check_options(attention, sizes, form, options)
+    if target is not None:
+        validate.check_target(str(attention.name), target)
     machine = _hardware(device, tensors_on)
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
     head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form)
+    _check_read(attention, _ranges_of(sizes, options.get("q_offset")), options)
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
-    target = target or default_target()
+    target = default_target() if target is None else target
 
     def resolved(direction: Direction, wanted: frozenset[str]) -> driver.Resolved:
         dtypes = Dtypes.all(sizes.dtype)
@@ -250,6 +253,18 @@ def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mappin
 
 
 # -- the methods -------------------------------------------------------------------------------------------------------
+_OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic")
+
+
+def _described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The operands and options of a call that is planned, checked as far as they are given."""
+    first = operands[0] if operands else None
+    if isinstance(first, Tensor):
+        return validate.described(attention, options, len(first), first.device, _OPTIONS)
+    batch = first.batch if isinstance(first, Shape) else 1
+    return validate.described(attention, options, batch, None, _OPTIONS)
+
+
 def _environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as tile programs read them: numbers as they are, tensors that the mask reads as tables."""
     env: dict[str, Any] = {n: v for n, v in options.items() if not isinstance(v, Tensor)}
@@ -358,6 +373,7 @@ def plan(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
     schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
+    options = _described(attention, operands, options)
     r = _request(attention, operands, device, target, schedule, form, options)
     facts = facts_of(attention)
     count, counted = _counter(attention, r.sizes, r.head_dim, r.forward.code, options)
@@ -459,6 +475,7 @@ def source(
 
     if direction not in ("forward", "backward"):
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
+    options = _described(attention, operands, options)
     r = _request(attention, operands, device, target, schedule, form, options)
     found = r.forward if direction == "forward" else r.backward
     if found is None:
@@ -480,7 +497,8 @@ def show_mask(
     _check_counts(name, {"head": head, "batch": batch}, least=0)
     if path is not None:
         picture.check_path(path)
-    check_operands(name, attention, options)
+    options = validate.described(attention, {**options, "q_offset": q_offset}, None, None, ("q_offset",))
+    q_offset = options.pop("q_offset")
     _check_drawable(attention, facts.kv_tiles, options)
     if q_offset is not None:
         check_q_offset(q_offset, 1, torch.device("cpu"))
@@ -489,6 +507,9 @@ def show_mask(
     env = {**drawn, "q_len": q_len, "kv_len": kv_len, "q_offset": offset, "batch": batch,
            **_environment(attention, options)}  # fmt: skip
 
+    one = Shape(1, 1, 1, q_len, kv_len, drawn["head_dim"], drawn["head_dim"])
+    here = {name: (value, value) for name, value in (*drawn.items(), ("batch", batch))}
+    _check_read(attention, {**_ranges_of(one, offset), **here}, options)
     title = f"{attention.name}: {q_len} queries, {kv_len} keys{_which(attention, drawn, batch)}"
     if facts.survey is not None and missing:
         title += f"; by positions alone, give {missing} for the tiles of a call"
@@ -549,7 +570,7 @@ def _check_counts(name: str, counts: Mapping[str, object], least: int) -> None:
         raise collected(name, problems)
 
 
-def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
+def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> picture.Ranges:
     def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
         ends = {"q_first": first_row + env["q_offset"], "q_last": last_row + env["q_offset"]}
         return tile_ranges(facts.kv_tiles, {**env, **ends}, block=block_kv, length=env["kv_len"])
@@ -557,7 +578,7 @@ def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, bloc
     return ranges
 
 
-def _measured_ranges(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> Ranges:
+def _measured_ranges(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> picture.Ranges:
     assert facts.survey is not None
     lengths = {name: env[name] for name in ("q_len", "kv_len", "q_offset")}
     spans = Measurement(facts.survey, env, **lengths).spans(facts.kv_tiles, block_q, block_kv)
@@ -574,6 +595,32 @@ def _check_drawable(attention: Attention, program: TileProgram, options: Mapping
     missing = sorted(name for name in needed if name not in options)
     if missing:
         raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
+
+
+def _check_read(attention: Attention, ranges: Ranges, options: Mapping[str, Any]) -> None:
+    """Raise WeftError where expressions read beyond the tensors that were given, as a call would.
+
+    ranges: of symbols, by name. Expressions that read an operand that was not given are passed over.
+    """
+    extents = {n: tuple(v.shape) for n, v in options.items() if isinstance(v, Tensor)}
+    ints = {s.name: (options[s.name],) * 2 for s in attention.scalars if s.dtype == "int" and s.name in options}
+    problems: list[str] = []
+    for root in (attention.folded_score, attention.folded_mask):
+        read = {t.name for t in tensors(root)}
+        if read and read <= extents.keys() and {s.name for s in scalars(root) if s.dtype == "int"} <= ints.keys():
+            problems += check_integers(root, ranges | ints, extents)
+    if problems:
+        raise collected(str(attention.name), list(dict.fromkeys(problems)))
+
+
+def _ranges_of(sizes: Shape, q_offset: object) -> Ranges:
+    """Of the symbols in a call of these sizes."""
+    offset = q_offset if isinstance(q_offset, int) else sizes.kv_len - sizes.q_len
+    return {
+        "q_pos": (offset, offset + sizes.q_len - 1), "kv_pos": (0, sizes.kv_len - 1), "batch": (0, sizes.batch - 1),
+        "head": (0, sizes.heads - 1), "kv_head": (0, sizes.kv_heads - 1), "group": (sizes.heads // sizes.kv_heads,) * 2,
+        "q_len": (sizes.q_len,) * 2, "kv_len": (sizes.kv_len,) * 2, "head_dim": (sizes.head_dim,) * 2,
+    }  # fmt: skip
 
 
 def _dense(attention: Attention, env: Mapping[str, Any]) -> Any:

@@ -9,18 +9,39 @@ Arguments are numbers, scalar operands or int expressions of heads and lengths; 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NoReturn
+
 from .ir.errors import WeftError
-from .ir.expr import Expr, Operand, TensorOperand, symbol
+from .ir.expr import Const, Expr, Operand, TensorOperand, expression, symbol
 from .ir.functions import abs as absolute
 from .ir.functions import maximum, minimum
 
+__all__ = [
+    "block_causal", "block_diagonal", "block_diffusion", "causal", "dilated", "document", "global_window", "natten_2d",
+    "prefix_lm", "sliding_window", "strided",
+]  # fmt: skip
 _q, _kv, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("batch")
 
 
-def _positive(function: str, argument: str, value: Operand) -> None:
-    """Refuse a number below 1 where it is written; what is given at the call is checked there."""
-    if isinstance(value, int) and value < 1:
-        raise WeftError(f"masks.{function}: expected {argument} to be at least 1, got {value}")
+if not TYPE_CHECKING:  # a type checker knows which names there are
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")
+
+
+def _size(function: str, argument: str, value: Operand, least: int = 1) -> Operand:
+    """A number or an expression; a number below the least is refused here, what a call gives is checked there."""
+    if isinstance(value, tuple):
+        raise WeftError(
+            f"masks.{function}: {argument}: expected one number, got {value!r}; a window of (left, right) neighbours "
+            "is masks.sliding_window(left + 1, ahead=right + 1)"
+        )
+    node = expression(value)
+    if node.dtype == "bool":
+        raise WeftError(f"masks.{function}: expected {argument} to be a number, got {node}")
+    if isinstance(node, Const) and node.value < least:
+        raise WeftError(f"masks.{function}: expected {argument} to be at least {least}, got {node.value}")
+    return node.value if isinstance(node, Const) else node
 
 
 causal: Expr = _kv <= _q
@@ -35,7 +56,9 @@ def sliding_window(size: Operand, ahead: Operand | None = None) -> Expr:
     >>> sliding_window(4, ahead=1)
     (q_pos - kv_pos < 4) & (kv_pos - q_pos < 1)
     """
-    return (_q - _kv < size) & (_kv - _q < (size if ahead is None else ahead))
+    size = _size("sliding_window", "size", size)
+    ahead = size if ahead is None else _size("sliding_window", "ahead", ahead)
+    return (_q - _kv < size) & (_kv - _q < ahead)
 
 
 def prefix_lm(size: Operand) -> Expr:
@@ -44,7 +67,7 @@ def prefix_lm(size: Operand) -> Expr:
     >>> prefix_lm(256)
     (kv_pos <= q_pos) | (kv_pos < 256)
     """
-    return causal | (_kv < size)
+    return causal | (_kv < _size("prefix_lm", "size", size, least=0))
 
 
 def dilated(step: Operand, window: Operand) -> Expr:
@@ -55,7 +78,7 @@ def dilated(step: Operand, window: Operand) -> Expr:
     >>> dilated(2, 64)
     (kv_pos <= q_pos) & (q_pos - kv_pos <= 62) & ((q_pos - kv_pos) % 2 == 0)
     """
-    _positive("dilated", "step", step)
+    step, window = _size("dilated", "step", step), _size("dilated", "window", window)
     return causal & (_q - _kv <= (window - 1) // step * step) & ((_q - _kv) % step == 0)
 
 
@@ -68,6 +91,13 @@ def document(ids: TensorOperand) -> Expr:
     >>> document(tensor("doc", 1, int))
     doc[q_pos] == doc[kv_pos]
     """
+    if not isinstance(ids, TensorOperand):
+        raise WeftError(
+            "masks.document: expected a tensor operand such as weft.tensor('doc', 1, int), whose values the call gives,"
+            f" got {type(ids).__name__}"
+        )
+    if ids.dtype != "int":
+        raise WeftError(f"masks.document: expected {ids.name} to be of dtype int, got {ids.dtype}")
     if ids.rank == 1:
         return ids[_q] == ids[_kv]
     if ids.rank == 2:
@@ -81,7 +111,7 @@ def block_causal(size: Operand) -> Expr:
     >>> block_causal(32)
     kv_pos // 32 <= q_pos // 32
     """
-    _positive("block_causal", "size", size)
+    size = _size("block_causal", "size", size)
     return _kv // size <= _q // size
 
 
@@ -91,7 +121,7 @@ def block_diagonal(size: Operand) -> Expr:
     >>> block_diagonal(32)
     kv_pos // 32 == q_pos // 32
     """
-    _positive("block_diagonal", "size", size)
+    size = _size("block_diagonal", "size", size)
     return _kv // size == _q // size
 
 
@@ -101,6 +131,7 @@ def global_window(first: Operand, window: Operand) -> Expr:
     >>> global_window(4, 512)
     (kv_pos <= q_pos) & ((kv_pos < 4) | (q_pos - kv_pos < 512))
     """
+    first, window = _size("global_window", "first", first, least=0), _size("global_window", "window", window)
     return causal & ((_kv < first) | (_q - _kv < window))
 
 
@@ -110,7 +141,7 @@ def strided(local: Operand, stride: Operand) -> Expr:
     >>> strided(128, 64)
     (kv_pos <= q_pos) & ((q_pos - kv_pos < 128) | ((q_pos - kv_pos) % 64 == 0))
     """
-    _positive("strided", "stride", stride)
+    local, stride = _size("strided", "local", local, least=0), _size("strided", "stride", stride)
     return causal & ((_q - _kv < local) | ((_q - _kv) % stride == 0))
 
 
@@ -127,11 +158,11 @@ def natten_2d(
     >>> natten_2d(32, 1, height=8)  # doctest: +ELLIPSIS
     (abs(minimum(maximum(q_pos // 32, 1), 6) - kv_pos // 32) <= 1) & ...
     """
-    _positive("natten_2d", "width", width)
-    columns = row_radius if column_radius is None else column_radius
+    width, row_radius = _size("natten_2d", "width", width), _size("natten_2d", "row_radius", row_radius, least=0)
+    columns = row_radius if column_radius is None else _size("natten_2d", "column_radius", column_radius, least=0)
     row, column = _q // width, _q % width
     if height is not None:
-        _positive("natten_2d", "height", height)
+        height = _size("natten_2d", "height", height)
         row = minimum(maximum(row, row_radius), height - 1 - row_radius)
         column = minimum(maximum(column, columns), width - 1 - columns)
     return (absolute(row - _kv // width) <= row_radius) & (absolute(column - _kv % width) <= columns)
@@ -145,7 +176,7 @@ def block_diffusion(length: Operand, block: Operand) -> Expr:
     >>> block_diffusion(64, 4)  # doctest: +ELLIPSIS
     (q_pos < 64) & (kv_pos < 64) & (kv_pos // 4 == q_pos // 4) | (q_pos < 64) & (kv_pos >= 64) & ...
     """
-    _positive("block_diffusion", "block", block)
+    length, block = _size("block_diffusion", "length", length), _size("block_diffusion", "block", block)
     noised_query, noised_key = _q < length, _kv < length
     clean_query, clean_key = _q >= length, _kv >= length
     clean_key_block = (_kv - length) // block

@@ -6,13 +6,44 @@ They compose: `scores.alibi(slopes)(scores.softcap(50.0)(score))`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from .ir.errors import WeftError
-from .ir.expr import Expr, Operand, TensorOperand, expression, symbol
+from .ir.expr import Const, Expr, Node, Operand, TensorOperand, expression, symbol
+from .ir.foreign import number_in
 from .ir.functions import maximum, minimum, tanh
 
+__all__ = ["alibi", "compose", "relative_bias", "softcap", "temperature"]
 Score = Callable[[Operand], Expr]
 _q, _kv, _head = symbol("q_pos"), symbol("kv_pos"), symbol("head")
+
+
+if not TYPE_CHECKING:  # a type checker knows which names there are
+
+    def __getattr__(name: str) -> NoReturn:
+        raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")
+
+
+def _above_zero(function: str, argument: str, value: Operand) -> Expr:
+    """An expression; a number that is not above 0 is refused here."""
+    node = expression(value)
+    if node.dtype == "bool" or (isinstance(node, Const) and not node.value > 0):
+        raise WeftError(f"scores.{function}: expected {argument} to be above 0, got {node}")
+    return node
+
+
+def _check_operand(function: str, operand: TensorOperand, rank: int, dimensions: str) -> None:
+    if not isinstance(operand, TensorOperand):
+        raise WeftError(
+            f"scores.{function}: expected a tensor operand such as weft.tensor('x', {rank}), whose values the call "
+            f"gives, got {type(operand).__name__}"
+        )
+    if operand.rank != rank:
+        raise WeftError(
+            f"scores.{function}: expected {operand.name} to have rank {rank} {dimensions}, got {operand.rank}"
+        )
+    if operand.dtype == "bool":
+        raise WeftError(f"scores.{function}: expected {operand.name} to hold numbers, got bools")
 
 
 def softcap(cap: Operand) -> Score:
@@ -21,9 +52,8 @@ def softcap(cap: Operand) -> Score:
     >>> softcap(50.0)(symbol("score"))
     50.0 * tanh(score / 50.0)
     """
-    if isinstance(cap, (int, float)) and not cap > 0:
-        raise WeftError(f"scores.softcap: expected cap to be above 0, got {cap}")
-    return lambda score: expression(cap) * tanh(expression(score) / cap)
+    node = _above_zero("softcap", "cap", cap)
+    return lambda score: node * tanh(expression(score) / node)
 
 
 def alibi(slopes: TensorOperand) -> Score:
@@ -33,8 +63,7 @@ def alibi(slopes: TensorOperand) -> Score:
     >>> alibi(tensor("slopes", 1))(symbol("score"))
     score + slopes[head] * (kv_pos - q_pos)
     """
-    if slopes.rank != 1:
-        raise WeftError(f"scores.alibi: expected {slopes.name} to have rank 1 [heads], got {slopes.rank}")
+    _check_operand("alibi", slopes, 1, "[heads]")
     return lambda score: expression(score) + slopes[_head] * (_kv - _q)
 
 
@@ -47,10 +76,11 @@ def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     >>> relative_bias(tensor("table", 2), 4)(symbol("score"))
     score + table[head, maximum(minimum(kv_pos - q_pos, 4), -4) + 4]
     """
+    number = number_in(max_distance)
+    max_distance = number if isinstance(number, int) else max_distance
     if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance < 1:
         raise WeftError(f"scores.relative_bias: expected max_distance to be at least 1, got {max_distance!r}")
-    if table.rank != 2:
-        raise WeftError(f"scores.relative_bias: expected {table.name} of rank 2 [heads, distances], got {table.rank}")
+    _check_operand("relative_bias", table, 2, "[heads, distances]")
     distance = maximum(minimum(_kv - _q, max_distance), -max_distance)
     return lambda score: expression(score) + table[_head, distance + max_distance]
 
@@ -61,9 +91,8 @@ def temperature(value: Operand) -> Score:
     >>> temperature(2.0)(symbol("score"))
     score / 2.0
     """
-    if isinstance(value, (int, float)) and not value > 0:
-        raise WeftError(f"scores.temperature: expected a value above 0, got {value}")
-    return lambda score: expression(score) / value
+    node = _above_zero("temperature", "value", value)
+    return lambda score: expression(score) / node
 
 
 def compose(*parts: Score) -> Score:
@@ -73,10 +102,14 @@ def compose(*parts: Score) -> Score:
     30.0 * tanh(score / 2.0 / 30.0)
     """
 
+    for part in parts:
+        if isinstance(part, Node) or not callable(part):
+            raise WeftError(f"scores.compose: expected scores such as scores.softcap(30.0), got {part!r}")
+
     def composed(score: Operand) -> Expr:
         result = expression(score)
         for part in parts:
-            result = part(result)
+            result = expression(part(result))
         return result
 
     return composed

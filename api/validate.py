@@ -2,17 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .ir.errors import collected
-from .runtime.checks import check_operand_kinds, kind_problems, rank_problems
+from .codegen.targets import targets
+from .compiler.planning.schedule import Schedule
+from .ir.errors import WeftError, collected
+from .ir.expr import SMALLER
+from .ir.foreign import number_in
+from .runtime.call import Call
+from .runtime.checks import check_operand_kinds, check_q_offset, form_problem, kind_problems, rank_problems
 
 if TYPE_CHECKING:
     from .ir.attention import Attention
+
+
+def by_position(attention: Attention, more: Sequence[object]) -> str:
+    """What to say of arguments behind query, key and value: others have a mask, a function or a flag there."""
+    got = ", ".join(type(value).__name__ for value in more)
+    own = ", ".join(f"{p.name}=..." for p in attention.parameters)
+    return (
+        f"{attention.name}: expected query, key and value by position, got {len(more)} more ({got}); options go by name"
+        f"{f', operands too ({own})' if own else ''}, and a mask or a score is declared: "
+        "weft.Attention(mask=weft.kv_pos <= weft.q_pos)"
+    )
+
+
+def explain_failure(attention: Attention, call: Call, error: Exception) -> None:
+    """Raise WeftError for what Python said of a call, where its numbers or its expressions are to blame."""
+    if isinstance(error, RecursionError):
+        raise WeftError(f"{attention.name}: too deep to be compiled from here; {SMALLER}") from error
+    numbers = ", ".join(f"{n}={v!r}" for n, v in call.operands.items() if not isinstance(v, Tensor))
+    if isinstance(error, (ArithmeticError, ValueError)) and numbers:
+        raise WeftError(
+            f"{attention.name}: the expressions have no value for {numbers} ({error}); give other numbers, or guard "
+            "them where they are written: weft.maximum(x, 1e-6)"
+        ) from error
+
+
+def check_flag(name: str, option: str, given: object) -> None:
+    """True or False, and nothing that only counts as one."""
+    if not isinstance(given, bool):
+        raise WeftError(f"{name}: {option}: expected True or False, got {given!r}")
+
+
+def check_target(name: str, target: object) -> None:
+    """A name; whether there is such a target is seen where one is chosen."""
+    if not isinstance(target, str):
+        raise WeftError(f"{name}: target: expected {', '.join(t.name for t in targets())} or None, got {target!r}")
+
+
+def schedule_text(name: str, schedule: object) -> str:
+    """A schedule as text; what it says is read where one is chosen."""
+    if not isinstance(schedule, (str, Schedule)):
+        raise WeftError(
+            f"{name}: schedule: expected a name such as 'flash', a weft.Schedule or its text, got {schedule!r}"
+        )
+    return str(schedule)
+
+
+def as_number(value: Any, kind: type | None) -> Any:
+    """numpy's scalars, and ints for floats, as Python's numbers; anything else as it is, for the checks to refuse."""
+    if kind is None or isinstance(value, (bool, Tensor)):
+        return value
+    number = value if isinstance(value, (int, float)) else number_in(value)
+    if number is None or isinstance(number, bool) or (kind is int and not isinstance(number, int)):
+        return value
+    try:
+        return kind(number)
+    except OverflowError:
+        return value
+
+
+def check_no_latent(attention: Attention, uk: object, uv: object, form: object = None) -> None:
+    """Raise for the options of latent attention, given to a variant that is none."""
+    given = [name for name, option in (("uk", uk), ("uv", uv), ("form", form)) if option is not None]
+    if given:
+        raise WeftError(
+            f"{attention.name}: {', '.join(given)}: uk, uv and form belong to variants declared with "
+            "latent=weft.Latent(rank=..., rope=...)"
+        )
 
 
 def check_operands(attention: Attention, given: Mapping[str, object], device: torch.device) -> None:
@@ -20,6 +92,43 @@ def check_operands(attention: Attention, given: Mapping[str, object], device: to
     problems = check_operand_kinds(attention, given, device)
     if problems:
         raise collected(str(attention.name), problems)
+
+
+def described(
+    attention: Attention,
+    options: Mapping[str, Any],
+    batch: int | None,
+    device: torch.device | None,
+    extra: Sequence[str],
+) -> dict[str, Any]:
+    """Operands of a call that is only described, as kernels take them; they need not all be there.
+
+    batch: of the call, None where it has none. device: that operands must be on; any where None.
+    extra: options of the call that may be among them.
+    """
+    name, kinds = str(attention.name), {s.name: int if s.dtype == "int" else float for s in attention.scalars}
+    given = {n: as_number(value, kinds.get(n)) for n, value in options.items()}
+    own = {n: value for n, value in given.items() if n not in extra}
+    declared = {p.name for p in attention.parameters}
+    problems = check_operand_kinds(attention, own, device, all_of=declared & own.keys())
+    if problems:
+        raise collected(name, problems)
+    for flag in ("return_lse", "deterministic"):
+        if flag in extra and flag in given:
+            check_flag(name, flag, given[flag])
+    if given.get("q_offset") is not None:
+        given["q_offset"] = as_number(given["q_offset"], int)
+        check_q_offset(given["q_offset"], batch, device)
+    if attention.latent is None:
+        check_no_latent(attention, given.get("uk"), given.get("uv"))
+    return given
+
+
+def check_ints(method: str, least: int, **given: object) -> None:
+    """Raise WeftError for what is no int, or below the least one that means anything there."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise WeftError(f"{method}: {name}: expected an int of at least {least}, got {value!r}")
 
 
 def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None) -> None:
@@ -58,10 +167,14 @@ def _projection_problems(rank: int, rope: int, query: Tensor, uk: Tensor, uv: Te
     if nope < 1:
         yield f"query: expected dim above {rope}, the latent's rope, got {query.shape[3]}"
     for label, tensor in (("uk", uk), ("uv", uv)):
-        if tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[1] != rank:
+        if (problem := form_problem(label, tensor)) is not None:
+            yield problem
+        elif tensor.dim() != 3 or tensor.shape[0] != heads or tensor.shape[1] != rank:
             yield f"{label}: expected [{heads}, {rank}, width], got shape {list(tensor.shape)}"
         elif tensor.dtype != query.dtype or tensor.device != query.device:
             expected, got = (f"{t.dtype} on {t.device}" for t in (query, tensor))
             yield f"{label}: expected {expected} as in query, got {got}"
-        elif label == "uk" and tensor.shape[2] != nope:
+        elif label == "uk" and nope > 0 and tensor.shape[2] != nope:
             yield f"uk: expected width {nope} (query's dim minus rope), got {tensor.shape[2]}"
+        elif tensor.shape[2] < 1:
+            yield f"{label}: expected a width of at least 1, got {tensor.shape[2]}"

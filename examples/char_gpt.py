@@ -88,7 +88,8 @@ class CharGPT(nn.Module):
             x, pair = block(x, rotation, cache[layer] if seen and cache else None)
             if cache is not None:
                 cache[layer : layer + 1] = [pair]
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy, in nats a character, of predicting each next token of [B, L + 1]."""

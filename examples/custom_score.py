@@ -26,20 +26,19 @@ def main(length: int = 128, steps: int = 60) -> None:
     wanted_reach = torch.where(torch.arange(length) % 2 == 0, -2.0, 4.0).expand(1, length)
     wanted = reaching.reference(query, key, value, reach=wanted_reach, temperature=torch.tensor([0.5, 0.0, -0.5, -1.0]))
 
-    learned = {"reach": torch.zeros(1, length), "temperature": torch.zeros(4)}
-    for operand in learned.values():
-        operand.requires_grad_()
-    optimizer = torch.optim.Adam(learned.values(), lr=0.15)
+    learned_reach, learned_temperature = torch.zeros(1, length, requires_grad=True), torch.zeros(4, requires_grad=True)
+    optimizer = torch.optim.Adam([learned_reach, learned_temperature], lr=0.15)
     for step in range(steps):
-        loss = (reaching(query, key, value, **learned) - wanted).square().mean()
+        out = reaching(query, key, value, reach=learned_reach, temperature=learned_temperature)
+        loss = (out - wanted).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if step % max(1, steps // 6) == 0 or step == steps - 1:
             print(f"step {step:3d}   mean square error {loss.item():.2e}")
-    rows = learned["reach"].detach()[0, length // 4 :]
+    rows = learned_reach.detach()[0, length // 4 :]
     print(f"reach of even rows {rows[0::2].mean():+.2f} (wanted -2), of odd rows {rows[1::2].mean():+.2f} (wanted +4)")
-    print("temperatures", [round(t, 2) for t in learned["temperature"].tolist()], "(wanted 0.5, 0.0, -0.5, -1.0)")
+    print("temperatures", [round(t, 2) for t in learned_temperature.tolist()], "(wanted 0.5, 0.0, -0.5, -1.0)")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def main(length: int = 2048, heads: int = 4, dim: int = 64) -> None:
     print(packed.show_mask(length, length, block_q=length // 16, block_kv=length // 16, document=ids, batch=1))
     out = packed(query, key, value, document=ids)
     out[1, :, :quarter].sum().backward()  # the first document of the second row
+    assert key.grad is not None
     touched = key.grad.abs().sum((1, 3)) > 0
     inside = torch.zeros_like(touched)
     inside[1, :quarter] = True

@@ -31,6 +31,7 @@ def main(length: int = 512) -> None:
 
     out, lse = alibi(query, key, value, slopes=s, return_lse=True)
     (out.float().square().mean() + lse.mean()).backward()
+    assert s.grad is not None
     print(f"alibi: lse {list(lse.shape)} {lse.dtype}, gradient of the slopes:")
     print("  " + "  ".join(f"{g:+.4f}" for g in s.grad.tolist()))
     print("\nthe window's tiles (see also: weft explain, weft source):")

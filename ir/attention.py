@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import foreign
 from .canonical import canonical
-from .errors import WeftError
-from .expr import Const, Expr, Load, Operand, Scalar, TensorOperand, call, expression, source_line, symbol
+from .errors import WeftError, collected
+from .expr import (
+    SYMBOLS,
+    Const,
+    Expr,
+    Load,
+    Node,
+    Operand,
+    Scalar,
+    TensorOperand,
+    call,
+    expression,
+    fail,
+    source_line,
+    symbol,
+)
 from .normalizer import SOFTMAX, Normalizer, normalizer_named
 from .verify import verify
 from .walk import loads, scalars, substitute, tensors
@@ -30,6 +47,45 @@ class Latent:
         for name, value, least in (("rank", self.rank, 1), ("rope", self.rope, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise WeftError(f"Latent: expected {name} to be an int of at least {least}, got {value!r}")
+
+
+def _check_positions(given: tuple[object, ...]) -> None:
+    """Refuse a call where a declaration belongs: query, key and value are given to what is declared."""
+    if len(given) > 2 or (len(given) == 2 and all(foreign.is_array(value) for value in given)):
+        raise WeftError(
+            "weft.Attention: expected score and mask by position, which declare a variant, got "
+            f"{', '.join(type(value).__name__ for value in given)}; tensors are given to the variant: "
+            "causal = weft.Attention(mask=weft.kv_pos <= weft.q_pos), then causal(query, key, value)"
+        )
+
+
+def _check_fields(given: Mapping[str, object]) -> None:
+    """Refuse fields that are none, with how other attentions' options are declared, and a latent= that is none."""
+    known = [f.name for f in dataclasses.fields(Attention)]
+    problems = []
+    for name, value in given.items():
+        if name not in known:
+            meant = {"score_mod": "score", "mask_mod": "mask", "attn_mask": "mask"}.get(name, "")
+            hint = foreign.field_hint(meant, value, _symbols()) if meant else None
+            hint = hint or foreign.option_hint(name)
+            problems.append(f"{name}: unknown field, expected some of {', '.join(known)}{'; ' + hint if hint else ''}")
+        elif name == "latent" and not isinstance(value, (Latent, NoneType)):
+            problems.append(f"latent: expected weft.Latent(rank=..., rope=...) or None, got {value!r}")
+    if problems:
+        raise collected(f"weft.Attention (declared at {source_line()})", problems)
+
+
+def _symbols() -> dict[str, Expr]:
+    return {name: symbol(name) for name in SYMBOLS}
+
+
+def _field(item: str, value: Operand) -> Expr:
+    """The expression of score, mask or scale; what others take there is refused with how it is written here."""
+    if not isinstance(value, (Node, TensorOperand)) and foreign.number_in(value) is None:
+        hint = foreign.field_hint(item, value, _symbols())
+        if hint is not None:
+            fail(f"{item}: {hint}")
+    return expression(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +113,19 @@ class Attention:
     name: str | None = None
     normalizer: str = SOFTMAX.name
 
+    if not TYPE_CHECKING:  # a type checker reads the fields
+
+        def __new__(cls, *args: Any, **fields: Any) -> Any:
+            _check_positions(args)
+            _check_fields(fields)
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
         where = source_line()
         for item in ("score", "mask", "scale"):
             value = getattr(self, item)
-            if value is not None:
-                object.__setattr__(self, item, expression(value))
+            if value is not None or item != "scale":
+                object.__setattr__(self, item, _field(item, value))
         if self.name is None:
             object.__setattr__(self, "name", "attention")
         verify(self, where)

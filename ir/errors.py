@@ -13,6 +13,17 @@ class UnavailableError(WeftError):
     """A target or capability that cannot be used here; the message says why and what to use instead."""
 
 
+def shown(value: object) -> str:
+    """A value in a message; an int of thousands of digits by its size, as Python refuses to print it.
+
+    >>> shown(-3), shown(2**20000)
+    ('-3', 'an int of 20001 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    return repr(value)
+
+
 def collected(title: str, problems: list[str]) -> WeftError:
     """One error that lists several independent problems, so that a user fixes them in one round.
 

@@ -11,14 +11,16 @@ import math
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NoReturn, Union
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
 
-from .errors import InternalError, WeftError
+from . import foreign
+from .errors import InternalError, WeftError, shown
 from .operators import OPERATORS, Operator
 from .operators import Number as Number
 
 DType = Literal["int", "float", "bool"]
-_PACKAGE = __name__.partition(".")[0]
+# Packages that call back into expressions: the line that a message names is of whoever called them.
+_BETWEEN = frozenset({__name__.partition(".")[0], "torch", "numpy", "dataclasses", "functools"})
 
 
 # Public symbols: what they stand for, and their type. Positions are positions in the sequence, not row numbers.
@@ -30,9 +32,11 @@ SYMBOLS: dict[str, DType] = {
 INTERNAL_SYMBOLS: dict[str, DType] = {
     "qk": "float", "q_first": "int", "q_last": "int", "kv_first": "int", "kv_last": "int", "q_offset": "int",
 }  # fmt: skip
+# Options of the call, those to come too, parameters of the other methods, and fields of a variant.
 CALL_OPTIONS = frozenset(
     "query key value cache return_lse target schedule deterministic q_offset kv_lens q_lens cu_seqlens_q cu_seqlens_kv"
-    " block_table uk uv form device score mask scale sink dropout latent name self".split()
+    " block_table uk uv form seed train device direction path block_q block_kv score mask scale sink dropout latent"
+    " name normalizer self".split()
 )
 INT32_MAX = 2**31 - 1
 
@@ -43,13 +47,21 @@ NO_TRUTH = (
     "an expression has no truth value while it is being declared; write `a & b` for `and`, `a | b` for `or`, "
     "`~a` for `not`, `weft.where(c, a, b)` for `if`, and `(a < b) & (b < c)` for `a < b < c`"
 )
+SMALLER = (
+    "read what differs from a tensor operand that the call gives, such as seen = weft.tensor('seen', 1, bool) and "
+    "mask=seen[weft.kv_pos] for a long row of comparisons"
+)
+_NO_NUMBER = (
+    "an expression is not a number yet, so that math.tanh(x), float(x) and range(x) cannot take it; write weft.tanh(x) "
+    "for math.tanh(x), and so for weft's other functions"
+)
 
 
 def source_line() -> str:
-    """`file:line` of the innermost caller outside the package, for error messages."""
+    """`file:line` of the innermost caller outside the package, and outside what calls back into it, for messages."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] != _PACKAGE:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "<unknown>"
@@ -59,7 +71,42 @@ def fail(message: str, where: str | None = None) -> NoReturn:
     raise WeftError(f"{message}\n  at {where or source_line()}")
 
 
-class Node:
+class NoAttributeError(WeftError, AttributeError):
+    """A method of tensors that expressions do not have; an AttributeError, so that `hasattr` says False."""
+
+
+class Foreign:
+    """What torch and numpy ask of anything that is handed to their functions."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Expr:
+        return _foreign_call("torch", str(getattr(function, "__name__", function)), args, bool(kwargs))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Expr:
+        return _foreign_call("numpy", ufunc.__name__, inputs, bool(options) or method != "__call__")
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Expr:
+        return _foreign_call("numpy", function.__name__, (), True)
+
+    if not TYPE_CHECKING:  # a type checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise NoAttributeError(f"an expression has no .{name}; {foreign.instead_of(name)}\n  at {source_line()}")
+
+
+def _foreign_call(package: str, name: str, args: Any, special: bool) -> Expr:
+    """`array + expression` written down; a function of torch or numpy refused, with what to write in place of it."""
+    operator = foreign.operator_named(name)
+    if operator is not None and OPERATORS[operator].sign and len(args) == 2 and not special:
+        left, right = args[::-1] if name.startswith("__r") else args
+        if not isinstance(args[0], Foreign):  # a number or an array before the sign, which asks first
+            return call(operator, left, right)
+    fail(f"`{package}.{name.strip('_')}` computes numbers, and this is an expression; {foreign.instead_of(name)}")
+
+
+class Node(Foreign):
     """Python's operators, written down instead of computed."""
 
     dtype: DType
@@ -100,18 +147,58 @@ class Node:
     # fmt: on
 
     def __pow__(self, other: Operand) -> NoReturn:
-        fail("`**` is not part of the language; write x * x, or weft.exp2(y * weft.log2(x))")
+        fail(
+            "`**` is not part of the language; write x * x, weft.sqrt(x) for x**0.5, weft.rsqrt(x) for x**-0.5, or "
+            "weft.exp2(y * weft.log2(x))"
+        )
+
+    def __rshift__(self, other: object) -> NoReturn:
+        fail("`>>` is not part of the language; write x // 2, x // 4, ...")
+
+    def __lshift__(self, other: object) -> NoReturn:
+        fail("`<<` is not part of the language; write x * 2, x * 4, ...")
+
+    def __matmul__(self, other: object) -> NoReturn:
+        fail("`@` is not part of the language: weft.score is scale * (query . key) already")
+
+    def __divmod__(self, other: object) -> NoReturn:
+        fail("divmod is not part of the language; write x // y and x % y")
 
     __rpow__ = __pow__
+    __rrshift__, __rlshift__, __rmatmul__, __rdivmod__ = __rshift__, __lshift__, __matmul__, __divmod__
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        fail(f"`{self}` is an expression and takes no arguments; write it without parentheses after it")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        fail(f"`{self}` is one number for each query and key and has no index; weft.tensor declares what has one")
 
     def __bool__(self) -> bool:
         fail(NO_TRUTH)
 
     def __index__(self) -> int:
-        fail("an expression is not a number yet; use it inside another expression")
+        fail(_NO_NUMBER)
+
+    def __int__(self) -> int:
+        fail("an expression is not a number yet; weft.floor(x) is its int")
 
     def __float__(self) -> float:
-        fail("an expression is not a number yet; use it inside another expression")
+        fail(_NO_NUMBER)
+
+    def __complex__(self) -> complex:
+        fail(_NO_NUMBER)
+
+    def __round__(self, digits: object = None) -> NoReturn:
+        fail("round is not part of the language; write weft.floor(x + 0.5)")
+
+    def __floor__(self) -> NoReturn:
+        fail("math.floor computes numbers, and this is an expression; write weft.floor(x)")
+
+    def __ceil__(self) -> NoReturn:
+        fail("math.ceil computes numbers, and this is an expression; write -weft.floor(-x)")
+
+    def __trunc__(self) -> NoReturn:
+        fail("math.trunc computes numbers, and this is an expression; write weft.floor(x)")
 
     def __len__(self) -> int:
         fail("an expression has no length; use weft.q_len or weft.kv_len")
@@ -123,7 +210,10 @@ class Node:
 
     @cached_property
     def text(self) -> str:
-        return print_expr(self)  # type: ignore[arg-type]
+        try:
+            return print_expr(self)  # type: ignore[arg-type]
+        except RecursionError:
+            fail(f"this expression is too deep to be printed; {SMALLER}", self.where)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -152,8 +242,8 @@ class Scalar(Node):
     where: str = field(default="", kw_only=True)
 
 
-@dataclass(frozen=True)
-class TensorOperand:
+@dataclass(frozen=True, eq=False)
+class TensorOperand(Foreign):
     """A tensor given when the variant is called, read by `operand[index, ...]`."""
 
     name: str
@@ -173,6 +263,25 @@ class TensorOperand:
 
     def __iter__(self) -> NoReturn:
         fail(f"{self.name}: a tensor operand is read by index expressions, not iterated")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TensorOperand):
+            return (self.name, self.rank, self.dtype) == (other.name, other.rank, other.dtype)
+        if isinstance(other, (bool, int, float)) or foreign.is_array(other):
+            self._unindexed()  # else `doc == 3` were False, and as a mask would hide everything
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.rank, self.dtype))
+
+    def _unindexed(self, *others: object) -> NoReturn:
+        fail(f"{self.name} is a tensor: index it, e.g. {self.name}[{', '.join(['head'] * self.rank)}]")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unindexed
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _unindexed
+    __neg__ = __pos__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = _unindexed
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __bool__ = __len__ = __float__ = _unindexed
+    __int__ = __index__ = __call__ = _unindexed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -228,22 +337,32 @@ def _print_call(name: str, args: tuple[Expr, ...], outer: int) -> str:
 
 
 def expression(value: Operand) -> Expr:
-    """A node for a Python number, or the node itself."""
+    """A node for a number (Python's, numpy's, or in a 0-d tensor without gradient), or the node itself."""
     match value:
         case Const() | Symbol() | Scalar() | Load() | Call():
             return value
         case bool() | int() | float():
             if isinstance(value, int) and abs(value) > INT32_MAX:
-                fail(f"integer overflow: the constant {value} does not fit in 32 bits")
+                fail(f"integer overflow: the constant {shown(value)} does not fit in 32 bits")
             if isinstance(value, float) and math.isnan(value):
                 fail("expected a number, got NaN")
             # subclasses (numpy.float64, an enum) print as something else than a number
             plain = next(kind for kind in (bool, int, float) if isinstance(value, kind))
             return Const(plain(value), where=source_line())
         case TensorOperand():
-            fail(f"{value.name} is a tensor: index it, e.g. {value.name}[{', '.join(['head'] * value.rank)}]")
+            value._unindexed()
         case _:
-            fail(f"expected an expression or a number, got {type(value).__name__}")
+            number = foreign.number_in(value)
+            if number is not None:
+                return expression(number)
+            fail(f"expected an expression or a number, got {foreign.described(value)}")
+
+
+_TYPE_HINTS = {
+    ("int", "float"): " (weft.floor gives an int)",
+    ("number", "bool"): " (write weft.where(c, a, 0) for c * a; what is to be hidden goes into mask=)",
+    ("bool", "int"): " (& | ^ bind more tightly than comparisons: write (a <= b) & (c < d))",
+}
 
 
 def _result(op: Operator, args: tuple[Expr, ...], where: str) -> DType:
@@ -257,7 +376,7 @@ def _result(op: Operator, args: tuple[Expr, ...], where: str) -> DType:
     for arg in args:
         allowed = {"int": ("int",), "bool": ("bool",), "number": ("int", "float"), "any": ("int", "float", "bool")}
         if arg.dtype not in allowed[op.takes]:
-            hint = " (weft.floor gives an int)" if op.takes == "int" and arg.dtype == "float" else ""
+            hint = _TYPE_HINTS.get((op.takes, arg.dtype), "")
             sign = op.sign or op.name
             fail(f"`{sign}`: expected {' or '.join(allowed[op.takes])}, got {arg.dtype} `{arg}`{hint}", where)
     kinds = {a.dtype for a in args}
@@ -287,7 +406,8 @@ def symbol(name: str) -> Symbol:
 def _check_name(name: str) -> str:
     # Names reach generated source: nothing but a plain ASCII identifier may pass.
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        fail(f"expected a Python identifier as a name, got {name!r}")
+        hint = "" if isinstance(name, str) else "; what it holds is given at each call, name=..."
+        fail(f"expected a Python identifier as a name, got {name!r}{hint}")
     if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPERATORS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
     if name in ("inf", "nan"):
@@ -305,9 +425,11 @@ def scalar(name: str, dtype: type = float) -> Scalar:
     >>> scalar("window", int)
     window
     """
-    if dtype not in (int, float):
-        fail(f"scalar {name!r}: expected dtype int or float, got {dtype!r}")
-    return Scalar(_check_name(name), "int" if dtype is int else "float", where=source_line())
+    _check_name(name)
+    if not isinstance(dtype, type) or dtype not in (int, float):
+        hint = f"; its value is given at each call, {name}={dtype!r}" if isinstance(dtype, (int, float)) else ""
+        fail(f"scalar {name!r}: expected dtype int or float, got {dtype!r}{hint}")
+    return Scalar(name, "int" if dtype is int else "float", where=source_line())
 
 
 def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
@@ -318,9 +440,11 @@ def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     >>> tensor("slopes", 1)[symbol("head")]
     slopes[head]
     """
-    if dtype not in (int, float, bool):
+    _check_name(name)
+    if not isinstance(dtype, type) or dtype not in (int, float, bool):
         fail(f"tensor {name!r}: expected dtype float, int or bool, got {dtype!r}")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 4:
-        fail(f"tensor {name!r}: expected a rank from 1 to 4, got {rank!r}")
+        hint = "; the rank is the number of dimensions" if isinstance(rank, (tuple, list)) else ""
+        fail(f"tensor {name!r}: expected a rank from 1 to 4, got {rank!r}{hint}")
     kind: DType = "bool" if dtype is bool else "int" if dtype is int else "float"
-    return TensorOperand(_check_name(name), rank, kind, where=source_line())
+    return TensorOperand(name, rank, kind, where=source_line())

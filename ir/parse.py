@@ -9,7 +9,20 @@ from typing import Union
 
 from .attention import Attention, Latent
 from .errors import InternalError, WeftError
-from .expr import NO_TRUTH, SYMBOLS, Expr, Operand, Scalar, TensorOperand, call, expression, scalar, symbol, tensor
+from .expr import (
+    NO_TRUTH,
+    SMALLER,
+    SYMBOLS,
+    Expr,
+    Operand,
+    Scalar,
+    TensorOperand,
+    call,
+    expression,
+    scalar,
+    symbol,
+    tensor,
+)
 from .normalizer import SOFTMAX
 from .operators import OPERATORS
 
@@ -41,21 +54,37 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
     >>> parse("(kv_pos <= q_pos) & (q_pos - kv_pos < window)", {"window": scalar("window", int)})
     (kv_pos <= q_pos) & (q_pos - kv_pos < window)
     """
+    if not isinstance(text, str):
+        raise WeftError(f"parse: expected text of the language, got {type(text).__name__}")
     try:
         with PARSING:
             tree = ast.parse(text.strip(), mode="eval").body
+        return expression(_node(tree, operands or {}))
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        raise WeftError(f"not an expression of the language: {text!r} ({error})") from None
-    return expression(_node(tree, operands or {}))
+        raise WeftError(f"not an expression of the language: {_start(text)} ({error})") from None
+    except (RecursionError, MemoryError):
+        raise WeftError(f"an expression that is too deep: {_start(text)}; {SMALLER}") from None
 
 
 def parse_attention(text: str) -> Attention:
     """The variant that `str(attention)` printed: declarations, one a line, then `weft.Attention(...)`."""
+    if not isinstance(text, str):
+        raise WeftError(f"parse_attention: expected text of a variant, got {type(text).__name__}")
     try:
         with PARSING:
             body = ast.parse(text).body
+        return _variant(body)
     except (SyntaxError, ValueError) as error:
-        raise WeftError(f"not a variant: {text!r} ({error})") from None
+        raise WeftError(f"not a variant: {_start(text)} ({error})") from None
+    except (RecursionError, MemoryError):
+        raise WeftError(f"a variant that is too deep: {_start(text)}; {SMALLER}") from None
+
+
+def _start(text: str) -> str:
+    return repr(text) if len(text) <= 200 else f"{text[:200]!r}..."
+
+
+def _variant(body: list[ast.stmt]) -> Attention:
     if not body or not isinstance(body[-1], ast.Expr):
         raise WeftError("expected declarations followed by weft.Attention(...)")
     operands: dict[str, Declared] = {}
@@ -142,7 +171,7 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
             return call(name, *(_node(a, operands) for a in args))
         case ast.Subscript(ast.Name(id=name), index) if isinstance(operands.get(name), TensorOperand):
             parts = index.elts if isinstance(index, ast.Tuple) else [index]
-            return operands[name][tuple(_node(i, operands) for i in parts)]  # type: ignore[index]
+            return operands[name][tuple(_node(i, operands) for i in parts)]
         case ast.BoolOp() | ast.IfExp() | ast.Compare() | ast.UnaryOp(ast.Not()):
             raise WeftError(f"`{ast.unparse(tree)}`: {NO_TRUTH}")
         case ast.Name(id=name):

@@ -90,7 +90,8 @@ def dense_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """The mask as a bool tensor [B, Hq, L, T], its floats in `dtype`; only the reference ever makes it."""
+    """The mask as a bool tensor [B, Hq, L, T], for operands of this dtype; only the reference ever makes it."""
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return evaluate(attention.folded_mask, env, dtype, device).expand(shape)
 
 
@@ -135,7 +136,7 @@ def reference(
     key = key.repeat_interleave(heads // kv_heads, dim=1)
     value = value.repeat_interleave(heads // kv_heads, dim=1)
     shape = (batch, heads, q_len, kv_len)
-    mask = dense_mask(attention, env, shape, dtype if dtype == torch.float64 else torch.float32, device)
+    mask = dense_mask(attention, env, shape, dtype, device)
     # A hidden score may be NaN, or have an infinite derivative: it must reach neither softmax nor gradients.
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
     score = evaluate(attention.folded_score, env, dtype, device, mask).to(dtype).expand(shape)

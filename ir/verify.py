@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .errors import WeftError, collected
-from .expr import Expr, Load, Scalar, _check_name, expression
+from .expr import SMALLER, Const, Expr, Load, Scalar, _check_name, expression
 from .normalizer import normalizer_named
-from .walk import nodes, symbols
+from .walk import extent, nodes, symbols
 
 if TYPE_CHECKING:
     from .attention import Attention
 
+# What the passes can take: each level of an expression is several calls of Python, of which 1000 may be open at once,
+# and compile time grows faster than the number of operators.
+MOST_DEEP, MOST_OPERATORS = 100, 10_000
 _POSITIONS = frozenset({"q_pos", "kv_pos"})
 
 
 def verify(attention: Attention, where: str) -> None:
     """Raise WeftError listing every problem of the declaration, each with the line that wrote it."""
-    problems = list(dict.fromkeys(_problems(attention)))
+    problems = list(_size_problems(attention)) or list(dict.fromkeys(_problems(attention)))
     if problems:
         raise collected(f"{attention.name or 'attention'} (declared at {where})", problems)
+
+
+def _size_problems(attention: Attention) -> Iterator[str]:
+    for label in ("score", "mask", "scale"):
+        value = getattr(attention, label)
+        if value is None:
+            continue
+        deep, operators = extent(expression(value))
+        if deep > MOST_DEEP:
+            yield f"{label}: expected at most {MOST_DEEP} operators inside one another, got {deep}; {SMALLER}"
+        elif operators > MOST_OPERATORS:
+            yield f"{label}: expected at most {MOST_OPERATORS} operators when written out; {SMALLER}"
 
 
 def _problems(attention: Attention) -> Iterator[str]:
@@ -57,6 +73,8 @@ def _at(message: str, node: Expr) -> str:
 def _scale_problems(scale: Expr) -> Iterator[str]:
     if scale.dtype == "bool":
         yield _at("scale: expected a number, got a bool", scale)
+    if isinstance(scale, Const) and math.isinf(scale.value):
+        yield _at(f"scale: expected a finite number, got {scale}", scale)
     for name in sorted(symbols(scale) & (_POSITIONS | {"score"})):
         yield _at(f"scale: expected lengths, heads and operands, got `{name}`; write it into score=", scale)
 

@@ -31,6 +31,25 @@ def nodes(root: Expr) -> Iterator[Expr]:
         yield from nodes(child)
 
 
+def extent(root: Expr) -> tuple[int, int]:
+    """How many nodes lie inside one another, and how many there are when shared ones are written out.
+
+    For roots of any depth: no other walk may meet one before this.
+    """
+    found: dict[int, tuple[int, int]] = {}  # by id
+    waiting = [root]
+    while waiting:
+        node = waiting[-1]
+        missing = [c for c in children(node) if id(c) not in found]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        below = [found[id(c)] for c in children(node)]
+        found[id(node)] = 1 + max((d for d, _ in below), default=0), 1 + sum(n for _, n in below)
+    return found[id(root)]
+
+
 def symbols(root: Expr) -> frozenset[str]:
     """Names of the symbols that occur in `root`, also inside indices."""
     return frozenset(n.name for n in nodes(root) if isinstance(n, Symbol))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -10,14 +11,19 @@ from torch import Tensor
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints
 from ..ir.attention import Attention
-from ..ir.errors import WeftError, collected
-from ..ir.expr import INT32_MAX, Scalar, TensorOperand
+from ..ir.errors import WeftError, collected, shown
+from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
+from ..ir.foreign import option_hint
+from ..ir.operators import Range
 from .call import BackwardCall, Call
+from .settings import checks_values
+from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
 MAX_HEAD_DIM = 256
 MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_LARGEST = 2**128  # what float32 cannot hold
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -38,7 +44,9 @@ def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None) -
 def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether all is as it should be: one expression, because it runs at every call and torch.compile traces it."""
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-    if not (tensors and query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
+    if not tensors or query.is_nested or key.is_nested or value.is_nested:
+        return False
+    if not (query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
         return False
     batch, heads, q_len, dim = query.shape
     key_batch, kv_heads, kv_len, key_dim = key.shape
@@ -61,15 +69,31 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+def form_problem(label: str, tensor: object) -> str | None:
+    """What keeps a thing from being read as the tensors that kernels take: dense, with strides."""
+    if not isinstance(tensor, Tensor):
+        made = "torch.from_numpy(x)" if type(tensor).__module__ == "numpy" else "torch.tensor(x)"
+        hint = f"; {made} makes one" if hasattr(tensor, "__len__") else ""
+        return f"{label}: expected a tensor, got {type(tensor).__name__}{hint}"
+    if tensor.is_nested:
+        return f"{label}: expected a dense tensor, got a nested one; pad it, torch.nested.to_padded_tensor(x, 0.0)"
+    if tensor.is_quantized:
+        return f"{label}: expected a tensor of floats, got a quantized one ({tensor.dtype}); call x.dequantize()"
+    if tensor.layout != torch.strided:
+        return f"{label}: expected a dense tensor, got layout {tensor.layout}; call x.to_dense()"
+    return None
+
+
 def rank_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
     for label, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            yield f"{label}: expected a tensor, got {type(tensor).__name__}"
+        if (problem := form_problem(label, tensor)) is not None:
+            yield problem
         elif tensor.dim() != 4:
-            yield (
-                f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {list(tensor.shape)}; "
-                "add a batch dimension with [None], or pass x.transpose(1, 2) of a [batch, length, heads, dim] tensor"
-            )
+            hint = "add a batch dimension with [None]"
+            if tensor.dim() == 3:
+                hint += ", or pass x.unflatten(2, (heads, dim)).transpose(1, 2) of [batch, length, heads * dim]"
+            shape = list(tensor.shape)
+            yield f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {shape}; {hint}"
 
 
 def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
@@ -85,7 +109,10 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
     if value.shape[2] != kv_len:
         yield f"value: expected length {kv_len} as in key, got {value.shape[2]}"
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
-        yield f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head)"
+        yield (
+            f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head); "
+            "dimensions are [batch, heads, length, dim]: pass x.transpose(1, 2) of [batch, length, heads, dim] tensors"
+        )
     for label, width in (("query", dim), ("value", value.shape[3])):
         if not 0 < width <= MAX_HEAD_DIM:
             yield f"{label}: expected dim 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
@@ -97,10 +124,11 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
 def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
     query = named["query"]
     if query.dtype not in _FLOATS:
-        yield f"query: expected bfloat16, float16 or float32, got {query.dtype}"
+        yield f"query: expected bfloat16, float16 or float32, got {query.dtype}; cast it, query.to(torch.float32)"
     for label, tensor in named.items():
         if tensor.dtype != query.dtype:
-            yield f"{label}: expected dtype {query.dtype} as in query, got {tensor.dtype}; cast one of them"
+            cast = f"cast one of them, {label}.to(query.dtype)"
+            yield f"{label}: expected dtype {query.dtype} as in query, got {tensor.dtype}; {cast}"
         if tensor.device != query.device:
             yield f"{label}: expected device {query.device} as in query, got {tensor.device}"
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
@@ -150,11 +178,21 @@ def check_call(attention: Attention, call: Call) -> None:
         raise collected(name, problems)
 
 
-def check_operand_kinds(attention: Attention, given: Mapping[str, object], device: torch.device) -> list[str]:
-    """What is wrong with the variant's own operands: each must be there and of the declared kind."""
+def check_operand_kinds(
+    attention: Attention,
+    given: Mapping[str, object],
+    device: torch.device | None,
+    all_of: Collection[str] | None = None,
+) -> list[str]:
+    """What is wrong with the variant's own operands: each must be there and of the declared kind.
+
+    device: that tensors must be on; any where None. all_of: those that must be there; all where None.
+    """
     declared = {p.name: p for p in attention.parameters}
     problems = [_unknown(n, declared) for n in given if n not in declared]
     for name, operand in declared.items():
+        if all_of is not None and name not in all_of:
+            continue
         if name not in given:
             problems.append(f"{name}: missing; pass {name}=... ({_kind(operand)}, declared at {operand.where})")
         else:
@@ -164,7 +202,10 @@ def check_operand_kinds(attention: Attention, given: Mapping[str, object], devic
 
 def _unknown(name: str, declared: Mapping[str, object]) -> str:
     names = ", ".join(sorted(declared)) or "none"
-    return f"{name}: unknown operand or option; this variant's operands are: {names}"
+    hint = option_hint(name)
+    if hint is None and (close := get_close_matches(name, declared, 1)):
+        hint = f"did you mean {close[0]}?"
+    return f"{name}: unknown operand or option; this variant's operands are: {names}{'; ' + hint if hint else ''}"
 
 
 def _kind(operand: Scalar | TensorOperand) -> str:
@@ -173,18 +214,24 @@ def _kind(operand: Scalar | TensorOperand) -> str:
     return f"a tensor of {operand.dtype} with {operand.rank} dimension{'s' if operand.rank > 1 else ''}"
 
 
-def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device) -> Iterator[str]:
+def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device | None) -> Iterator[str]:
     if isinstance(operand, Scalar):
         yield from _scalar_problems(operand, value)
     elif not isinstance(value, Tensor):
-        yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}"
+        hint = "; torch.as_tensor(x) makes one" if hasattr(value, "__len__") and not isinstance(value, str) else ""
+        yield f"{operand.name}: expected {_kind(operand)}, got {type(value).__name__}{hint}"
     else:
         yield from tensor_problems(operand, value, device)
 
 
 def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
     if isinstance(value, Tensor):
-        yield f"{operand.name}: expected a Python number, got a tensor; declare it with weft.tensor to pass a tensor"
+        kind, n = operand.dtype, operand.name
+        number = "" if value.requires_grad else f"pass {n}={kind}({n}), or "
+        yield (
+            f"{n}: expected a Python number, got a tensor; {number}declare it with weft.tensor to pass a tensor: "
+            f'{n} = weft.tensor("{n}", 1, {kind}), read as {n}[0] and given as {n}={n}.reshape(1)'
+        )
     elif operand.dtype == "int":
         if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
             yield f"{operand.name}: expected an int, got {value!r}"
@@ -192,6 +239,8 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
             yield from range_problems(operand, value)
     elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         yield f"{operand.name}: expected a number, got {value!r}"
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        yield f"{operand.name}: float overflow: expected a number below 3.4e38, got {shown(value)}"
 
 
 def check_backward(name: str, b: BackwardCall, pair: bool) -> None:
@@ -217,14 +266,17 @@ class SizeChecks:
     """Proof for a call that no index leaves its tensor and no integer leaves 32 bits.
 
     Most calls are within sizes that were proven before: lengths and batch up to a power of two, int scalars within one.
+    Offsets in a tensor count as numbers where their values are known (runtime/values.py). Elsewhere an index relies on
+    the caller's promise, that positions stay inside the keys, and arithmetic on their 31 bits alone.
     """
 
     def __init__(self, facts: Facts, parameters: Sequence[Scalar | TensorOperand]) -> None:
         attention = facts.attention
         self._name = str(attention.name)
-        self._expressions = (attention.folded_score, attention.folded_mask)
+        self._expressions: tuple[Expr, ...] = (attention.folded_score, attention.folded_mask)
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
+        self._computed = computed_with(attention)
         ranges = any(computes_ints(e) for e in self._expressions)
         self._ranges_needed = ranges
         self.needed = ranges or bool(self._ints)  # else every size is sound
@@ -237,42 +289,62 @@ class SizeChecks:
             assert not isinstance(value, Tensor)
             if not -INT32_MAX <= value <= INT32_MAX:
                 raise collected(self._name, list(range_problems(scalar, int(value))))
-        if isinstance(call.q_offset, int) and abs(call.q_offset) > INT32_MAX // 2:
-            check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
-        if self._ranges_needed:
-            self._prove(call)
-
-    def _prove(self, call: Call) -> None:
         offset = call.q_offset
+        if isinstance(offset, Tensor) or not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET:
+            check_offsets(self._name, offset)
+        if not self._ranges_needed:
+            return
+        if self._computed and checks_values():
+            check_entries(self._name, call.operands, self._computed)
+        self._prove(call, offset)
+
+    def _prove(self, call: Call, offset: int | Tensor) -> None:
+        offsets = known_offsets(offset) if isinstance(offset, Tensor) else (offset, offset)
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         ints = [int(call.operands[s.name]) for s in self._ints]
         lengths = (call.query.shape[:3], call.key.shape[1:3], call.head_dim)
-        known = (*lengths, offset if isinstance(offset, int) else None, *ints, *extents.values())
+        known = (*lengths, offsets, *ints, *extents.values())
         if known in self._proven:
             return
         bucket = (
             call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
             call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,
-            (offset.bit_length(), offset < 0) if isinstance(offset, int) else None,
+            None if offsets is None else tuple([(n.bit_length(), n < 0) for n in offsets]),
             *(value.bit_length() if value >= 0 else -value.bit_length() for value in ints), *extents.values(),
         )  # fmt: skip
         if bucket in self._proven:
             return
-        exact = self._problems(call, ints, extents, rounded=False)
+        exact = self._problems(call, offsets, ints, extents, rounded=False)
         if exact:
+            if isinstance(offset, Tensor) and offsets is not None:
+                return self._prove_rows(call, offset, ints, extents)
             raise collected(self._name, exact)
         if len(self._proven) >= MOST_PROVEN:
             self._proven.clear()
-        self._proven.add(known if self._problems(call, ints, extents, rounded=True) else bucket)
+        self._proven.add(known if self._problems(call, offsets, ints, extents, rounded=True) else bucket)
+
+    def _prove_rows(
+        self, call: Call, offset: Tensor, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Each row by itself, where the range of all of them has problems: the message then names the row."""
+        for row, value in enumerate(offset.tolist()):
+            problems = self._problems(call, (value, value), ints, extents, rounded=False)
+            if problems:
+                raise collected(self._name, [f"q_offset[{row}] is {value}: {problem}" for problem in problems])
 
     def _problems(
-        self, call: Call, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]], rounded: bool
-    ) -> list[str]:
-        env = self._ranges(call, ints, rounded)
+        self, call: Call, offsets: Range | None, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]],
+        rounded: bool,
+    ) -> list[str]:  # fmt: skip
+        env = self._ranges(call, offsets, ints, rounded)
         found = [p for expression in self._expressions for p in check_integers(expression, env, extents)]
+        if offsets is None:
+            far = (-LARGEST_OFFSET, LARGEST_OFFSET + env["q_len"][1])
+            everywhere = [p for e in self._expressions for p in check_integers(e, env | {"q_pos": far}, extents)]
+            found += [f"{p}; {_UNKNOWN_OFFSETS}" for p in everywhere if not _is_of_an_index(p)]
         return list(dict.fromkeys(found))
 
-    def _ranges(self, call: Call, ints: Sequence[int], rounded: bool) -> Ranges:
+    def _ranges(self, call: Call, given: Range | None, ints: Sequence[int], rounded: bool) -> Ranges:
         """Range of every symbol and int scalar: as they are, or of all calls in the same bucket."""
 
         def upto(value: int) -> tuple[int, int]:
@@ -287,11 +359,10 @@ class SizeChecks:
         kv_heads, kv_len = call.key.shape[1:3]
         q_lens, kv_lens, batches = upto(q_len), upto(kv_len), upto(batch)
         last_kv = max(kv_lens[1] - 1, 0)
-        if isinstance(call.q_offset, Tensor):
-            first, last = 0, last_kv  # offsets on the device are promised to keep positions inside the keys
+        if given is None:
+            first, last = 0, last_kv
         else:
-            offsets = around(call.q_offset)
-            first, last = offsets[0], offsets[1] + max(q_lens[1] - 1, 0)
+            first, last = around(given[0])[0], around(given[1])[1] + max(q_lens[1] - 1, 0)
         env: Ranges = {
             "q_pos": (first, last), "kv_pos": (0, last_kv), "batch": (0, max(batches[1] - 1, 0)),
             "head": (0, heads - 1), "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2,
@@ -300,33 +371,54 @@ class SizeChecks:
         return env | {scalar.name: around(value) for scalar, value in zip(self._ints, ints)}
 
 
-def check_q_offset(q_offset: object, batch: int, device: torch.device) -> None:
-    """q_offset: an int, or int32 [B] on the operands' device."""
+def _is_of_an_index(problem: str) -> bool:
+    """Whether a problem that ranges found is an index that leaves its tensor, and no overflow or divisor."""
+    return " entries there; " in problem
+
+
+_UNKNOWN_OFFSETS = (
+    "q_offset is a tensor on the device, whose values may be anything within 31 bits: give an int, or have the values "
+    "looked at with weft.settings(check=True)"
+)
+
+
+def check_q_offset(q_offset: object, batch: int | None, device: torch.device | None) -> None:
+    """q_offset: an int, or int32 [B] on the operands' device. No tensor for batch None; any device for device None."""
+    if isinstance(q_offset, Tensor) and batch is None:
+        raise WeftError("q_offset: expected an int, got a tensor; a picture is of one row of the batch")
     if isinstance(q_offset, Tensor):
         if q_offset.dtype != torch.int32 or q_offset.dim() != 1 or q_offset.shape[0] != batch:
-            raise WeftError(
-                f"q_offset: expected an int or an int32 tensor [{batch}], got {q_offset.dtype} {list(q_offset.shape)}"
-            )
-        if q_offset.device != device:
+            how = "pass int(x)" if q_offset.dim() == 0 else "pass x.to(torch.int32), one for each batch row"
+            got = f"{q_offset.dtype} {list(q_offset.shape)}"
+            raise WeftError(f"q_offset: expected an int or an int32 tensor [{batch}], got {got}; {how}")
+        if device is not None and q_offset.device != device:
             raise WeftError(f"q_offset: expected device {device} as in query, got {q_offset.device}")
     elif isinstance(q_offset, bool) or not isinstance(q_offset, (int, torch.SymInt)):
-        raise WeftError(f"q_offset: expected an int or an int32 tensor [{batch}], got {q_offset!r}")
+        kinds = "an int" if batch is None else f"an int or an int32 tensor [{batch}]"
+        raise WeftError(f"q_offset: expected {kinds}, got {q_offset!r}")
     elif isinstance(q_offset, int) and abs(q_offset) > INT32_MAX // 2:
-        raise WeftError(f"q_offset: integer overflow: expected a value within 31 bits, got {q_offset}")
+        raise WeftError(f"q_offset: integer overflow: expected a value within 31 bits, got {shown(q_offset)}")
 
 
 def range_problems(operand: Scalar, value: int) -> Iterator[str]:
     """What keeps an int scalar within the 32 bits that kernels take it in."""
     if not -INT32_MAX <= value <= INT32_MAX:
-        yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {value}"
+        yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {shown(value)}"
 
 
-def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device) -> Iterator[str]:
+def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device | None) -> Iterator[str]:
     """What a kernel needs of a tensor operand."""
+    if (problem := form_problem(operand.name, value)) is not None:
+        yield problem
+        return
     if value.dim() != operand.rank:
         yield f"{operand.name}: expected {operand.rank} dimensions, got shape {list(value.shape)}"
-    if value.device != device:
+    if device is not None and value.device != device:
         yield f"{operand.name}: expected device {device} as in query, got {value.device}"
-    fits = {"float": value.is_floating_point(), "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
+    fits = {"float": value.dtype in _FLOATS, "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}
     if not fits[operand.dtype]:
-        yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}"
+        cast = {"float": "float()", "int": "to(torch.int32)", "bool": "bool()"}[operand.dtype]
+        how = f"cast it, {operand.name}.{cast}"
+        if operand.dtype == "bool" and value.is_floating_point():
+            how += ", or declare it with dtype float where it is to be added: score=score + x[...]"
+        yield f"{operand.name}: expected a tensor of {operand.dtype}, got {value.dtype}; {how}"

@@ -5,6 +5,7 @@
 | debug level | `WEFT_DEBUG` | `debug=` | prints: 0 nothing, 1 plan, 2 + cache, 3 + IR after each stage, 4 + source |
 | cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; default: the user's cache folder |
 | target | `WEFT_TARGET` | `target=` | target of calls that name none; default: from the operands' device |
+| check of values | `WEFT_CHECK` | `check=` | looks at what index tensors hold in each call; waits for the device |
 | edited modules | `WEFT_EDITED_DIR` | | folder of modules to load in place of generated ones |
 | size of the cache | `WEFT_CACHE_MAX_SIZE` | | what the cache folder is kept below, once a day; default: 256MB |
 
@@ -16,13 +17,16 @@ not inside a backward pass, which autograd may run in another thread.
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from types import NoneType
+from typing import Any, Never
 
+from ..codegen.targets import targets
 from ..ir.errors import WeftError
 from .torch_private import constant_while_tracing
 
@@ -38,9 +42,15 @@ class Settings:
     cache_dir: Path | None = None  # None: the user's cache folder
     target: str | None = None  # None: from the device of the operands
 
+    check: bool = False  # whether what tensors hold is looked at in each call, see values.py
+
     def __post_init__(self) -> None:
-        if self.debug not in range(SOURCE + 1):
+        if type(self.debug) is not int or self.debug not in range(SOURCE + 1):
             raise _wrong_level(self.debug)
+        if self.target is not None:
+            _known_target(self.target, "setting target (WEFT_TARGET)")
+        if not isinstance(self.check, bool):
+            raise WeftError(f"setting check (WEFT_CHECK): expected True or False, got {self.check!r}")
 
 
 _block: ContextVar[Settings | None] = ContextVar("weft_settings", default=None)
@@ -52,13 +62,29 @@ def current() -> Settings:
     if block is not None:
         return block
     get = os.environ.get
-    return _from_text(get("WEFT_DEBUG", ""), get("WEFT_CACHE_DIR", ""), get("WEFT_TARGET", ""))
+    return _from_text(
+        get("WEFT_DEBUG", ""), get("WEFT_CACHE_DIR", ""), get("WEFT_TARGET", ""), get("WEFT_CHECK", "")
+    )  # fmt: skip
 
 
 def default_target() -> str | None:
     """`current().target`, without reading what a call does not need."""
     block = _block.get()
-    return (os.environ.get("WEFT_TARGET") or None) if block is None else block.target
+    if block is not None:
+        return block.target
+    name = os.environ.get("WEFT_TARGET")
+    return _known_target(name, "WEFT_TARGET") if name else None
+
+
+def checks_values() -> bool:
+    """`current().check`; the environment is read once, as reading it takes longer than the rest of a call's checks."""
+    block = _block.get()
+    return _check_in_environment() if block is None else block.check
+
+
+@cache
+def _check_in_environment() -> bool:
+    return _flag(os.environ.get("WEFT_CHECK", ""), "setting check (WEFT_CHECK)")
 
 
 @constant_while_tracing
@@ -70,6 +96,8 @@ def traced_target() -> str | None:
 def edited_dir() -> Path | None:
     """Where edited modules are; of the environment alone, since a process loads a module once."""
     folder = os.environ.get("WEFT_EDITED_DIR")
+    if folder and not Path(folder).is_dir():
+        raise WeftError(f"WEFT_EDITED_DIR: expected a folder of edited modules, got {folder!r}")
     return Path(folder) if folder else None
 
 
@@ -92,23 +120,35 @@ def size_of(text: str, setting: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-@contextmanager
 def settings(
-    *, debug: int | None = None, cache_dir: str | os.PathLike[str] | None = None, target: str | None = None
-) -> Iterator[Settings]:
-    """Change settings inside a block; what is not given stays as it is outside.
+    *, debug: int | None = None, cache_dir: str | os.PathLike[str] | None = None, target: str | None = None,
+    check: bool | None = None, **unknown: Never,
+) -> AbstractContextManager[Settings]:  # fmt: skip
+    """Change settings inside a block; what is not given stays as it is outside. Raises WeftError for wrong values.
 
     >>> with settings(debug=1), settings(target="cpu") as now:
     ...     now.debug, now.target
     (1, 'cpu')
     """
-    now = current()
-    inner = replace(
-        now,
-        debug=now.debug if debug is None else debug,
-        cache_dir=now.cache_dir if cache_dir is None else Path(cache_dir),
-        target=now.target if target is None else target,
-    )
+    if unknown:
+        names = ", ".join(Settings.__dataclass_fields__)
+        raise WeftError(f"settings: {', '.join(unknown)}: unknown setting, expected some of {names}")
+    if not isinstance(cache_dir, (str, os.PathLike, NoneType)) or cache_dir == "":
+        raise WeftError(f"setting cache_dir (WEFT_CACHE_DIR): expected a folder, got {cache_dir!r}")
+    given = {
+        "debug": debug,
+        "cache_dir": None if cache_dir is None else Path(cache_dir),
+        "target": target,
+        "check": check,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    Settings(**changes)  # type: ignore[arg-type]  # refuses wrong values here, where the block is written
+    return _inside(changes)
+
+
+@contextmanager
+def _inside(changes: Mapping[str, Any]) -> Iterator[Settings]:
+    inner = replace(current(), **changes)
     token = _block.set(inner)
     try:
         yield inner
@@ -127,7 +167,29 @@ def _wrong_level(got: int | str) -> WeftError:
 
 
 @lru_cache(maxsize=16)
-def _from_text(debug: str, cache_dir: str, target: str) -> Settings:
+def _from_text(debug: str, cache_dir: str, target: str, check: str) -> Settings:
     if debug and not debug.isdecimal():
         raise _wrong_level(debug)
-    return Settings(int(debug or 0), Path(cache_dir) if cache_dir else None, target or None)
+    folder = Path(cache_dir) if cache_dir else None
+    return Settings(int(debug or 0), folder, target or None, _flag(check, "setting check (WEFT_CHECK)"))
+
+
+@lru_cache(maxsize=16)
+def _flag(text: str, setting: str) -> bool:
+    if text not in ("", "0", "1"):
+        raise WeftError(f"{setting}: expected 0 or 1, got {text!r}")
+    return text == "1"
+
+
+@lru_cache(maxsize=16)
+def _checked_target(name: str, setting: str) -> str:
+    names = [target.name for target in targets()]
+    if name not in names:
+        raise WeftError(f"{setting}: expected one of {', '.join(names)}, got {name!r}")
+    return name
+
+
+def _known_target(name: object, setting: str) -> str:
+    if not isinstance(name, str):
+        raise WeftError(f"{setting}: expected the name of a target, got {name!r}")
+    return _checked_target(name, setting)

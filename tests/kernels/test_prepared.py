@@ -455,7 +455,7 @@ def test_the_target_of_the_environment(monkeypatch: pytest.MonkeyPatch, chosen: 
     variant(*leaves, window=3, target="cpu")
     assert chosen[2:] == [("cpu", "forward")]
     monkeypatch.setenv("WEFT_TARGET", "tpu")
-    with pytest.raises(weft.WeftError, match="target: expected one of"):
+    with pytest.raises(weft.WeftError, match="WEFT_TARGET: expected one of"):
         variant(*leaves, window=3)
 
 

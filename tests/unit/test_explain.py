@@ -187,9 +187,15 @@ def test_operands_that_the_mask_does_not_read_are_not_asked_for() -> None:
     [
         (torch.zeros(8192, dtype=torch.int64), r"documents: ids: expected 2 dimensions, got shape \[8192\]"),
         (torch.zeros(2, 8192), r"documents: ids: expected a tensor of int, got torch.float32"),
-        (torch.zeros(2, 100, dtype=torch.int64), r"ids: the mask reads index 8191, expected 0 to 99"),
-        (torch.zeros(1, 8192, dtype=torch.int64), r"ids: the mask reads index 1, expected 0 to 0"),
-        ([[0] * 8192] * 2, r"documents: ids: expected a tensor of int, got list"),
+        (
+            torch.zeros(2, 100, dtype=torch.int64),
+            r"`ids\[batch, kv_pos\]`: index 1, .* to 8191 in this call, but ids has 100 entries",
+        ),
+        (
+            torch.zeros(1, 8192, dtype=torch.int64),
+            r"`ids\[batch, kv_pos\]`: index 0, .* from 0 to 1 in this call, but ids has 1 entries",
+        ),
+        ([[0] * 8192] * 2, r"documents: ids: expected a tensor of int with 2 dimensions, got list"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(value, message) -> None:
@@ -329,7 +335,9 @@ def test_show_mask_draws_the_batch_row_and_the_head_that_were_asked_for() -> Non
     picture = lambda **which: variant.show_mask(512, 512, block_q=64, block_kv=64, **which, **both)  # noqa: E731
     assert "49 empty, 15 edge" in picture() and "56 empty, 8 edge" in picture(batch=1)
     assert "43 empty, 14 edge ▒, 7 full" in picture(head=1)
-    with pytest.raises(weft.WeftError, match="ids: the mask reads index 2, expected 0 to 1"):
+    with pytest.raises(
+        weft.WeftError, match=r"ids\[batch, kv_pos\]`: index 0, `batch`, ranges from 2 to 2 .* but ids has 2 entries"
+    ):
         picture(batch=2)
 
 

@@ -69,9 +69,9 @@ def test_scores_compose_innermost_first() -> None:
     ("make", "message"),
     [
         (lambda: scores.softcap(0.0), "scores.softcap: expected cap to be above 0, got 0.0"),
-        (lambda: scores.temperature(-1.0), "scores.temperature: expected a value above 0, got -1.0"),
+        (lambda: scores.temperature(-1.0), "scores.temperature: expected value to be above 0, got -1.0"),
         (lambda: scores.alibi(weft.tensor("slopes", 2)), "scores.alibi: expected slopes to have rank 1"),
-        (lambda: scores.relative_bias(weft.tensor("t", 1), 4), "scores.relative_bias: expected t of rank 2"),
+        (lambda: scores.relative_bias(weft.tensor("t", 1), 4), "scores.relative_bias: expected t to have rank 2"),
         (lambda: scores.relative_bias(weft.tensor("t", 2), 0), "expected max_distance to be at least 1, got 0"),
         (lambda: scores.relative_bias(weft.tensor("t", 2), 1.5), "expected max_distance"),  # type: ignore[arg-type]
     ],

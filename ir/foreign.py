@@ -1,0 +1,262 @@
+"""What people bring along from torch, numpy, FlexAttention and others, and how the same is written in the language.
+
+Only texts and what they are made from: ir/expr.py and ir/attention.py raise them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .operators import OPERATORS, Number
+
+# Names that torch, numpy and Python's methods have for operators of the language.
+_ALIASES = {
+    "multiply": "mul", "subtract": "sub", "rsub": "sub", "divide": "div", "truediv": "div", "true_divide": "div",
+    "rdiv": "div", "floor_divide": "floordiv", "remainder": "mod", "fmod": "mod", "less": "lt", "less_equal": "le",
+    "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne", "negative": "neg", "absolute": "abs",
+    "fabs": "abs", "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "not",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not", "invert": "not",
+    "fmax": "maximum", "fmin": "minimum", "max": "maximum", "min": "minimum", "amax": "maximum", "amin": "minimum",
+    "expit": "sigmoid",
+}  # fmt: skip
+# Functions that the language has no operator for, written in it.
+_WRITTEN = {
+    "clamp": "weft.minimum(weft.maximum(x, low), high)", "clip": "weft.minimum(weft.maximum(x, low), high)",
+    "clamp_min": "weft.maximum(x, low)", "clamp_max": "weft.minimum(x, high)", "relu": "weft.maximum(x, 0.0)",
+    "silu": "x * weft.sigmoid(x)", "softplus": "weft.log(1.0 + weft.exp(x))", "logsigmoid": "weft.log(weft.sigmoid(x))",
+    "square": "x * x", "pow": "x * x, or weft.exp2(y * weft.log2(x))", "power": "x * x, or weft.exp2(y * weft.log2(x))",
+    "float_power": "x * x, or weft.exp2(y * weft.log2(x))", "log1p": "weft.log(1.0 + x)", "expm1": "weft.exp(x) - 1.0",
+    "log10": "0.30102999566 * weft.log2(x)", "reciprocal": "1.0 / x", "tan": "weft.sin(x) / weft.cos(x)",
+    "sinh": "0.5 * (weft.exp(x) - weft.exp(-x))", "cosh": "0.5 * (weft.exp(x) + weft.exp(-x))",
+    "ceil": "-weft.floor(-x)", "round": "weft.floor(x + 0.5)", "trunc": "weft.floor(x), which gives an int",
+    "int": "weft.floor(x), which gives an int", "long": "weft.floor(x), which gives an int",
+    "sign": "weft.where(x > 0, 1, weft.where(x < 0, -1, 0))", "softmax": "score=x alone: Weft takes the softmax itself",
+    "masked_fill": "weft.where(condition, value, x), or a mask= for what is to be hidden",
+    "float": "x as it is: ints become floats where they meet floats", "divmod": "x // y and x % y",
+    "shape": "weft.q_len, weft.kv_len or weft.head_dim", "size": "weft.q_len, weft.kv_len or weft.head_dim",
+    "to": "x as it is: kernels choose its dtype", "type": "x as it is: kernels choose its dtype",
+    "rshift": "x // 2, x // 4, ...", "right_shift": "x // 2, x // 4, ...", "lshift": "x * 2, x * 4, ...",
+    "left_shift": "x * 2, x * 4, ...", "bitwise_right_shift": "x // 2", "bitwise_left_shift": "x * 2",
+}  # fmt: skip
+
+
+def operator_named(name: str) -> str | None:
+    """The operator that torch, numpy or Python call by this name; None where there is none.
+
+    >>> operator_named("multiply"), operator_named("__rsub__"), operator_named("tanh"), operator_named("cumsum")
+    ('mul', 'sub', 'tanh', None)
+    """
+    plain = name.strip("_")
+    found = _ALIASES.get(plain, plain)
+    return found if found in OPERATORS else None
+
+
+def instead_of(name: str) -> str:
+    """What to write in place of a function of that name.
+
+    >>> instead_of("tanh"), instead_of("logical_and"), instead_of("relu")
+    ('write weft.tanh(x)', 'write a & b', 'write weft.maximum(x, 0.0)')
+    """
+    plain, operator = name.strip("_"), operator_named(name)
+    if operator is not None:
+        return f"write {_usage(operator)}"
+    if plain in _WRITTEN:
+        return f"write {_WRITTEN[plain]}"
+    functions = " ".join(sorted(name for name, op in OPERATORS.items() if op.is_function))
+    return f"the language has no {plain}; its functions are those of weft: {functions}"
+
+
+def is_written_otherwise(name: str) -> bool:
+    """Whether `instead_of` knows what to write for a function of that name."""
+    return operator_named(name) is not None or name.strip("_") in _WRITTEN
+
+
+def _usage(operator: str) -> str:
+    op = OPERATORS[operator]
+    if op.sign is None:
+        return f"weft.{op.name}({', '.join(op.operands)})"
+    return f"{op.sign}{op.operands[0]}" if op.arity == 1 else f" {op.sign} ".join(op.operands)
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+def number_in(value: object) -> Number | None:
+    """The number that a numpy scalar or a 0-d array or tensor holds; None for anything else.
+
+    None too for a tensor that wants a gradient, which a constant would drop.
+    """
+    item = getattr(value, "item", None)
+    if not callable(item) or getattr(value, "ndim", None) != 0 or getattr(value, "requires_grad", False):
+        return None
+    try:
+        found = item()
+    except (RuntimeError, ValueError):  # on the meta device there is none
+        return None
+    return found if isinstance(found, (bool, int, float)) else None
+
+
+def is_array(value: object) -> bool:
+    """Whether it looks like a tensor of torch or an array of numpy."""
+    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype") and hasattr(value, "ndim")
+
+
+def described(value: object) -> str:
+    """What a value is that is no part of an expression, and how it is brought in."""
+    if is_array(value):
+        kind, shape = kind_of(value), list(value.shape)  # type: ignore[attr-defined]
+        rank = max(len(shape), 1)
+        index = ", ".join(["0"] if not shape else ["..."] * rank)
+        return (
+            f'{_article(value)} of shape {shape}; declare x = weft.tensor("x", {rank}, {kind}), read x[{index}] at int '
+            "expressions such as weft.head or weft.kv_pos, and give it at each call, x=..."
+        )
+    if isinstance(value, str):
+        return f"str; weft.parse({value!r}, ...) reads text of the language"
+    if isinstance(value, (list, tuple)):
+        return (
+            f'{type(value).__name__}; numbers in a row are a tensor operand: declare x = weft.tensor("x", 1), read '
+            "x[weft.head], and give it at each call, x=torch.tensor([...])"
+        )
+    if callable(value):
+        return f"{type(value).__name__}; {_function_hint(value)}"
+    return type(value).__name__
+
+
+def kind_of(array: Any) -> str:
+    """The dtype of a tensor or array in the words of `weft.tensor`."""
+    name = str(array.dtype)
+    return "bool" if "bool" in name else "int" if "int" in name else "float"
+
+
+def _article(value: object) -> str:
+    return "a tensor" if type(value).__module__.partition(".")[0] == "torch" else f"an {type(value).__name__}"
+
+
+# -- score= and mask= of a variant ------------------------------------------------------------------------------------
+def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | None:
+    """How a score or mask is written that was given as a tensor or as a function; None for other values.
+
+    symbols: those of the language by name, to call a score_mod or mask_mod with.
+    """
+    if is_array(value):
+        return _tensor_hint(field, value)
+    return _call_hint(field, value, symbols) if callable(value) and field in ("score", "mask") else None
+
+
+def _tensor_hint(field: str, value: Any) -> str:
+    shape, kind = list(value.shape), kind_of(value)
+    if field == "scale" or not 1 <= len(shape) <= 4:
+        return f"expected an expression, got {described(value)}"
+    name = "hidden" if kind == "bool" and field == "score" else "seen" if kind == "bool" else "bias"
+    read = f"{name}[{', '.join(_indices(shape))}]"
+    declared = f'{name} = weft.tensor("{name}", {len(shape)}, {kind})'
+    written = f"mask={read}" if kind == "bool" else f"score=weft.score + {read}"
+    closed = "; a causal mask is mask=weft.kv_pos <= weft.q_pos, without a tensor" if field == "mask" else ""
+    return (
+        f"expected an expression, got {_article(value)} of {value.dtype} and shape {shape}; declare {declared} and "
+        f"weft.Attention({written}), and give the tensor at each call, {name}=...{closed}"
+    )
+
+
+def _indices(shape: list[int]) -> list[str]:
+    """How [batch, head, row, column], or its last dimensions, is read; `q_pos` of row 0 is kv_len - q_len."""
+    row = "weft.q_pos"
+    if len(shape) > 1 and shape[-2] != shape[-1]:
+        row = "weft.q_pos - (weft.kv_len - weft.q_len)"
+    names = ["weft.batch", "weft.head", row, "weft.kv_pos"][-len(shape) :]
+    if len(shape) == 3:
+        names[0] = "weft.head"
+    return ["0" if extent == 1 else name for extent, name in zip(shape, names)]
+
+
+def _call_hint(field: str, function: Any, symbols: Mapping[str, Any]) -> str:
+    """A function, as FlexAttention takes them, is called with symbols: what it gives is what to write."""
+    own = _of_the_library(function)
+    if own is not None:
+        return f"expected an expression, got a function; call it: {own}"
+    arguments = ["batch", "head", "q_pos", "kv_pos"]
+    if field == "score":
+        arguments = ["score", *arguments] if _arity(function) != 1 else ["score"]
+    elif _arity(function) == 2:
+        arguments = ["q_pos", "kv_pos"]
+    means = ", ".join(f"weft.{name}" for name in arguments)
+    try:
+        text: object = function(*(symbols[name] for name in arguments))
+    except Exception:
+        example = "mask=weft.kv_pos <= weft.q_pos" if field == "mask" else "score=50.0 * weft.tanh(weft.score / 50.0)"
+        return f"expected an expression, got a function; write what it computes of {means}, such as {example}"
+    return (
+        f"expected an expression, got a function; write what it gives for ({', '.join(arguments)}), which are symbols "
+        f"of weft: {field}={text}"
+    )
+
+
+def _function_hint(function: object) -> str:
+    return _of_the_library(function) or "write the expression that it computes"
+
+
+def _of_the_library(function: Any) -> str | None:
+    """How a function of weft.masks or weft.scores, or what one of scores returned, is used."""
+    package, _, module = str(getattr(function, "__module__", "")).partition(".")
+    if package != __name__.partition(".")[0] or module not in ("masks", "scores"):
+        return None
+    name = str(getattr(function, "__qualname__", ""))
+    if "<locals>" in name:
+        return f"weft.scores.{name.partition('.')[0]}(...)(weft.score)"
+    given = "(...)" if module == "masks" else "(...)(weft.score)"
+    return f"weft.{module}.{name}{given}"
+
+
+def _arity(function: Callable[..., Any]) -> int | None:
+    try:
+        return len(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+_CAUSAL = "declare it: weft.Attention(mask=weft.kv_pos <= weft.q_pos), which is weft.masks.causal"
+_MASK = (
+    "a mask is declared, weft.Attention(mask=...), as an expression of positions, or of a tensor operand that the call "
+    'gives: seen = weft.tensor("seen", 2, bool), mask=seen[weft.q_pos, weft.kv_pos]'
+)
+_BIAS = (
+    'declare it: bias = weft.tensor("bias", 1), weft.Attention(score=weft.score + bias[weft.head]), '
+    "called with bias=..."
+)
+_SCORE = (
+    "a score is declared, weft.Attention(score=...), as an expression: 50.0 * weft.tanh(weft.score / 50.0) for "
+    "lambda score, b, h, q, k: 50.0 * torch.tanh(score / 50.0)"
+)
+_SCALE = "declare it: weft.Attention(scale=0.125), or scale=s with s = weft.scalar('s') for one that changes"
+_WINDOW = (
+    "declare it: n = weft.scalar('n', int), weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < n)), "
+    "called with n=..."
+)
+_DROPOUT = "attention dropout is not available; leave it out"
+_GQA = "leave it out: heads are grouped wherever key and value have fewer heads than the query"
+_LENGTHS = "lengths of sequences are not available; pass padded operands and declare a mask"
+OPTIONS = {
+    "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
+    "mask_mod": _MASK, "block_mask": _MASK, "key_padding_mask": _MASK, "bias": _BIAS, "attn_bias": _BIAS,
+    "alibi_slopes": "declare it: s = weft.tensor('s', 1), weft.Attention(score=weft.scores.alibi(s)(weft.score)), "
+                    "called with s=...",
+    "score_mod": _SCORE, "score": _SCORE, "scale": _SCALE, "softmax_scale": _SCALE, "sm_scale": _SCALE,
+    "window_size": _WINDOW, "window": _WINDOW, "sliding_window": _WINDOW,
+    "softcap": "declare it: weft.Attention(score=50.0 * weft.tanh(weft.score / 50.0))",
+    "logits_soft_cap": "declare it: weft.Attention(score=50.0 * weft.tanh(weft.score / 50.0))",
+    "dropout_p": _DROPOUT, "dropout": _DROPOUT, "p_dropout": _DROPOUT, "enable_gqa": _GQA,
+    "return_softmax_lse": "write return_lse=True", "return_attn_probs": "weights are never computed as a whole; "
+                                                                        "return_lse=True gives their normalizer",
+    "need_weights": "weights are never computed as a whole; return_lse=True gives their normalizer",
+    "return_aux": "write return_lse=True", "kernel_options": "write schedule=", "backend": "write target=",
+    "device": "leave it out: the operands' device decides, and target= names a target",
+    "cu_seqlens_k": _LENGTHS, "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS, "sinks": "not available yet",
+}  # fmt: skip
+
+
+def option_hint(name: str) -> str | None:
+    """How an option of another attention's call is said here; None for names that are none."""
+    return OPTIONS.get(name)

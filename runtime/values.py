@@ -1,0 +1,112 @@
+"""What lies in tensors that kernels compute positions and indices with.
+
+Looked at where it is on the host, and elsewhere where `weft.settings(check=True)` or WEFT_CHECK=1 asks for it: then a
+call waits for its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.attention import Attention
+from ..ir.errors import WeftError, collected
+from ..ir.expr import INT32_MAX, Call, Expr, Load
+from ..ir.operators import OPERATORS, Range
+from ..ir.reference import dense_mask, evaluate, positions
+from ..ir.walk import loads, nodes
+from .settings import checks_values
+
+LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
+_TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)
+
+
+def known_offsets(offset: int | Tensor) -> Range | None:
+    """The lowest and the highest q_offset of a call; None where they lie on a device and no check was asked for."""
+    if not isinstance(offset, Tensor):
+        return offset, offset
+    if not (offset.is_cpu or checks_values()):
+        return None
+    if offset.numel() == 0:
+        return 0, 0
+    low, high = torch.aminmax(offset)
+    return int(low), int(high)
+
+
+def check_offsets(name: str, offset: int | Tensor) -> None:
+    """Raise WeftError for positions that no kernel can compute with; what a device holds is not looked at unasked."""
+    found = known_offsets(offset)
+    if found is None or (-LARGEST_OFFSET <= found[0] and found[1] <= LARGEST_OFFSET):
+        return
+    if isinstance(offset, Tensor):
+        row, value = next((r, v) for r, v in enumerate(offset.tolist()) if abs(v) > LARGEST_OFFSET)
+        raise WeftError(f"{name}: q_offset[{row}]: integer overflow: expected a value within 31 bits, got {value}")
+    raise WeftError(f"{name}: q_offset: integer overflow: expected a value within 31 bits, got {offset}")
+
+
+def computed_with(attention: Attention) -> tuple[str, ...]:
+    """The int tensors whose entries take part in int arithmetic: beyond comparing, choosing and turning into floats."""
+    found: set[str] = set()
+    for root in (attention.folded_score, attention.folded_mask):
+        for node in nodes(root):
+            if isinstance(node, Call) and node.dtype == "int" and not OPERATORS[node.op].chooses:
+                found |= {n.tensor.name for n in nodes(node) if isinstance(n, Load) and n.dtype == "int"}
+    return tuple(sorted(found))
+
+
+def check_entries(name: str, operands: Mapping[str, object], computed: Iterable[str]) -> None:
+    """Raise WeftError, naming the place, where an int tensor holds what arithmetic in 32 bits is not sound for."""
+    problems = []
+    for operand in computed:
+        tensor = operands[operand]
+        assert isinstance(tensor, Tensor)
+        wrong = ((tensor >= _TRUSTED) | (tensor <= -_TRUSTED)).nonzero()
+        if len(wrong):
+            place = wrong[0].tolist()
+            problems.append(
+                f"{operand}{place}: integer overflow: expected entries below 2**30 in size, as they are computed with, "
+                f"got {tensor[tuple(place)].item()}"
+            )
+    if problems:
+        raise collected(name, problems)
+
+
+# -- the reference, which reads wherever its index leads ---------------------------------------------------------------
+def check_reads(
+    attention: Attention, query: Tensor, key: Tensor, operands: Mapping[str, Any], q_offset: int | Tensor | None,
+    head_dim: int,
+) -> None:  # fmt: skip
+    """Raise WeftError where the mask, or the score of a visible pair, reads outside of an operand.
+
+    On a CPU alone, where torch would take an index of -5 from the end; and not while torch traces.
+    """
+    if not attention.tensors or not query.is_cpu or torch.compiler.is_compiling() or type(query) is not Tensor:
+        return
+    batch, heads, q_len, _ = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device)
+    env |= {"head_dim": head_dim, **operands}
+    _check_loads(attention, attention.folded_mask, env, None)
+    if loads(attention.folded_score):
+        mask = dense_mask(attention, env, (batch, heads, q_len, kv_len), query.dtype, query.device)
+        _check_loads(attention, attention.folded_score, env, mask)
+
+
+def _check_loads(attention: Attention, root: Expr, env: Mapping[str, Any], visible: Tensor | None) -> None:
+    for load in sorted(loads(root), key=lambda load: len(load.text)):  # those inside an index first
+        for axis, index in enumerate(load.index):
+            extent = env[load.tensor.name].shape[axis]
+            places = evaluate(index, env, torch.float64, torch.device("cpu"), visible)
+            outside = (places < 0) | (places >= extent)
+            if visible is not None:
+                outside = outside & visible
+            if bool(outside.any()):
+                got = int(places.expand(outside.shape)[outside][0])
+                raise WeftError(
+                    f"{attention.name}: `{load}`: index {axis}, `{index}`, is {got} in this call, but "
+                    f"{load.tensor.name} has {extent} entries there; pass a larger tensor, or clamp the index: "
+                    f"weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+                )
