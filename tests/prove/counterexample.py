@@ -1,0 +1,195 @@
+"""Values that refute a claim: confirmed in plain Python, and printed as a script that anyone can run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import z3
+
+import weft
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import TileProgram
+from weft.compiler.analysis.survey import Survey
+from weft.ir.canonical import canonical
+from weft.ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from weft.ir.operators import OPERATORS
+from weft.ir.walk import nodes, substitute
+
+from .questions import Question
+from .terms import INT32, Terms, trusted_reads
+
+Number = int | bool
+BY_ZERO = (0, -1, 1, INT32 - 1, -INT32)  # what a GPU may give for x // 0
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of symbols, operands, reads of tensors by index, and conditions over floats by their text."""
+
+    symbols: Mapping[str, int]
+    scalars: Mapping[str, int] = field(default_factory=dict)
+    reads: Mapping[str, Mapping[tuple[int, ...], Number]] = field(default_factory=dict)
+    opaque: Mapping[str, Number] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: z3.ModelRef, terms: Terms) -> Values:
+        def number(term: z3.ExprRef) -> Number:
+            value = model.eval(term, model_completion=True)
+            return z3.is_true(value) if z3.is_bool(value) else value.as_long()  # type: ignore[attr-defined]
+
+        reads: dict[str, dict[tuple[int, ...], Number]] = {}
+        for node, index, read in terms.reads.values():
+            place = tuple(int(number(terms.term(i))) for i in index)
+            reads.setdefault(node.tensor.name, {})[place] = number(read)
+        symbols, scalars = {}, {}
+        for declared in model.decls():
+            name = declared.name()
+            if declared.arity() == 0 and declared.range() == z3.IntSort():
+                if "*" in name:
+                    continue
+                if name.startswith("arg "):
+                    scalars[name.removeprefix("arg ")] = int(number(declared()))
+                elif name.isidentifier():
+                    symbols[name] = int(number(declared()))
+        opaque = {text: number(term) for text, term in terms.opaque.items()}
+        return Values(symbols, scalars, reads, opaque)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What questions are about."""
+
+    mask: Expr
+    program: TileProgram | None = None
+    survey: Survey | None = None
+
+    def refuted_by(self, question: Question, values: Values) -> bool:
+        return any(self._refuted(question, values, by_zero) for by_zero in BY_ZERO)
+
+    def _refuted(self, question: Question, values: Values, by_zero: int) -> bool:
+        at = Evaluator(values, by_zero, trusted_reads(self.mask))
+        if not at.accepts(self.mask):
+            return False
+        if question.kind in ("impossible", "certain"):
+            assert self.survey is not None
+            visible = bool(at.value(self.mask))
+            if question.kind == "impossible":
+                return visible and not at.value(self.survey.possible)
+            return not visible and bool(at.value(self.survey.certain))
+        assert self.program is not None
+        return bool(wrong_with(self.program, self.mask, question.kind, at))
+
+
+@dataclass
+class Evaluator:
+    values: Values
+    by_zero: int
+    trusted: frozenset[str]
+    lines: dict[str, Number] = field(default_factory=dict)  # of a tile program
+    bounded: bool = False
+
+    def value(self, node: Expr, compared: bool = False) -> Number:
+        match node:
+            case Const(value):
+                return value  # type: ignore[return-value]
+            case Symbol(name):
+                return self.lines[name] if name in self.lines else self.values.symbols.get(name, 0)
+            case Scalar(name):
+                return self.values.scalars.get(name, 0)
+            case Load(tensor, index):
+                place = tuple(int(self.value(i)) for i in index)
+                found = self.values.reads.get(tensor.name, {}).get(place, 0)
+                cut = self.bounded and not compared and tensor.dtype == "int" and node.text not in self.trusted
+                return min(max(found, -INT32), INT32) if cut else found
+            case Call() if self._is_opaque(node):
+                return self.values.opaque.get(self._text(node), 0)
+            case Call("floordiv" | "mod" as op, (a, b)):
+                x, y = self.value(a), self.value(b)
+                return OPERATORS[op].python(x, y) if y else self.by_zero if op == "floordiv" else x
+            case Call("where", (condition, a, b)):
+                return self.value(a if self.value(condition) else b, compared)
+            case Call(op, args):
+                inside = compared if OPERATORS[op].chooses else OPERATORS[op].gives == "bool"
+                return OPERATORS[op].python(*(self.value(a, inside) for a in args))
+            case _:
+                raise TypeError(node)
+
+    def accepts(self, mask: Expr) -> bool:
+        """Whether a call is: the ints that the mask computes have 32 bits, divisors are not 0, indices not negative."""
+        for node in nodes(mask):
+            if isinstance(node, Load) and any(not 0 <= self.value(i) < INT32 for i in node.index):
+                return False
+            if not isinstance(node, Call) or node.dtype != "int" or OPERATORS[node.op].makes_ints:
+                continue
+            if not -INT32 <= self.value(node) < INT32 and not OPERATORS[node.op].chooses:
+                return False
+            if node.op in ("floordiv", "mod") and self.value(node.args[1]) == 0:
+                return False
+        return True
+
+    def _is_opaque(self, node: Call) -> bool:
+        floats = any(a.dtype == "float" for a in node.args)
+        return OPERATORS[node.op].makes_ints or (node.dtype == "bool" and floats)
+
+    def _text(self, node: Expr) -> str:
+        own = "kv_len" if "kv" in self.lines.get("axis", "") else "q_len"  # type: ignore[operator]
+        return canonical(substitute(node, {"length": symbol(own)})).text
+
+
+def wrong_with(program: TileProgram, mask: Expr, kind: str, at: Evaluator) -> str:
+    """What is wrong with the tiles at these values; "" where nothing is."""
+    s = at.values.symbols
+    length, block = (s["kv_len"] if program.axis == "kv" else s["q_len"]), s["block"]
+    if s["start"] % block:
+        return ""
+    tile = s["start"] // block
+    run = Evaluator(at.values, at.by_zero, at.trusted, {"axis": program.axis}, bounded=True)  # type: ignore[dict-item]
+    run.lines |= {"length": length, "block": block}
+    for line in program.body:
+        run.lines[line.name] = run.value(line.value)
+    ends = [int(run.lines[name]) for name in program.outputs]
+    if kind == "order":
+        chain = [0, *ends, math.ceil(length / block)]
+        return f"ends are out of order: {chain}" if chain != sorted(chain) else ""
+    ranges = list(zip(*[iter(ends)] * 4))
+    in_full = any(full_lo <= tile < full_hi for _, full_lo, full_hi, _ in ranges)
+    if kind == "skipped":
+        skipped = not any(lo <= tile < hi for lo, *_, hi in ranges)
+        return "a visible pair lies in a tile that is skipped" if skipped and at.value(mask) else ""
+    if in_full and s["start"] + block > length:
+        return "a full tile reaches past the end"
+    row = s["kv_pos"] if program.axis == "kv" else s["q_pos"] - s["q_offset"]
+    hidden = row < length and not at.value(mask)
+    return "a hidden pair lies in a tile that is called full" if in_full and hidden else ""
+
+
+# -- as a script ------------------------------------------------------------------------------------------------------
+def script(mask: Expr, axis: str, kind: str, values: Values) -> str:
+    """Python that shows the counterexample, from the top folder of the project."""
+    text = str(weft.Attention(mask=mask, name="refuted"))
+    return f"""import weft
+from tests.prove.counterexample import Values, show
+
+refuted = weft.parse_attention('''
+{text}
+''')
+show(refuted, {axis!r}, {kind!r}, {values!r})
+"""
+
+
+def show(attention: weft.Attention, axis: str, kind: str, values: Values, say: Callable[[str], None] = print) -> bool:
+    """Say what is wrong with a variant at these values; whether something is."""
+    facts = facts_of(attention)
+    mask = attention.folded_mask
+    if not axis:
+        question = Question(kind, "", (), (), (), Terms())  # type: ignore[arg-type]
+        wrong = Subject(mask, survey=facts.survey).refuted_by(question, values)
+        say(f"{kind}: {'wrong' if wrong else 'right'} at {values}")
+        return wrong
+    program = facts.kv_tiles if axis == "kv" else facts.q_tiles
+    found = [wrong_with(program, mask, kind, Evaluator(values, z, trusted_reads(mask))) for z in BY_ZERO]
+    said = next(filter(None, found), "")
+    say(said or "nothing is wrong")
+    return bool(said)
