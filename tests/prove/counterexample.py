@@ -18,7 +18,7 @@ from weft.ir.operators import OPERATORS
 from weft.ir.walk import nodes, substitute
 
 from .questions import Question
-from .terms import INT32, Terms, trusted_reads
+from .terms import INT32, Terms, read_limits, trusted_reads
 
 Number = int | bool
 BY_ZERO = (0, -1, 1, INT32 - 1, -INT32)  # what a GPU may give for x // 0
@@ -102,7 +102,7 @@ class Evaluator:
                 place = tuple(int(self.value(i)) for i in index)
                 found = self.values.reads.get(tensor.name, {}).get(place, 0)
                 cut = self.bounded and not compared and tensor.dtype == "int" and node.text not in self.trusted
-                return min(max(found, -INT32), INT32) if cut else found
+                return min(max(found, read_limits()[0]), read_limits()[1]) if cut else found
             case Call() if self._is_opaque(node):
                 return self.values.opaque.get(self._text(node), 0)
             case Call("floordiv" | "mod" as op, (a, b)):

@@ -6,7 +6,7 @@ the arithmetic of tiles is written out: `c * u` against `c * v` by the order of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -95,13 +95,27 @@ class Products:
         return [term == z3.Product([z3.Int(n) for n in product]) for product, term in self.seen.items()]
 
     # -- linear facts -------------------------------------------------------------------------------------------------
-    def facts(self, choices: Mapping[str, Choice]) -> list[z3.BoolRef]:
-        """True statements about the products, linear in their names; `choices`: what names with two cases are."""
-        found = [fact for product in list(self.seen) for fact in self._by_cases(product, choices)]
+    def facts(
+        self, choices: Mapping[str, Choice], scaled: Iterable[tuple[Polynomial, Polynomial]]
+    ) -> list[z3.BoolRef]:
+        """True statements about the products, linear in their names.
+
+        choices: what names with two cases are. scaled: (c, p) where what is known of p is wanted for c * p too.
+        """
+        found = [fact for c, p in scaled for fact in self._scaled(c, p)]
+        found += [fact for product in list(self.seen) for fact in self._by_cases(product, choices)]
         found += [fact for product in list(self.seen) for fact in self._against_zero(product)]
         pairs = [pair for pair in combinations(self.seen, 2) if _shared(*pair)]
         found += [fact for a, b in pairs[:MOST_PAIRS] for fact in self._compared(a, b)]
         return found
+
+    def _scaled(self, factor: Polynomial, p: Polynomial) -> Iterator[z3.BoolRef]:
+        """c * p has the sign of both, and is as far from 0 as c where p is not 0."""
+        c, sign, term = self.term(factor), self.term(p), self.term(factor * p)
+        yield z3.Implies(sign == 0, term == 0)
+        for size, scaled in ((c, term), (-c, -term)):
+            yield z3.Implies(z3.And(size > 0, sign > 0), scaled >= size)
+            yield z3.Implies(z3.And(size > 0, sign < 0), scaled <= -size)
 
     def _by_cases(self, product: Product, choices: Mapping[str, Choice]) -> Iterator[z3.BoolRef]:
         """c * min(a, b) is c * a or c * b, whichever min(a, b) is."""

@@ -23,7 +23,10 @@ from .programs import BLOCK, START, Tile
 from .terms import INT32, Reader, Terms, trusted_reads
 
 LONGEST, FARTHEST, LARGEST_TILE = 2**30, 2**30 - 1, 10**7
-Kind = Literal["skipped", "hidden in full", "order", "impossible", "certain", "lookup", "division"]
+Kind = Literal[
+    "skipped", "hidden in full", "order", "lookup", "impossible", "certain", "overflow", "overflow in lookups", "division",
+    "casts",
+]
 _SIZES = {  # symbols of a call besides positions: least and greatest value
     "q_len": (0, LONGEST), "kv_len": (0, LONGEST), "q_offset": (-FARTHEST, FARTHEST), "head": (0, INT32 - 1),
     "kv_head": (0, INT32 - 1), "batch": (0, INT32 - 1), "group": (1, INT32 - 1), "head_dim": (1, INT32 - 1),
@@ -102,8 +105,17 @@ def tile_questions(mask: Expr, program: TileProgram) -> list[Question]:
     return [_visible_and_skipped(mask, program), _hidden_in_full(mask, program), _out_of_order(mask, program)]
 
 
+def setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Reader]:
+    """The call, the mask at a pair, and the program's lines for a tile of the other axis that holds its position."""
+    call, pair, tile = _setting(mask, program)
+    pair.truth(mask)
+    reader = tile.reader
+    for name in program.outputs:  # as numbers, for what reads them
+        reader.values[name] = Polynomial.of_name(name)  # type: ignore[index]
+    return call, pair, reader
+
+
 def _setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Tile]:
-    """The call, the mask at a pair, and the program for a tile of the other axis that holds the pair's position."""
     call = Call.of(mask)
     pair = Reader(call.terms, call.values)
     own = "kv_len" if program.axis == "kv" else "q_len"

@@ -8,11 +8,14 @@ anything, the same wherever it is written the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import z3
 
+from weft.codegen import functions
 from weft.ir.canonical import canonical
 from weft.ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
 from weft.ir.operators import OPERATORS
@@ -20,6 +23,7 @@ from weft.ir.walk import children, nodes, substitute
 
 from .polynomials import Choice, Polynomial, Products
 
+MOST_SCALED = 40  # comparisons that are scaled by a divisor
 INT31, INT32, INT64 = 2**30, 2**31, 2**63
 _COMPARISONS = {"lt": "__lt__", "le": "__le__", "gt": "__gt__", "ge": "__ge__", "eq": "__eq__", "ne": "__ne__"}
 
@@ -35,6 +39,8 @@ class Terms:
     known: list[z3.BoolRef] = field(default_factory=list)  # what the names are
     products: Products = field(default_factory=Products)
     choices: dict[str, Choice] = field(default_factory=dict)
+    divisors: dict[str, Polynomial] = field(default_factory=dict)  # of quotients by what is no number
+    compared: list[Polynomial] = field(default_factory=list)  # differences whose signs were asked for
     opaque: dict[str, z3.ExprRef] = field(default_factory=dict)  # by text
     reads: dict[str, tuple[Load, list[Polynomial], z3.ExprRef]] = field(default_factory=dict)  # by name
     _made: dict[object, str] = field(default_factory=dict)
@@ -59,8 +65,16 @@ class Terms:
 
     def everything(self, exact: bool) -> list[z3.BoolRef]:
         """All that is known; `exact` adds what products are, which is not linear."""
-        facts = self.products.facts(self.choices)
+        facts = self.products.facts(self.choices, self._scaled())
         return [*self.known, *facts, *(self.products.exact() if exact else [])]
+
+    def _scaled(self) -> list[tuple[Polynomial, Polynomial]]:
+        """Comparisons with a quotient by what is no number, times its divisor: `x // d < e` speaks of `x < d * e`."""
+        found = {}
+        for p in self.compared:
+            inside = {n for product in p.terms for n in product} & self.divisors.keys()
+            found |= {(self.divisors[n].key, p.key): (self.divisors[n], p) for n in sorted(inside)}
+        return [found[key] for key in sorted(found)][:MOST_SCALED]
 
     # -- what is made once for equal operands -------------------------------------------------------------------------
     def chosen(self, condition: z3.BoolRef, yes: Polynomial, no: Polynomial) -> Polynomial:
@@ -93,6 +107,8 @@ class Terms:
         key = ("quotient", a.key, d.key)
         if key not in self._made:
             name = self._made[key] = f"quotient {len(self._made)}"
+            if d.value is None:
+                self.divisors[name] = d
             divisor, rest = self.term(d), self.term(a - d * Polynomial.of_name(name))
             self.known.append(z3.Implies(divisor > 0, z3.And(rest >= 0, rest < divisor)))
             self.known.append(z3.Implies(divisor < 0, z3.And(rest <= 0, rest > divisor)))
@@ -107,8 +123,8 @@ class Reader:
     """Terms of expressions at given values of symbols.
 
     values: polynomials and conditions by the name of a symbol. renamed: symbols by which a tile program calls what the
-    mask calls otherwise, for texts of what is opaque. bounded: ints read from tensors are cut to 2**31 where they are
-    computed with, as tile programs of GPU kernels do.
+    mask calls otherwise, for texts of what is opaque. bounded: ints read from tensors are cut (`read_limits`) where they
+    are computed with, as tile programs of GPU kernels do.
     """
 
     terms: Terms
@@ -195,8 +211,9 @@ class Reader:
             case Call("where", (condition, a, b)):
                 return z3.If(self.truth(condition), self.truth(a), self.truth(b))
             case Call(op, (a, b)) if {a.dtype, b.dtype} == {"int"}:
-                difference = self.terms.term(self.integer(a, True) - self.integer(b, True))
-                return getattr(difference, _COMPARISONS[op])(0)
+                difference = self.integer(a, True) - self.integer(b, True)
+                self.terms.compared.append(difference)
+                return getattr(self.terms.term(difference), _COMPARISONS[op])(0)
             case Call():
                 return self._opaque(node, z3.Bool)  # type: ignore[return-value]
             case _:
@@ -233,13 +250,22 @@ class Reader:
             self.terms.known.append(z3.And(z3.Int(name) > -INT31, z3.Int(name) < INT31))
         if trusted or compared or not self.bounded:
             return value
-        above = self.terms.extremum(False, value, Polynomial.number(-INT32))
-        return self.terms.extremum(True, above, Polynomial.number(INT32))
+        least, greatest = map(Polynomial.number, read_limits())
+        return self.terms.extremum(True, self.terms.extremum(False, value, least), greatest)
 
     def _load_of_bools(self, node: Load) -> z3.BoolRef:
         read, index = self._function(node, z3.BoolSort())
         self.terms.reads.setdefault(f"{node.tensor.name} at {[i.key for i in index]}", (node, index, read))
         return read  # type: ignore[return-value]
+
+
+@cache
+def read_limits() -> tuple[int, int]:
+    """Where tile programs of GPU kernels cut an int that they read from a tensor: as the printed helper has it."""
+    found = [int(n) for n in re.findall(r"-?\d{6,}", functions._AS_BOUND)]
+    if len(found) != 2:
+        raise ValueError(f"as_bound is written otherwise: {functions._AS_BOUND}")
+    return min(found), max(found)
 
 
 def trusted_reads(root: Expr) -> frozenset[str]:
