@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,9 +17,11 @@ from weft.ir.operators import OPERATORS
 from weft.ir.walk import nodes, substitute
 
 from .questions import Question
+from .widths import Place, places, width
 from .terms import INT32, Terms, read_limits, trusted_reads
 
 Number = int | bool
+TEXTUAL = ("casts", "overflow in lookups")  # questions about text, which hold for all values or for none
 BY_ZERO = (0, -1, 1, INT32 - 1, -INT32)  # what a GPU may give for x // 0
 
 
@@ -69,15 +70,14 @@ class Subject:
         return any(self._refuted(question, values, by_zero) for by_zero in BY_ZERO)
 
     def _refuted(self, question: Question, values: Values, by_zero: int) -> bool:
+        if question.kind in TEXTUAL:
+            return True
         at = Evaluator(values, by_zero, trusted_reads(self.mask))
         if not at.accepts(self.mask):
             return False
         if question.kind in ("impossible", "certain"):
             assert self.survey is not None
-            visible = bool(at.value(self.mask))
-            if question.kind == "impossible":
-                return visible and not at.value(self.survey.possible)
-            return not visible and bool(at.value(self.survey.certain))
+            return wrong_survey(self.survey, self.mask, question.kind, at)
         assert self.program is not None
         return bool(wrong_with(self.program, self.mask, question.kind, at))
 
@@ -88,7 +88,8 @@ class Evaluator:
     by_zero: int
     trusted: frozenset[str]
     lines: dict[str, Number] = field(default_factory=dict)  # of a tile program
-    bounded: bool = False
+    axis: str = ""  # of the program
+    bounded: bool = False  # reads are cut, as in a program
 
     def value(self, node: Expr, compared: bool = False) -> Number:
         match node:
@@ -134,35 +135,80 @@ class Evaluator:
         return OPERATORS[node.op].makes_ints or (node.dtype == "bool" and floats)
 
     def _text(self, node: Expr) -> str:
-        own = "kv_len" if "kv" in self.lines.get("axis", "") else "q_len"  # type: ignore[operator]
-        return canonical(substitute(node, {"length": symbol(own)})).text
+        own = {"length": symbol(f"{self.axis}_len")} if self.axis else {}
+        return canonical(substitute(node, own)).text
+
+
+def wrong_survey(survey: Survey, mask: Expr, kind: str, at: Evaluator) -> bool:
+    if kind == "impossible":
+        return bool(at.value(mask)) and not at.value(survey.possible)
+    return not at.value(mask) and bool(at.value(survey.certain))
 
 
 def wrong_with(program: TileProgram, mask: Expr, kind: str, at: Evaluator) -> str:
     """What is wrong with the tiles at these values; "" where nothing is."""
     s = at.values.symbols
-    length, block = (s["kv_len"] if program.axis == "kv" else s["q_len"]), s["block"]
-    if s["start"] % block:
+    if kind == "lookup":
+        return _wrong_lookup(program, at)
+    if s["start"] % s["block"] and kind not in ("overflow", "division"):
         return ""
-    tile = s["start"] // block
-    run = Evaluator(at.values, at.by_zero, at.trusted, {"axis": program.axis}, bounded=True)  # type: ignore[dict-item]
-    run.lines |= {"length": length, "block": block}
+    length = s["kv_len"] if program.axis == "kv" else s["q_len"]
+    run = Evaluator(at.values, at.by_zero, at.trusted, {"length": length, "block": s["block"]}, program.axis, True)
     for line in program.body:
+        for place in places(line.value, line.name):
+            wrong = _wrong_place(place, kind, run)
+            if wrong:
+                return wrong
         run.lines[line.name] = run.value(line.value)
     ends = [int(run.lines[name]) for name in program.outputs]
+    return _wrong_ends(program, mask, kind, at, ends, length)
+
+
+def _wrong_place(place: Place, kind: str, run: Evaluator) -> str:
+    """A division by 0, or an int of more than 64 bits (32 where nothing is widened), that is not passed over."""
+    node = place.node
+    if kind not in ("division", "overflow") or node.dtype != "int" or OPERATORS[node.op].makes_ints:
+        return ""
+    if any(bool(run.value(condition)) != taken for condition, taken in place.guards):
+        return ""
+    if kind == "division":
+        zero = node.op in ("floordiv", "mod") and run.value(node.args[1]) == 0
+        return f"{place.line} divides by 0: {node}" if zero else ""
+    bits, value = width(node, {}), run.value(node)
+    return f"{place.line} needs more than {bits} bits: {node}" if abs(value) >= 2 ** (bits - 1) and bits else ""
+
+
+def _wrong_lookup(program: TileProgram, at: Evaluator) -> str:
+    s = dict(at.values.symbols)
+    ranges = list(zip(*[iter([s.get(name, 0) for name in program.outputs])] * 4))
+    edges = [t for lo, full_lo, full_hi, hi in ranges for t in (*range(lo, full_lo), *range(full_hi, hi))]
+    fulls = [t for _, full_lo, full_hi, _ in ranges for t in range(full_lo, full_hi)]
+    lines = {line.name: line.value for line in program.body}
+    for what, tiles, node in (("edge", edges, program.edge_tile), ("full", fulls, program.full_tile)):
+        found = [Evaluator(Values({**s, "i": i}), 0, frozenset()).value(node) for i in range(len(tiles))]
+        if found != tiles or at.value(lines[f"n_{what}"]) != len(tiles):
+            return f"the {what} tiles are {tiles}, and were found as {found}"
+    return ""
+
+
+def _wrong_ends(
+    program: TileProgram, mask: Expr, kind: str, at: Evaluator, ends: list[int], length: int
+) -> str:
+    s = at.values.symbols
+    tile = s["start"] // s["block"]
     if kind == "order":
-        chain = [0, *ends, math.ceil(length / block)]
+        chain = [0, *ends, -(-length // s["block"])]
         return f"ends are out of order: {chain}" if chain != sorted(chain) else ""
     ranges = list(zip(*[iter(ends)] * 4))
     in_full = any(full_lo <= tile < full_hi for _, full_lo, full_hi, _ in ranges)
     if kind == "skipped":
         skipped = not any(lo <= tile < hi for lo, *_, hi in ranges)
         return "a visible pair lies in a tile that is skipped" if skipped and at.value(mask) else ""
-    if in_full and s["start"] + block > length:
+    if in_full and s["start"] + s["block"] > length:
         return "a full tile reaches past the end"
     row = s["kv_pos"] if program.axis == "kv" else s["q_pos"] - s["q_offset"]
     hidden = row < length and not at.value(mask)
-    return "a hidden pair lies in a tile that is called full" if in_full and hidden else ""
+    return "a hidden pair lies in a tile that is called full" if in_full and hidden and kind != "division" else ""
 
 
 # -- as a script ------------------------------------------------------------------------------------------------------
@@ -186,7 +232,7 @@ def show(attention: weft.Attention, axis: str, kind: str, values: Values, say: C
     if not axis:
         question = Question(kind, "", (), (), (), Terms())  # type: ignore[arg-type]
         wrong = Subject(mask, survey=facts.survey).refuted_by(question, values)
-        say(f"{kind}: {'wrong' if wrong else 'right'} at {values}")
+        say(f"{kind}: {'wrong' if wrong else 'nothing is wrong'}")
         return wrong
     program = facts.kv_tiles if axis == "kv" else facts.q_tiles
     found = [wrong_with(program, mask, kind, Evaluator(values, z, trusted_reads(mask))) for z in BY_ZERO]

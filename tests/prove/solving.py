@@ -55,15 +55,20 @@ def _settled(question: Question, subject: Subject | None, clock: Clock) -> tuple
     for label, wrong in question.alternatives:
         status, how, found = _Attempt(question, wrong, tuple(known), subject, clock).run()
         if status == "refuted":
-            return status, label, found
+            return status, _shortened([label]), found
         if status == "unknown":
             unknown.append(label)
         else:
             hows.add(how)
             known.append(z3.Not(wrong))
     if unknown:
-        return "unknown", "; ".join(unknown), None
+        return "unknown", _shortened(unknown), None
     return "proven", ", ".join(sorted(hows)) or "nothing to ask", None
+
+
+def _shortened(labels: list[str]) -> str:
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return "; ".join(label[:70] for label in labels[:3]) + more
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class Step:
     share: float  # of the time that is left
     accepted: bool = False  # with the ints of the mask in 32 bits
     exact: bool = False  # with products as they are
+    facts: bool = True  # with what names stand for
 
 
 EXACT = Step("exact", 1.0, accepted=True, exact=True)
@@ -90,14 +96,14 @@ class _Attempt:
     clock: Clock
 
     def run(self) -> tuple[Status, str, Values | None]:
-        steps: list[Step] = [Step("linear", 0.4), Step("linear, ints of 32 bits", 0.5, accepted=True)]
+        steps: list[Step] = [Step("by itself", 0.05, facts=False), Step("linear", 0.4), Step("linear, ints of 32 bits", 0.5, accepted=True)]
         if self.question.terms.products.seen:
             steps.append(Step("exact products", 0.7, accepted=True, exact=True))
         for step in steps:
             result, values = self.asked(step)
             if result == z3.unsat:
                 return "proven", step.name, None
-            if result == z3.sat and (real := self.confirmed(values)):
+            if step.facts and result == z3.sat and (real := self.confirmed(values)):
                 return "refuted", "", real
         return self.with_shipped_tiles()
 
@@ -121,7 +127,9 @@ class _Attempt:
         solver = z3.Solver()
         solver.set("timeout", max(1, int(1000 * self.clock.left * step.share)))
         q = self.question
-        solver.add(self.wrong, *self.known, *q.given, *more, *(q.accepted if step.accepted else ()), *q.terms.everything(step.exact))
+        solver.add(self.wrong, *q.given, *more)
+        if step.facts:
+            solver.add(*self.known, *q.terms.everything(step.exact), *(q.accepted if step.accepted else ()))
         result = solver.check()
         return result, solver.model() if result == z3.sat else None
 
@@ -130,10 +138,8 @@ class _Attempt:
         """Values of the model that refute in plain Python, smaller ones where there are."""
         if self.subject is None or model is None:
             return None
-        found = None
         values = Values.of(model, self.question.terms)
-        if self.subject.refuted_by(self.question, values):
-            found = values
+        found = values if self.subject.refuted_by(self.question, values) else None
         return self.smaller(more) or found
 
     def smaller(self, more: tuple[z3.BoolRef, ...]) -> Values | None:

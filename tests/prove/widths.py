@@ -118,7 +118,8 @@ def _overflow(mask: Expr, program: TileProgram) -> Question:
         if line.name in COUNTS:
             continue
         for place in places(line.value, line.name):
-            if place.node.dtype == "int" and not OPERATORS[place.node.op].makes_ints:
+            operator = OPERATORS[place.node.op]
+            if place.node.dtype == "int" and not operator.makes_ints and not operator.chooses:
                 low, high = ranges.of(place.node)
                 bits = width(place.node, widths)
                 if bits and not -(2 ** (bits - 1)) <= low <= high < 2 ** (bits - 1):
@@ -145,7 +146,8 @@ def _asked(
     kind: str, program: TileProgram, call: Given, pair: Reader, alternatives: list[tuple[str, z3.BoolRef]]
 ) -> Question:
     given = (*call.known, *_defined(pair))
-    return Question(kind, program.axis, tuple(alternatives), given, tuple(_fits(pair)), call.terms)  # type: ignore[arg-type]
+    different = tuple({wrong.get_id(): (label, wrong) for label, wrong in alternatives}.values())
+    return Question(kind, program.axis, different, given, tuple(_fits(pair)), call.terms)  # type: ignore[arg-type]
 
 
 def _division(mask: Expr, program: TileProgram) -> Question:
