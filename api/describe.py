@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import validate
+from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement, Table, visited
 from .compiler.analysis.records import TileProgram
@@ -295,7 +296,7 @@ def explain(
 
     facts = facts_of(attention)
     made = plan(attention, operands, device, target, schedule, form, options)
-    return render(made, attention, facts.kv_bounds, facts.q_bounds)
+    return render(made, attention, facts.kv_bounds, facts.q_bounds, proven.claim(facts))
 
 
 def source(

@@ -1,10 +1,10 @@
 """`make prove`: the masks of the library and random ones, and the record of what is proven.
 
-  python -m tests.prove                      the library
-  python -m tests.prove --random 500         and random masks of the grammar of test_bounds, from seed 0 on
-  python -m tests.prove --reads 200          and of that of test_survey, which read more tensors
-  python -m tests.prove --only causal        masks whose name holds a text
-  python -m tests.prove --record             write compiler/analysis/proven.json, from the library
+python -m tests.prove                      the library
+python -m tests.prove --random 500         and random masks of the grammar of test_bounds, from seed 0 on
+python -m tests.prove --reads 200          and of that of test_survey, which read more tensors
+python -m tests.prove --only causal        masks whose name holds a text
+python -m tests.prove --record             write compiler/analysis/proven.json, from the library
 """
 
 from __future__ import annotations

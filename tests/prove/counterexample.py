@@ -17,8 +17,8 @@ from weft.ir.operators import OPERATORS
 from weft.ir.walk import nodes, substitute
 
 from .questions import Question
-from .widths import Place, places, width
 from .terms import INT32, Terms, read_limits, trusted_reads
+from .widths import Place, places, width
 
 Number = int | bool
 TEXTUAL = ("casts", "overflow in lookups")  # questions about text, which hold for all values or for none
@@ -191,9 +191,7 @@ def _wrong_lookup(program: TileProgram, at: Evaluator) -> str:
     return ""
 
 
-def _wrong_ends(
-    program: TileProgram, mask: Expr, kind: str, at: Evaluator, ends: list[int], length: int
-) -> str:
+def _wrong_ends(program: TileProgram, mask: Expr, kind: str, at: Evaluator, ends: list[int], length: int) -> str:
     s = at.values.symbols
     tile = s["start"] // s["block"]
     if kind == "order":

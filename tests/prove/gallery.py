@@ -78,7 +78,7 @@ def _documents() -> Iterator[tuple[str, Expr]]:
 
 @cache
 def named(name: str) -> Expr:
-    """A mask by its name: of the library, "random 17" of a grammar of positions, "reads 17" of one with more tensors."""
+    """A mask by its name: of the library, or a random one, "random 17" or, with more tensors, "reads 17"."""
     kind, _, number = name.partition(" ")
     return random_mask(kind, int(number)) if kind in ("random", "reads") else library()[name]
 

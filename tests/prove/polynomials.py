@@ -95,9 +95,7 @@ class Products:
         return [term == z3.Product([z3.Int(n) for n in product]) for product, term in self.seen.items()]
 
     # -- linear facts -------------------------------------------------------------------------------------------------
-    def facts(
-        self, choices: Mapping[str, Choice], scaled: Iterable[tuple[Polynomial, Polynomial]]
-    ) -> list[z3.BoolRef]:
+    def facts(self, choices: Mapping[str, Choice], scaled: Iterable[tuple[Polynomial, Polynomial]]) -> list[z3.BoolRef]:
         """True statements about the products, linear in their names.
 
         choices: what names with two cases are. scaled: (c, p) where what is known of p is wanted for c * p too.

@@ -9,6 +9,7 @@ never occurs. S is any int here: more than the multiples of block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import z3
 
@@ -89,7 +90,7 @@ class Tile:
         """What must not be: the tile shows that two ends are out of order, or that a range leaves the axis."""
         chain = self.program.outputs
         found = [(f"0 <= {chain[0]}", z3.And(z3.Not(self.below(chain[0])), self.below(Const(0))))]
-        for a, b in zip(chain, chain[1:]):
+        for a, b in pairwise(chain):
             found.append((f"{a} <= {b}", z3.And(z3.Not(self.below(b)), self.below(a))))
         term = self.reader.terms.term
         past = term(START) >= term(length)

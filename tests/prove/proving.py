@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from weft.compiler.analysis.bounds import kv_bounds, q_bounds
+from weft.compiler.analysis import bounds
 from weft.compiler.analysis.records import TileProgram
 from weft.compiler.analysis.survey import Survey, survey
 from weft.compiler.analysis.tiles import tile_program
@@ -35,7 +35,7 @@ class Tiles:
 
     @staticmethod
     def of(mask: Expr) -> Tiles:
-        kv, q = (verify_tiles(tile_program(bounds(mask))) for bounds in (kv_bounds, q_bounds))
+        kv, q = (verify_tiles(tile_program(solve(mask))) for solve in (bounds.kv_bounds, bounds.q_bounds))
         reads = (symbols(index) for load in loads(mask) for index in load.index)
         positional = any(names & {"q_pos", "kv_pos"} for names in reads)
         return Tiles(mask, kv, q, survey(mask) if positional else None)

@@ -1,9 +1,9 @@
 """What could be wrong with the tiles of a variant, each as a condition that must hold for no values.
 
-What is known of a call: lengths are at most 2**30, q_offset lies within 30 bits, int scalars within 32; the mask divides
-by nothing that is 0 and reads tensors inside. The tile that runs a program is any range of positions, of any size: of queries from q_first
-(row 0 or later) to q_last, of keys from kv_first to kv_last, possibly past the end; tiles that are visited begin at
-`start` and have `block` rows.
+What is known of a call: lengths are at most 2**30, q_offset lies within 30 bits, int scalars within 32; the mask
+divides by nothing that is 0, and no index is negative. The tile that runs a program is any range of positions, of any
+size: of queries from q_first (row 0 or later) to q_last, of keys from kv_first to kv_last, possibly past the end. The
+tile that may be visited has `block` rows from `start` on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from .terms import INT32, Reader, Terms, trusted_reads
 
 LONGEST, FARTHEST, LARGEST_TILE = 2**30, 2**30 - 1, 10**7
 Kind = Literal[
-    "skipped", "hidden in full", "order", "lookup", "impossible", "certain", "overflow", "overflow in lookups", "division",
+    "skipped",
+    "hidden in full",
+    "order",
+    "lookup",
+    "impossible",
+    "certain",
+    "overflow",
+    "overflow in lookups",
+    "division",
     "casts",
 ]
 _SIZES = {  # symbols of a call besides positions: least and greatest value
@@ -125,7 +133,9 @@ def _setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Tile]:
         call.require((first, "<=", ends[0]), (ends[0], "<=", "q_pos"), ("q_pos", "<=", ends[1]))
     else:
         ends = ("kv_first", "kv_last")
-        call.require((0, "<=", ends[0]), (ends[0], "<=", "kv_pos"), ("kv_pos", "<=", ends[1]), ("kv_pos", "<", "kv_len"))
+        call.require(
+            (0, "<=", ends[0]), (ends[0], "<=", "kv_pos"), ("kv_pos", "<=", ends[1]), ("kv_pos", "<", "kv_len")
+        )
     call.require((ends[1], "<", INT32))
     for end in ends:
         call.name(end)

@@ -96,7 +96,11 @@ class _Attempt:
     clock: Clock
 
     def run(self) -> tuple[Status, str, Values | None]:
-        steps: list[Step] = [Step("by itself", 0.05, facts=False), Step("linear", 0.4), Step("linear, ints of 32 bits", 0.5, accepted=True)]
+        steps: list[Step] = [
+            Step("by itself", 0.05, facts=False),
+            Step("linear", 0.4),
+            Step("linear, ints of 32 bits", 0.5, accepted=True),
+        ]
         if self.question.terms.products.seen:
             steps.append(Step("exact products", 0.7, accepted=True, exact=True))
         for step in steps:
@@ -119,9 +123,7 @@ class _Attempt:
                 return "unknown", "", None
         return "proven", "tile sizes that are shipped", None
 
-    def asked(
-        self, step: Step, more: tuple[z3.BoolRef, ...] = ()
-    ) -> tuple[z3.CheckSatResult, z3.ModelRef | None]:
+    def asked(self, step: Step, more: tuple[z3.BoolRef, ...] = ()) -> tuple[z3.CheckSatResult, z3.ModelRef | None]:
         if self.clock.left < 0.05:
             return z3.unknown, None
         solver = z3.Solver()

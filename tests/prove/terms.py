@@ -123,8 +123,8 @@ class Reader:
     """Terms of expressions at given values of symbols.
 
     values: polynomials and conditions by the name of a symbol. renamed: symbols by which a tile program calls what the
-    mask calls otherwise, for texts of what is opaque. bounded: ints read from tensors are cut (`read_limits`) where they
-    are computed with, as tile programs of GPU kernels do.
+    mask calls otherwise, for texts of what is opaque. bounded: ints read from tensors are cut (`read_limits`) where
+    they are computed with, as tile programs of GPU kernels do.
     """
 
     terms: Terms

@@ -1,8 +1,8 @@
 """In which width kernels compute tile programs, and whether everything fits.
 
-Kernels for GPUs widen every symbol and scalar that a program reads to int64 and cut reads of tensors to 33 bits; results
-are narrowed to int32, and looking up the i-th tile is arithmetic in int32. On a CPU ints have any size, but dividing by
-0 raises, also where the quotient would not matter; `where` computes the branch that it takes and no other.
+Kernels for GPUs widen every symbol and scalar that a program reads to int64, and cut reads of tensors to 33 bits;
+results are narrowed to int32, and looking up the i-th tile is arithmetic in int32. On a CPU ints have any size, but
+dividing by 0 raises, also where the quotient would not matter; `where` computes the branch that it takes and no other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from weft.ir.operators import OPERATORS, Range
 from weft.ir.walk import children, nodes
 
 from .programs import COUNTS
-from .questions import _SIZES, LONGEST, Call as Given, Question, _defined, _fits, setting
-from .terms import INT31, INT32, INT64, Reader, read_limits
+from .questions import _SIZES, LONGEST, Question, _defined, _fits, setting
+from .questions import Call as Given
+from .terms import INT31, INT32, Reader, read_limits
 
 LEAST_BLOCK = 16  # of kernels for GPUs
 _ENDS = {"q_first": (-INT31, INT32 - 1), "q_last": (-INT31, INT32 - 1), "kv_first": (0, INT32), "kv_last": (0, INT32)}
@@ -73,6 +74,9 @@ class Ranges:
             case Call("floordiv", (a, Symbol("block"))):  # whatever the size of tiles
                 low, high = self.of(a)
                 return min(low, 0), max(high, 0)
+            case Call("mul", (Call("floordiv", (x, d)), other)) if d.text == other.text:  # x - x % d, or 0
+                (low, high), size = self.of(x), max(map(abs, self.of(d)))
+                return min(low - size, 0), max(high + size, 0)
             case Call("where", (_, a, b)):
                 (c, d), (e, f) = self.of(a), self.of(b)
                 return min(c, e), max(d, f)

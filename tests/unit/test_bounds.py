@@ -144,7 +144,7 @@ def test_what_only_run_time_knows_is_guarded() -> None:
     "mask", [stride * q_pos <= 100, (stride * q_pos == 8) | (kv_pos == 3), ~((stride * kv_pos < q_pos) & (kv_pos < 9))]
 )
 def test_no_program_divides_by_zero_on_a_cpu(mask: Expr, value: int) -> None:
-    """A coefficient may be 0 where it becomes a divisor; Python raises for that, also where the quotient is not used."""
+    """A coefficient that becomes a divisor may be 0, and Python raises for that even if the quotient is not used."""
     facts = facts_of(weft.Attention(mask=mask))
     for program in (facts.kv_tiles, facts.q_tiles):
         made: dict[str, object] = {}
