@@ -31,7 +31,7 @@ def main() -> int:
         proofs = list(_proofs(names, options))
         print("\n".join(summary(proofs)), flush=True)
         refuted += sum(p.status == "refuted" for p in proofs)
-        if title == "library" and options.record:
+        if title == "library" and options.record and not options.only:
             _record([p for p in proofs if p.status == "proven"])
     return 1 if refuted else 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import z3
 
@@ -21,7 +21,11 @@ from .terms import INT32, Terms, read_limits, trusted_reads
 from .widths import Place, places, width
 
 Number = int | bool
-TEXTUAL = ("casts", "overflow in lookups")  # questions about text, which hold for all values or for none
+TEXTUAL = (
+    "casts",
+    "overflow in lookups",
+    "overflow in surveys",
+)  # questions about text, which hold for all values or for none
 BY_ZERO = (0, -1, 1, INT32 - 1, -INT32)  # what a GPU may give for x // 0
 
 
@@ -79,7 +83,7 @@ class Subject:
             assert self.survey is not None
             return wrong_survey(self.survey, self.mask, question.kind, at)
         assert self.program is not None
-        return bool(wrong_with(self.program, self.mask, question.kind, at))
+        return any(wrong_with(self.program, self.mask, question.kind, at, bounded) for bounded in (True, False))
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Evaluator:
     lines: dict[str, Number] = field(default_factory=dict)  # of a tile program
     axis: str = ""  # of the program
     bounded: bool = False  # reads are cut, as in a program
+    wraps: bool = False  # ints have the width that a GPU computes them in
 
     def value(self, node: Expr, compared: bool = False) -> Number:
         match node:
@@ -113,7 +118,8 @@ class Evaluator:
                 return self.value(a if self.value(condition) else b, compared)
             case Call(op, args):
                 inside = compared if OPERATORS[op].chooses else OPERATORS[op].gives == "bool"
-                return OPERATORS[op].python(*(self.value(a, inside) for a in args))
+                value = OPERATORS[op].python(*(self.value(a, inside) for a in args))
+                return _wrapped(value, width(node, {})) if self.wraps and node.dtype == "int" else value
             case _:
                 raise TypeError(node)
 
@@ -139,43 +145,50 @@ class Evaluator:
         return canonical(substitute(node, own)).text
 
 
+def _wrapped(value: Number, bits: int) -> Number:
+    return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) if bits else value
+
+
 def wrong_survey(survey: Survey, mask: Expr, kind: str, at: Evaluator) -> bool:
     if kind == "impossible":
         return bool(at.value(mask)) and not at.value(survey.possible)
     return not at.value(mask) and bool(at.value(survey.certain))
 
 
-def wrong_with(program: TileProgram, mask: Expr, kind: str, at: Evaluator) -> str:
-    """What is wrong with the tiles at these values; "" where nothing is."""
+def wrong_with(program: TileProgram, mask: Expr, kind: str, at: Evaluator, bounded: bool = True) -> str:
+    """What is wrong with the tiles at these values; "" where nothing is. `bounded`: as a kernel for GPUs reads ints."""
     s = at.values.symbols
     if kind == "lookup":
         return _wrong_lookup(program, at)
     if s["start"] % s["block"] and kind not in ("overflow", "division"):
         return ""
     length = s["kv_len"] if program.axis == "kv" else s["q_len"]
-    run = Evaluator(at.values, at.by_zero, at.trusted, {"length": length, "block": s["block"]}, program.axis, True)
+    run = Evaluator(at.values, at.by_zero, at.trusted, {"length": length, "block": s["block"]}, program.axis, bounded)
+    if kind == "overflow":
+        return _wrong_overflow(program, run)
     for line in program.body:
-        for place in places(line.value, line.name):
-            wrong = _wrong_place(place, kind, run)
-            if wrong:
-                return wrong
+        divides = kind == "division" and any(_by_zero(place, run) for place in places(line.value, line.name))
+        if divides:
+            return f"{line.name} divides by 0: {line.value}"
         run.lines[line.name] = run.value(line.value)
     ends = [int(run.lines[name]) for name in program.outputs]
-    return _wrong_ends(program, mask, kind, at, ends, length)
+    return "" if kind == "division" else _wrong_ends(program, mask, kind, at, ends, length)
 
 
-def _wrong_place(place: Place, kind: str, run: Evaluator) -> str:
-    """A division by 0, or an int of more than 64 bits (32 where nothing is widened), that is not passed over."""
-    node = place.node
-    if kind not in ("division", "overflow") or node.dtype != "int" or OPERATORS[node.op].makes_ints:
-        return ""
-    if any(bool(run.value(condition)) != taken for condition, taken in place.guards):
-        return ""
-    if kind == "division":
-        zero = node.op in ("floordiv", "mod") and run.value(node.args[1]) == 0
-        return f"{place.line} divides by 0: {node}" if zero else ""
-    bits, value = width(node, {}), run.value(node)
-    return f"{place.line} needs more than {bits} bits: {node}" if abs(value) >= 2 ** (bits - 1) and bits else ""
+def _by_zero(place: Place, run: Evaluator) -> bool:
+    """Whether a division by 0 is computed."""
+    taken = all(bool(run.value(condition)) == wanted for condition, wanted in place.guards)
+    return taken and place.node.op in ("floordiv", "mod") and run.value(place.node.args[1]) == 0
+
+
+def _wrong_overflow(program: TileProgram, run: Evaluator) -> str:
+    """Where other tiles are found with ints that wrap around than with ints of any size."""
+    found = []
+    for at in (run, replace(run, lines=dict(run.lines), wraps=True)):
+        for line in program.body:
+            at.lines[line.name] = at.value(line.value)
+        found.append([at.lines[name] for name in program.outputs])
+    return "" if found[0] == found[1] else f"the ends are {found[1]} where ints wrap around, and should be {found[0]}"
 
 
 def _wrong_lookup(program: TileProgram, at: Evaluator) -> str:
@@ -206,7 +219,7 @@ def _wrong_ends(program: TileProgram, mask: Expr, kind: str, at: Evaluator, ends
         return "a full tile reaches past the end"
     row = s["kv_pos"] if program.axis == "kv" else s["q_pos"] - s["q_offset"]
     hidden = row < length and not at.value(mask)
-    return "a hidden pair lies in a tile that is called full" if in_full and hidden and kind != "division" else ""
+    return "a hidden pair lies in a tile that is called full" if in_full and hidden else ""
 
 
 # -- as a script ------------------------------------------------------------------------------------------------------
@@ -233,7 +246,7 @@ def show(attention: weft.Attention, axis: str, kind: str, values: Values, say: C
         say(f"{kind}: {'wrong' if wrong else 'nothing is wrong'}")
         return wrong
     program = facts.kv_tiles if axis == "kv" else facts.q_tiles
-    found = [wrong_with(program, mask, kind, Evaluator(values, z, trusted_reads(mask))) for z in BY_ZERO]
-    said = next(filter(None, found), "")
+    runs = [(Evaluator(values, by_zero, trusted_reads(mask)), cut) for by_zero in BY_ZERO for cut in (True, False)]
+    said = next(filter(None, (wrong_with(program, mask, kind, at, cut) for at, cut in runs)), "")
     say(said or "nothing is wrong")
     return bool(said)

@@ -15,11 +15,11 @@ from weft.compiler.analysis.verify import verify_tiles
 from weft.ir.expr import Expr
 from weft.ir.walk import loads, symbols
 
-from .counterexample import Subject, script
+from .counterexample import TEXTUAL, Subject, script
 from .questions import Question, lookup_question, survey_questions, tile_questions
 from .solving import SECONDS, Answer, Status, answer
 from .terms import has_floats
-from .widths import width_questions
+from .widths import survey_width_question, width_questions
 
 Asked = tuple[Question, Subject]
 
@@ -47,7 +47,9 @@ class Tiles:
             own += width_questions(self.mask, program) if widths else []
             yield from ((question, subject) for question in own)
         if self.survey is not None:
-            yield from ((q, Subject(self.mask, survey=self.survey)) for q in survey_questions(self.mask, self.survey))
+            subject = Subject(self.mask, survey=self.survey)
+            own = [*survey_questions(self.mask, self.survey), survey_width_question(self.survey)]
+            yield from ((question, subject) for question in own)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def prove(name: str, mask: Expr, seconds: float = SECONDS, wanted: Callable[[Que
             continue
         given = answer(question, subject, seconds)
         answers.append(given)
-        if given.counterexample is not None and given.question not in ("casts", "overflow in lookups"):
+        if given.counterexample is not None and question.kind not in TEXTUAL:
             scripts.append(script(mask, question.axis, question.kind, given.counterexample))
     spent = time.monotonic() - begun
     return Proof(name, mask, tuple(answers), spent, has_floats(mask), tuple(scripts))

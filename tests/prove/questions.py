@@ -9,13 +9,12 @@ tile that may be visited has `block` rows from `start` on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import z3
 
 from weft.compiler.analysis.records import TileProgram
 from weft.compiler.analysis.survey import Survey
-from weft.ir.expr import Expr, Symbol
+from weft.ir.expr import Expr, Load, Symbol
 from weft.ir.walk import nodes
 
 from .polynomials import Polynomial
@@ -23,19 +22,7 @@ from .programs import BLOCK, START, Tile
 from .terms import INT32, Reader, Terms, trusted_reads
 
 LONGEST, FARTHEST, LARGEST_TILE = 2**30, 2**30 - 1, 10**7
-Kind = Literal[
-    "skipped",
-    "hidden in full",
-    "order",
-    "lookup",
-    "impossible",
-    "certain",
-    "overflow",
-    "overflow in lookups",
-    "division",
-    "casts",
-]
-_SIZES = {  # symbols of a call besides positions: least and greatest value
+SIZES = {  # symbols of a call besides positions: least and greatest value
     "q_len": (0, LONGEST), "kv_len": (0, LONGEST), "q_offset": (-FARTHEST, FARTHEST), "head": (0, INT32 - 1),
     "kv_head": (0, INT32 - 1), "batch": (0, INT32 - 1), "group": (1, INT32 - 1), "head_dim": (1, INT32 - 1),
     "start": (-LARGEST_TILE, 2 * LONGEST), "block": (1, LARGEST_TILE),
@@ -46,7 +33,7 @@ _SIZES = {  # symbols of a call besides positions: least and greatest value
 class Question:
     """Whether values exist for which one of the alternatives holds."""
 
-    kind: Kind
+    kind: str  # skipped, hidden in full, order, lookup, overflow, division, casts, impossible, certain, ...
     axis: str  # of the tiles that are visited; "" for both
     alternatives: tuple[tuple[str, z3.BoolRef], ...]  # with a label each
     given: tuple[z3.BoolRef, ...]  # what is known of the values
@@ -69,7 +56,7 @@ class Call:
     @staticmethod
     def of(mask: Expr) -> Call:
         call = Call(Terms(trusted_reads(mask)))
-        for name, (low, high) in _SIZES.items():
+        for name, (low, high) in SIZES.items():
             call.name(name)
             call.known += [z3.Int(name) >= low, z3.Int(name) <= high]
         call.name("q_pos"), call.name("kv_pos")
@@ -95,13 +82,13 @@ def compared(a: str | int, sign: str, b: str | int) -> z3.BoolRef:
     return {"<=": x <= y, "<": x < y, ">=": x >= y, ">": x > y}[sign]
 
 
-def _fits(reader: Reader) -> list[z3.BoolRef]:
+def fits(reader: Reader) -> list[z3.BoolRef]:
     """The ints that the mask computes have 32 bits: what a call is checked for."""
     terms = [reader.terms.term(value) for value in reader.computed]
     return [z3.And(term >= -INT32, term < INT32) for term in terms]
 
 
-def _defined(reader: Reader) -> list[z3.BoolRef]:
+def defined(reader: Reader) -> list[z3.BoolRef]:
     """No divisor is 0 and no index negative."""
     divisors = [reader.terms.term(d) != 0 for d in reader.divisors if d.value is None]
     indices = [reader.terms.term(i) for i in reader.indices if i.value is None]
@@ -109,8 +96,21 @@ def _defined(reader: Reader) -> list[z3.BoolRef]:
 
 
 def tile_questions(mask: Expr, program: TileProgram) -> list[Question]:
-    """A visible pair in a tile that is skipped; a hidden pair in a tile that is called full; ranges out of order."""
-    return [_visible_and_skipped(mask, program), _hidden_in_full(mask, program), _out_of_order(mask, program)]
+    """A visible pair in a tile that is skipped; a hidden pair in a tile that is called full; ranges out of order.
+
+    Twice where it makes a difference that kernels for GPUs cut ints that they read from tensors, and others do not.
+    """
+    found = []
+    for bounded in (True, False) if _reads_untrusted(mask, program) else (True,):
+        for make in (_visible_and_skipped, _hidden_in_full, _out_of_order):
+            found.append(make(mask, program, bounded))
+    return found
+
+
+def _reads_untrusted(mask: Expr, program: TileProgram) -> bool:
+    trusted = trusted_reads(mask)
+    read = [n for line in program.body for n in nodes(line.value) if isinstance(n, Load) and n.dtype == "int"]
+    return any(node.text not in trusted for node in read)
 
 
 def setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Reader]:
@@ -123,7 +123,7 @@ def setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Reader]:
     return call, pair, reader
 
 
-def _setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Tile]:
+def _setting(mask: Expr, program: TileProgram, bounded: bool = True) -> tuple[Call, Reader, Tile]:
     call = Call.of(mask)
     pair = Reader(call.terms, call.values)
     own = "kv_len" if program.axis == "kv" else "q_len"
@@ -142,7 +142,7 @@ def _setting(mask: Expr, program: TileProgram) -> tuple[Call, Reader, Tile]:
         values[end] = Polynomial.of_name(end)
     multiple = z3.Or(z3.Int("start") >= 0, z3.Int("start") <= -z3.Int("block"))
     call.known.append(multiple)
-    reader = Reader(call.terms, values, {"length": own}, bounded=True)
+    reader = Reader(call.terms, values, {"length": own}, bounded=bounded)
     return call, pair, Tile.of(program, reader)
 
 
@@ -156,22 +156,22 @@ def _in_tile(program: TileProgram) -> list[z3.BoolRef]:
     return [start >= 0, start <= row, row < start + block]
 
 
-def _question(kind: Kind, axis: str, call: Call, pair: Reader, alternatives: list[tuple[str, z3.BoolRef]]) -> Question:
-    given = (*call.known, *_defined(pair))
-    return Question(kind, axis, tuple(alternatives), given, tuple(_fits(pair)), call.terms)
+def _question(kind: str, axis: str, call: Call, pair: Reader, alternatives: list[tuple[str, z3.BoolRef]]) -> Question:
+    given = (*call.known, *defined(pair))
+    return Question(kind, axis, tuple(alternatives), given, tuple(fits(pair)), call.terms)
 
 
-def _visible_and_skipped(mask: Expr, program: TileProgram) -> Question:
-    call, pair, tile = _setting(mask, program)
+def _visible_and_skipped(mask: Expr, program: TileProgram, bounded: bool) -> Question:
+    call, pair, tile = _setting(mask, program, bounded)
     visible = pair.truth(mask)
     in_range = compared("kv_pos", "<", "kv_len")
     wrong = z3.And(visible, in_range, z3.Not(tile.visited()), *_in_tile(program))
     return _question("skipped", program.axis, call, pair, [("a visible pair in a tile that is skipped", wrong)])
 
 
-def _hidden_in_full(mask: Expr, program: TileProgram) -> Question:
+def _hidden_in_full(mask: Expr, program: TileProgram, bounded: bool) -> Question:
     """Of a tile that is called full every row exists, and every pair with a real position of the other axis is seen."""
-    call, pair, tile = _setting(mask, program)
+    call, pair, tile = _setting(mask, program, bounded)
     hidden = z3.Not(pair.truth(mask))
     row, length = _row(program), z3.Int("kv_len" if program.axis == "kv" else "q_len")
     # The last row of a tile is the first to lie past the end; here the pair's own row may, if it is a row of keys.
@@ -184,8 +184,8 @@ def _hidden_in_full(mask: Expr, program: TileProgram) -> Question:
     return _question("hidden in full", program.axis, call, pair, alternatives)
 
 
-def _out_of_order(mask: Expr, program: TileProgram) -> Question:
-    call, pair, tile = _setting(mask, program)
+def _out_of_order(mask: Expr, program: TileProgram, bounded: bool) -> Question:
+    call, pair, tile = _setting(mask, program, bounded)
     length = Polynomial.of_name("kv_len" if program.axis == "kv" else "q_len")
     return _question("order", program.axis, call, pair, [(f"not {a}", b) for a, b in tile.in_order(length)])
 
@@ -200,7 +200,7 @@ def lookup_question(program: TileProgram) -> Question:
     lines = {line.name: line.value for line in program.body}
     values = {name: Polynomial.of_name(name) for name in (*program.outputs, "i", "later")}
     known = [compared(a, "<=", b) for a, b in zip((0, *program.outputs), (*program.outputs, LONGEST))]
-    reader = Reader(terms, values)  # type: ignore[arg-type]
+    reader = Reader(terms, values)
     for name in program.outputs:
         if not any(isinstance(n, Symbol) and n.name not in program.outputs for n in nodes(lines[name])):
             known.append(z3.Int(name) == terms.term(reader.integer(lines[name])))
@@ -241,7 +241,7 @@ def survey_questions(mask: Expr, found: Survey) -> list[Question]:
             wrong = z3.And(visible, z3.Not(decision.truth(found.possible)))
         else:
             wrong = z3.And(z3.Not(visible), decision.truth(found.certain))
-        questions.append(_question(kind, "", call, pair, [(f"a pair that shows {kind} wrong", wrong)]))  # type: ignore[arg-type]
+        questions.append(_question(kind, "", call, pair, [(f"a pair that shows {kind} wrong", wrong)]))
     return questions
 
 

@@ -67,6 +67,7 @@ def _settled(question: Question, subject: Subject | None, clock: Clock) -> tuple
 
 
 def _shortened(labels: list[str]) -> str:
+    labels = list(dict.fromkeys(labels))
     more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return "; ".join(label[:70] for label in labels[:3]) + more
 

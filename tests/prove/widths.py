@@ -17,14 +17,15 @@ import weft
 from weft.codegen.functions import TRITON_LANGUAGE, FunctionPrinter
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import TileProgram
+from weft.compiler.analysis.survey import Survey
 from weft.ir.expr import Call, Const, Expr, Load, Scalar, Symbol
 from weft.ir.operators import OPERATORS, Range
-from weft.ir.walk import children, nodes
+from weft.ir.walk import children, loads, nodes
 
 from .programs import COUNTS
-from .questions import _SIZES, LONGEST, Question, _defined, _fits, setting
+from .questions import LONGEST, SIZES, Question, defined, fits, setting
 from .questions import Call as Given
-from .terms import INT31, INT32, Reader, read_limits
+from .terms import INT31, INT32, INT64, Reader, read_limits
 
 LEAST_BLOCK = 16  # of kernels for GPUs
 _ENDS = {"q_first": (-INT31, INT32 - 1), "q_last": (-INT31, INT32 - 1), "kv_first": (0, INT32), "kv_last": (0, INT32)}
@@ -115,7 +116,7 @@ def width_questions(mask: Expr, program: TileProgram) -> list[Question]:
 
 def _overflow(mask: Expr, program: TileProgram) -> Question:
     """What has no doubt by interval arithmetic is not asked for."""
-    ranges = Ranges({**_SIZES, **_ENDS, "length": (0, LONGEST)})
+    ranges = Ranges({**SIZES, **_ENDS, "length": (0, LONGEST)})
     widths: dict[str, int] = {}
     doubtful: list[tuple[Place, int]] = []
     for line in program.body:
@@ -136,8 +137,10 @@ def _overflow(mask: Expr, program: TileProgram) -> Question:
     alternatives = []
     for place, bits in doubtful:
         value = reader.terms.term(reader.integer(place.node))
-        beyond = z3.Or(value < -(2 ** (bits - 1)), value >= 2 ** (bits - 1))
-        alternatives.append((f"{bits} bits in {place.line}: {place.node}", _under(place, beyond, reader)))
+        beyond = _under(place, z3.Or(value < -(2 ** (bits - 1)), value >= 2 ** (bits - 1)), reader)
+        label = f"{bits} bits in {place.line}: {place.node}"
+        seen = z3.And(beyond, pair.truth(mask), z3.Int("kv_pos") < z3.Int("kv_len"))  # where it may do harm
+        alternatives += [(label, seen), (label, beyond)]
     return _asked("overflow", program, call, pair, alternatives)
 
 
@@ -149,9 +152,9 @@ def _under(place: Place, condition: z3.BoolRef, reader: Reader) -> z3.BoolRef:
 def _asked(
     kind: str, program: TileProgram, call: Given, pair: Reader, alternatives: list[tuple[str, z3.BoolRef]]
 ) -> Question:
-    given = (*call.known, *_defined(pair))
+    given = (*call.known, *defined(pair))
     different = tuple({wrong.get_id(): (label, wrong) for label, wrong in alternatives}.values())
-    return Question(kind, program.axis, different, given, tuple(_fits(pair)), call.terms)  # type: ignore[arg-type]
+    return Question(kind, program.axis, different, given, tuple(fits(pair)), call.terms)
 
 
 def _division(mask: Expr, program: TileProgram) -> Question:
@@ -178,7 +181,24 @@ def _lookup_overflow(program: TileProgram) -> Question:
             if isinstance(node, Call) and node.dtype == "int":
                 low, high = ranges.of(node)
                 wrong += [] if -INT32 <= low <= high < INT32 else [(f"32 bits: {node}", z3.BoolVal(True))]
-    return Question("overflow in lookups", program.axis, tuple(wrong), (), (), Given.of(Const(True)).terms)  # type: ignore[arg-type]
+    return Question("overflow in lookups", program.axis, tuple(wrong), (), (), Given.of(Const(True)).terms)
+
+
+def survey_width_question(found: Survey) -> Question:
+    """Ends are widened to 64 bits before anything is computed with them; those of reads are compared only."""
+    ends = {}
+    for axis, values in (("q", found.q_values), ("kv", found.kv_values)):
+        for n, value in enumerate(values):
+            size = INT64 if loads(value) else INT32
+            ends |= {f"{axis}{n}_{end}": (-size, size - 1) for end in ("low", "high")}
+    ranges = Ranges({**SIZES, **ends})
+    wrong = []
+    for root in (found.possible, found.certain):
+        for node in nodes(root):
+            if isinstance(node, Call) and node.dtype == "int" and not OPERATORS[node.op].chooses:
+                low, high = ranges.of(node)
+                wrong += [] if -INT64 <= low <= high < INT64 else [(f"64 bits: {node}", z3.BoolVal(True))]
+    return Question("overflow in surveys", "", tuple(wrong), (), (), Given.of(Const(True)).terms)
 
 
 def _cut_floats(mask: Expr, program: TileProgram) -> Question:
@@ -197,4 +217,4 @@ def _cut_floats(mask: Expr, program: TileProgram) -> Question:
     wrong = [f"{name} stays in its width" for name in sorted(ints - widened)]
     wrong += [f"float {name} is cut to an int" for name in sorted(floats & widened)]
     alternatives = tuple((label, z3.BoolVal(True)) for label in wrong)
-    return Question("casts", program.axis, alternatives, (), (), Given.of(Const(True)).terms)  # type: ignore[arg-type]
+    return Question("casts", program.axis, alternatives, (), (), Given.of(Const(True)).terms)
