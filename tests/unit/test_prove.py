@@ -25,7 +25,7 @@ LIBRARY = (
     "block causal scalar", "causal block diagonal 12", "dilated scalars", "strided 3", "natten 32",
     "documents in a window", "causal valid documents",
 )  # fmt: skip
-RANDOM = (3, 4, 5, 6, 9, 10, 12, 13, 14, 15, 16, 17)
+RANDOM = (3, 4, 5, 6, 9, 10, 12, 13, 14, 15, 16, 18)
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -100,7 +100,7 @@ def test_kernels_count_rows_and_tiles_in_32_bits() -> None:
     assert answer(kernel_question(longest=2**31 - 1), None, 10).status != "proven"  # why proofs end at 2**30
 
 
-@pytest.mark.parametrize("name", ["causal", "block causal scalar", "causal documents by batch", "natten 32"])
+@pytest.mark.parametrize("name", ["causal", "causal documents by batch", "natten 32"])
 def test_nothing_is_proven_for_lack_of_calls(name: str) -> None:
     """What is known of a call can be, with a tile that is visited and one that is not."""
     for question, _ in Tiles.of(gallery.named(name)).questions(widths=False):
