@@ -3,6 +3,8 @@
 #   make demo      train a small GPT with a generated attention op      (two minutes on two cores, uses a GPU if there is one)
 #   make test      all tests that need no GPU
 #   make lint      ruff and mypy                                        make format   rewrite in the project's format
+#   make prove     z3 proves the tiles of masks sound, and explain says of which (a quarter of an hour; JOBS= processes,
+#                  RANDOM= masks besides those of the library)
 #   make bench     benchmarks/attention.py, BENCH="..." for its options
 #   make gpu-test  tests that need a GPU, then the benchmark
 #   make clean     remove what the words above made, except .venv
@@ -12,6 +14,8 @@
 PYTHON ?= python3
 WORKERS ?= -n 2
 GPU_WORKERS ?= -n 14
+JOBS ?= 1
+RANDOM ?= 500
 VENV := .venv
 
 # A machine whose own torch already sees a GPU keeps that torch, and the Triton that came with it: no .venv there.
@@ -29,7 +33,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test lint format bench gpu-test clean
+.PHONY: demo test lint format prove bench gpu-test clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -48,6 +52,9 @@ lint: $(READY)
 format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+prove: $(READY)
+	$(RUN) -m tests.prove --record --jobs $(JOBS) --random $(RANDOM)
 
 bench: $(READY)
 	$(RUN) benchmarks/attention.py $(BENCH)

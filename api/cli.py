@@ -652,6 +652,6 @@ def _small_call(target: str) -> str:
             out = variant(query, key, value, target=target)
             seconds = time.perf_counter() - begun
         exact = variant.reference(query.double(), key.double(), value.double())
-        return f"right to {float((out.double() - exact).abs().max()):.1g}, {seconds:.1f} s with generating"  # type: ignore[union-attr]
+        return f"right to {float((out.double() - exact).abs().max()):.1g}, {seconds:.1f} s with generating"
     except Exception as error:  # compilers and drivers raise what they like, and that is the answer
         return f"fails with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

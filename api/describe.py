@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import validate
+from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement, Table, visited
 from .compiler.analysis.ranges import Ranges, check_integers
@@ -463,7 +464,7 @@ def explain(
 
     facts = facts_of(attention)
     made = plan(attention, operands, device, target, schedule, form, options)
-    return render(made, attention, facts.kv_bounds, facts.q_bounds)
+    return render(made, attention, facts.kv_bounds, facts.q_bounds, proven.claim(facts))
 
 
 def source(

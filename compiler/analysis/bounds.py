@@ -477,17 +477,24 @@ def _written(literal: _Literal, axis: Axis) -> Expr:
             return make("le", literal.value, zero)
 
 
+# A condition that divides by what is assumed positive must not be computed where the assumption fails: Python raises
+# for a division by 0, also where the quotient would not matter. `where` computes the branch that it takes.
 def _certainly(literal: _Literal, condition: Expr) -> Expr:
-    return all_of([*(make("lt", const(0), a) for a in literal.assume), condition])
+    """The condition, or False where an assumption fails."""
+    assumed = _assumption(literal)
+    return all_of([assumed, condition]) if isinstance(condition, Const) else choose(assumed, condition, const(False))
 
 
 def _possibly(literal: _Literal, condition: Expr) -> Expr:
     """The condition, or True where an assumption fails."""
-    assumed = all_of(make("lt", const(0), a) for a in literal.assume)
-    if is_bool(assumed, True) or is_bool(condition, True):
-        return condition
-    fails = make("not", assumed)
-    return fails if is_bool(condition, False) else make("or", condition, fails)
+    assumed = _assumption(literal)
+    if isinstance(condition, Const):
+        return condition if condition.value or isinstance(assumed, Const) else make("not", assumed)
+    return choose(assumed, condition, const(True))
+
+
+def _assumption(literal: _Literal) -> Expr:
+    return all_of(make("lt", const(0), a) for a in literal.assume)
 
 
 def _tile_part(term: _Term, axis: Axis) -> tuple[Tile, list[Expr]]:
@@ -510,7 +517,7 @@ def _tile_part(term: _Term, axis: Axis) -> tuple[Tile, list[Expr]]:
 
 
 def _assumed(literal: _Literal, value: Expr, default: Expr) -> Expr:
-    return choose(all_of(make("lt", const(0), a) for a in literal.assume), value, default)
+    return choose(_assumption(literal), value, default)
 
 
 # -- intervals --------------------------------------------------------------------------------------------------------

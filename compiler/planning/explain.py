@@ -57,16 +57,18 @@ def explain(
     attention: Attention | None = None,
     kv_bounds: Bounds | None = None,
     q_bounds: Bounds | None = None,
+    claim: str = "",
     *,
     width: int = WIDTH,
 ) -> str:
     """The plan as plain text of `width` columns, the same every time.
 
-    attention, kv_bounds, q_bounds: the variant and where its tiles must look, to be printed too.
+    attention, kv_bounds, q_bounds, claim: the variant, where its tiles must look, and what is proven of that, to be
+    printed too.
     """
     console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(explanation(plan, attention, kv_bounds, q_bounds))
+        console.print(explanation(plan, attention, kv_bounds, q_bounds, claim))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -75,11 +77,13 @@ def explanation(
     attention: Attention | None = None,
     kv_bounds: Bounds | None = None,
     q_bounds: Bounds | None = None,
+    claim: str = "",
 ) -> RenderableType:
     """The same for a rich console, with colour."""
     parts: list[RenderableType] = [_header(plan, attention)]
     if kv_bounds or q_bounds:
         parts += ["", Text("Where tiles look", style="bold"), *_bounds_lines(plan, kv_bounds, q_bounds)]
+        parts += [Padding(Text(claim), (0, 0, 0, 2))] if claim else []
     names = places(plan.hardware)
     parts += ["", _kernel_table(plan, names), "", _time_table(plan, names), "", *_totals(plan, names)]
     for kernel in plan.kernels:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 import weft
 from weft import batch, group, head, kv_len, kv_pos, masks, q_len, q_pos
+from weft.codegen.functions import TORCH_LANGUAGE, FunctionPrinter
 from weft.compiler.analysis.affine import at_most, const, simplified
 from weft.compiler.analysis.bounds import MAX_INTERVALS, kv_bounds, q_bounds
+from weft.compiler.analysis.facts import facts_of
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
 
@@ -135,6 +137,20 @@ def test_what_only_run_time_knows_is_guarded() -> None:
     (interval,) = kv_bounds(canonical(masks.block_causal(size))).intervals
     assert str(interval.hi) == "where(0 < size, q_last // size * size + size, kv_len)"
     assert str(interval.full_hi) == "where(0 < size, q_first // size * size + size, 0)"
+
+
+@pytest.mark.parametrize("value", [-2, 0, 3])
+@pytest.mark.parametrize(
+    "mask", [stride * q_pos <= 100, (stride * q_pos == 8) | (kv_pos == 3), ~((stride * kv_pos < q_pos) & (kv_pos < 9))]
+)
+def test_no_program_divides_by_zero_on_a_cpu(mask: Expr, value: int) -> None:
+    """A coefficient that becomes a divisor may be 0, and Python raises for that even if the quotient is not used."""
+    facts = facts_of(weft.Attention(mask=mask))
+    for program in (facts.kv_tiles, facts.q_tiles):
+        made: dict[str, object] = {}
+        exec(FunctionPrinter(facts, TORCH_LANGUAGE).tiles(program), made)
+        made[f"{program.axis}_tiles"](0, 15, 0, 0, 0, 1, 40, 40, 64, value, *([0] if program.axis == "q" else []), 16)
+    assert_sound(Case(mask, 40, 40, operands={"stride": value}))
 
 
 document = weft.tensor("document", 1, int)

@@ -1,0 +1,93 @@
+"""Masks to prove things about: those of weft.masks with arguments of every kind, and random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+
+import weft
+from weft import batch, head, kv_len, kv_pos, masks, q_pos
+from weft.ir.canonical import canonical
+from weft.ir.expr import Expr, expression
+
+window, prefix, size, stride, ahead = (weft.scalar(n, int) for n in ("window", "prefix", "size", "stride", "ahead"))
+width, height, radius, columns = (weft.scalar(n, int) for n in ("width", "height", "radius", "columns"))
+windows, limits, ids = (weft.tensor(n, 1, int) for n in ("windows", "limits", "ids"))
+pages, valid = weft.tensor("pages", 2, int), weft.tensor("valid", 2, bool)
+causal = masks.causal
+POWERS = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def library() -> dict[str, Expr]:
+    """Every mask of weft.masks, with numbers, scalars and reads of tensors, and what is made of several."""
+    found = {"everything": expression(True), "causal": causal, "not causal": ~causal}
+    found |= dict(_windows()) | dict(_blocks()) | dict(_neighbourhoods()) | dict(_documents())
+    return {name: canonical(expression(mask)) for name, mask in found.items()}
+
+
+def _windows() -> Iterator[tuple[str, Expr]]:
+    arguments = {**{str(n): n for n in (1, *POWERS)}, "scalar": window, "by head": windows[head]}
+    for label, n in (*arguments.items(), ("by batch", windows[batch]), ("half", kv_len // 2), ("stairs", 4 * head + 5)):
+        yield f"sliding window {label}", masks.sliding_window(n)
+        yield f"causal window {label}", causal & masks.sliding_window(n)
+        yield f"prefix {label}", masks.prefix_lm(n)
+        yield f"attention sinks {label}", masks.global_window(4, n)
+    yield "window ahead", masks.sliding_window(window, ahead=ahead)
+    yield "causal window to the end", causal & (q_pos - kv_pos < window)
+    yield "causal window 4096 to the end", causal & (q_pos - kv_pos < 4096)
+    yield "global window", masks.global_window(prefix, window)
+    yield "not global window", ~masks.global_window(prefix, window)
+    yield "heads differ in kind", weft.where(head < 2, causal, causal & masks.sliding_window(window))
+    yield "lengths by batch", causal & (kv_pos < limits[batch])
+
+
+def _blocks() -> Iterator[tuple[str, Expr]]:
+    for label, n in {**{str(n): n for n in (4, 12, 32, 64, 128)}, "scalar": size}.items():
+        yield f"block causal {label}", masks.block_causal(n)
+        yield f"block diagonal {label}", masks.block_diagonal(n)
+        yield f"causal block diagonal {label}", causal & masks.block_diagonal(n)
+        yield f"not block diagonal {label}", ~masks.block_diagonal(n)
+    for label, step, reach in (("3", 3, 300), ("2 of 512", 2, 512), ("scalars", stride, window), ("by 2", 2, window)):
+        yield f"dilated {label}", masks.dilated(step, reach)
+        yield f"strided {label}", masks.strided(reach, step)
+    for label, length, block in (("512", 512, 16), ("64", 64, 4), ("scalars", prefix, size), ("of 16", prefix, 16)):
+        yield f"block diffusion {label}", masks.block_diffusion(length, block)
+
+
+def _neighbourhoods() -> Iterator[tuple[str, Expr]]:
+    for n in (8, 32, 64):
+        yield f"natten {n}", masks.natten_2d(n, 3)
+        yield f"natten {n} shifted inward", masks.natten_2d(n, 3, height=n)
+        yield f"natten {n} scalar radius", masks.natten_2d(n, radius, columns)
+        yield f"natten {n} scalar height", masks.natten_2d(n, 3, 2, height=height)
+    yield "natten scalars", masks.natten_2d(width, radius, columns)
+    yield "natten scalars shifted inward", masks.natten_2d(width, radius, columns, height=height)
+
+
+def _documents() -> Iterator[tuple[str, Expr]]:
+    for label, mask in (("documents", masks.document(ids)), ("documents by batch", masks.document(pages))):
+        yield label, mask
+        yield f"causal {label}", causal & mask
+        yield f"{label} in a window", causal & mask & masks.sliding_window(window)
+        yield f"prefix of {label}", mask & masks.prefix_lm(prefix)
+    yield "valid keys", valid[batch, kv_pos]
+    yield "causal valid keys", causal & valid[batch, kv_pos]
+    yield "causal valid documents", causal & masks.document(pages) & valid[batch, kv_pos]
+
+
+@cache
+def named(name: str) -> Expr:
+    """A mask by its name: of the library, or a random one, "random 17" or, with more tensors, "reads 17"."""
+    kind, _, number = name.partition(" ")
+    return random_mask(kind, int(number)) if kind in ("random", "reads") else library()[name]
+
+
+def random_mask(kind: str, seed: int) -> Expr:
+    """The mask that the tests of bounds, or of surveys, draw from this seed."""
+    from tests.unit import test_bounds, test_survey  # lazy: imports what tests need
+
+    draw = random.Random(seed)
+    if kind == "random":
+        return canonical(expression(test_bounds.condition(draw, draw.choice([0, 1, 1, 2]))))
+    return canonical(expression(test_survey.condition(draw, draw.choice([0, 1, 2, 2, 3]))))
