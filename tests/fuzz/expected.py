@@ -162,6 +162,8 @@ def _refuse_wild(dense: Dense) -> None:
     scores = dense.scores.detach()
     if bool((scores.isnan() | (scores == math.inf)).any()):
         raise Undefined("a visible score is NaN or infinite")
+    if bool((scores.isfinite() & (scores < -3.4028235e38)).any()):
+        raise Undefined("a score beyond float32")
     usual = scores[scores > -5e3]
     if len(usual) and float(usual.abs().max()) > 1e3:
         raise Undefined("scores beyond 1000")

@@ -13,7 +13,7 @@ WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
 NUMBERS = {"int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000), "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2)}
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
 TARGETS = ("cpu", "interpret", "triton", "hopper")
-MOST_PAIRS = {"cpu": 70_000, "interpret": 9_000, "triton": 400_000, "hopper": 400_000}
+MOST_PAIRS = {"cpu": 40_000, "interpret": 9_000, "triton": 400_000, "hopper": 400_000}
 CALL_DTYPES = {
     "cpu": ("float32", "float32", "float32", "float64", "float16", "bfloat16"),
     "interpret": ("float32", "float32", "float16"),
