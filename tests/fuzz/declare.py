@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .calls import Latent, Variant
-from .tree import SCORE, Kind, Node, Num, Op, Read, Scalar, Sym, nodes, size
+from .tree import INFIX, PREFIX, SCORE, Kind, Node, Num, Op, Read, Scalar, Sym, nodes, size
 
 Q, K, HEAD, BATCH = Sym("q_pos"), Sym("kv_pos"), Sym("head"), Sym("batch")
 LENGTHS = (Sym("q_len"), Sym("kv_len"), Sym("head_dim"), Sym("group"))
@@ -328,6 +328,14 @@ class Drawer:
         )  # fmt: skip
         return self.random.choice(steps)()
 
+    def past(self, score: Node) -> Node:
+        """A score that has a value only where keys lie in the past, and an infinite slope or NaN elsewhere."""
+        distance = make("mul", Num(0.25), make("sub", Q, K))
+        shifted = make("add", distance, Num(0.25))
+        weight = self.random.choice((Num(0.5), Read("slopes", "float", (HEAD,)), self.scalar("float"), score))
+        kinds = (make("log", shifted), make("sqrt", distance), make("rsqrt", shifted), make("div", Num(1.0), shifted))
+        return make("add", score, make("mul", weight, self.random.choice(kinds)))
+
     def bounded(self, depth: int) -> Node:
         found = self.expression("float", depth)
         return found if self.chance(0.3) else make(self.random.choice(("tanh", "sin", "sigmoid")), found)
@@ -364,7 +372,10 @@ def draw_variant(random: Random) -> Variant:
     while True:
         drawer = Drawer(random, "mask", tensors)
         mask = Num(True) if random.random() < 0.12 else drawer.mask()
-        score = Drawer(random, "score", tensors, {k: list(v) for k, v in drawer.drawn.items()}).score()
+        scorer = Drawer(random, "score", tensors, {k: list(v) for k, v in drawer.drawn.items()})
+        score = scorer.score()
+        if random.random() < 0.08:
+            mask, score = make("and", make("le", K, Q), mask), scorer.past(score)
         scale = Drawer(random, "scale", tensors).scale()
         latent = Latent(random.choice((8, 16, 20)), random.choice((0, 4, 8))) if random.random() < 0.08 else None
         if max(size(mask), size(score)) <= LARGEST and _consistent(Variant(score, mask, scale, latent)):
@@ -386,4 +397,4 @@ def _operators(tree: Node) -> list[Op]:
 
 
 def _is_plain(node: Op) -> bool:
-    return all(isinstance(a, Num) for a in node.args)
+    return node.name in {**INFIX, **PREFIX} and all(isinstance(a, Num) for a in node.args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, Variant, main_names
@@ -9,11 +10,12 @@ from .tree import symbols
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 96, 100, 127, 128, 129, 150, 200, 257, 300)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
+FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
 WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
 NUMBERS = {"int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000), "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2)}
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
 TARGETS = ("cpu", "interpret", "triton", "hopper")
-MOST_PAIRS = {"cpu": 40_000, "interpret": 9_000, "triton": 400_000, "hopper": 400_000}
+MOST_PAIRS = {"cpu": 40_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
 CALL_DTYPES = {
     "cpu": ("float32", "float32", "float32", "float64", "float16", "bfloat16"),
     "interpret": ("float32", "float32", "float16"),
@@ -37,10 +39,29 @@ OPERAND_DTYPES = {
 }
 
 
-def draw_call(random: Random, variant: Variant, target: str) -> Call:
-    """A call, as records; whether it is defined is seen when it is built and evaluated."""
-    heads, kv_heads = random.choice(HEADS)
-    batch = random.choice((1, 1, 2, 3))
+def draw_call(random: Random, variant: Variant, target: str, like: Call | None = None) -> Call:
+    """A call, as records; whether it is defined is seen when it is built and evaluated.
+
+    like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
+    """
+    call = _draw_call(random, variant, target)
+    if like is None:
+        return call
+    dtypes = {name: given.dtype for name, given in like.tensors}
+    tensors = tuple((name, replace(given, dtype=dtypes[name])) for name, given in call.tensors)
+    offset = call.q_offset if isinstance(call.q_offset, tuple) == isinstance(like.q_offset, tuple) else None
+    if isinstance(like.q_offset, tuple) and offset is None:
+        offset = (max(0, call.kv_len - call.q_len),) * call.batch
+    return replace(
+        call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
+        form=like.form, lse=like.lse, wanted=like.wanted, q_offset=offset,
+        main=call.main if len(call.main) == len(like.main) else like.main,
+    )  # fmt: skip
+
+
+def _draw_call(random: Random, variant: Variant, target: str) -> Call:
+    heads, kv_heads = random.choice(FEW_HEADS if target == "interpret" else HEADS)
+    batch = random.choice((1, 1, 2) if target == "interpret" else (1, 1, 2, 3))
     q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target])
     dtype = random.choice(CALL_DTYPES[target])
     dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)

@@ -127,8 +127,8 @@ def start(built: Built) -> tuple[Tensor, Tensor | None]:
     return gradients_of(call, torch.zeros((*shape, width), device=device), lse)
 
 
-def judge(built: Built, given: Mapping[str, Tensor] | None = None) -> Verdict:
-    """Make the call, and compare all that it gives. given: the results, where the call was made elsewhere.
+def judge(built: Built, given: Mapping[str, Tensor] | Exception | None = None) -> Verdict:
+    """Make the call, and compare all that it gives. given: the results or the error, where it was made elsewhere.
 
     Raises Undefined where the language leaves open what the call must give.
     """
@@ -137,11 +137,11 @@ def judge(built: Built, given: Mapping[str, Tensor] | None = None) -> Verdict:
     try:
         got = actual(built, dout, dlse) if given is None else given
     except Exception as error:
-        return _refusal(built, error)
-    return compare(built, got, want)
+        got = error
+    return refusal(got) if isinstance(got, Exception) else compare(built, got, want)
 
 
-def _refusal(built: Built, error: Exception) -> Verdict:
+def refusal(error: Exception) -> Verdict:
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, weft.WeftError):
         for why, words in REFUSALS.items():
