@@ -17,7 +17,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=2000, help="calls to make")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", default="cpu,cpu,cpu,cpu,interpret", help="one, or several in turn; also triton, hopper")
+    parser.add_argument(
+        "--target", default="cpu,cpu,cpu,cpu,interpret", help="one, or several in turn; also triton, hopper"
+    )
     parser.add_argument("--only", default="", help="one variant again: its seed, as it was printed")
     parser.add_argument("--skip", default="", help="pass over failures whose script matches this regular expression")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")

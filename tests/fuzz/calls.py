@@ -49,7 +49,9 @@ class Variant:
 
     @property
     def scalars(self) -> dict[str, Kind]:
-        return dict(sorted({n.name: n.kind for tree in self.trees for n in nodes(tree) if isinstance(n, Scalar)}.items()))
+        return dict(
+            sorted({n.name: n.kind for tree in self.trees for n in nodes(tree) if isinstance(n, Scalar)}.items())
+        )
 
     @property
     def tensors(self) -> dict[str, tuple[Kind, int]]:
@@ -176,7 +178,10 @@ def build(variant: Variant, call: Call, device: str = "cpu") -> Built:
     """Make the tensors of a call; the shapes of operands are what is read of them. Raises Undefined."""
     names = main_names(variant, call)
     space: dict[str, object] = {"torch": torch}
-    exec(HELPERS if device == "cpu" else HELPERS.replace("manual_seed(seed))", f"manual_seed(seed)).to('{device}')"), space)
+    exec(
+        HELPERS if device == "cpu" else HELPERS.replace("manual_seed(seed))", f"manual_seed(seed)).to('{device}')"),
+        space,
+    )
     built = Built(variant, call, names, {})
     with torch.device(device):
         for name, given, shape in zip(names, call.main, main_shapes(variant, call)):
@@ -206,7 +211,9 @@ def _make(built: Built, space: dict[str, object], name: str, given: Given, shape
 def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int, ...]:
     """One more than the largest index that any pair has, visible or not: Weft proves indices for all of them."""
     call = built.call  # Weft proves indices of empty calls too
-    env = environment(replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors)
+    env = environment(
+        replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors
+    )
     highest: list[int] = []
     for read in variant.reads:
         if read.name != name:

@@ -12,6 +12,10 @@ from .tree import INFIX, PREFIX, SCORE, Kind, Node, Num, Op, Read, Scalar, Sym, 
 Q, K, HEAD, BATCH = Sym("q_pos"), Sym("kv_pos"), Sym("head"), Sym("batch")
 LENGTHS = (Sym("q_len"), Sym("kv_len"), Sym("head_dim"), Sym("group"))
 INT_NAMES, FLOAT_NAMES = ("n", "m"), ("x", "y")
+FLOAT_KINDS = (
+    *("sum", "sum", "sum", "times", "times", "divide", "extreme", "extreme", "where", "where"),
+    *("function", "function", "function", "guarded", "int", "neg", "uniform"),
+)
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LARGEST = 70  # nodes of an expression
 
@@ -24,7 +28,9 @@ def make(name: str, *args: Node) -> Op:
     if name in ("floordiv", "mod", "floor"):
         return Op(name, args, "int")
     same: Kind = "bool" if kinds == {"bool"} else "int" if kinds == {"int"} else "float"
-    return Op(name, args, same if name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where") else "float")
+    return Op(
+        name, args, same if name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "where") else "float"
+    )
 
 
 def number(value: float) -> Num:
@@ -126,7 +132,9 @@ class Drawer:
         if depth <= 0 or self.chance(0.15):
             return self._int_leaf()
         a = lambda: self.expression("int", depth - 1)  # noqa: E731
-        match self.random.choice(("sum", "sum", "sum", "times", "divide", "divide", "extreme", "where", "abs", "neg", "floor")):
+        match self.random.choice(
+            ("sum", "sum", "sum", "times", "divide", "divide", "extreme", "where", "abs", "neg", "floor")
+        ):
             case "sum":
                 return make(self.random.choice(("add", "sub", "sub")), a(), a())
             case "times":
@@ -162,8 +170,7 @@ class Drawer:
         if depth <= 0 or self.chance(0.15):
             return self._float_leaf()
         a = lambda: self.expression("float", depth - 1)  # noqa: E731
-        match self.random.choice(("sum", "sum", "sum", "times", "times", "divide", "extreme", "extreme", "where", "where",
-                                  "function", "function", "function", "guarded", "int", "neg", "uniform")):  # fmt: skip
+        match self.random.choice(FLOAT_KINDS):
             case "sum":
                 return make(self.random.choice(("add", "sub")), a(), a())
             case "times":
@@ -186,7 +193,11 @@ class Drawer:
                 return make(name, a())
 
     def _of_int(self, depth: int) -> Node:
-        return make(self.random.choice(("mul", "mul", "add")), Num(self.random.choice((0.1, 0.25, -0.05, 0.5))), self.ints(depth))
+        return make(
+            self.random.choice(("mul", "mul", "add")),
+            Num(self.random.choice((0.1, 0.25, -0.05, 0.5))),
+            self.ints(depth),
+        )
 
     def _tame(self, depth: int) -> Node:
         """A float of size 1 or so."""
@@ -196,8 +207,19 @@ class Drawer:
 
     def _away_from_zero(self, depth: int) -> Node:
         a = self.expression("float", max(0, depth))
-        plain = (Num(2.0), Num(0.5), Num(-4.0), Num(8), make("add", self.scalar("float"), Num(4.0)), make("sqrt", Sym("head_dim")))
-        bounded = (make("add", make("abs", a), Num(0.5)), make("exp", make("tanh", a)), make("add", make("mul", a, a), Num(1.0)))
+        plain = (
+            Num(2.0),
+            Num(0.5),
+            Num(-4.0),
+            Num(8),
+            make("add", self.scalar("float"), Num(4.0)),
+            make("sqrt", Sym("head_dim")),
+        )
+        bounded = (
+            make("add", make("abs", a), Num(0.5)),
+            make("exp", make("tanh", a)),
+            make("add", make("mul", a, a), Num(1.0)),
+        )
         return self.random.choice((*plain, *bounded))
 
     def _guarded(self, depth: int) -> Node:
@@ -205,8 +227,12 @@ class Drawer:
         a = self.expression("float", depth)
         name = self.random.choice(("exp", "exp2", "log", "log2", "sqrt", "rsqrt"))
         if name in ("exp", "exp2"):
-            return make(name, self.random.choice((make("minimum", a, Num(1.5)), make("neg", make("abs", a)), make("tanh", a))))
-        inside = make("add", self.random.choice((make("abs", a), make("mul", a, a))), Num(self.random.choice((0.25, 1.0, 1))))
+            return make(
+                name, self.random.choice((make("minimum", a, Num(1.5)), make("neg", make("abs", a)), make("tanh", a)))
+            )
+        inside = make(
+            "add", self.random.choice((make("abs", a), make("mul", a, a))), Num(self.random.choice((0.25, 1.0, 1)))
+        )
         if self.chance(0.2):  # outside the domain where it is not taken
             return make("where", make("gt", a, Num(0.25)), make(name, a), Num(0.5))
         return make(name, inside)
@@ -257,11 +283,14 @@ class Drawer:
         k: Node = K if self.chance(0.7) else make("mul", Num(self.random.choice((2, 3))), K)
         shift = self.random.choice((Num(0), Num(0), self.constant("int"), self.scalar("int"), HEAD, self.by_head()))
         name = self.random.choice(("le", "le", "lt", "ge", "gt", "eq", "ne"))
-        return self.random.choice((make(name, k, make("add", q, shift)), make(name, make("sub", q, k), shift), make(name, k, q)))
+        return self.random.choice(
+            (make(name, k, make("add", q, shift)), make(name, make("sub", q, k), shift), make(name, k, q))
+        )
 
     def by_head(self) -> Node:
-        return self.random.choice((make("mul", Num(7), make("add", HEAD, Num(1))), make("mul", Sym("kv_head"), self.scalar("int")),
-                                   Read("table", "int", (HEAD,)), make("mul", Num(4), BATCH)))  # fmt: skip
+        affine = make("mul", Num(7), make("add", HEAD, Num(1)))
+        of_scalar = make("mul", Sym("kv_head"), self.scalar("int"))
+        return self.random.choice((affine, of_scalar, Read("table", "int", (HEAD,)), make("mul", Num(4), BATCH)))
 
     def mask_part(self) -> Node:
         n = self.random.choice((self.scalar("int"), Num(5), Num(16), Num(40), self.by_head()))
@@ -297,7 +326,9 @@ class Drawer:
                 other = make("not", other)
             name = self.random.choice(("and", "and", "or", "or", "or", "xor", "where"))
             if name == "where":
-                found = make("where", self.of_one_number("bool", 1) if self.chance(0.5) else self.bools(1), found, other)
+                found = make(
+                    "where", self.of_one_number("bool", 1) if self.chance(0.5) else self.bools(1), found, other
+                )
             else:
                 found = make(name, found, other)
         return found
@@ -312,7 +343,7 @@ class Drawer:
             lambda: make("mul", cap, make("tanh", make("div", score, cap))),
             lambda: make("add", score, make("mul", slope, make("sub", K, Q))),
             lambda: make("div", score, make("add", make("abs", slope), Num(0.5))),
-            lambda: make("add", score, Read("bias", "float", bias)) if "bias" not in self.tensors else make("neg", score),
+            lambda: make("add", score, Read("bias", "float", bias)),
             lambda: make("add", score, Read("pair", "float", (HEAD, Q, K))),
             lambda: make("add", score, padding),
             lambda: make("where", self.bools(1), score, Num(self.random.choice((-1e4, -1e9, float("-inf"))))),
@@ -345,7 +376,9 @@ class Drawer:
         if roll < 0.2:
             return SCORE
         if roll < 0.3:  # without q.k
-            return self.random.choice((self.bounded(2), Num(0.0), self.scalar("float"), make("mul", Num(-0.1), self.ints(1)), self.ints(1)))
+            return self.random.choice(
+                (self.bounded(2), Num(0.0), self.scalar("float"), make("mul", Num(-0.1), self.ints(1)), self.ints(1))
+            )
         if roll < 0.45:
             return self.floats(4)
         found: Node = SCORE
@@ -359,11 +392,16 @@ class Drawer:
             return None
         if roll < 0.75:
             return Num(self.random.choice((0.0, 0.125, -0.25, 1.0, 1, 0.37)))
-        return self.random.choice((
-            make("rsqrt", Sym("head_dim")), make("div", self.scalar("float"), make("sqrt", Sym("head_dim"))),
-            Read("slopes", "float", (HEAD,)), make("mul", Num(0.25), make("tanh", self.floats(1))),
-            make("div", make("log", make("add", Sym("kv_len"), Num(1))), Num(8.0)), make("exp", make("neg", make("abs", self.scalar("float")))),
-        ))  # fmt: skip
+        x = self.scalar("float")
+        kinds = (
+            make("rsqrt", Sym("head_dim")),
+            make("div", x, make("sqrt", Sym("head_dim"))),
+            make("exp", make("neg", make("abs", x))),
+            make("mul", Num(0.25), make("tanh", self.floats(1))),
+            make("div", make("log", make("add", Sym("kv_len"), Num(1))), Num(8.0)),
+            Read("slopes", "float", (HEAD,)),
+        )
+        return self.random.choice(kinds)
 
 
 def draw_variant(random: Random) -> Variant:

@@ -142,7 +142,9 @@ def _scaled(built: Built, products: Value, env: Environment) -> Value:
     own = torch.zeros_like(products.bound) if found.bound is None else found.bound
     rounded = torch.where(products.bound == 0, 0.0, env.precision.eps * 4)  # type: ignore[union-attr]
     size = products.value.detach().abs()
-    return Value(products.value * factor, (products.bound * factor.abs() + size * (own + rounded * factor.abs())).detach())
+    return Value(
+        products.value * factor, (products.bound * factor.abs() + size * (own + rounded * factor.abs())).detach()
+    )
 
 
 def _softmax(scores: Tensor, pairs: tuple[Tensor, ...], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -275,7 +277,9 @@ def _of_operand(name: str, dense: Dense, dscores: Tensor) -> Tensor:
     reads = [g for g in dense.gathers if g.name == name and len(g.pairs)]
     if reads and dense.scores.requires_grad:
         finite = torch.where(dense.scores.detach().isfinite(), 1.0, 0.0)
-        slopes = torch.autograd.grad(dense.scores, [g.values for g in reads], finite, allow_unused=True, retain_graph=True)
+        slopes = torch.autograd.grad(
+            dense.scores, [g.values for g in reads], finite, allow_unused=True, retain_graph=True
+        )
         for gather, slope in zip(reads, slopes):
             if slope is not None:
                 size = slope.abs() + slope.abs().mean()

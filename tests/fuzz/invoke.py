@@ -12,7 +12,10 @@ LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 96, 100, 127,
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
 FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
 WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
-NUMBERS = {"int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000), "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2)}
+NUMBERS = {
+    "int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000),
+    "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
+}
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
 TARGETS = ("cpu", "interpret", "triton", "hopper")
 MOST_PAIRS = {"cpu": 40_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
@@ -24,9 +27,14 @@ CALL_DTYPES = {
 }
 # What an operand of a name, or of a kind where its name is not here, is filled with.
 NAMED_FILLS = {
-    "padding": PADDING, "doc": ("documents",), "ids": ("ids", "documents"), "keep": ("bits",), "lens": ("signed", "ints"),
-    "pair": ("normal", "small", "some -inf", "some least", "quarters"), "slopes": ("normal", "positive", "quarters", "small"),
-}  # fmt: skip
+    "padding": PADDING,
+    "doc": ("documents",),
+    "ids": ("ids", "documents"),
+    "keep": ("bits",),
+    "lens": ("signed", "ints"),
+    "pair": ("normal", "small", "some -inf", "some least", "quarters"),
+    "slopes": ("normal", "positive", "quarters", "small"),
+}
 KIND_FILLS = {
     "float": ("normal", "normal", "small", "quarters", "positive", "zero"),
     "int": ("tiny ints", "ints", "ints", "signed", "documents"),
@@ -150,9 +158,6 @@ def _schedule(random: Random, target: str) -> str | None:
     names = ("flash_forward", "flash_dquery", "flash_dkey_dvalue")
     tiles = [f"{name}={target}:{random.choice((16, 32, 64))}x{random.choice((16, 32, 64))}w4s1" for name in names]
     return "/".join(["flash", *tiles])
-
-
-
 
 
 def _wanted(random: Random, variant: Variant, names: tuple[str, ...], form: str | None) -> tuple[str, ...]:

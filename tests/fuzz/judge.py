@@ -98,7 +98,9 @@ def actual(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]
     call = built.call
     tensors = {n: t.detach().requires_grad_(n in call.wanted) for n, t in built.tensors.items()}
     main = [tensors[n] for n in built.names]
-    keywords = {n: tensors[n] for n in tensors if n not in built.names[:2] + (("value",) if "value" in built.names else ())}
+    keywords = {
+        n: tensors[n] for n in tensors if n not in built.names[:2] + (("value",) if "value" in built.names else ())
+    }
     positional = main[:3] if "value" in built.names else main[:2]
     given = declared(built.variant)(*positional, **keywords, **options_of(built), return_lse=call.lse)
     out, lse = given if call.lse else (given, None)
@@ -169,7 +171,9 @@ def compare(built: Built, got: Mapping[str, Tensor], want: Mapping[str, Want]) -
         if worst > 1:
             at = tuple(int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
             expect, found = float(wanted.exact[at]), float(result[at])
-            message = f"{name}{list(at)}: expected {expect:.6g}, got {found:.6g}, allowed error {float(allowed[at]):.2g}"
+            message = (
+                f"{name}{list(at)}: expected {expect:.6g}, got {found:.6g}, allowed error {float(allowed[at]):.2g}"
+            )
             wrong = int((ratio > 1).sum())
             return Verdict("wrong", f"{message}; {wrong} of {ratio.numel()} elements", (name, at, expect, found), worst)
     return Verdict("right", ratio=worst)

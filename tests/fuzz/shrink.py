@@ -127,7 +127,9 @@ def _simpler(tree: Node) -> Iterator[Node]:
         constants: list[Node] = [Num(v) for v in numbers]
         for other in [*below[:6], *constants]:
             changed = _replaced(tree, path, other)
-            if not any(isinstance(n, Op) and n.args and all(isinstance(a, Num) for a in n.args) for n in nodes(changed)):
+            if not any(
+                isinstance(n, Op) and n.args and all(isinstance(a, Num) for a in n.args) for n in nodes(changed)
+            ):
                 yield changed
         if isinstance(node, Read):
             continue
