@@ -15,7 +15,7 @@ from .dense import Environment, Undefined, evaluate
 from .tree import INTS, Kind, Node, Read, Scalar, nodes
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# What every script begins with; `device` is added where there is one.
+# What every script begins with.
 HELPERS = """
 def rand(seed, *shape): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 def ints(seed, low, high, *shape): return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
@@ -95,12 +95,12 @@ class Call:
     scalars: tuple[tuple[str, int | float], ...] = ()
     tensors: tuple[tuple[str, Given], ...] = ()
     q_offset: int | tuple[int, ...] | None = None
-    target: str = "cpu"
+    target: str = "cpu"  # or "reference", which is no target of Weft but its own definition
     schedule: str | None = None
     form: str | None = None
     lse: bool = False
     wanted: tuple[str, ...] = ()
-    dout: str = "plain"  # layout of the gradient of out
+    dout: str = "plain"  # layout of the gradient of out; "none": that of lse is the only one
     seed: int = 0
 
     @property
@@ -132,6 +132,7 @@ PADDING = ("some -1e4", "some -1e9", "some -inf", "all -1e4", "all -1e9", "some 
 # Lines that change where `x` lies, not what it holds; the memory between is NaN (or a number that no test expects).
 LAYOUTS = {
     "plain": "",
+    "none": "",
     "rows first": "{x} = {x}.transpose(1, 2).contiguous().transpose(1, 2)",
     "padded": "{x} = torch.nn.functional.pad({x}, (8, 8, 3, 2), value={poison})[..., 3:-2, 8:-8]",
     "odd": "{x} = torch.nn.functional.pad({x}, (1, 2, 1, 0), value={poison})[..., 1:, 1:-2]",
@@ -178,25 +179,24 @@ def build(variant: Variant, call: Call, device: str = "cpu") -> Built:
     """Make the tensors of a call; the shapes of operands are what is read of them. Raises Undefined."""
     names = main_names(variant, call)
     space: dict[str, object] = {"torch": torch}
-    exec(
-        HELPERS if device == "cpu" else HELPERS.replace("manual_seed(seed))", f"manual_seed(seed)).to('{device}')"),
-        space,
-    )
+    exec(HELPERS, space)
     built = Built(variant, call, names, {})
-    with torch.device(device):
-        for name, given, shape in zip(names, call.main, main_shapes(variant, call)):
-            _make(built, space, name, given, shape, call.dtype)
-        tensors = dict(call.tensors)
-        for name in variant.tensors:
-            given = tensors[name]
-            _make(built, space, name, given, _extents(variant, built, name, given.slack), given.dtype)
+    for name, given, shape in zip(names, call.main, main_shapes(variant, call)):
+        _make(built, space, name, given, shape, call.dtype, device)
+    tensors = dict(call.tensors)
+    for name in variant.tensors:
+        given = tensors[name]
+        _make(built, space, name, given, _extents(variant, built, name, given.slack), given.dtype, device)
     return built
 
 
-def _make(built: Built, space: dict[str, object], name: str, given: Given, shape: tuple[int, ...], dtype: str) -> None:
+def _make(
+    built: Built, space: dict[str, object], name: str, given: Given, shape: tuple[int, ...], dtype: str, device: str
+) -> None:  # fmt: skip
     least = "float32" if dtype == "float64" else dtype  # kernels of float32 take what float64 has beyond for infinite
     values = FILLS[given.fill].format(seed=given.seed, shape=", ".join(map(str, shape)), dtype=f"torch.{least}")
-    lines = [f"{name} = ({values}).to(torch.{dtype})"]
+    place = "" if device == "cpu" else f"{device!r}, "
+    lines = [f"{name} = ({values}).to({place}torch.{dtype})"]
     layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
     lines += [layout] if layout else []
     exec("\n".join(lines), space)
@@ -258,5 +258,8 @@ def environment(built: Built, tensors: dict[str, Tensor], dtype: torch.dtype = t
     return Environment(symbols, None, dict(call.scalars), tensors, call.pairs, dtype, None)
 
 
-def offset_text(q_offset: int | Sequence[int]) -> str:
-    return str(q_offset) if isinstance(q_offset, int) else f"torch.tensor({list(q_offset)}, dtype=torch.int32)"
+def offset_text(q_offset: int | Sequence[int], device: str) -> str:
+    if isinstance(q_offset, int):
+        return str(q_offset)
+    place = "" if device == "cpu" else f", device={device!r}"
+    return f"torch.tensor({list(q_offset)}, dtype=torch.int32{place})"

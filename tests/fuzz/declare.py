@@ -288,7 +288,7 @@ class Drawer:
         )
 
     def by_head(self) -> Node:
-        affine = make("mul", Num(7), make("add", HEAD, Num(1)))
+        affine = make("mul", Num(7), make("add", self.random.choice((HEAD, Sym("kv_head"))), Num(1)))
         of_scalar = make("mul", Sym("kv_head"), self.scalar("int"))
         return self.random.choice((affine, of_scalar, Read("table", "int", (HEAD,)), make("mul", Num(4), BATCH)))
 
@@ -336,7 +336,7 @@ class Drawer:
     def score_step(self, score: Node) -> Node:
         """One more thing done to a score."""
         cap = self.random.choice((Num(5.0), Num(20.0), make("add", self.scalar("float"), Num(5.0))))
-        slope = Read("slopes", "float", (HEAD,))
+        slope = Read("slopes", "float", (self.random.choice((HEAD, HEAD, Sym("kv_head"))),))
         padding = Read("padding", "float", (BATCH, K))
         bias = self.random.choice(((HEAD, Q), (HEAD, K), (BATCH, HEAD, K), (BATCH, Q), (Q,), (K,)))
         steps: Sequence[Callable[[], Node]] = (

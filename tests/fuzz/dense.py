@@ -197,7 +197,7 @@ def _refuse_ties(a: Value, b: Value) -> None:
     """Rounding may not decide which of two floats is larger. Equal infinities, and what is exact, compare alike."""
     if a.bound is None or b.bound is None:
         return
-    near = (a.value - b.value).abs() <= TIE * (a.bound + b.bound)
+    near = (a.value - b.value).detach().abs() <= TIE * (a.bound + b.bound)
     if bool((near & (a.bound + b.bound > 0)).any()):
         raise Undefined("a comparison of floats near a tie")
 
@@ -213,22 +213,30 @@ def _floored(x: Value, env: Environment) -> Value:
 
 
 def _of_floats(name: str, args: list[Value], env: Environment) -> Value:
-    values = [a.value for a in args]
-    result = _FLOAT[name](*values)
+    result = _FLOAT[name](*(a.value for a in args))
     if env.precision is None:
         return Value(result)
+    with torch.no_grad():
+        return Value(result, _bound(name, args, result, env, env.precision))
+
+
+def _bound(name: str, args: list[Value], result: Tensor, env: Environment, precision: Precision) -> Tensor:
+    values, bounds = [a.value for a in args], [a.bound for a in args if a.bound is not None]
     if name in ("minimum", "maximum"):
         _refuse_ties(*args)
-        return Value(result, torch.where(result == values[0], args[0].bound, args[1].bound))  # type: ignore[arg-type]
+        return torch.where(result == values[0], bounds[0], bounds[1])
     if name == "abs":
-        _refuse_ties(args[0], Value(torch.zeros_like(values[0]), torch.zeros_like(values[0])))
-    bound = _BOUND[name](env.precision, result, *values, *(a.bound for a in args))
+        zero = torch.zeros_like(values[0])
+        _refuse_ties(args[0], Value(zero, zero))
+    bound: Tensor = _BOUND[name](precision, result, *values, *bounds)
     if name in _EXACT:
-        exact = (result.to(env.precision.exact).to(env.dtype) == result) & (sum(a.bound for a in args) == 0)  # type: ignore
+        exact = result.to(precision.exact).to(env.dtype) == result
+        for own in bounds:
+            exact = exact & (own == 0)
         bound = torch.where(exact, 0.0, bound)
     _refuse_extremes(name, result, values)
     bound = torch.where(bound.isnan(), math.inf, bound)
-    return Value(result, torch.where(result.isinf(), 0.0, bound))  # an infinity is one in any dtype
+    return torch.where(result.isinf(), 0.0, bound)  # an infinity is one in any dtype
 
 
 def _refuse_extremes(name: str, result: Tensor, values: list[Tensor]) -> None:

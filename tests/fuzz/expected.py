@@ -221,7 +221,10 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     found |= {f"d{n}": t for n, t in _of_leaves(built, dense, main).items()}
     for name in call.wanted:
         if f"d{name}" not in found:
-            found[f"d{name}"] = _of_operand(name, dense, dscores)
+            # the definition sums gradients of what it reads in the operand's own dtype, as torch's indexing does
+            eps_of_sums = EPS[dict(call.tensors)[name].dtype] if call.target == "reference" else 0.0
+            summed = ROUNDINGS * eps_of_sums * p * (dweights + delta)
+            found[f"d{name}"] = _of_operand(name, dense, dscores + summed)
     return found
 
 

@@ -17,14 +17,16 @@ NUMBERS = {
     "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
-TARGETS = ("cpu", "interpret", "triton", "hopper")
-MOST_PAIRS = {"cpu": 40_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
+TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
+MOST_PAIRS = {"cpu": 40_000, "reference": 10_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
 CALL_DTYPES = {
     "cpu": ("float32", "float32", "float32", "float64", "float16", "bfloat16"),
+    "reference": ("float64", "float64", "float32"),
     "interpret": ("float32", "float32", "float16"),
     "triton": ("float32", "bfloat16", "bfloat16", "float16"),
     "hopper": ("bfloat16", "float16"),
 }
+DOUT = ("plain", "plain", "rows first", "padded", "one row", "one batch")
 # What an operand of a name, or of a kind where its name is not here, is filled with.
 NAMED_FILLS = {
     "padding": PADDING,
@@ -60,9 +62,10 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     offset = call.q_offset if isinstance(call.q_offset, tuple) == isinstance(like.q_offset, tuple) else None
     if isinstance(like.q_offset, tuple) and offset is None:
         offset = (max(0, call.kv_len - call.q_len),) * call.batch
+    dout = call.dout if like.lse or call.dout != "none" else "plain"
     return replace(
         call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
-        form=like.form, lse=like.lse, wanted=like.wanted, q_offset=offset,
+        form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset,
         main=call.main if len(call.main) == len(like.main) else like.main,
     )  # fmt: skip
 
@@ -83,14 +86,15 @@ def _draw_call(random: Random, variant: Variant, target: str) -> Call:
             dim, value_dim = variant.latent.rank + variant.latent.rope, variant.latent.rank
     call = Call(batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype, (), target=target, form=form)
     names = main_names(variant, call)
+    lse = random.random() < 0.6
     return Call(
         batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype,
         main=tuple(_main(random, name, target) for name in names),
         scalars=tuple((n, random.choice(NUMBERS[kind])) for n, kind in variant.scalars.items()),
         tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
         q_offset=_offset(random, variant, batch, q_len, kv_len), target=target, schedule=_schedule(random, target),
-        form=form, lse=random.random() < 0.6, wanted=_wanted(random, variant, names, form),
-        dout=random.choice(("plain", "plain", "rows first", "padded", "one row", "one batch")),
+        form=form, lse=lse, wanted=_wanted(random, variant, names, form),
+        dout=random.choice((*DOUT, "none" if lse else "plain")),
         seed=random.randrange(10**6),
     )  # fmt: skip
 
@@ -149,7 +153,7 @@ def _schedule(random: Random, target: str) -> str | None:
     if target == "cpu":
         forward, backward = (f"{random.choice(_CPU_TILES)}x{random.choice(_CPU_TILES)}" for _ in range(2))
         return f"flash/flash_forward=cpu:{forward}/flash_backward=cpu:{backward}"
-    if target == "hopper":
+    if target in ("hopper", "reference"):
         return None
     if random.random() < 0.45:
         return random.choice(("streaming", "standard"))

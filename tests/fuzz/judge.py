@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -67,12 +67,12 @@ def declaration(variant: Variant) -> str:
 
 
 def gradients_of(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients that a backward starts from; of lse only where it is finite."""
+    """The gradients that a backward starts from; 0 for an output that has none."""
     generator = torch.Generator().manual_seed(call.seed)
     dout = torch.randn(out.shape, generator=generator).to(out.device, DTYPES[call.dtype])
     space = {"torch": torch, "x": dout, "nan": float("nan")}
     exec(LAYOUTS[call.dout].format(x="x", poison="nan"), space)
-    dout = space["x"]  # type: ignore[assignment]
+    dout = torch.zeros_like(dout) if call.dout == "none" else space["x"]  # type: ignore[assignment]
     if not call.lse:
         return dout, None
     dlse = torch.randn(lse.shape, generator=generator).to(lse.device, lse.dtype)
@@ -81,10 +81,12 @@ def gradients_of(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor |
 
 def options_of(built: Built) -> dict[str, Any]:
     call = built.call
-    options: dict[str, Any] = {"target": call.target, **dict(call.scalars)}
+    options: dict[str, Any] = dict(call.scalars)
+    if call.target != "reference":
+        options["target"] = call.target
     if call.schedule is not None:
         options["schedule"] = call.schedule
-    if call.form in ("expanded", "absorbed"):
+    if call.form in ("expanded", "absorbed") and call.target != "reference":
         options["form"] = call.form
     if call.q_offset is not None:
         device = built.tensors["query"].device
@@ -102,20 +104,27 @@ def actual(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]
         n: tensors[n] for n in tensors if n not in built.names[:2] + (("value",) if "value" in built.names else ())
     }
     positional = main[:3] if "value" in built.names else main[:2]
-    given = declared(built.variant)(*positional, **keywords, **options_of(built), return_lse=call.lse)
+    attention = declared(built.variant)
+    run = attention.reference if call.target == "reference" else attention
+    given = run(*positional, **keywords, **options_of(built), return_lse=call.lse)
     out, lse = given if call.lse else (given, None)
     results = {"out": out.detach()} | ({"lse": lse.detach()} if lse is not None else {})
     if call.wanted:
-        outputs, weights = [out], [dout]
-        if lse is not None:
-            outputs.append(lse)
-            weights.append(dlse)
-        leaves = [tensors[n] for n in call.wanted]
-        for name, leaf, found in zip(
-            call.wanted, leaves, torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
-        ):
-            results[f"d{name}"] = torch.zeros_like(leaf) if found is None else found
+        results |= _gradients(call, tensors, [(out, dout), (lse, dlse)])
     return results
+
+
+def _gradients(
+    call: Call, tensors: Mapping[str, Tensor], outputs: Sequence[tuple[Tensor | None, Tensor | None]]
+) -> dict[str, Tensor]:
+    """Gradients of the outputs that have one; 0 for what an output does not depend on."""
+    first = 1 if call.dout == "none" else 0
+    kept = [(o, w) for o, w in outputs[first:] if o is not None and (o.requires_grad or call.target != "reference")]
+    leaves = [tensors[n] for n in call.wanted]
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if kept:
+        found = torch.autograd.grad([o for o, _ in kept], leaves, [w for _, w in kept], allow_unused=True)
+    return {f"d{n}": torch.zeros_like(t) if g is None else g for n, t, g in zip(call.wanted, leaves, found)}
 
 
 def start(built: Built) -> tuple[Tensor, Tensor | None]:

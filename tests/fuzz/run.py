@@ -18,7 +18,7 @@ from .judge import Verdict, actual, declared, judge, start
 from .script import script
 from .shrink import shrunk
 
-CALLS = {"cpu": 8, "interpret": 2, "triton": 8, "hopper": 8}  # of one variant
+CALLS = {"cpu": 8, "reference": 8, "interpret": 2, "triton": 8, "hopper": 8}  # of one variant
 ALIKE = 4  # one after the other that the same kernels serve: generating them is most of the time of a first call
 TRIES = 8  # at a call that is defined
 THREADED = 0.06  # share of the variants that are called from several threads at once, the first time and again

@@ -3,11 +3,18 @@
 A failure prints a script that repeats it; `python -m tests.fuzz --only <seed> --target <target>` draws it again.
 """
 
+from random import Random
+
 import pytest
 import torch
 
+from tests.fuzz.calls import build
+from tests.fuzz.declare import draw_variant
 from tests.fuzz.dense import FP32, Environment, Undefined, evaluate
+from tests.fuzz.invoke import draw_call
+from tests.fuzz.judge import Verdict, actual, judge, start
 from tests.fuzz.run import Plan, variant_calls
+from tests.fuzz.script import script
 from tests.fuzz.tree import Num, Op, Scalar, Sym, text
 
 CPU = [f"suite.{n}" for n in range(110)]  # a variant each, of eight calls
@@ -55,3 +62,24 @@ def test_comparisons_near_a_tie_are_no_calls_to_judge_by():
     third = Op("div", (Scalar("x", "float"), Num(3.0)), "float")
     with pytest.raises(Undefined, match="near a tie"):
         evaluate(Op("lt", (Op("mul", (third, Num(3.0)), "float"), Scalar("x", "float")), "bool"), environment(x=0.7))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scripts_repeat_the_call(seed, capsys):
+    built = next(b for n in range(99) if (b := first_call(f"script.{seed}.{n}")) is not None)
+    found = actual(built, *start(built))
+    name, result = list(found.items())[-1]
+    at = (0,) * result.dim()
+    exec(script(built, Verdict("wrong", place=(name, at, 0.5, 0.0))), {})
+    assert capsys.readouterr().out == f"{name}{list(at)}: got {result[at].item()} expected 0.5\n"
+
+
+def first_call(seed):
+    """A call that Weft computes, or None."""
+    random = Random(seed)
+    variant = draw_variant(random)
+    try:
+        built = build(variant, draw_call(random, variant, "cpu"))
+        return built if judge(built).kind == "right" and built.call.pairs else None
+    except Undefined:
+        return None
