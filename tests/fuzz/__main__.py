@@ -39,6 +39,8 @@ def _run(options: argparse.Namespace) -> int:
         if event.failure is not None:
             found.append(event.failure)
             print(_headed(event.failure), flush=True)
+        if event.kind == "declaration raised":
+            print(f"\n# {event.message}", flush=True)
         if time.monotonic() - said > EVERY:
             said = time.monotonic()
             total = counts.total()

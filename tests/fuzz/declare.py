@@ -106,7 +106,7 @@ class Drawer:
             lambda: make("mod", position, Num(self.random.choice((2, 3, 7)))),
             lambda: make("abs", make("sub", Q, K)),
             lambda: clamp(make("sub", Q, K), 0, 12),
-            lambda: clamp(self.ints(2), 0, self.random.choice((1, 4, 9))),
+            lambda: clamp(Drawer(self.random, "mask", self.tensors).ints(2), 0, self.random.choice((1, 4, 9))),
             lambda: make("add", position, Num(2)),
         )  # fmt: skip
         return self.random.choice(kinds)()
