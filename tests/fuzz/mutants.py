@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,20 +187,41 @@ def trial(mutant: Mutant, seed: int) -> str:
     """`caught <calls> <variant>`, `missed <calls>`, or `stale` where it changed nothing."""
     from .run import Plan, fuzz
 
-    mutant.plant()
     calls = 0
-    for event in fuzz(seed, MOST[mutant.target], [mutant.target], Plan(shrink=False)):
-        calls += event.kind != "unused"
-        if event.failure is not None and not _fails_anyway(event.failure.seed, mutant.target):
-            return f"caught {calls} {event.failure.seed}"
+    with tempfile.TemporaryDirectory() as folder, _sound_process(folder, mutant.target) as sound:
+        mutant.plant()
+        for event in fuzz(seed, MOST[mutant.target], [mutant.target], Plan(shrink=False)):
+            calls += event.kind != "unused"
+            if event.failure is not None and not _fails(sound, event.failure.seed):
+                return f"caught {calls} {event.failure.seed}"
     return f"missed {calls}" if _changed else "stale"
 
 
-def _fails_anyway(variant: str, target: str) -> bool:
-    """Whether the variant fails without the mutant too."""
-    command = [sys.executable, "-m", "tests.fuzz", "--only", variant, "--target", target, "--no-shrink"]
-    with tempfile.TemporaryDirectory() as folder:
-        return subprocess.run(command, env=_environment(folder), capture_output=True, check=False).returncode != 0
+@contextmanager
+def _sound_process(folder: str, target: str) -> Iterator[subprocess.Popen[str]]:
+    """A process without the mutant, which says of variants whether they fail there too."""
+    command = [sys.executable, "-m", "tests.fuzz.mutants", target, "--sound"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=_environment(folder), stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _fails(sound: subprocess.Popen[str], variant: str) -> bool:
+    assert sound.stdin is not None and sound.stdout is not None
+    print(variant, file=sound.stdin, flush=True)
+    return sound.stdout.readline().strip() == "fails"
+
+
+def answer(target: str) -> None:
+    """What the sound process does: a line for each variant that it is asked of."""
+    from .run import Plan, variant_calls
+
+    for line in sys.stdin:
+        found = any(e.failure is not None for e in variant_calls(line.strip(), target, Plan(shrink=False)))
+        print("fails" if found else "right", flush=True)
 
 
 def _environment(folder: str) -> dict[str, str]:
@@ -232,11 +254,15 @@ def main() -> int:
     parser.add_argument("name", nargs="?", default="", help="one mutant; a target's name: those of that target")
     parser.add_argument("seed", nargs="?", type=int, default=0, help="one seed")
     parser.add_argument("--here", action="store_true", help="plant it in this process")
+    parser.add_argument("--sound", action="store_true", help="say of variants on stdin whether they fail without one")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     chosen = tuple(m for m in MUTANTS if options.name in (m.name, m.target))
     if not options.name:
         chosen = tuple(m for m in MUTANTS if m.target != "triton")  # which needs a GPU
+    if options.sound:
+        answer(options.name)
+        return 0
     if options.here:
         print(trial(chosen[0], options.seed))
         return 0
