@@ -21,7 +21,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
+
+from weft.codegen import generate
+from weft.compiler.analysis import tiles
+from weft.compiler.analysis.affine import plus
+from weft.ir.operators import OPERATORS
+
+from .run import Plan, fuzz, variant_calls
 
 MOST = {"cpu": 1500, "interpret": 150, "triton": 600}  # calls before a mutant counts as missed
 SEEDS = (1, 2, 3)
@@ -40,8 +48,6 @@ def _in_text(pattern: str, replacement: str) -> Callable[[], None]:
     """Every match in a generated module is replaced."""
 
     def plant() -> None:
-        from weft.codegen import generate
-
         finished = generate._tidy
 
         def tidy(text: str) -> str:
@@ -60,7 +66,7 @@ def _instead(module: str, name: str, make: Callable[[Any], Any]) -> Callable[[],
 
     def plant() -> None:
         global _changed
-        owner: Any = __import__(f"weft.{module}", fromlist=["_"])
+        owner: Any = import_module(f"weft.{module}")
         *path, last = name.split(".")
         for part in path:
             owner = getattr(owner, part)
@@ -75,8 +81,6 @@ def _operator(name: str, **fields: str) -> Callable[[], None]:
 
     def plant() -> None:
         global _changed
-        from weft.ir.operators import OPERATORS
-
         OPERATORS[name] = dataclasses.replace(OPERATORS[name], **fields)  # type: ignore[arg-type]
         _changed += 1
 
@@ -86,7 +90,6 @@ def _operator(name: str, **fields: str) -> Callable[[], None]:
 # -- what is planted in Python -----------------------------------------------------------------------------------------
 def _full_too_early(rows: Any) -> Any:
     """One more row counts as full than is."""
-    from weft.compiler.analysis.affine import plus
 
     def wrong(*arguments: Any) -> Any:
         found = rows(*arguments)
@@ -124,9 +127,7 @@ def _to_the_next_head(scatter: Any) -> Any:
 
 def _downward(upward: Any) -> Any:
     """Tiles are rounded down at both ends."""
-    from weft.compiler.analysis.tiles import _downward
-
-    return _downward
+    return tiles._downward
 
 
 def _never(unknown: Any) -> Any:
@@ -185,8 +186,6 @@ MUTANTS = tuple(
 # -- one trial, in this process ----------------------------------------------------------------------------------------
 def trial(mutant: Mutant, seed: int) -> str:
     """`caught <calls> <variant>`, `missed <calls>`, or `stale` where it changed nothing."""
-    from .run import Plan, fuzz
-
     calls = 0
     with tempfile.TemporaryDirectory() as folder, _sound_process(folder, mutant.target) as sound:
         mutant.plant()
@@ -217,8 +216,6 @@ def _fails(sound: subprocess.Popen[str], variant: str) -> bool:
 
 def answer(target: str) -> None:
     """What the sound process does: a line for each variant that it is asked of."""
-    from .run import Plan, variant_calls
-
     for line in sys.stdin:
         found = any(e.failure is not None for e in variant_calls(line.strip(), target, Plan(shrink=False)))
         print("fails" if found else "right", flush=True)
