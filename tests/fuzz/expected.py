@@ -201,7 +201,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     # kernels of GPUs round weights, and their gradients, to the operands' dtype before they multiply
     product_eps = EPS[call.dtype] if call.target != "cpu" or built.variant.latent is not None else eps
     p = dense.weights.detach()
-    off = _off(dense, eps)
+    off = _off(dense, eps, call)
     share = p * (ROUNDINGS * product_eps + off + (p * off).sum(-1, keepdim=True))
     tiny = 2.0**-24 if call.dtype == "float16" and call.target != "cpu" else 0.0
     share = share + tiny * (p > 0)
@@ -232,10 +232,12 @@ def _finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0.0)
 
 
-def _off(dense: Dense, eps: float) -> Tensor:
+def _off(dense: Dense, eps: float, call: Call) -> Tensor:
     """How far the exponent of each pair may be off, [B, H, L, T]: rounding of the score and of its log-sum-exp."""
     assert dense.bound is not None
     bound = torch.where(dense.bound > HOPELESS, 0.0, dense.bound).detach()
+    if call.schedule == "standard":  # which keeps scores in memory, in the operands' dtype
+        bound = bound + EPS[call.dtype] * _finite(dense.scores.detach()).abs()
     pairs = torch.zeros_like(dense.weights).index_put(dense.pairs, bound)
     return pairs + 2 * eps * (1 + torch.clamp(_finite(dense.lse.detach()).abs(), max=LARGEST))[..., None]
 
