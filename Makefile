@@ -7,12 +7,16 @@
 #                  RANDOM= masks besides those of the library)
 #   make bench     benchmarks/attention.py, BENCH="..." for its options
 #   make gpu-test  tests that need a GPU, then the benchmark
+#   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
 #   make clean     remove what the words above made, except .venv
 #
 # Settings: PYTHON=python3.12; WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
 
 PYTHON ?= python3
 WORKERS ?= -n 2
+CASES ?= 2000
+SEED ?= 0
+TARGET ?= cpu,cpu,cpu,cpu,interpret
 GPU_WORKERS ?= -n 14
 JOBS ?= 1
 RANDOM ?= 500
@@ -33,7 +37,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test lint format prove bench gpu-test clean
+.PHONY: demo test lint format prove fuzz bench gpu-test clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -58,6 +62,13 @@ prove: $(READY)
 
 bench: $(READY)
 	$(RUN) benchmarks/attention.py $(BENCH)
+
+fuzz: $(READY)
+ifdef MUTANTS
+	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.mutants
+else
+	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --cases $(CASES) --seed $(SEED) --target $(TARGET)
+endif
 
 gpu-test: $(READY)
 	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m gpu tests/gpu

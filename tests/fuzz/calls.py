@@ -1,0 +1,265 @@
+"""Calls of a variant as small records, and the tensors they stand for.
+
+Tensors are described by lines of Python, which the fuzzer runs and a script prints: both hold the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .dense import Environment, Undefined, evaluate
+from .tree import INTS, Kind, Node, Read, Scalar, nodes
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# What every script begins with.
+HELPERS = """
+def rand(seed, *shape): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def ints(seed, low, high, *shape): return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+nan = float("nan")
+"""
+
+
+@dataclass(frozen=True)
+class Latent:
+    rank: int
+    rope: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A declaration."""
+
+    score: Node
+    mask: Node
+    scale: Node | None = None
+    latent: Latent | None = None
+
+    @property
+    def trees(self) -> tuple[Node, ...]:
+        return (self.score, self.mask) if self.scale is None else (self.score, self.mask, self.scale)
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        found = [n for tree in self.trees for n in nodes(tree) if isinstance(n, Read)]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def scalars(self) -> dict[str, Kind]:
+        return dict(
+            sorted({n.name: n.kind for tree in self.trees for n in nodes(tree) if isinstance(n, Scalar)}.items())
+        )
+
+    @property
+    def tensors(self) -> dict[str, tuple[Kind, int]]:
+        """Kind and rank of tensor operands; those that index others come first."""
+        found: dict[str, tuple[Kind, int]] = {}
+
+        def visit(read: Read) -> None:
+            for inner in (n for i in read.index for n in nodes(i) if isinstance(n, Read)):
+                visit(inner)
+            found.setdefault(read.name, (read.kind, len(read.index)))
+
+        for read in self.reads:
+            visit(read)
+        return found
+
+
+@dataclass(frozen=True)
+class Given:
+    """How a tensor is made."""
+
+    fill: str  # a key of FILLS
+    dtype: str  # of torch
+    layout: str  # a key of LAYOUTS
+    seed: int
+    slack: int = 0  # entries of a dimension beyond those that are read
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a variant: sizes, tensors by how they are made, and options."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    dim: int  # of query; with latent: nope + rope
+    value_dim: int
+    dtype: str
+    main: tuple[Given, ...]  # query, key, value; query, cache, uk, uv; query, cache
+    scalars: tuple[tuple[str, int | float], ...] = ()
+    tensors: tuple[tuple[str, Given], ...] = ()
+    q_offset: int | tuple[int, ...] | None = None
+    target: str = "cpu"  # or "reference", which is no target of Weft but its own definition
+    schedule: str | None = None
+    form: str | None = None
+    lse: bool = False
+    wanted: tuple[str, ...] = ()
+    dout: str = "plain"  # layout of the gradient of out; "none": that of lse is the only one
+    seed: int = 0
+
+    @property
+    def pairs(self) -> int:
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+
+FILLS = {
+    "normal": "rand({seed}, {shape})",
+    "small": "0.25 * rand({seed}, {shape})",
+    "quarters": "(2 * rand({seed}, {shape})).round() / 4",
+    "positive": "rand({seed}, {shape}).abs() + 0.25",
+    "zero": "torch.zeros({shape})",
+    "some -1e4": "torch.where(rand({seed}, {shape}) > 0.5, -1e4, 0.0)",
+    "some -1e9": "torch.where(rand({seed}, {shape}) > 0.5, -1e9, 0.0)",
+    "some -inf": "torch.where(rand({seed}, {shape}) > 1.0, -float('inf'), 0.0)",
+    "all -1e4": "torch.full(({shape},), -1e4)",
+    "all -1e9": "torch.full(({shape},), -1e9)",
+    "some least": "torch.where(rand({seed}, {shape}) > 0.5, torch.finfo({dtype}).min, 0.0)",
+    "all least": "torch.full(({shape},), torch.finfo({dtype}).min)",
+    "tiny ints": "ints({seed}, 0, 3, {shape})",
+    "ints": "ints({seed}, 0, 9, {shape})",
+    "signed": "ints({seed}, -9, 30, {shape})",
+    "documents": "ints({seed}, 0, 4, {shape}).sort(-1).values",
+    "ids": "ints({seed}, 0, 3, {shape}) * (2**40 + 1)",
+    "bits": "rand({seed}, {shape}) > -0.7",
+}
+PADDING = ("some -1e4", "some -1e9", "some -inf", "all -1e4", "all -1e9", "some least", "all least")
+# Lines that change where `x` lies, not what it holds; the memory between is NaN (or a number that no test expects).
+LAYOUTS = {
+    "plain": "",
+    "none": "",
+    "rows first": "{x} = {x}.transpose(1, 2).contiguous().transpose(1, 2)",
+    "padded": "{x} = torch.nn.functional.pad({x}, (8, 8, 3, 2), value={poison})[..., 3:-2, 8:-8]",
+    "odd": "{x} = torch.nn.functional.pad({x}, (1, 2, 1, 0), value={poison})[..., 1:, 1:-2]",
+    "offset": "{x} = torch.nn.functional.pad({x}.flatten(), (3, 0), value={poison})[3:].view({x}.shape)",
+    "one head": "{x} = {x}[:, :1].expand({x}.shape)",
+    "one batch": "{x} = {x}[:1].expand({x}.shape)",
+    "one row": "{x} = {x}[..., :1, :].expand({x}.shape)",
+    "stepped": "{x} = torch.stack([{x}, torch.full_like({x}, {poison})], -1)[..., 0]",
+    "reversed": "{x} = {x}.permute(*range({x}.dim())[::-1]).contiguous().permute(*range({x}.dim())[::-1])",
+    "repeated": "{x} = {x}[:1].expand({x}.shape)",
+}
+MAIN_LAYOUTS = ("plain", "rows first", "padded", "odd", "offset", "one head", "one batch", "one row")
+OPERAND_LAYOUTS = ("plain", "stepped", "reversed", "offset", "repeated")
+
+
+@dataclass
+class Built:
+    """A call with its tensors."""
+
+    variant: Variant
+    call: Call
+    names: tuple[str, ...]  # of the main tensors
+    tensors: dict[str, Tensor]  # main tensors and tensor operands
+    lines: list[str] = field(default_factory=list)  # that make them
+
+
+def main_names(variant: Variant, call: Call) -> tuple[str, ...]:
+    if variant.latent is None:
+        return ("query", "key", "value")
+    return ("query", "cache", "uk", "uv") if call.form != "latent query" else ("query", "cache")
+
+
+def main_shapes(variant: Variant, c: Call) -> list[tuple[int, ...]]:
+    latent = variant.latent
+    if latent is None:
+        return [(c.batch, c.heads, c.q_len, c.dim), (c.batch, c.kv_heads, c.kv_len, c.dim),
+                (c.batch, c.kv_heads, c.kv_len, c.value_dim)]  # fmt: skip
+    width = latent.rank + latent.rope
+    shapes = [(c.batch, c.heads, c.q_len, c.dim), (c.batch, 1, c.kv_len, width)]
+    return [*shapes, (c.heads, latent.rank, c.dim - latent.rope), (c.heads, latent.rank, c.value_dim)]
+
+
+def build(variant: Variant, call: Call, device: str = "cpu") -> Built:
+    """Make the tensors of a call; the shapes of operands are what is read of them. Raises Undefined."""
+    names = main_names(variant, call)
+    space: dict[str, object] = {"torch": torch}
+    exec(HELPERS, space)
+    built = Built(variant, call, names, {})
+    for name, given, shape in zip(names, call.main, main_shapes(variant, call)):
+        _make(built, space, name, given, shape, call.dtype, device)
+    tensors = dict(call.tensors)
+    for name in variant.tensors:
+        given = tensors[name]
+        _make(built, space, name, given, _extents(variant, built, name, given.slack), given.dtype, device)
+    return built
+
+
+def _make(
+    built: Built, space: dict[str, object], name: str, given: Given, shape: tuple[int, ...], dtype: str, device: str
+) -> None:  # fmt: skip
+    least = "float32" if dtype == "float64" else dtype  # kernels of float32 take what float64 has beyond for infinite
+    values = FILLS[given.fill].format(seed=given.seed, shape=", ".join(map(str, shape)), dtype=f"torch.{least}")
+    place = "" if device == "cpu" else f"{device!r}, "
+    lines = [f"{name} = ({values}).to({place}torch.{dtype})"]
+    layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
+    lines += [layout] if layout else []
+    exec("\n".join(lines), space)
+    tensor = space[name]
+    assert isinstance(tensor, Tensor)
+    if tuple(tensor.shape) != tuple(shape):
+        raise Undefined(f"{name}: the layout {given.layout} does not serve shape {shape}")
+    built.tensors[name] = tensor
+    built.lines += lines
+
+
+def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int, ...]:
+    """One more than the largest index that any pair has, visible or not: Weft proves indices for all of them."""
+    call = built.call  # Weft proves indices of empty calls too
+    env = environment(
+        replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors
+    )
+    highest: list[int] = []
+    for read in variant.reads:
+        if read.name != name:
+            continue
+        highest = highest or [0] * len(read.index)
+        for d, index in enumerate(read.index):
+            places = evaluate(index, env).value
+            if len(places) and int(places.min()) < 0:
+                raise Undefined(f"{name}: index {d} is negative")
+            highest[d] = max(highest[d], int(places.max()) if len(places) else 0)
+    if max(highest) > 4000:
+        raise Undefined(f"{name}: larger than a test needs")
+    return tuple(h + 1 + slack for h in highest)
+
+
+def symbol_values(variant: Variant, call: Call, device: torch.device) -> dict[str, Tensor | int]:
+    """Every symbol but the score, a vector over all pairs [B, H, L, T] or a number."""
+    shape = (call.batch, call.heads, call.q_len, call.kv_len)
+    group, heads = call.heads // call.kv_heads, torch.arange(call.heads, device=device).view(1, -1, 1, 1)
+    if variant.latent is not None and call.form != "latent query":
+        group = 1  # keys and values are multiplied out for every head
+    offset = call.kv_len - call.q_len if call.q_offset is None else call.q_offset
+    first = torch.tensor(offset, device=device).view(-1, 1, 1, 1)
+    grid = {
+        "q_pos": first + torch.arange(call.q_len, device=device).view(1, 1, -1, 1),
+        "kv_pos": torch.arange(call.kv_len, device=device).view(1, 1, 1, -1),
+        "batch": torch.arange(call.batch, device=device).view(-1, 1, 1, 1),
+        "head": heads, "kv_head": heads // group,
+    }  # fmt: skip
+    width = call.dim
+    values: dict[str, Tensor | int] = {n: v.expand(shape).flatten() for n, v in grid.items()}
+    values |= {"group": group, "q_len": call.q_len, "kv_len": call.kv_len, "head_dim": width}
+    assert values.keys() == set(INTS)
+    return values
+
+
+def environment(built: Built, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Environment:
+    """Of all pairs, for expressions without the score."""
+    call = built.call
+    device = built.tensors["query"].device
+    symbols = symbol_values(built.variant, call, device)
+    return Environment(symbols, None, dict(call.scalars), tensors, call.pairs, dtype, None)
+
+
+def offset_text(q_offset: int | Sequence[int], device: str) -> str:
+    if isinstance(q_offset, int):
+        return str(q_offset)
+    place = "" if device == "cpu" else f", device={device!r}"
+    return f"torch.tensor({list(q_offset)}, dtype=torch.int32{place})"

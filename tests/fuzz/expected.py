@@ -1,0 +1,314 @@
+"""What a call must give: out, lse and gradients in float64, and how far off a kernel may be at every element.
+
+Attention is written out over the visible pairs alone, so that hidden ones cannot matter. The error allowed has three
+parts: twice the error of plain dense torch in the dtype that scores are computed in; the roundings that matrix products
+of tiles make, each weighed by the absolute values that it meets; and the rounding of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .calls import DTYPES, Built, Call, environment, symbol_values
+from .dense import FAST_TANH, FP32, FP64, Environment, Gather, Precision, Undefined, Value, evaluate
+from .tree import Node, Num
+
+EPS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+ROUNDINGS = 6.0  # of a product of tiles, in units of eps: sums in another order, weights rescaled
+HOPELESS = 2.0**-7  # a score that may be off by more: only what plain torch makes of it says what to expect
+LARGEST = 2.0**13  # of a log-sum-exp whose rounding is allowed for; beyond, weights must not be taken from it
+
+
+@dataclass(frozen=True)
+class Want:
+    """One result: what it is, and how far from that a kernel may be."""
+
+    exact: Tensor
+    allowed: Tensor
+
+
+@dataclass
+class Dense:
+    """Attention of one call, written out in one dtype."""
+
+    leaves: dict[str, Tensor]  # as they are given
+    query: Tensor  # [B, H, L, D]
+    key: Tensor  # [B, H, T, D], a head for each query head
+    value: Tensor
+    pairs: tuple[Tensor, ...]  # batch, head, row, column of visible pairs
+    products: Tensor  # q.k of visible pairs
+    scores: Tensor
+    bound: Tensor | None  # of the rounding of scores
+    weights: Tensor  # [B, H, L, T]
+    out: Tensor
+    lse: Tensor
+    gathers: list[Gather]
+
+
+def precision_of(call: Call) -> Precision:
+    if call.dtype == "float64":
+        return FP64
+    return FAST_TANH if call.target in ("triton", "hopper") and "16" in call.dtype else FP32
+
+
+def visible_pairs(built: Built, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Where the mask is True; raises Undefined where rounding may decide that."""
+    call = built.call
+    env = environment(built, tensors)
+    env.precision = precision_of(call)
+    seen = evaluate(built.variant.mask, env).value
+    return seen.view(call.batch, call.heads, call.q_len, call.kv_len).nonzero(as_tuple=True)
+
+
+def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]:
+    """What the call must give, by name: out, lse where asked for, and d<name> for each gradient that is wanted."""
+    call = built.call
+    exact64 = {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in built.tensors.items()}
+    pairs = visible_pairs(built, exact64)
+    exact = _dense(built, pairs, torch.float64, precision_of(call))
+    _refuse_wild(exact)
+    results = _results(exact, call, dout, dlse)
+    # without gradients of float64, plain torch has no error to compare with
+    plain = results
+    if call.dtype != "float64":
+        plain = _results(_dense(built, pairs, torch.float32, None), call, dout, dlse)
+    roundings = _roundings(built, exact, dout, dlse)
+    return {name: _want(name, built, results[name], plain[name], roundings[name], exact) for name in results}
+
+
+def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precision: Precision | None) -> Dense:
+    call, latent = built.call, built.variant.latent
+    leaves = {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in built.tensors.items()}
+    for name in call.wanted:
+        leaves[name] = leaves[name].clone().requires_grad_()
+    if latent is None:
+        query, key, value = (leaves[n] for n in ("query", "key", "value"))
+        repeats = call.heads // call.kv_heads
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    else:
+        query, key, value = _latent(built, leaves)
+    b, h, i, j = pairs
+    products = (query @ key.transpose(-1, -2))[b, h, i, j]
+    sizes = 0.0 if precision is None else (query.abs() @ key.abs().transpose(-1, -2))[b, h, i, j]
+    env = _pair_environment(built, pairs, leaves, dtype, precision)
+    bound = None if precision is None else (4 * precision.eps * sizes).detach()
+    env.score = _scaled(built, Value(products, bound), env)
+    scores = evaluate(built.variant.score, env)
+    scores = scores if scores.value.is_floating_point() else Value(scores.value.to(dtype), _zeros(scores, precision))
+    weights, lse = _softmax(scores.value, pairs, (call.batch, call.heads, call.q_len, call.kv_len))
+    return Dense(leaves, query, key, value, pairs, products, scores.value, scores.bound, weights, weights @ value, lse,
+                 env.gathers)  # fmt: skip
+
+
+def _zeros(x: Value, precision: Precision | None) -> Tensor | None:
+    return None if precision is None else torch.zeros(x.value.shape, dtype=torch.float64, device=x.value.device)
+
+
+def _latent(built: Built, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of every head, from one vector a token."""
+    latent = built.variant.latent
+    assert latent is not None
+    query, cache = leaves["query"], leaves["cache"]
+    heads = built.call.heads
+    if "uk" not in leaves:
+        return query, cache.expand(-1, heads, -1, -1), cache[..., : latent.rank].expand(-1, heads, -1, -1)
+    narrow, rope = cache[..., : latent.rank], cache[..., latent.rank :]
+    key = torch.cat([narrow @ leaves["uk"], rope.expand(-1, heads, -1, -1)], -1)
+    return query, key, narrow @ leaves["uv"]
+
+
+def _pair_environment(
+    built: Built, pairs: tuple[Tensor, ...], leaves: dict[str, Tensor], dtype: torch.dtype, precision: Precision | None
+) -> Environment:
+    call = built.call
+    b, h, i, j = pairs
+    flat = ((b * call.heads + h) * call.q_len + i) * call.kv_len + j
+    symbols = symbol_values(built.variant, call, b.device)
+    seen = {n: v[flat] if isinstance(v, Tensor) else v for n, v in symbols.items()}
+    return Environment(seen, None, dict(call.scalars), leaves, len(b), dtype, precision)
+
+
+def _scaled(built: Built, products: Value, env: Environment) -> Value:
+    """The symbol `score`: scale * q.k."""
+    scale: Node = Num(1.0 / math.sqrt(built.call.dim)) if built.variant.scale is None else built.variant.scale
+    found = evaluate(scale, env)
+    factor = found.value.to(env.dtype)
+    if products.bound is None:
+        return Value(products.value * factor)
+    own = torch.zeros_like(products.bound) if found.bound is None else found.bound
+    rounded = torch.where(products.bound == 0, 0.0, env.precision.eps * 4)  # type: ignore[union-attr]
+    size = products.value.detach().abs()
+    return Value(
+        products.value * factor, (products.bound * factor.abs() + size * (own + rounded * factor.abs())).detach()
+    )
+
+
+def _softmax(scores: Tensor, pairs: tuple[Tensor, ...], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Weights [B, H, L, T] and lse [B, H, L]; 0 and -inf for a row whose scores are all -inf, or that sees nothing."""
+    dense = torch.full(shape, -math.inf, dtype=scores.dtype, device=scores.device).index_put(pairs, scores)
+    if shape[-1] == 0:
+        return dense, dense.new_full(shape[:-1], -math.inf)
+    top = dense.detach().amax(-1, keepdim=True)
+    empty = top == -math.inf
+    powers = torch.exp(dense - top.masked_fill(empty, 0.0))
+    total = powers.sum(-1, keepdim=True)
+    lse = torch.where(empty, -math.inf, top + torch.log(total.masked_fill(empty, 1.0)))
+    return powers / total.masked_fill(empty, 1.0), lse[..., 0]
+
+
+def _refuse_wild(dense: Dense) -> None:
+    scores = dense.scores.detach()
+    if bool((scores.isnan() | (scores == math.inf)).any()):
+        raise Undefined("a visible score is NaN or infinite")
+    if bool((scores.isfinite() & (scores < -3.4028235e38)).any()):
+        raise Undefined("a score beyond float32")
+    usual = scores[scores > -5e3]
+    if len(usual) and float(usual.abs().max()) > 1e3:
+        raise Undefined("scores beyond 1000")
+
+
+def _results(dense: Dense, call: Call, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """out, lse and gradients, in float64 whatever they were computed in."""
+    results = {"out": dense.out.detach(), "lse": dense.lse.detach()}
+    if call.wanted:
+        dtype = dense.out.dtype
+        outputs, weights = [dense.out], [dout.to(dtype)]
+        if dlse is not None:
+            outputs.append(dense.lse)
+            weights.append(dlse.to(dtype))
+        leaves = [dense.leaves[n] for n in call.wanted]
+        usable = [o for o in outputs if o.requires_grad]
+        found = [None] * len(leaves)
+        if usable:
+            kept = [w for o, w in zip(outputs, weights) if o.requires_grad]
+            found = torch.autograd.grad(usable, leaves, kept, allow_unused=True, retain_graph=True)
+        for name, leaf, gradient in zip(call.wanted, leaves, found):
+            results[f"d{name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    if not call.lse:
+        del results["lse"]
+    return {n: t.detach().to(torch.float64) for n, t in results.items()}
+
+
+# -- how far off a kernel may be -------------------------------------------------------------------------------------
+def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """The allowance for roundings inside of kernels, for each result."""
+    call = built.call
+    eps = EPS["float64" if call.dtype == "float64" else "float32"]
+    # kernels of GPUs round weights, and their gradients, to the operands' dtype before they multiply
+    product_eps = EPS[call.dtype] if call.target != "cpu" or built.variant.latent is not None else eps
+    p = dense.weights.detach()
+    off = _off(dense, eps, call)
+    share = p * (ROUNDINGS * product_eps + off + (p * off).sum(-1, keepdim=True))
+    tiny = 2.0**-24 if call.dtype == "float16" and call.target != "cpu" else 0.0
+    share = share + tiny * (p > 0)
+    query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
+    found = {"out": share @ value, "lse": (p * off).sum(-1) + 4 * eps * (1 + _finite(dense.lse).abs())}
+    if not call.wanted:
+        return found
+    dout = dout.to(torch.float64)
+    dweights = dout.abs() @ value.transpose(-1, -2)
+    delta = (dout.abs() * dense.out.detach().abs()).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta + dlse.to(torch.float64).abs()[..., None]
+    own = EPS[call.dtype]  # delta is a sum over the rounded output
+    dscores = share * (dweights + delta) + ROUNDINGS * own * p * delta + tiny * (p > 0)
+    dproducts = dscores * _slopes(dense, dense.products)
+    main = {"query": dproducts @ key, "key": dproducts.mT @ query, "value": share.mT @ dout.abs()}
+    found |= {f"d{n}": t for n, t in _of_leaves(built, dense, main).items()}
+    for name in call.wanted:
+        if f"d{name}" not in found:
+            # the definition sums gradients of what it reads in the operand's own dtype, as torch's indexing does
+            eps_of_sums = EPS[dict(call.tensors)[name].dtype] if call.target == "reference" else 0.0
+            summed = ROUNDINGS * eps_of_sums * p * (dweights + delta)
+            found[f"d{name}"] = _of_operand(name, dense, dscores + summed)
+    return found
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+def _off(dense: Dense, eps: float, call: Call) -> Tensor:
+    """How far the exponent of each pair may be off, [B, H, L, T]: rounding of the score and of its log-sum-exp."""
+    assert dense.bound is not None
+    bound = torch.where(dense.bound > HOPELESS, 0.0, dense.bound).detach()
+    if call.schedule == "standard":  # which keeps scores in memory, in the operands' dtype
+        bound = bound + EPS[call.dtype] * _finite(dense.scores.detach()).abs()
+    pairs = torch.zeros_like(dense.weights).index_put(dense.pairs, bound)
+    return pairs + 2 * eps * (1 + torch.clamp(_finite(dense.lse.detach()).abs(), max=LARGEST))[..., None]
+
+
+def _slopes(dense: Dense, of: Tensor) -> Tensor:
+    """|d score / d q.k| of each pair, [B, H, L, T], and a share of the usual one for what cancels in it."""
+    slope = torch.zeros_like(dense.weights)
+    if dense.scores.requires_grad and len(dense.scores) and of.requires_grad:
+        finite = torch.where(dense.scores.detach().isfinite(), 1.0, 0.0)
+        found = torch.autograd.grad(dense.scores, of, finite, allow_unused=True, retain_graph=True)[0]
+        if found is not None:
+            slope = slope.index_put(dense.pairs, found.abs())
+    return slope + slope.mean()
+
+
+def _of_leaves(built: Built, dense: Dense, main: dict[str, Tensor]) -> dict[str, Tensor]:
+    """From query, key and value of every head to the tensors that were given."""
+    call, latent = built.call, built.variant.latent
+    if latent is None:
+        shape = (call.batch, call.kv_heads, call.heads // call.kv_heads, call.kv_len, -1)
+        if 0 in shape:
+            return {n: torch.zeros_like(built.tensors[n], dtype=torch.float64) for n in main}
+        return main | {n: main[n].view(shape).sum(2) for n in ("key", "value")}
+    if "uk" not in built.tensors:
+        return {}
+    nope = call.dim - latent.rope
+    narrow = dense.leaves["cache"].detach().abs()[..., : latent.rank]
+    uk, uv = dense.leaves["uk"].detach().abs(), dense.leaves["uv"].detach().abs()
+    dkey, dvalue = main["key"][..., :nope], main["value"]
+    dnarrow = (dkey @ uk.mT + dvalue @ uv.mT).sum(1, keepdim=True)
+    cache = torch.cat([dnarrow, main["key"][..., nope:].sum(1, keepdim=True)], -1)
+    weights = {"uk": (narrow.mT @ dkey).sum(0), "uv": (narrow.mT @ dvalue).sum(0)}
+    # keys and values are themselves rounded, once more
+    return {n: 4 * t for n, t in {"query": main["query"], "cache": cache, **weights}.items()}
+
+
+def _of_operand(name: str, dense: Dense, dscores: Tensor) -> Tensor:
+    """The allowance of an operand's gradient: that of the scores, scattered to the places that were read."""
+    leaf = dense.leaves[name]
+    total = torch.zeros(leaf.numel(), dtype=torch.float64, device=leaf.device)
+    per_pair = dscores[dense.pairs]
+    reads = [g for g in dense.gathers if g.name == name and len(g.pairs)]
+    if reads and dense.scores.requires_grad:
+        finite = torch.where(dense.scores.detach().isfinite(), 1.0, 0.0)
+        slopes = torch.autograd.grad(
+            dense.scores, [g.values for g in reads], finite, allow_unused=True, retain_graph=True
+        )
+        for gather, slope in zip(reads, slopes):
+            if slope is not None:
+                size = slope.abs() + slope.abs().mean()
+                total.index_add_(0, gather.places, per_pair[gather.pairs] * size)
+    return total.view(leaf.shape)
+
+
+def _want(name: str, built: Built, exact: Tensor, plain: Tensor, roundings: Tensor, dense: Dense) -> Want:
+    if bool(exact.isnan().any()):
+        raise Undefined(f"{name} is NaN by definition")
+    call = built.call
+    dtype = call.dtype if name in ("out", *(f"d{n}" for n in built.names)) else _dtype(name, built)
+    error = _finite((plain - exact).abs())
+    hopeless = bool((dense.bound > HOPELESS).any()) if dense.bound is not None and len(dense.bound) else False
+    if exact.dim() > 1 and not hopeless and exact.numel():
+        error = error.amax(-1, keepdim=True)  # the luck of one element must not decide
+    elif exact.numel():
+        error = error.amax()
+    smallest = torch.finfo(DTYPES[dtype]).smallest_normal * 2.0**-7
+    own = 2 * EPS[dtype] * _finite(exact).abs() + smallest
+    return Want(exact, (2 * error + roundings + own).detach())
+
+
+def _dtype(name: str, built: Built) -> str:
+    if name == "lse":
+        return "float64" if built.call.dtype == "float64" else "float32"
+    return dict(built.call.tensors)[name[1:]].dtype

@@ -1,0 +1,179 @@
+"""Draws calls of a variant: sizes, dtypes, layouts, values of operands, options, and which gradients are wanted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, Variant, main_names
+from .tree import symbols
+
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 96, 100, 127, 128, 129, 150, 200, 257, 300)
+HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
+FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
+WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
+NUMBERS = {
+    "int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000),
+    "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
+}
+_CPU_TILES = (5, 8, 16, 17, 32, 64)
+TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
+MOST_PAIRS = {"cpu": 40_000, "reference": 10_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
+CALL_DTYPES = {
+    "cpu": ("float32", "float32", "float32", "float64", "float16", "bfloat16"),
+    "reference": ("float64", "float64", "float32"),
+    "interpret": ("float32", "float32", "float16"),
+    "triton": ("float32", "bfloat16", "bfloat16", "float16"),
+    "hopper": ("bfloat16", "float16"),
+}
+DOUT = ("plain", "plain", "rows first", "padded", "one row", "one batch")
+# What an operand of a name, or of a kind where its name is not here, is filled with.
+NAMED_FILLS = {
+    "padding": PADDING,
+    "doc": ("documents",),
+    "ids": ("ids", "documents"),
+    "keep": ("bits",),
+    "lens": ("signed", "ints"),
+    "pair": ("normal", "small", "some -inf", "some least", "quarters"),
+    "slopes": ("normal", "positive", "quarters", "small"),
+}
+KIND_FILLS = {
+    "float": ("normal", "normal", "small", "quarters", "positive", "zero"),
+    "int": ("tiny ints", "ints", "ints", "signed", "documents"),
+    "bool": ("bits",),
+}
+OPERAND_DTYPES = {
+    "float": ("float32", "float32", "float32", "float64", "float16", "bfloat16"),
+    "int": ("int64", "int64", "int32", "int16", "int8", "uint8"),
+    "bool": ("bool",),
+}
+
+
+def draw_call(random: Random, variant: Variant, target: str, like: Call | None = None) -> Call:
+    """A call, as records; whether it is defined is seen when it is built and evaluated.
+
+    like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
+    """
+    call = _draw_call(random, variant, target)
+    if like is None:
+        return call
+    dtypes = {name: given.dtype for name, given in like.tensors}
+    tensors = tuple((name, replace(given, dtype=dtypes[name])) for name, given in call.tensors)
+    offset = call.q_offset if isinstance(call.q_offset, tuple) == isinstance(like.q_offset, tuple) else None
+    if isinstance(like.q_offset, tuple) and offset is None:
+        offset = (max(0, call.kv_len - call.q_len),) * call.batch
+    dout = call.dout if like.lse or call.dout != "none" else "plain"
+    return replace(
+        call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
+        form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset,
+        main=call.main if len(call.main) == len(like.main) else like.main,
+    )  # fmt: skip
+
+
+def _draw_call(random: Random, variant: Variant, target: str) -> Call:
+    heads, kv_heads = random.choice(FEW_HEADS if target == "interpret" else HEADS)
+    batch = random.choice((1, 1, 2) if target == "interpret" else (1, 1, 2, 3))
+    q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target])
+    dtype = random.choice(CALL_DTYPES[target])
+    dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)
+    if target == "hopper":
+        dim = value_dim = random.choice((64, 128))
+    form = None
+    if variant.latent is not None:
+        kv_heads, form, dim = 1, _form(random, variant), dim + variant.latent.rope
+        dtype = dtype if "16" not in dtype or target in ("triton", "hopper") else "float32"
+        if form == "latent query":
+            dim, value_dim = variant.latent.rank + variant.latent.rope, variant.latent.rank
+    call = Call(batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype, (), target=target, form=form)
+    names = main_names(variant, call)
+    lse = random.random() < 0.6
+    return Call(
+        batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype,
+        main=tuple(_main(random, name, target) for name in names),
+        scalars=tuple((n, random.choice(NUMBERS[kind])) for n, kind in variant.scalars.items()),
+        tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
+        q_offset=_offset(random, variant, batch, q_len, kv_len), target=target, schedule=_schedule(random, target),
+        form=form, lse=lse, wanted=_wanted(random, variant, names, form),
+        dout=random.choice((*DOUT, "none" if lse else "plain")),
+        seed=random.randrange(10**6),
+    )  # fmt: skip
+
+
+def _lengths(random: Random, rows: int, most: int) -> tuple[int, int]:
+    while True:
+        q_len = random.choice(LENGTHS)
+        kv_len = q_len if random.random() < 0.4 else random.choice(LENGTHS)
+        if random.random() < 0.02:
+            q_len, kv_len = random.choice(((0, kv_len), (q_len, 0), (0, 0)))
+        if rows * q_len * kv_len <= most:
+            return q_len, kv_len
+
+
+def _form(random: Random, variant: Variant) -> str | None:
+    forms = ("expanded", "expanded", "absorbed", None)
+    return random.choice((*forms, "latent query") if variant.scale is not None else forms)
+
+
+def _main(random: Random, name: str, target: str) -> Given:
+    layouts = ("plain", "offset") if name in ("uk", "uv") else MAIN_LAYOUTS
+    layout = "plain" if random.random() < 0.35 else random.choice(layouts)
+    return Given(random.choice(("normal", "normal", "normal", "quarters")), "", layout, random.randrange(1000))
+
+
+def _operand(random: Random, name: str, kind: str, rank: int) -> Given:
+    fill = random.choice(NAMED_FILLS.get(name, KIND_FILLS[kind]))
+    dtypes = OPERAND_DTYPES[kind]
+    if fill == "ids":
+        dtypes = ("int64",)
+    elif fill == "signed":
+        dtypes = dtypes[:-1]
+    elif "least" in fill:
+        dtypes = ("float32", "float16", "bfloat16")
+    layouts = tuple(n for n in OPERAND_LAYOUTS if kind != "bool" or n != "offset")
+    layout = "plain" if random.random() < 0.5 else random.choice(layouts)
+    return Given(fill, random.choice(dtypes), layout, random.randrange(1000), random.choice((0, 0, 1, 3)))
+
+
+def _offset(random: Random, variant: Variant, batch: int, q_len: int, kv_len: int) -> int | tuple[int, ...] | None:
+    """Where operands are indexed by q_pos, offsets on the device must keep positions among those of the keys."""
+    roll = random.random()
+    if roll < 0.55:
+        return None
+    indexed = any("q_pos" in symbols(i) for read in variant.reads for i in read.index)
+    inside = max(0, kv_len - q_len)
+    if roll < 0.75 or (indexed and kv_len < q_len):
+        return random.choice((0, 0, 3, inside, kv_len, -5, 40))
+    choices = (0, inside, inside // 2) if indexed else (0, inside, 3, kv_len, -4, 100)
+    return tuple(random.choice(choices) for _ in range(batch))
+
+
+def _schedule(random: Random, target: str) -> str | None:
+    if random.random() < 0.3:
+        return None
+    if target == "cpu":
+        forward, backward = (f"{random.choice(_CPU_TILES)}x{random.choice(_CPU_TILES)}" for _ in range(2))
+        return f"flash/flash_forward=cpu:{forward}/flash_backward=cpu:{backward}"
+    if target in ("hopper", "reference"):
+        return None
+    if random.random() < 0.45:
+        return random.choice(("streaming", "standard"))
+    if target == "triton":
+        return random.choice((None, "flash"))
+    names = ("flash_forward", "flash_dquery", "flash_dkey_dvalue")
+    tiles = [f"{name}={target}:{random.choice((16, 32, 64))}x{random.choice((16, 32, 64))}w4s1" for name in names]
+    return "/".join(["flash", *tiles])
+
+
+def _wanted(random: Random, variant: Variant, names: tuple[str, ...], form: str | None) -> tuple[str, ...]:
+    """Names of tensors whose gradients are asked for; mostly of those that have one."""
+    if random.random() < 0.15 or (form in ("absorbed", "latent query") and random.random() < 0.9):
+        return ()
+    main = names if random.random() < 0.7 else tuple(n for n in names if random.random() < 0.5)
+    mixed = {r.name for r in variant.reads if {"q_pos", "kv_pos"} <= set().union(*(symbols(i) for i in r.index))}
+    floats = [n for n, (kind, _) in variant.tensors.items() if kind == "float"]
+    if random.random() < 0.97:
+        floats = [n for n in floats if n not in mixed]
+    return (*main, *(n for n in floats if random.random() < 0.8))
+
+
+__all__ = ["TARGETS", "Latent", "draw_call"]

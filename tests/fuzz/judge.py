@@ -1,0 +1,201 @@
+"""Makes a call of Weft and says what is wrong with what came, in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import weft
+
+from .calls import DTYPES, LAYOUTS, Built, Call, Variant
+from .dense import Undefined
+from .expected import Want, expected
+from .tree import INTS, text
+
+# What may be refused, and the words of the refusal; with what must be so for it to be right.
+REFUSALS = {
+    "index": re.compile(r"index \d+, `.*`, (ranges from|is read from)"),
+    "overflow": re.compile(r"integer overflow"),
+    "divisor": re.compile(r"the divisor `.*` can be 0"),
+    "mixed gradient": re.compile(r"because its index mixes q_pos and kv_pos"),
+    "absorbed gradient": re.compile(r"the absorbed form has no backward"),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one call."""
+
+    kind: str  # "right", "wrong", "raised", "refused: <why>"
+    message: str = ""
+    place: tuple[str, tuple[int, ...], float, float] | None = None  # result, element, expected, got
+    ratio: float = 0.0  # largest error, in units of what is allowed
+
+    @property
+    def fails(self) -> bool:
+        return self.kind in ("wrong", "raised")
+
+
+@lru_cache(maxsize=64)
+def declared(variant: Variant) -> weft.Attention:
+    """The variant in Weft: its text, read as Python by a user would be."""
+    space: dict[str, Any] = {"weft": weft, **{n: getattr(weft, n) for n in (*INTS, "score")}}
+    exec(declaration(variant), space)
+    return space["variant"]
+
+
+def declaration(variant: Variant) -> str:
+    """Lines of Python that declare operands and the variant."""
+    lines = [f'{n} = weft.scalar("{n}", {kind})' for n, kind in variant.scalars.items()]
+    lines += [f'{n}_ = weft.tensor("{n}", {rank}, {kind})' for n, (kind, rank) in sorted(variant.tensors.items())]
+    parts = [f"score={text(variant.score)}", f"mask={text(variant.mask)}"]
+    if variant.scale is not None:
+        parts.append(f"scale={text(variant.scale)}")
+    if variant.latent is not None:
+        parts.append(f"latent=weft.Latent({variant.latent.rank}, {variant.latent.rope})")
+    names = sorted(variant.tensors, key=len, reverse=True)
+    whole = ", ".join(parts)
+    for name in names:  # declared objects have other names than the tensors that are passed
+        whole = re.sub(rf"\b{name}\[", f"{name}_[", whole)
+    return "\n".join([*lines, f'variant = weft.Attention({whole}, name="fuzz")'])
+
+
+def gradients_of(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients that a backward starts from; 0 for an output that has none."""
+    generator = torch.Generator().manual_seed(call.seed)
+    dout = torch.randn(out.shape, generator=generator).to(out.device, DTYPES[call.dtype])
+    space = {"torch": torch, "x": dout, "nan": float("nan")}
+    exec(LAYOUTS[call.dout].format(x="x", poison="nan"), space)
+    dout = torch.zeros_like(dout) if call.dout == "none" else space["x"]  # type: ignore[assignment]
+    if not call.lse:
+        return dout, None
+    dlse = torch.randn(lse.shape, generator=generator).to(lse.device, lse.dtype)
+    return dout, dlse.masked_fill_(lse.isinf(), 0.0)
+
+
+def options_of(built: Built) -> dict[str, Any]:
+    call = built.call
+    options: dict[str, Any] = dict(call.scalars)
+    if call.target != "reference":
+        options["target"] = call.target
+    if call.schedule is not None:
+        options["schedule"] = call.schedule
+    if call.form in ("expanded", "absorbed") and call.target != "reference":
+        options["form"] = call.form
+    if call.q_offset is not None:
+        device = built.tensors["query"].device
+        given = call.q_offset
+        options["q_offset"] = given if isinstance(given, int) else torch.tensor(given, dtype=torch.int32, device=device)
+    return options
+
+
+def actual(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    """What Weft gives: out, lse where asked for, and the gradients that are wanted."""
+    call = built.call
+    tensors = {n: t.detach().requires_grad_(n in call.wanted) for n, t in built.tensors.items()}
+    main = [tensors[n] for n in built.names]
+    keywords = {
+        n: tensors[n] for n in tensors if n not in built.names[:2] + (("value",) if "value" in built.names else ())
+    }
+    positional = main[:3] if "value" in built.names else main[:2]
+    attention = declared(built.variant)
+    run = attention.reference if call.target == "reference" else attention
+    given = run(*positional, **keywords, **options_of(built), return_lse=call.lse)
+    out, lse = given if call.lse else (given, None)
+    results = {"out": out.detach()} | ({"lse": lse.detach()} if lse is not None else {})
+    if call.wanted:
+        results |= _gradients(call, tensors, [(out, dout), (lse, dlse)])
+    return results
+
+
+def _gradients(
+    call: Call, tensors: Mapping[str, Tensor], outputs: Sequence[tuple[Tensor | None, Tensor | None]]
+) -> dict[str, Tensor]:
+    """Gradients of the outputs that have one; 0 for what an output does not depend on."""
+    first = 1 if call.dout == "none" else 0
+    kept = [(o, w) for o, w in outputs[first:] if o is not None and (o.requires_grad or call.target != "reference")]
+    leaves = [tensors[n] for n in call.wanted]
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if kept:
+        found = torch.autograd.grad([o for o, _ in kept], leaves, [w for _, w in kept], allow_unused=True)
+    return {f"d{n}": torch.zeros_like(t) if g is None else g for n, t, g in zip(call.wanted, leaves, found)}
+
+
+def start(built: Built) -> tuple[Tensor, Tensor | None]:
+    """Gradients for a call, before anything of it is computed: which rows are empty is known from the definition."""
+    call = built.call
+    shape = (call.batch, call.heads, call.q_len)
+    width = call.value_dim if "value" in built.names or "uv" in built.names else built.variant.latent.rank  # type: ignore
+    device = built.tensors["query"].device
+    lse_dtype = torch.float64 if call.dtype == "float64" else torch.float32
+    lse = torch.zeros(shape, dtype=lse_dtype, device=device)
+    return gradients_of(call, torch.zeros((*shape, width), device=device), lse)
+
+
+def judge(built: Built, given: Mapping[str, Tensor] | Exception | None = None) -> Verdict:
+    """Make the call, and compare all that it gives. given: the results or the error, where it was made elsewhere.
+
+    Raises Undefined where the language leaves open what the call must give.
+    """
+    dout, dlse = start(built)
+    want = expected(built, dout, dlse)
+    try:
+        got = actual(built, dout, dlse) if given is None else given
+    except Exception as error:
+        got = error
+    return refusal(got) if isinstance(got, Exception) else compare(built, got, want)
+
+
+def refusal(error: Exception) -> Verdict:
+    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, weft.WeftError):
+        for why, words in REFUSALS.items():
+            if words.search(message):
+                return Verdict(f"refused: {why}", message)
+    return Verdict("raised", message)
+
+
+def compare(built: Built, got: Mapping[str, Tensor], want: Mapping[str, Want]) -> Verdict:
+    worst = 0.0
+    for name, wanted in want.items():
+        result = got[name]
+        problem = _kind_problem(name, built, result, wanted)
+        if problem:
+            return Verdict("wrong", f"{name}: {problem}")
+        result = result.detach().to(torch.float64)
+        infinite = wanted.exact.isinf()
+        error = torch.where(infinite & (result == wanted.exact), 0.0, (result - wanted.exact).abs())
+        error = torch.where(error.isnan(), torch.inf, error)
+        allowed = torch.where(infinite, 0.0, wanted.allowed)
+        if not error.numel():
+            continue
+        ratio = torch.where(error > 0, error / allowed.clamp(min=1e-300), 0.0)
+        worst = max(worst, float(ratio.max()))
+        if worst > 1:
+            at = tuple(int(x) for x in torch.unravel_index(ratio.argmax(), ratio.shape))
+            expect, found = float(wanted.exact[at]), float(result[at])
+            message = (
+                f"{name}{list(at)}: expected {expect:.6g}, got {found:.6g}, allowed error {float(allowed[at]):.2g}"
+            )
+            wrong = int((ratio > 1).sum())
+            return Verdict("wrong", f"{message}; {wrong} of {ratio.numel()} elements", (name, at, expect, found), worst)
+    return Verdict("right", ratio=worst)
+
+
+def _kind_problem(name: str, built: Built, result: Tensor, wanted: Want) -> str | None:
+    if tuple(result.shape) != tuple(wanted.exact.shape):
+        return f"expected shape {tuple(wanted.exact.shape)}, got {tuple(result.shape)}"
+    call = built.call
+    dtype = torch.float64 if call.dtype == "float64" else torch.float32
+    if name != "lse":
+        dtype = DTYPES[call.dtype] if name == "out" else built.tensors[name[1:]].dtype
+    return None if result.dtype == dtype else f"expected {dtype}, got {result.dtype}"
+
+
+__all__ = ["Undefined", "Verdict", "actual", "compare", "declaration", "declared", "judge", "start"]

@@ -1,0 +1,271 @@
+"""Defects planted on purpose, one at a time: each must be caught, or the fuzzer has a gap.
+
+    python -m tests.fuzz.mutants                 all of them, three seeds each: calls until each is caught
+    python -m tests.fuzz.mutants delta_forgotten 1
+
+Every trial is a process of its own with an empty cache. A mutant changes a function of Weft, or text that it generates;
+one that changes nothing any more, because that text was rewritten, is reported as such and not as caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from weft.codegen import generate
+from weft.compiler.analysis import tiles
+from weft.compiler.analysis.affine import plus
+from weft.ir.operators import OPERATORS
+
+from .run import Plan, fuzz, variant_calls
+
+MOST = {"cpu": 1500, "interpret": 150, "triton": 600}  # calls before a mutant counts as missed
+SEEDS = (1, 2, 3)
+_changed = 0  # how often generated text was changed in this process
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    target: str
+    plant: Callable[[], None]
+
+
+# -- ways to plant -----------------------------------------------------------------------------------------------------
+def _in_text(pattern: str, replacement: str) -> Callable[[], None]:
+    """Every match in a generated module is replaced."""
+
+    def plant() -> None:
+        finished = generate._tidy
+
+        def tidy(text: str) -> str:
+            global _changed
+            text, count = re.subn(pattern, replacement, finished(text))
+            _changed += count
+            return text
+
+        generate._tidy = tidy
+
+    return plant
+
+
+def _instead(module: str, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """An attribute of a module, `name` with dots for one of a class, is replaced by make(attribute)."""
+
+    def plant() -> None:
+        global _changed
+        owner: Any = import_module(f"weft.{module}")
+        *path, last = name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, make(owner.__dict__[last]))
+        _changed += 1
+
+    return plant
+
+
+def _operator(name: str, **fields: str) -> Callable[[], None]:
+    """Fields of an operator's record are replaced."""
+
+    def plant() -> None:
+        global _changed
+        OPERATORS[name] = dataclasses.replace(OPERATORS[name], **fields)  # type: ignore[arg-type]
+        _changed += 1
+
+    return plant
+
+
+# -- what is planted in Python -----------------------------------------------------------------------------------------
+def _full_too_early(rows: Any) -> Any:
+    """One more row counts as full than is."""
+
+    def wrong(*arguments: Any) -> Any:
+        found = rows(*arguments)
+        return dataclasses.replace(found, full_hi=plus(found.full_hi, 1))
+
+    return wrong
+
+
+def _names_twice(fresh: Any) -> Any:
+    """Two shared parts get one name."""
+
+    def wrong(*arguments: Any) -> Iterator[str]:
+        for name in fresh(*arguments):
+            yield name
+            yield name
+
+    return wrong
+
+
+def _swapped_slopes(rule: Any) -> Any:
+    def wrong(self: Any, variable: Any) -> Any:
+        condition, a, b = self.args
+        return type(self)(condition, b.diff(variable), a.diff(variable))
+
+    return wrong
+
+
+def _slope_of_abs(rule: Any) -> Any:
+    return lambda self, variable: self.args[0].diff(variable)
+
+
+def _to_the_next_head(scatter: Any) -> Any:
+    return lambda gradient, total, call, result: scatter(gradient, total.roll(1, 1), call, result)
+
+
+def _downward(upward: Any) -> Any:
+    """Tiles are rounded down at both ends."""
+    return tiles._downward
+
+
+def _never(unknown: Any) -> Any:
+    return property(lambda facts: False)
+
+
+def _always_aligned(make: Any) -> Any:
+    def wrong(tensors: Any) -> Any:
+        found = make(tensors)
+        return lambda given: (True, found(given)[1])
+
+    return wrong
+
+
+_TILES, _SYMBOLIC = "compiler.analysis.tiles", "compiler.analysis.symbolic"
+_TRUNCATED = "torch.div(torch.as_tensor({0}), torch.as_tensor({1}), rounding_mode='trunc')"
+_ON_CPU = {
+    "tile_bound_rounded_down": _instead(_TILES, "_upward", _downward),
+    "full_tile_too_early": _instead(_TILES, "_rows", _full_too_early),
+    "kv_head_of_another_group": _in_text(r"all_heads // group,", "(all_heads // group).flip(1),"),
+    "floor_div_truncates": _operator("floordiv", tile=_TRUNCATED),
+    "lse_in_base_2": _in_text(r"self\.top \* LN_2", "self.top"),
+    "dlse_added": _in_text(r"delta = delta - dlse", "delta = delta + dlse"),
+    "delta_forgotten": _in_text(r"\.sub_\(delta\)", ""),
+    "shared_names_collide": _instead("compiler.analysis.cse", "_fresh_names", _names_twice),
+    "le_printed_as_lt": _operator("le", tile="({0} < {1})", number="({0} < {1})"),
+    "offset_of_the_first_row": _in_text(r"q_offset\.tolist\(\)", "[int(q_offset[0])] * len(q_offset)"),
+    "slopes_of_where_swapped": _instead(_SYMBOLIC, "_Where._eval_derivative", _swapped_slopes),
+    "slope_of_abs_always_1": _instead(_SYMBOLIC, "_Abs._eval_derivative", _slope_of_abs),
+    "scale_missing_in_dquery": _in_text(r"(dq\.view\(\*rows\.shape\[:4\], -1\)) \* scale", r"\1"),
+    "read_gradient_to_next_head": _instead("runtime.variant", "scatter", _to_the_next_head),
+    "hidden_nan_kept": _in_text(r"if math\.isnan\(scores\.sum\(\)\):", "if False:"),
+    "hidden_gradient_kept": _in_text(r"if math\.isnan\(gradients\.sum\(\)\):", "if False:"),
+    "key_gradient_of_last_tile": _in_text(r"(dk\[:, first:end\])\.add_\(", r"\1.copy_("),
+    "small_ints_wrap": _in_text(r"(arg_\w+\[[^\n\]]*\])\.long\(\)", r"\1"),
+    "one_hidden_key_overlooked": _in_text(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
+    "rsqrt_of_one_more": _operator("rsqrt", number="(1.0 / math.sqrt({0} + 1))"),
+}
+_IN_THE_INTERPRETER = {
+    "stride_of_another_dimension": _in_text(r"(\* arg_\w+)_s1\b", r"\1_s0"),
+    "last_partial_tile_unmasked": _in_text(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
+    "sign_of_scale_trusted": _instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
+    "offsets_not_by_batch": _in_text(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),
+    "floor_div_truncates_on_gpu": _in_text(r"quotient - 1, quotient\)", "quotient, quotient)"),
+}
+_ON_A_GPU = {
+    "mixed_alignment_ignored": _instead("codegen.targets.triton_launcher", "alignment", _always_aligned),
+}
+MUTANTS = tuple(
+    Mutant(name, target, plant)
+    for target, of_target in (("cpu", _ON_CPU), ("interpret", _IN_THE_INTERPRETER), ("triton", _ON_A_GPU))
+    for name, plant in of_target.items()
+)
+
+
+# -- one trial, in this process ----------------------------------------------------------------------------------------
+def trial(mutant: Mutant, seed: int) -> str:
+    """`caught <calls> <variant>`, `missed <calls>`, or `stale` where it changed nothing."""
+    calls = 0
+    with tempfile.TemporaryDirectory() as folder, _sound_process(folder, mutant.target) as sound:
+        mutant.plant()
+        for event in fuzz(seed, MOST[mutant.target], [mutant.target], Plan(shrink=False)):
+            calls += event.kind != "unused"
+            if event.failure is not None and not _fails(sound, event.failure.seed):
+                return f"caught {calls} {event.failure.seed}"
+    return f"missed {calls}" if _changed else "stale"
+
+
+@contextmanager
+def _sound_process(folder: str, target: str) -> Iterator[subprocess.Popen[str]]:
+    """A process without the mutant, which says of variants whether they fail there too."""
+    command = [sys.executable, "-m", "tests.fuzz.mutants", target, "--sound"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=_environment(folder), stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _fails(sound: subprocess.Popen[str], variant: str) -> bool:
+    assert sound.stdin is not None and sound.stdout is not None
+    print(variant, file=sound.stdin, flush=True)
+    return sound.stdout.readline().strip() == "fails"
+
+
+def answer(target: str) -> None:
+    """What the sound process does: a line for each variant that it is asked of."""
+    for line in sys.stdin:
+        found = any(e.failure is not None for e in variant_calls(line.strip(), target, Plan(shrink=False)))
+        print("fails" if found else "right", flush=True)
+
+
+def _environment(folder: str) -> dict[str, str]:
+    return {**os.environ, "WEFT_CACHE_DIR": folder}
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+def report(mutants: tuple[Mutant, ...], seeds: tuple[int, ...]) -> bool:
+    """Print how many calls it takes to catch each; whether all were caught."""
+    good = True
+    for mutant in mutants:
+        found = [_in_a_process(mutant, seed) for seed in seeds]
+        caught = [int(f.split()[1]) for f in found if f.startswith("caught")]
+        good &= len(caught) == len(found)
+        median = f"{statistics.median(caught):6g}" if len(caught) * 2 > len(found) else "     -"
+        print(f"{mutant.name:32} {mutant.target:10} {median}   {'; '.join(found)}", flush=True)
+    return good
+
+
+def _in_a_process(mutant: Mutant, seed: int) -> str:
+    command = [sys.executable, "-m", "tests.fuzz.mutants", mutant.name, str(seed), "--here"]
+    with tempfile.TemporaryDirectory() as folder:
+        found = subprocess.run(command, env=_environment(folder), capture_output=True, text=True, check=False)
+    lines = found.stdout.strip().splitlines()
+    return lines[-1] if lines else f"failed: {found.stderr.strip().splitlines()[-1:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.mutants")
+    parser.add_argument("name", nargs="?", default="", help="one mutant; a target's name: those of that target")
+    parser.add_argument("seed", nargs="?", type=int, default=0, help="one seed")
+    parser.add_argument("--here", action="store_true", help="plant it in this process")
+    parser.add_argument("--sound", action="store_true", help="say of variants on stdin whether they fail without one")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    chosen = tuple(m for m in MUTANTS if options.name in (m.name, m.target))
+    if not options.name:
+        chosen = tuple(m for m in MUTANTS if m.target != "triton")  # which needs a GPU
+    if options.sound:
+        answer(options.name)
+        return 0
+    if options.here:
+        print(trial(chosen[0], options.seed))
+        return 0
+    print(f"{'mutant':32} {'target':10} median calls, and each seed's")
+    return 0 if report(chosen, (options.seed,) if options.seed else SEEDS) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
