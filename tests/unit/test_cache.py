@@ -205,10 +205,10 @@ def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
         command = [sys.executable, "-c", textwrap.dedent(code)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
+    mine.mkdir()
     first = run()
     assert float(first.stdout) == 8 * 16 and "edited" not in first.stderr
     (entry,) = generated.glob("mine-*")
-    mine.mkdir()
     text = (entry / "source.py").read_text() + textwrap.dedent("""
         generated = forward
 
