@@ -6,7 +6,7 @@ and where they meet a tile they take its type. Ints among floats are cast in so 
 its default dtype.
 
 Integers on a GPU divide towards zero, the language divides towards minus infinity: `//` and `%` print as calls of
-helpers unless both sides are never negative. In tile programs a divisor may be 0 where nothing depends on the result.
+helpers unless both sides are never negative.
 """
 
 from __future__ import annotations
@@ -144,8 +144,6 @@ class Printer:
         """The text of an operator, "" for its sign; `//` and `%` have one where the language's own would not do."""
         if not op.divides_ints:
             return written
-        if self.scalar_code and not not_zero(args[1]):  # elsewhere calls that could divide by 0 are refused
-            return op.gpu.replace("(", "_or_0(", 1)
         # tile programs divide by the tile size only what they made not negative
         by_block = isinstance(args[1], Symbol) and args[1].name == "block"
         return "" if self.dialect.rounds_down or by_block or all(map(never_negative, args)) else written
@@ -223,10 +221,6 @@ def is_positive(node: Expr) -> bool:
             return all(map(is_positive, args))
         case _:
             return False
-
-
-def not_zero(node: Expr) -> bool:
-    return is_positive(node) or (isinstance(node, Const) and node.value != 0)
 
 
 def never_negative(node: Expr) -> bool:

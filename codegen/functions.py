@@ -287,20 +287,17 @@ class FunctionPrinter:
     def _helpers(self, text: str) -> list[str]:
         """What the functions call: reads of ints, and the operators that the language lacks."""
         if not self.language.is_gpu:
-            return _called(
-                [_IEEE, *(op.torch_zero_helper.strip() + "\n" for op in OPERATORS.values() if op.divides_ints)], text
-            )
+            return _called([_IEEE], text)
         helpers = []
         if "as_bound(" in text:
             helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
         if "as_int(" in text:
             helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
-        return [*helpers, *_called([text for op in OPERATORS.values() for text in self._helper(op)], text)]
+        return [*helpers, *_called([self._helper(op) for op in OPERATORS.values() if op.helper], text)]
 
-    def _helper(self, operator: Operator) -> list[str]:
+    def _helper(self, operator: Operator) -> str:
         fast = self.approximate_tanh and operator.fast_helper
-        texts = [fast or operator.helper, operator.zero_helper]
-        return [text.format(jit=self.language.decorator, m=self.language.module) for text in texts if text]
+        return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
 
 
 def _called(functions: list[str], text: str) -> list[str]:

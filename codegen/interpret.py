@@ -118,6 +118,12 @@ def _interpreted_library() -> tuple[_Override, ...]:
     return (*ours, *(override for name in _JITTED_MODULES for override in _overrides(name)))
 
 
+def as_float32(value: float) -> tl.tensor:
+    """A number as kernels take it on a GPU: infinite where it exceeds float32, and divided as floats are."""
+    with np.errstate(over="ignore"):
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+
+
 def _comparisons() -> Iterator[_Override]:
     """Comparisons that give bools: 3.6 calls the result a float, and broadcasting one number makes it one."""
     for name in [n for n in vars(_BUILDER) if n.startswith(("create_fcmp", "create_icmp"))]:

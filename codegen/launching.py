@@ -79,12 +79,15 @@ def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
 
 
 def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> AnyRun:
-    """A kernel in Triton's interpreter, which takes tensors themselves."""
+    """A kernel in Triton's interpreter, which takes tensors themselves, and leaves floats to Python's arithmetic."""
+    from .interpret import as_float32  # lazy: what a GPU needs does without the interpreter
+
     at = len(binding.parameters)
 
     def run(programs: int, arguments: Sequence[Any], stream: int) -> None:
         if programs:
-            kernel[(programs,)](*arguments[:at], **binding.constants, **options)
+            given = [as_float32(a) if isinstance(a, float) else a for a in arguments[:at]]
+            kernel[(programs,)](*given, **binding.constants, **options)
 
     return run
 

@@ -58,8 +58,6 @@ class Operator:
     tile_and_number: str = ""  # torch, on a tile {0} and a plain number {1}, where that is written in another way
     number: str = ""  # plain Python numbers, beside `import math`
     helper: str = ""  # function that the gpu text calls; {jit} and {m} stand for decorator and module
-    zero_helper: str = ""  # of a division of ints: the same function where the divisor may be 0
-    torch_zero_helper: str = ""  # that function in torch, of tiles and of plain numbers
     fast_helper: str = ""  # in place of helper on NVIDIA GPUs, where the call's operands have 16 bits
 
     def __post_init__(self) -> None:
@@ -83,8 +81,8 @@ class Operator:
 
     @property
     def divides_ints(self) -> bool:
-        """Whether it is a division of ints, whose result is 0 where the divisor is."""
-        return bool(self.zero_helper)
+        """Whether it is a division of ints, which wants a divisor that is not 0."""
+        return self.takes == self.gives == "int"
 
     @property
     def makes_ints(self) -> bool:
@@ -125,8 +123,6 @@ def _text_problems(op: Operator) -> list[str]:
             found.append(f"{field}: expected one place for each of {op.arity} operands, got {text!r}")
     if op.tile_and_number and not op.commutative:
         found.append("tile_and_number: expected a commutative operator, as either operand may be the number")
-    if bool(op.zero_helper) != bool(op.torch_zero_helper) or (op.zero_helper and not op.helper):
-        found.append("zero_helper: expected helper and torch_zero_helper beside it")
     if op.fast_helper and not op.helper:
         found.append("fast_helper: expected a helper that it takes the place of")
     return found
@@ -144,15 +140,12 @@ def _either_range(condition: Range, x: Range, y: Range) -> Range:
 
 def _quotient_range(x: Range, y: Range) -> Range:
     divisors = [d for d in (*y, -1, 1) if d and y[0] <= d <= y[1]]
-    quotients = [a // d for a in x for d in divisors] + [0] * (y[0] <= 0 <= y[1])
+    quotients = [a // d for a in x for d in divisors] or [0]
     return min(quotients), max(quotients)
 
 
 def _remainder_range(x: Range, y: Range) -> Range:
-    """x % y has the sign of y and is smaller; it is x where 0 <= x < y, and never above an x that is not negative.
-
-    It is 0 where y is.
-    """
+    """x % y has the sign of y and is smaller; it is x where 0 <= x < y, and never above an x that is not negative."""
     (a, b), (c, d) = x, y
     if 0 <= a and b < c:
         return a, b
@@ -174,22 +167,6 @@ _FLOOR_MOD = '''{jit}
 def floor_mod(a, b):
     """a % b with the sign of b."""
     return a - floor_div(a, b) * b
-'''
-_FLOOR_DIV_OR_0 = '''{jit}
-def floor_div_or_0(a, b):
-    """a // b, and 0 where b is 0."""
-    return {m}.where(b == 0, 0, floor_div(a, {m}.where(b == 0, 1, b)))
-'''
-_FLOOR_MOD_OR_0 = '''{jit}
-def floor_mod_or_0(a, b):
-    """a % b, and 0 where b is 0."""
-    return {m}.where(b == 0, 0, floor_mod(a, {m}.where(b == 0, 1, b)))
-'''
-_TORCH_DIVISION = '''def floor_{name}_or_0(a, b):
-    """a {sign} b, and 0 where b is 0; tiles or numbers."""
-    if not isinstance(b, torch.Tensor):
-        return a {sign} b if b else a * 0
-    return torch.where(b == 0, 0, a {sign} torch.where(b == 0, 1, b))
 '''
 _TANH = '''{jit}
 def tanh(x):
@@ -237,13 +214,11 @@ OPERATORS: dict[str, Operator] = {
         Operator("mul", _TWO, "number", "same", operator.mul, "mul", STRUCTURAL,
                  sign="*", precedence=7, commutative=True, exact=True, int_range=_product_range),
         Operator("div", _TWO, "number", "float", operator.truediv, "true_divide", STRUCTURAL, sign="/", precedence=7),
-        # a branch that is not taken may divide by 0: nothing traps
+        # in tile programs division by 0 gives 0, as on a GPU nothing traps
         Operator("floordiv", _TWO, "int", "int", lambda a, b: a // b if b else 0, "floor_divide",
-                 sign="//", precedence=7, int_range=_quotient_range, gpu="floor_div({0}, {1})", helper=_FLOOR_DIV,
-                 zero_helper=_FLOOR_DIV_OR_0, torch_zero_helper=_TORCH_DIVISION.format(name="div", sign="//")),
+                 sign="//", precedence=7, int_range=_quotient_range, gpu="floor_div({0}, {1})", helper=_FLOOR_DIV),
         Operator("mod", _TWO, "int", "int", lambda a, b: a % b if b else 0, "remainder",
-                 sign="%", precedence=7, int_range=_remainder_range, gpu="floor_mod({0}, {1})", helper=_FLOOR_MOD,
-                 zero_helper=_FLOOR_MOD_OR_0, torch_zero_helper=_TORCH_DIVISION.format(name="mod", sign="%")),
+                 sign="%", precedence=7, int_range=_remainder_range, gpu="floor_mod({0}, {1})", helper=_FLOOR_MOD),
         Operator("neg", _ONE, "number", "same", operator.neg, "neg", STRUCTURAL,
                  sign="-", precedence=8, exact=True, int_range=lambda x: (-x[1], -x[0])),
         Operator("not", _ONE, "bool", "bool", operator.not_, "logical_not",

@@ -67,9 +67,6 @@ def evaluate(
         operator = OPERATORS[op]
         if node.dtype == "float" or (operator.gives != "same" and any(v.is_floating_point() for v in values)):
             values = [v if v.dtype == torch.bool else v.to(dtype) for v in values]
-        if operator.divides_ints:
-            zero = values[1] == 0
-            return torch.where(zero, 0, _torch_function(operator.torch)(values[0], torch.where(zero, 1, values[1])))
         result = _torch_function(operator.torch)(*values)
         return result.clamp(-LARGEST_FLOOR, LARGEST_FLOOR).long() if operator.makes_ints else result
 
@@ -158,7 +155,7 @@ def _weights(normalizer: Normalizer, score: Tensor, mask: Tensor) -> tuple[Tenso
 
 def _softmax(score: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     sees = (score != -math.inf).any(-1, keepdim=True)  # a visible score may be -inf too
-    weights = torch.where(mask, torch.softmax(torch.where(sees, score, 0.0), dim=-1), 0.0)
+    weights = torch.where(mask & sees, torch.softmax(torch.where(sees, score, 0.0), dim=-1), 0.0)
     lse = torch.where(sees[..., 0], torch.logsumexp(torch.where(sees, score, 0.0), dim=-1), -math.inf)
     return weights, lse
 

@@ -79,14 +79,15 @@ class CpuTarget:
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:
-        return _CpuLauncher(modules[0], code)
+        return _CpuLauncher(modules[0], code, facts)
 
 
 class _CpuLauncher:
     """Runs a module of torch code."""
 
-    def __init__(self, module: ModuleType, code: CodePlan) -> None:
+    def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
         self.module, self.code = module, code
+        self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
         form = code.kernels[-1].form
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         widths = code.signature.widths
@@ -107,7 +108,7 @@ class _CpuLauncher:
             "def direct(call):", *(f"    {line}" for line in packer.lines),
             f"    if not ({' and '.join(conditions)}):", "        return None",
             f"    out = {lines[0]}",
-            f"    lse = query.new_empty((batches, heads, q_len), dtype={dtype})",
+            f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
             "    forward(query, [key], value, (), call.sequences.q_offset, call.head_dim, out, lse, **blocks)",
             "    return out, lse",
         ]  # fmt: skip

@@ -26,7 +26,7 @@ SIGNS = [[-1.5, 0.7, -0.2, 2.0], [0.0, -1.0, 1.0, 0.0], [-1e-30, 1.0, 0.0, -0.0]
 def test_such_scores_are_linear_with_a_scale_of_unknown_sign(variant: weft.Attention) -> None:
     facts = facts_of(variant)
     assert facts.linear_scale is not None and facts.scale_sign_unknown
-    positive = facts_of(variant.replace(score=score * weft.exp(factor[head]), name="positive"))
+    positive = facts_of(variant.replace(score=score * (0.5 + weft.sqrt(weft.group + 0.25)), name="positive"))
     assert positive.linear_scale is not None and not positive.scale_sign_unknown
 
 
