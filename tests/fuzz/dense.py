@@ -207,7 +207,7 @@ def _floored(x: Value, env: Environment) -> Value:
         return x
     if x.bound is not None:
         _refuse_ties(Value(x.value, x.bound), Value(x.value.round(), torch.zeros_like(x.bound)))
-    if not bool(x.value.isfinite().all()) or (len(x.value) and float(x.value.abs().max()) >= 2**30):
+    if not bool(x.value.isfinite().all()) or (len(x.value) and float(x.value.detach().abs().max()) >= 2**30):
         raise Undefined("floor of what is no 32-bit int")
     return Value(x.value.floor().to(torch.int64))
 
@@ -243,7 +243,7 @@ def _refuse_extremes(name: str, result: Tensor, values: list[Tensor]) -> None:
     """No NaN, and no overflow or underflow that only the narrower of two dtypes has."""
     if bool(result.isnan().any()):
         raise Undefined(f"{name} gives NaN")
-    finite = result[result.isfinite() & torch.stack([v.isfinite() for v in values]).all(0)].abs()
+    finite = result.detach()[result.isfinite() & torch.stack([v.isfinite() for v in values]).all(0)].abs()
     if len(finite) and float(finite.max()) > (3.4028235e38 if name in _EXACT else 1e30):
         raise Undefined(f"{name} overflows in float32")
     if bool(((finite < 1e-30) & (finite > 0)).any()):

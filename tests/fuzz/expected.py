@@ -202,7 +202,8 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     product_eps = EPS[call.dtype] if call.target != "cpu" or built.variant.latent is not None else eps
     p = dense.weights.detach()
     off = _off(dense, eps, call)
-    share = p * (ROUNDINGS * product_eps + off + (p * off).sum(-1, keepdim=True))
+    terms = max(call.q_len * (call.heads // call.kv_heads), call.kv_len)  # a sum of equal ones drifts
+    share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off + (p * off).sum(-1, keepdim=True))
     tiny = 2.0**-24 if call.dtype == "float16" and call.target != "cpu" else 0.0
     share = share + tiny * (p > 0)
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))

@@ -43,13 +43,15 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each question")
+    parser.add_argument("--without-library", action="store_true", help="random masks alone")
     parser.add_argument("--only", default="", help="masks of the library whose name holds this")
     parser.add_argument("--record", action="store_true", help="write what is proven where explain reads it")
     return parser
 
 
 def _wanted(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    yield "library", [name for name in gallery.library() if options.only in name]
+    if not options.without_library:
+        yield "library", [name for name in gallery.library() if options.only in name]
     for kind, number in (("random", options.random), ("reads", options.reads)):
         if number:
             yield f"{kind} masks", [f"{kind} {n}" for n in range(options.seed, options.seed + number)]

@@ -9,15 +9,16 @@ import z3
 
 import weft
 from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.ranges import check_integers
 from weft.compiler.analysis.records import TileProgram
 from weft.compiler.analysis.survey import Survey
 from weft.ir.canonical import canonical
-from weft.ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from weft.ir.expr import SYMBOLS, Call, Const, Expr, Load, Scalar, Symbol, symbol
 from weft.ir.operators import OPERATORS
-from weft.ir.walk import nodes, substitute
+from weft.ir.walk import nodes, scalars, substitute, tensors
 
 from .questions import Question
-from .terms import INT32, Terms, read_limits, trusted_reads
+from .terms import INT32, INT64, Terms, read_limits, trusted_reads
 from .widths import Place, places, width
 
 Number = int | bool
@@ -77,7 +78,7 @@ class Subject:
         if question.kind in TEXTUAL:
             return True
         at = Evaluator(values, by_zero, trusted_reads(self.mask))
-        if not at.accepts(self.mask):
+        if question.kind != "lookup" and not at.accepts(self.mask):
             return False
         if question.kind in ("impossible", "certain"):
             assert self.survey is not None
@@ -124,17 +125,16 @@ class Evaluator:
                 raise TypeError(node)
 
     def accepts(self, mask: Expr) -> bool:
-        """Whether a call is: the ints that the mask computes have 32 bits, divisors are not 0, indices not negative."""
-        for node in nodes(mask):
-            if isinstance(node, Load) and any(not 0 <= self.value(i) < INT32 for i in node.index):
-                return False
-            if not isinstance(node, Call) or node.dtype != "int" or OPERATORS[node.op].makes_ints:
-                continue
-            if not -INT32 <= self.value(node) < INT32 and not OPERATORS[node.op].chooses:
-                return False
-            if node.op in ("floordiv", "mod") and self.value(node.args[1]) == 0:
-                return False
-        return True
+        """Whether a call is accepted with these sizes and scalars, and its tensors are read inside."""
+        s = self.values.symbols
+        if any(isinstance(n, Load) and any(not 0 <= self.value(i) < INT32 for i in n.index) for n in nodes(mask)):
+            return False
+        ranges = {name: (s.get(name, 1), s.get(name, 1)) for name in SYMBOLS}
+        ranges["q_pos"] = s["q_offset"], s["q_offset"] + max(s["q_len"], 1) - 1
+        ranges["kv_pos"] = 0, max(s["kv_len"], 1) - 1
+        ranges |= {n.name: (self.values.scalars.get(n.name, 0),) * 2 for n in scalars(mask)}
+        problems = check_integers(mask, ranges, {t.name: (INT64,) * t.rank for t in tensors(mask)})
+        return not any("overflow" in problem or "divisor" in problem for problem in problems)
 
     def _is_opaque(self, node: Call) -> bool:
         floats = any(a.dtype == "float" for a in node.args)

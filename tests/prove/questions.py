@@ -9,6 +9,7 @@ tile that may be visited has `block` rows from `start` on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import z3
 
@@ -75,6 +76,22 @@ def _int(text: str | int) -> z3.ArithRef:
     if text == "q_end":
         return z3.Int("q_offset") + z3.Int("q_len")
     return z3.IntVal(text) if isinstance(text, int) else z3.Int(text)
+
+
+def everywhere(mask: Expr, call: Call, axis: str) -> list[z3.BoolRef]:
+    """The ints of the mask have 32 bits at every pair of the call: here at the corners of a tile's pairs."""
+    ends = {"q": ("q_first", "q_last"), "kv": ("kv_least", "kv_most")}
+    if axis == "q":
+        ends = {"q": ("q_offset", "q_most"), "kv": ("kv_first", "kv_last")}
+    kv_len = z3.Int("kv_len")
+    known = [z3.Int("kv_least") == 0, z3.Int("kv_most") == z3.If(kv_len > 0, kv_len - 1, z3.IntVal(0))]
+    known.append(z3.Int("q_most") == _int("q_end") - 1)
+    for q, kv in product(ends["q"], ends["kv"]):
+        corner = {"q_pos": Polynomial.of_name(q), "kv_pos": Polynomial.of_name(kv)}
+        reader = Reader(call.terms, {**call.values, **corner})
+        reader.truth(mask)
+        known += fits(reader)
+    return known
 
 
 def compared(a: str | int, sign: str, b: str | int) -> z3.BoolRef:

@@ -160,6 +160,8 @@ class Reader:
             case Call(op) if OPERATORS[op].makes_ints:
                 return self._opaque_integer(node)
             case Call(op, args):
+                if op in ("floordiv", "mod"):
+                    self.divisors += [self.integer(d) for d in branches(args[1])]
                 result = self._arithmetic(op, [self.integer(a) for a in args])
                 self.computed.append(result)
                 return result
@@ -179,7 +181,6 @@ class Reader:
             case "abs", [a]:
                 return self.terms.extremum(False, a, -a)
             case "floordiv" | "mod", [a, b]:
-                self.divisors.append(b)
                 return self.terms.quotient(a, b) if op == "floordiv" else self.terms.remainder(a, b)
             case _:
                 raise TypeError(f"no arithmetic of ints: {op}")
@@ -266,6 +267,15 @@ def read_limits() -> tuple[int, int]:
     if len(found) != 2:
         raise ValueError(f"as_bound is written otherwise: {functions._AS_BOUND}")
     return min(found), max(found)
+
+
+def branches(divisor: Expr) -> list[Expr]:
+    """What a divisor may be: a call is refused where either branch of a `where` is 0, whichever is taken."""
+    match divisor:
+        case Call("where", (_, a, b)):
+            return [divisor, *branches(a), *branches(b)]
+        case _:
+            return [divisor]
 
 
 def trusted_reads(root: Expr) -> frozenset[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import z3
 
@@ -23,7 +23,7 @@ from weft.ir.operators import OPERATORS, Range
 from weft.ir.walk import children, loads, nodes
 
 from .programs import COUNTS
-from .questions import LONGEST, SIZES, Question, defined, fits, setting
+from .questions import LONGEST, SIZES, Question, defined, everywhere, fits, setting
 from .questions import Call as Given
 from .terms import INT31, INT32, INT64, Reader, read_limits
 
@@ -141,7 +141,12 @@ def _overflow(mask: Expr, program: TileProgram) -> Question:
         label = f"{bits} bits in {place.line}: {place.node}"
         seen = z3.And(beyond, pair.truth(mask), z3.Int("kv_pos") < z3.Int("kv_len"))  # where it may do harm
         alternatives += [(label, seen), (label, beyond)]
-    return _asked("overflow", program, call, pair, alternatives)
+    if not alternatives:
+        return _asked("overflow", program, call, pair, [])
+    inside = ("q_last", "<", "q_end") if program.axis == "kv" else ("kv_last", "<", "kv_len")
+    call.require(inside)  # as kernels run programs
+    question = _asked("overflow", program, call, pair, alternatives)
+    return replace(question, accepted=(*question.accepted, *everywhere(mask, call, program.axis)))
 
 
 def _under(place: Place, condition: z3.BoolRef, reader: Reader) -> z3.BoolRef:
