@@ -41,6 +41,7 @@ class Attention(Declaration):
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
         _numbers: ClassVar[tuple[tuple[str, type], ...]]  # the scalars, each with the type that kernels take
         _operands: ClassVar[frozenset[str]]
+        _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
         _variant: ClassVar[Variant]
 
@@ -55,7 +56,7 @@ class Attention(Declaration):
         numbers = tuple((n, int if kind == "int" else float) for n, kind in zip(names, kinds) if kind != "tensor")
         found = {
             "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
-            "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
+            "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
         }  # fmt: skip
         self.__dict__.update(found)  # frozen for users
 
@@ -140,6 +141,8 @@ class Attention(Declaration):
             self._check_lse(return_lse)
         if deterministic is not True:
             validate.check_flag(str(self.name), "deterministic", deterministic)
+        if self._unread:
+            operands = self._read(operands)
         if self.latent is not None:
             return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
         if uk is not None or uv is not None or form is not None:
@@ -212,6 +215,10 @@ class Attention(Declaration):
     def _lse(self, saved: Tensor) -> Tensor:
         """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
         return saved.sum(0) if saved.dim() == 4 else saved
+
+    def _read(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """Operands without those that nothing depends on."""
+        return {name: value for name, value in operands.items() if name not in self._unread}
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
         """Raise for a call that cannot be put together, naming all that is wrong with it."""
@@ -334,6 +341,7 @@ class Attention(Declaration):
             assert value is not None
             head_dim = query.shape[3]
         operands = {name: validate.as_number(given, dict(self._numbers).get(name)) for name, given in operands.items()}
+        operands = self._read(operands)
         validate.check_operands(self, operands, query.device)
         if q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
@@ -350,24 +358,26 @@ class Attention(Declaration):
         device: "h100"-style name of a hardware record; the operands' device or this machine where not given.
         options: values of scalar operands (for the tile counts), or any operand of the call.
         """
-        return describe.plan(self, operands, device, target, schedule, form, options)
+        return describe.plan(self, operands, device, target, schedule, form, self._read(options))
 
     def explain(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
                 schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The plan for a person: stages, loops, tile classes, bytes (formula and number), predicted time, its bound."""
-        return describe.explain(self, operands, device, target, schedule, form, options)
+        return describe.explain(self, operands, device, target, schedule, form, self._read(options))
 
     def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
                device: str | None = None, target: str | None = None, schedule: str | Schedule | None = None,
                form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The generated module of one direction as text: Python that can be read, edited and loaded."""
-        return describe.source(self, operands, direction, device, target, schedule, form, options)
+        return describe.source(self, operands, direction, device, target, schedule, form, self._read(options))
 
     def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
                   path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,
                   **options: Any) -> str:  # fmt: skip
         """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
-        return describe.show_mask(self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, options)
+        return describe.show_mask(
+            self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, self._read(options)
+        )
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -127,19 +127,14 @@ _NOT_AVAILABLE = ("kv_lens", "q_lens", "cu_seqlens_q", "cu_seqlens_kv", "block_t
 def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
     """Raise WeftError for options and operands that a call of these sizes refuses."""
     name = str(attention.name)
-    lacking = [option for option in _NOT_AVAILABLE if options.get(option) is not None]
-    if lacking:
-        raise WeftError(f"{name}: the option {lacking[0]} is not available; pass padded operands and a mask")
     given = {n: value for n, value in options.items() if n not in (*_OPTIONS, *_NOT_AVAILABLE)}
     check_operands(name, attention, given)
     offset = options.get("q_offset")
     if offset is not None:
         device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
         check_q_offset(offset, sizes.batch, device)
-    latent_only = [n for n, value in (("uk", options.get("uk")), ("uv", options.get("uv")), ("form", form))
-                   if value is not None]  # fmt: skip
-    if attention.latent is None and latent_only:
-        raise WeftError(f"{name}: uk, uv and form belong to variants declared with latent=weft.Latent(...)")
+    if attention.latent is None:
+        validate.check_no_latent(attention, options.get("uk"), options.get("uv"), form)
     if form not in (None, "expanded", "absorbed"):
         raise WeftError(f"{name}: form: expected 'expanded' or 'absorbed', got {form!r}")
 
@@ -259,6 +254,9 @@ _OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic")
 
 def _described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
     """The operands and options of a call that is planned, checked as far as they are given."""
+    lacking = [option for option in _NOT_AVAILABLE if options.get(option) is not None]
+    if lacking:
+        raise WeftError(f"{attention.name}: the option {lacking[0]} is not available; pass padded operands and a mask")
     first = operands[0] if operands else None
     if isinstance(first, Tensor):
         return validate.described(attention, options, len(first), first.device, _OPTIONS)
@@ -497,6 +495,8 @@ def show_mask(
     _check_counts(name, {**counts, **{n: size for n, size in sizes.items() if size is not None}}, least=1)
     _check_counts(name, {"head": head, "batch": batch}, least=0)
     if path is not None:
+        if not isinstance(path, (str, Path)):
+            raise WeftError(f"{name}: path: expected the name of a picture such as 'mask.png', got {path!r}")
         picture.check_path(path)
     options = validate.described(attention, {**options, "q_offset": q_offset}, None, None, ("q_offset",))
     q_offset = options.pop("q_offset")
@@ -561,9 +561,8 @@ def _which(attention: Attention, drawn: Mapping[str, int], batch: int) -> str:
 
 def _check_counts(name: str, counts: Mapping[str, object], least: int) -> None:
     """Raise WeftError, naming all of them, for what is no int of at least `least`."""
-    kind = "a positive int" if least else "an int of at least 0"
     problems = [
-        f"{n}: expected {kind}, got {value!r}"
+        f"{n}: expected an int of at least {least}, got {value!r}"
         for n, value in counts.items()
         if isinstance(value, bool) or not isinstance(value, int) or value < least
     ]

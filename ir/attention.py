@@ -176,6 +176,13 @@ class Attention:
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
+    def unread(self) -> frozenset[str]:
+        """Names of operands that were declared, but that nothing depends on: `0 * x`. A call may bring them along."""
+        declared = [expression(e) for e in (self.score, self.mask, self.scale) if e is not None]
+        names = {s.name for e in declared for s in scalars(e)} | {t.name for e in declared for t in tensors(e)}
+        return frozenset(names - {p.name for p in self.parameters})
+
+    @cached_property
     def gradient_loads(self) -> tuple[Load, ...]:
         """The reads of float tensors in the score: where gradients of operands come from."""
         return tuple(load for load in loads(self.folded_score) if load.dtype == "float")

@@ -222,6 +222,24 @@ def test_operands_are_not_called_as_constants_are(name: str) -> None:
         weft.tensor(name, 1)
 
 
+# -- operands that nothing depends on ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "declared",
+    [dict(score=0.5 * kv_pos, scale=w[head]), dict(score=score + 0.0 * w[head] * 0.0, mask=(x < 1.0) | True)],
+)
+def test_a_call_may_bring_what_was_declared_and_is_not_read(declared: dict[str, Any]) -> None:
+    variant = weft.Attention(**declared)
+    given = {p.name: WEIGHTS if p.name == "w" else 0.5 for e in declared.values() for p in (w, x) if p.name in str(e)}
+    sizes = weft.shape(heads=2, q_len=40, head_dim=16)
+    assert "flash" in variant.explain(sizes, device="cpu", **given)
+    assert variant.show_mask(64, 64, **given)
+    assert torch.equal(variant(*tensors(), **given), variant(*tensors(), **{n: given[n] for n in variant._names}))
+    check_errors(variant(*tensors(), **given), variant.reference(*(t.double() for t in tensors()), **given),
+                 variant.reference(*tensors(), **given), "unread")  # fmt: skip
+    with pytest.raises(weft.WeftError, match="y: unknown operand"):
+        variant(*tensors(), **given, y=1.0)
+
+
 # -- scores far from 0 -------------------------------------------------------------------------------------------------
 bias = weft.tensor("bias", 2)
 FAR = {

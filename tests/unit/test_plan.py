@@ -142,7 +142,7 @@ REFUSED = [  # sizes, options and the words of the message, which are those of a
     ({}, {"q_offset": 0.5}, "q_offset: expected an int or an int32 tensor .1., got 0.5"),
     ({}, {"q_offset": torch.zeros(3, dtype=torch.int32)}, r"q_offset: expected an int or an int32 tensor .1., got"),
     ({}, {"kv_lens": torch.zeros(1)}, "local: the option kv_lens is not available; pass padded operands and a mask"),
-    ({}, {"form": "absorbed"}, "local: uk, uv and form belong to variants declared with latent=weft.Latent"),
+    ({}, {"form": "absorbed"}, "local: form: uk, uv and form belong to variants declared with latent=weft.Latent"),
     ({}, {"target": "abacus"}, "abacus"),
     ({}, {"device": "abacus"}, "hardware: expected one of a100, .*got 'abacus'"),
 ]  # fmt: skip
