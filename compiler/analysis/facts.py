@@ -15,7 +15,8 @@ from ...ir.attention import Attention
 from ...ir.canonical import canonical
 from ...ir.errors import WeftError
 from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
-from ...ir.walk import children, loads, symbols
+from ...ir.walk import children, loads, substitute, symbols
+from .affine import at_most, simplified
 from .bounds import kv_bounds, q_bounds
 from .measured import measuring
 from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
@@ -61,10 +62,15 @@ class Facts:
     def scores_lie_far(self) -> bool:
         """Whether all scores of a row may lie so far from 0 that their log-sum-exp cannot be told in 32 bits.
 
-        As under a bias of -1e9 for padding. Then the row's maximum and the log of its sum are saved apart.
+        As under a bias of -1e9 for padding. Then the row's maximum and the log of its sum are saved apart. Where every
+        query sees the key at its own position, it is enough that this score is near: what falls with distance, as
+        ALiBi does, leaves it there.
         """
-        weighs = self.attention.weighs
-        return weighs.saves_lse and self.linear_scale is None and _size(self.attention.folded_score) > FAR
+        score, mask = self.attention.folded_score, self.attention.folded_mask
+        if not self.attention.weighs.saves_lse or self.linear_scale is not None or _size(score) <= FAR:
+            return False
+        own = {"kv_pos": symbol("q_pos")}
+        return not (_holds(substitute(mask, own)) and _size(substitute(score, own)) <= FAR)
 
     @cached_property
     def kv_bounds(self) -> Bounds:
@@ -237,8 +243,25 @@ FAR = 1000.0  # of scores: roundings of a log-sum-exp of this size change weight
 _SIZES = {"tanh": 1.0, "sigmoid": 1.0, "sin": 1.0, "cos": 1.0}
 
 
+def _holds(condition: Expr) -> bool:
+    """Whether a condition is certain for all run-time values, as far as sums of ints tell."""
+    match condition:
+        case Const(value):
+            return value is True
+        case Call("and", args):
+            return all(map(_holds, args))
+        case Call("or", args):
+            return any(map(_holds, args))
+        case Call("le", (a, b)) if a.dtype == b.dtype == "int":
+            return at_most(*(canonical(simplified(x)) for x in (a, b)))
+        case _:
+            return False
+
+
 def _size(node: Expr) -> float:
     """How large a value may be, where products of query and key are taken to be small; -inf counts as exact."""
+    if node.dtype == "int":
+        node = simplified(node)
     match node:
         case Const(value):
             return 0.0 if value == -math.inf else abs(value)

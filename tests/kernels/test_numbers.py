@@ -281,15 +281,19 @@ def test_which_scores_may_lie_far_from_0() -> None:
 
     near = [
         score, 2.0 * score, score * w[head], 50.0 * weft.tanh(score / 50.0), weft.where(CAUSAL, score, -INF),
-        score + weft.sin(0.1 * kv_pos), weft.minimum(score, 3.0), -weft.sigmoid(score) * 8.0,
+        score + weft.sin(0.1 * kv_pos), weft.minimum(score, 3.0), score - 0.5 * (q_pos - kv_pos), -weft.sigmoid(score) * 8.0,
     ]  # fmt: skip
     far = [
-        score + bias[batch, kv_pos], score + w[head] * (kv_pos - q_pos), weft.where(CAUSAL, score, -1e4),
-        score - 0.5 * (q_pos - kv_pos), score + x, weft.exp(score), 1e4 * weft.tanh(score),
+        score + bias[batch, kv_pos], weft.where(CAUSAL, score, -1e4) + x, score + 0.5 * kv_pos, score + x, weft.exp(score), 1e4 * weft.tanh(score),
     ]  # fmt: skip
     for expected, scores in ((False, near), (True, far)):
         for each in scores:
             assert facts_of(weft.Attention(score=each)).scores_lie_far == expected, str(each)
+    alibi, padded = score + w[head] * (kv_pos - q_pos), score + bias[batch, kv_pos]
+    sees_itself = {CAUSAL: True, abs(q_pos - kv_pos) <= 5: True, kv_pos < q_pos: False, q_pos - kv_pos < n: False}
+    for mask, sees in sees_itself.items():
+        assert facts_of(weft.Attention(alibi, mask)).scores_lie_far != sees, str(mask)
+        assert facts_of(weft.Attention(padded, mask)).scores_lie_far, str(mask)
 
 
 # -- latent attention --------------------------------------------------------------------------------------------------
