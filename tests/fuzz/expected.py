@@ -236,9 +236,11 @@ def _finite(x: Tensor) -> Tensor:
 def _off(dense: Dense, eps: float, call: Call) -> Tensor:
     """How far the exponent of each pair may be off, [B, H, L, T]: rounding of the score and of its log-sum-exp."""
     assert dense.bound is not None
-    bound = torch.where(dense.bound > HOPELESS, 0.0, dense.bound).detach()
+    scores = _finite(dense.scores.detach()).abs()
+    bound = dense.bound.detach() + 2 * eps * scores  # kernels multiply it by log2(e)
     if call.schedule == "standard":  # which keeps scores in memory, in the operands' dtype
-        bound = bound + EPS[call.dtype] * _finite(dense.scores.detach()).abs()
+        bound = bound + EPS[call.dtype] * scores
+    bound = torch.where(bound > HOPELESS, 0.0, bound)
     pairs = torch.zeros_like(dense.weights).index_put(dense.pairs, bound)
     return pairs + 2 * eps * (1 + torch.clamp(_finite(dense.lse.detach()).abs(), max=LARGEST))[..., None]
 
