@@ -65,7 +65,7 @@ def _gradients(built: Built) -> list[str]:
     ]
     outputs = [n for n in ("out", "lse") if (n == "out" and call.dout != "none") or (n == "lse" and call.lse)]
     given, leaves = [f"d{n}" for n in outputs], [f"d{n}" for n in call.wanted]
-    arguments = f"[{', '.join(outputs)}], [{', '.join(call.wanted)}], [{', '.join(given)}], allow_unused=True"
+    arguments = f"[{', '.join(outputs)}], [{', '.join(call.wanted)}], [{', '.join(given)}], materialize_grads=True"
     return [*lines, f"[{', '.join(leaves)}] = torch.autograd.grad({arguments})"]
 
 
