@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .calls import Latent, Variant
-from .tree import INFIX, PREFIX, SCORE, Kind, Node, Num, Op, Read, Scalar, Sym, nodes, size
+from .tree import INFIX, PREFIX, SCORE, Kind, Node, Num, Op, Read, Scalar, Sym, nodes, size, symbols
 
 Q, K, HEAD, BATCH = Sym("q_pos"), Sym("kv_pos"), Sym("head"), Sym("batch")
 LENGTHS = (Sym("q_len"), Sym("kv_len"), Sym("head_dim"), Sym("group"))
@@ -75,7 +75,7 @@ class Drawer:
 
     def read(self, kind: Kind) -> Node:
         """A read of a tensor operand, new or one that was read before, by the same index or another of its kind."""
-        known = [n for n, (of, _) in self.tensors.items() if of == kind]
+        known = [n for n, (of, index) in self.tensors.items() if of == kind and self._may_read(index)]
         if known and self.chance(0.5):
             name = self.random.choice(known)
             index = self.tensors[name][1]
@@ -87,6 +87,10 @@ class Drawer:
         name = f"{ {'float': 'w', 'int': 'doc', 'bool': 'flag'}[kind] }{len(self.tensors)}"
         self.tensors[name] = (kind, index)
         return Read(name, kind, index)
+
+    def _may_read(self, index: tuple[Node, ...]) -> bool:
+        """A scale reads nothing by position."""
+        return self.where != "scale" or not any(symbols(i) & {"q_pos", "kv_pos"} for i in index)
 
     def _other_index(self, index: Node) -> Node:
         if index in (Q, K) and self.where != "scale":
