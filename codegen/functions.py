@@ -349,7 +349,7 @@ def as_int(x):
 _AS_BOUND = '''{jit}
 def as_bound(x):
     """An int read from a tensor, for the arithmetic of tile bounds: in 64 bits, and about 2**31 from 0 at most."""
-    # A limit may be the largest value of its dtype, where limit + 1 would wrap. Ints of a mask have 32 bits, and what it
-    # adds or multiplies is promised to be below 2**30, so bounds keep their meaning beside what is cut off one further.
+    # A limit may be the largest value of its dtype, where limit + 1 would wrap. Ints of a mask have 32 bits, and what
+    # it adds or multiplies is promised to be below 2**30: bounds keep their meaning beside what is cut one further off.
     return {m}.minimum({m}.maximum(x.to({m}.int64), -2147483649), 2147483648)
 '''
