@@ -124,7 +124,8 @@ MASKS: dict[str, tuple[weft.Expr, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", MASKS)
 def test_numbers_in_masks(case: str, target: str) -> None:
     mask, operands = MASKS[case]
-    check_variant(weft.Attention(mask=mask), *tensors(200), target=target, operands=operands, label=case)
+    length = 200 if target == "cpu" else 70
+    check_variant(weft.Attention(mask=mask), *tensors(length), target=target, operands=operands, label=case)
 
 
 def test_a_float_tensor_that_only_the_mask_reads_gets_a_gradient_of_0(target: str) -> None:
@@ -255,10 +256,10 @@ SIZES = (-1e4, -1e9, 1e9, torch.finfo(torch.float32).min)
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_whose_scores_all_lie_far_from_0(case: str, size: float, target: str, schedule: str) -> None:
     """As torch's dense softmax has them: in float32 the scores themselves are rounded, in whatever is computed."""
-    if target == "cpu" and schedule != "flash":
-        return
-    operands: dict[str, Any] = {"bias": torch.full((1, 150), size)} | ({"n": 0} if case == "filled" else {})
-    q, k, v = (t.clone().requires_grad_() for t in tensors(150))
+    if schedule != "flash" and (target == "cpu" or case != "padded, causal" or size > -1e9):
+        return  # the cpu target has one schedule; the others share what they do with such rows
+    operands: dict[str, Any] = {"bias": torch.full((1, 70), size)} | ({"n": 0} if case == "filled" else {})
+    q, k, v = (t.clone().requires_grad_() for t in tensors(70))
     g = torch.randn(v.shape, generator=torch.Generator().manual_seed(5))
     found, want = (
         FAR[case](q, k, v, target=target, schedule=schedule, **operands),
