@@ -68,7 +68,7 @@ def evaluate(
         if node.dtype == "float" or (operator.gives != "same" and any(v.is_floating_point() for v in values)):
             values = [v if v.dtype == torch.bool else v.to(dtype) for v in values]
         result = _torch_function(operator.torch)(*values)
-        return result.clamp(-LARGEST_FLOOR, LARGEST_FLOOR).long() if operator.makes_ints else result
+        return result.double().clamp(-LARGEST_FLOOR, LARGEST_FLOOR).long() if operator.makes_ints else result
 
     return visit(root)
 
