@@ -10,7 +10,7 @@ import re
 import textwrap
 from dataclasses import dataclass, replace
 
-from ..compiler.analysis.cse import shared
+from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.records import Assign, OperandGradient, TileProgram
 from ..compiler.analysis.survey import Survey
@@ -78,34 +78,42 @@ class FunctionPrinter:
 
     def forward(self, algorithm: str = "flash") -> str:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
-        parts = [*self._score_parts(), *self._mask_parts()]
+        parts = [*self._scores([]), *self._mask_parts()]
         match algorithm:
             case "flash":
                 parts += self._tiles_and_lookups(self.facts.kv_tiles)
             case "streaming":
                 parts += self._prefixed_tiles(self.facts.q_tiles)
-        return self._join(parts)
+        return self._join([*parts, *self._survey_parts(self.survey_of_torch)])
 
     def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
-        parts = [*self._score_parts(), *self._mask_parts()]
-        if self.facts.linear_scale is None:
-            title = "d score / d (q.k), per natural unit of score."
-            parts.append(self.elementwise("dscores", self.facts.score_derivative, title))
-        for i, gradient in enumerate(gradients):
-            title = f"d score / d {gradient.load}."
-            parts.append(self.elementwise(f"dload_{i}", gradient.derivative, title))
+        derivatives = [] if self.facts.linear_scale is not None else [
+            ("dscores", self.facts.score_derivative, "d score / d (q.k), per natural unit of score.")
+        ]  # fmt: skip
+        derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in enumerate(gradients)]
+        parts = [*self._scores(derivatives), *self._mask_parts()]
         if algorithm == "flash":
             parts += self._prefixed_tiles(self.facts.kv_tiles)
-        if algorithm != "standard":
+        if algorithm != "standard" and self.language.is_gpu:
             parts += self._prefixed_tiles(self.facts.q_tiles)
-        return self._join(parts)
+        return self._join([*parts, *self._survey_parts(self.survey_of_torch)])
 
     def survey(self, found: Survey) -> str:
         """What measures tiles: q_values, kv_values, the decision `pair`, and the ranges that follow from positions."""
-        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values)]
-        parts += [self.pair(found), self.tiles(self.facts.kv_tiles), self.tiles(self.facts.q_tiles)]
-        return self._join([part for part in parts if part])
+        parts = [*self._survey_parts(found), self.tiles(self.facts.kv_tiles), self.tiles(self.facts.q_tiles)]
+        return self._join(parts)
+
+    def _survey_parts(self, found: Survey | None) -> list[str]:
+        if found is None:
+            return []
+        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values), self.pair(found)]
+        return [part for part in parts if part]
+
+    @property
+    def survey_of_torch(self) -> Survey | None:
+        """What a module of torch code measures itself: on a CPU, of masks whose bounds leave some tiles over."""
+        return None if self.language.is_gpu or self.facts.kv_bounds.closed_form else self.facts.survey
 
     def _prefixed_tiles(self, program: TileProgram) -> list[str]:
         return self._tiles_and_lookups(program, prefix=f"{program.axis}_")
@@ -116,17 +124,33 @@ class FunctionPrinter:
         return [self.tiles_at(program), *self._tile_lookups(lookups(program), prefix)]
 
     # -- elementwise functions -----------------------------------------------------------------------------------------
-    def _score_parts(self) -> list[str]:
+    def _scores(self, derivatives: list[tuple[str, Expr, str]]) -> list[str]:
+        """Score or scale, and derivatives by name and title; on a CPU also what these share over all heads."""
         scale = self.facts.linear_scale
         unit = ", times log2(e)" if self.base2 else ""
+        texts, found = [], list(derivatives)
         if scale is not None:
-            return [
-                self.elementwise(
-                    "score_scale", self._in_units(scale), f"The score is this times q.k{unit}.", tile=False
-                )
-            ]
-        score = self.facts.attention.folded_score
-        return [self.elementwise("scores", self._in_units(score), f"The score{unit}: {score}")]
+            title = f"The score is this times q.k{unit}."
+            texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False))
+        else:
+            score = self.facts.attention.folded_score
+            found.insert(0, ("scores", self._in_units(score), f"The score{unit}: {score}"))
+        if self.language.is_gpu or not found:
+            return texts + [self.elementwise(*each) for each in found]
+        parts, values = of_positions([value for _, value, _ in found])
+        names = "".join(f"{name.name}, " for name, _ in parts)
+        texts.append(self._parts(parts))
+        return texts + [self.elementwise(name, value, title, parts=names) for (name, _, title), value in zip(found, values)]
+
+    def _parts(self, parts: list[tuple[Symbol, Expr]]) -> str:
+        """of_positions: what scores and derivatives compute from positions alone, a tuple."""
+        lines, printer, values = self._assigned([value for _, value in parts])
+        texts = [
+            printer.tile(value) if name.dtype == "float" else printer(value) for (name, _), value in zip(parts, values)
+        ]
+        lines.append(f"return ({', '.join(texts)}{',' * (len(texts) == 1)})")
+        title = "What scores of all heads share: " + ("; ".join(value.text for _, value in parts) or "nothing") + "."
+        return self._function(f"of_positions(q_pos, kv_pos, {self.env})", title, lines)
 
     def _in_units(self, node: Expr) -> Expr:
         from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
@@ -139,10 +163,15 @@ class FunctionPrinter:
             return []
         return [self.elementwise("visible", mask, "True where the query at q_pos sees the key at kv_pos.", qk=False)]
 
-    def elementwise(self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True) -> str:
-        """One function from a tile of scores and positions to a tile, or to what broadcasts to one."""
+    def elementwise(
+        self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = ""
+    ) -> str:
+        """One function from a tile of scores and positions to a tile, or to what broadcasts to one.
+
+        parts: names of what was computed from positions before.
+        """
         lines, printer, (result,) = self._assigned([value])
-        first = ("qk, " if qk else "") + "q_pos, kv_pos, " if tile else ""
+        first = ("qk, " if qk else "") + f"q_pos, kv_pos, {parts}" if tile else ""
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
 

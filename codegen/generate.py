@@ -45,6 +45,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
+    found = printer.survey_of_torch
     context: Context = {
         "name": facts.attention.name,
         "title": facts.attention.name,
@@ -54,6 +55,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "params": ", ".join(parameter_names(facts.attention, strides=target.language.is_gpu)),
         "masked": facts.attention.is_masked,
         "measured": measured,
+        "survey": found is not None,
+        "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)} if found else {},
         "by_head": facts.mask_differs_by_head,
         "linear": facts.linear_scale is not None,
         "signed_scale": facts.scale_sign_unknown,
@@ -61,11 +64,12 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "grads": [{"i": i, "kind": g.kind, "name": g.load.tensor.name} for i, g in enumerate(gradients)],
+        "less_lse": facts.linear_scale is not None and not gradients and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "texts": _normalizer_texts(facts, code, target.family, printer.env),
+        "texts": _normalizer_texts(facts, code, target.family, printer.env, bool(gradients)),
         **_segment_context(code.segments),
         **target.context(code, facts),
     }
@@ -76,14 +80,15 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     return text
 
 
-def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str) -> Blocks | None:
+def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool) -> Blocks | None:
     """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
     linear = facts.linear_scale is not None
     score = SCORES.get((family, code.signature.direction, linear))
     if score is None:
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
-    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far)
+    less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
+    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse)
     return blocks_of(facts.attention.weighs, family, terms)
 
 
@@ -115,7 +120,7 @@ def generate_spans(facts: Facts, wide: bool) -> str:
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, strides=True)),
         "by_head": facts.mask_differs_by_head,
-        "values": {"q": _measured(found.q_values), "kv": _measured(found.kv_values)},
+        "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
         "finds_full": not is_bool(found.certain, False),
         "axes": [
             {"axis": axis, "other": other, "bounds": ", ".join(p.outputs), "ranges": len(p.outputs) // 4}
@@ -131,9 +136,10 @@ def generate_spans(facts: Facts, wide: bool) -> str:
     return text
 
 
-def _measured(values: tuple[Expr, ...]) -> list[dict[str, object]]:
-    """Which values a kernel must measure: a tile's ends are those of the positions in it."""
-    return [{"i": i, "measured": not isinstance(value, Symbol)} for i, value in enumerate(values)]
+def _measured(axis: str, values: tuple[Expr, ...]) -> list[dict[str, object]]:
+    """Which values a kernel must measure: a tile's ends are those of the positions in it. `name` is that of all."""
+    known = [(i, not isinstance(value, Symbol)) for i, value in enumerate(values)]
+    return [{"i": i, "measured": own, "name": f"{axis}{i}" if own else f"{axis}_pos"} for i, own in known]
 
 
 def _has_fast_tanh(signature: Signature) -> bool:

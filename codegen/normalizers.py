@@ -6,10 +6,13 @@ What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward
             backward: `terms.score` of pairs of which some are hidden, cleared later; p, and the gradient dp of it;
             row_lse2 and row_delta of a normalizer that saves lse, shaped to broadcast; under `terms.far` also
             row_shift, the row's maximum, and then row_lse2 is that of scores less this
-  cpu       forward: `terms.score`, [N, rows, columns], which may be overwritten, and values [N, columns, Dv]; rows
-            q_first to q_end of out (and lse) are left, [*rows.shape[:4], -1] each.
-            backward: `terms.score`, -inf for hidden pairs, of the shape of products; weights and dscore are left, the
-            latter from douts and values; log_total and delta of a normalizer that saves lse
+  cpu       forward: a class (`define`) whose objects (`init`) add up tiles: `add(scores, values)`, scores [N, keys,
+            queries], which may be overwritten, and values [N, keys, Dv]; `bias`, [N, queries] or None, that a product
+            of a linear score is to have; `finish()` -> (sums [N, Dv, queries], what is saved [N, queries]), or None
+            for both where no tile was added. With `again`, `hold()` says whether that need not be done again with it.
+            backward: `terms.score`, [N, keys, queries], -inf for hidden pairs; weights and dscore are left, the
+            latter from values [N, keys, Dv] and douts [N, queries, Dv]; log_total and minus_delta [N, queries] of a
+            normalizer that saves lse, under `terms.less_lse` taken off the score before
 
 Scores are in units of log 2, so that exp2 serves, but for `terms.far`; gradients of scores are per natural unit.
 """
@@ -34,16 +37,18 @@ class Terms:
     score: str  # the scores of a tile, an expression
     sums: tuple[str, ...]  # running sums of weighted values, by name (family triton)
     far: bool = False  # scores may lie far from 0 and are in natural units; only where a normalizer saves lse
+    less_lse: bool = False  # cpu, backward: the score of a pair is less log_total already
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The texts of one normalizer: lines from column 0 on, "" for none, or expressions where that is said."""
 
-    init: str = ""  # before the loop over tiles
+    init: str = ""  # before the loop over tiles; cpu: an expression
+    again: str = ""  # cpu: an expression like `init`, of an object that is slower and holds always
     weigh: str = ""  # the weights of a visited tile
-    accumulate: str = ""  # what runs along, brought up to date, and sums rescaled; cpu: the product with the values too
-    finish: str = ""  # after the loop, before the output is stored; cpu: stores the output and what is saved
+    accumulate: str = ""  # what runs along, brought up to date, and sums rescaled
+    finish: str = ""  # after the loop, before the output is stored
     factor: str = ""  # triton: what follows a tile of sums where it is stored, as " * weight[:, None]"
     save: str = ""  # triton: row_lse [BLOCK_Q], natural log, of a normalizer that saves lse
     backward_weight: str = ""  # the weights again, from scores and what was saved
@@ -51,7 +56,7 @@ class Blocks:
     scaled_backward_score: str = ""  # triton: the same times `scale`, where that is no plain product
     define: str = ""  # functions and classes of a forward's module
     backward_define: str = ""  # the same of a backward's
-    in_one_piece: str = ""  # cpu: out and lse of a small call from all its `scores`; without it such calls have tiles
+    in_one_piece: str = ""  # cpu: out and lse of a small call from all its `logits`; without it such calls have tiles
 
     @property
     def scaled(self) -> str:
@@ -65,7 +70,7 @@ SCORES = {
     ("triton", "backward", True): "qk * scale",
     ("triton", "backward", False): "scores(qk, q_pos, kv_pos, {env})",
     **{("cpu", "forward", linear): "scores_tile" for linear in (True, False)},
-    **{("cpu", "backward", linear): "logits.view(products.shape)" for linear in (True, False)},
+    **{("cpu", "backward", linear): "logits" for linear in (True, False)},
 }
 
 Texts = Callable[[Terms], Blocks]
@@ -168,89 +173,107 @@ def _weights_of_far_scores(terms: Terms) -> str:
 # -- softmax, family cpu -----------------------------------------------------------------------------------------------
 _SOFTMAX_CLASS = '''
 class Softmax:
-    """Running softmax-weighted sum over tiles of keys (online softmax, Milakov and Gimelshein 2018)."""
+    """Running softmax-weighted sum over tiles of keys (online softmax, Milakov and Gimelshein 2018).
 
-    def __init__(self):
-        self.top = self.total = self.weighted = None  # maximum and sum of exponentials of each row; sum over values
+    Once every query has seen a key, its maximum so far stays the reference: whatever it is, it cancels. Only where a
+    sum leaves LARGEST are the tiles added up again, by an object with the maximum of all keys so far.
+    """
+
+    LARGEST = 2.0**60
+
+    def __init__(self, exact=False):
+        self.exact = exact  # whether the reference is always the maximum so far
+        self.bias = None  # less the reference, [N, queries], once it stays: {who} adds it to scores
+        self.top = self.total = self.weighted = None  # reference and sum of exponentials of each query; sum over values
 
     def add(self, scores, values):
-        """One more tile of scores [N, rows, columns] in {unit}, overwritten, and values [N, columns, Dv]."""
-        top = scores.amax(-1, keepdim=True)
+        """One more tile of scores [N, keys, queries] in {unit}, overwritten, and values [N, keys, Dv]."""
+        if self.bias is not None:
+            weights = scores{less_reference}.exp2_()
+            self.total.add_(weights.sum(1))
+            add_product(self.weighted, values.mT, weights.mT)
+            return
+        top = scores.amax(1)
         if self.top is not None:
             top = torch.maximum(top, self.top)
-        finite_top = top.masked_fill(top == -math.inf, 0.0)  # a row that saw nothing yet
-        weights = scores.sub_(finite_top){scaled}.exp2_()
+        reference = top.masked_fill(top == -math.inf, 0.0)  # of a query that saw nothing yet
+        weights = scores.sub_(reference[:, None]){scaled}.exp2_()
         if self.top is None:
-            self.total = weights.sum(-1, keepdim=True)
-            self.weighted = torch.bmm(weights, values)
+            self.total, self.weighted = weights.sum(1), product(values.mT, weights.mT)
         else:
             shrink = torch.exp2({shrink})
-            self.total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
-            self.weighted.mul_(shrink).baddbmm_(weights, values)
+            self.total.mul_(shrink).add_(weights.sum(1))
+            self.weighted.mul_(shrink[:, None])
+            add_product(self.weighted, values.mT, weights.mT)
         self.top = top
+        if not self.exact and math.isfinite(top.min()):
+            self.bias = -top
+
+    def hold(self):
+        """Whether no sum grew so large that digits may be lost."""
+        return self.bias is None or bool(self.total.amax() < self.LARGEST)
 
     def finish(self):
-        """The weighted mean of the values, {and_what}; 0 and -inf for a row with no keys."""
-        mean = self.weighted.div_(self.total.masked_fill(self.total == 0.0, 1.0))
+        """The weighted mean of the values, [N, Dv, queries], {and_what}.
+
+        0 and -inf for a query that saw no key; None where there was no tile.
+        """
+        if self.top is None:
+            return None, None
+        mean = self.weighted.div_(self.total.masked_fill(self.total == 0.0, 1.0)[:, None])
         return mean, {result}
 '''
 
 
 def _softmax_of_cpu(terms: Terms) -> Blocks:
-    """A class that weighs and accumulates at once; values are met in `add`."""
-    weights = ".sub_(log_total).exp2_()"
+    """A class that weighs and adds up at once."""
     parts = {
-        "unit": "units of log 2", "scaled": "", "shrink": "self.top - finite_top",
+        "who": "the product" if terms.linear else "`add`", "unit": "units of log 2", "scaled": "",
+        "less_reference": "" if terms.linear else ".add_(self.bias[:, None])", "shrink": "self.top - reference",
         "and_what": "and the log of the sum of exponentials", "result": "self.top * LN_2 + self.total.log()",
     }  # fmt: skip
-    statistics = """
-            mean, logsumexp = softmax.finish()
-            lse[:, :, :, q_first:q_end] = logsumexp.view(rows.shape[:4])"""
+    weights = "" if terms.less_lse else ".sub_(log_total[:, None])"
     if terms.far:
-        # where roundings are large, a score may come out above the forward's maximum
-        weights = ".sub_(shift).mul_(LOG2_E).sub_(log_total).clamp_(max=0.0).exp2_()"
-        parts = {
-            "unit": "natural units", "scaled": ".mul_(LOG2_E)", "shrink": "(self.top - finite_top) * LOG2_E",
-            "and_what": "the maximum, and the log of the sum", "result": "self.top, self.total.log()",
+        parts |= {
+            "unit": "natural units", "scaled": ".mul_(LOG2_E)", "shrink": "(self.top - reference) * LOG2_E",
+            "less_reference": ".add_(self.bias[:, None]).mul_(LOG2_E)",
+            "and_what": "the reference, and the log of the sum",
+            "result": "torch.stack([self.top, self.total.log()], -1)",
         }  # fmt: skip
-        statistics = """
-            mean, top, log_sum = softmax.finish()
-            lse[:, :, :, q_first:q_end] = torch.cat([top, log_sum], -1).view(*rows.shape[:4], 2)"""
+        # where roundings are large, a score may come out above the forward's
+        weights = ".sub_(shift[:, None]).mul_(LOG2_E).sub_(log_total[:, None]).clamp_(max=0.0)"
     return Blocks(
         define=_lines(_SOFTMAX_CLASS.format(**parts)),
-        init="softmax = Softmax()",
-        accumulate=f"softmax.add({terms.score}, values)",
-        finish=_lines(f"""
-            if softmax.top is None:
-                out[:, :, :, q_first:q_end] = 0.0
-                lse[:, :, :, q_first:q_end] = -math.inf
-                continue{statistics}
-            out[:, :, :, q_first:q_end] = mean.view(*rows.shape[:4], -1)
-        """),
+        init="Softmax()",
+        again="Softmax(exact=True)",
         in_one_piece=_softmax_in_one_piece(terms),
-        backward_weight=f"weights = {terms.score}{weights}",
-        backward_score="dscore = torch.bmm(douts, values.transpose(1, 2)).sub_(delta).mul_(weights)",
+        backward_weight=f"weights = {terms.score}{weights}.exp2_()",
+        backward_score="dscore = product(values, douts, minus_delta).mul_(weights)",
     )
 
 
 def _softmax_in_one_piece(terms: Terms) -> str:
-    finite_top, divisor = "top", "total"
+    """Not torch.softmax, whose exponentials have 20 bits on some processors."""
+    reference, divisor = "top", "total"
     if terms.masked or not terms.linear:  # a score may be -inf
         seen = " if n_seen == kv_len else" if terms.linear else ""
-        finite_top = f"top{seen}" * bool(seen) + " top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing"
+        reference = f"top{seen}" * bool(seen) + " top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing"
         divisor = f"total{seen}" * bool(seen) + " total.masked_fill(total == 0.0, 1.0)"
     scaled = ".mul_(LOG2_E)" if terms.far else ""
     saved = "torch.add(total.log_().view(lse.shape), top.view(lse.shape), alpha=LN_2, out=lse)"
     if terms.far:
         saved = "torch.stack([top.view(out.shape[:3]), total.log_().view(out.shape[:3])], out=lse)"
     return _lines(f"""
-        top = scores.amax(-1, keepdim=True)
-        finite_top = {finite_top.strip()}
-        weights = scores.sub_(finite_top){scaled}.exp2_()
+        top = logits.amax(-1, keepdim=True)
+        reference = {reference.strip()}
+        weights = logits.sub_(reference){scaled}.exp2_()
         total = weights.sum(-1, keepdim=True)
-        weighted = torch.bmm(weights, value.to(dtype).reshape(batch * kv_heads, kv_len, -1))
-        divisor = {divisor.strip()}
-        out.copy_(weighted.div_(divisor).view(out.shape))
+        weights.div_({divisor.split("  #")[0].strip()})
+        values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)
+        if out.dtype == dtype and out.is_contiguous():
+            torch.bmm(weights, values, out=out.view(batch * kv_heads, -1, values.shape[-1]))
+        else:
+            out.copy_(torch.bmm(weights, values).view(out.shape))
         {saved}
     """)
 

@@ -24,7 +24,7 @@ from ..functions import TORCH_LANGUAGE
 from ..loader import load
 from ..normalizers import lacks
 
-FORM = CpuForm(128, 128)  # measured on two cores: score tiles stay in L2, and short problems have several
+FORM = CpuForm(256, 256)  # measured: smaller tiles are slower products, of larger ones more pairs are hidden
 
 
 class CpuTarget:
@@ -52,7 +52,7 @@ class CpuTarget:
         return None
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
-        others = ((64, 64), (128, 256), (256, 256), (256, 512))
+        others = ((64, 64), (128, 128), (128, 256), (512, 512))
         return [FORM, *(CpuForm(*tile) for tile in others)]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
@@ -63,16 +63,15 @@ class CpuTarget:
         return f"cpu/flash_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        """Where the mask has parts without closed form, what it reads also decides which tiles are visited."""
-        open_mask, by_head = not facts.kv_bounds.closed_form, facts.bounds_differ_by_head
-        read = symbols(facts.attention.folded_mask) if open_mask and not by_head else frozenset()
+        """What the mask depends on decides which chunks share their tiles."""
+        open_mask, read = not facts.kv_bounds.closed_form, symbols(facts.attention.folded_mask)
+        by_head = read & {"head", "kv_head"} or facts.bounds_differ_by_head
         return {
-            "bounds": list(facts.kv_tiles.outputs),
-            "q_bounds": list(facts.q_tiles.outputs),
             "open_mask": open_mask,
-            "per_head_bounds": by_head,
+            "per_head_bounds": facts.bounds_differ_by_head,
             "uniform": facts.linear_scale is not None and is_uniform(facts.linear_scale),
-            "apart": "heads" if read & {"head", "kv_head"} else "rows" if "batch" in read else "",
+            "mask_of": "heads" if by_head else "rows" if "batch" in read else "all",
+            "whole_rows": code.signature.direction == "backward" and bool(code.signature.widths.rope_dim),
         }
 
     def load(self, path: Path, source: str) -> ModuleType:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.walk import children, nodes, rebuild
+from ...ir.walk import children, nodes, rebuild, symbols
 
 
 def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
@@ -41,6 +41,39 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
         return name
 
     return assignments, [visit(expr) for expr in exprs]
+
+
+_POSITIONS = {"q_pos", "kv_pos"}
+_OF_ALL_HEADS = _POSITIONS | {"group", "q_len", "kv_len", "head_dim"}
+
+
+def of_positions(exprs: Sequence[Expr]) -> tuple[list[tuple[Symbol, Expr]], list[Expr]]:
+    """What does not differ by head: the largest parts of `exprs` that read both positions and no head or batch row.
+
+    Gives names for them and `exprs` in terms of these. The name of an int that is used among floats is a float.
+
+    >>> from ...ir.parse import parse
+    >>> of_positions([parse("score + 0.5 * (kv_pos - q_pos)")])
+    ([(part0, 0.5 * (kv_pos - q_pos))], [score + part0])
+    """
+    taken = {n.tensor.name if isinstance(n, Load) else getattr(n, "name", "") for e in exprs for n in nodes(e)}
+    fresh = (name for i in count() if (name := f"part{i}") not in taken)
+    parts: dict[tuple[str, str], tuple[Symbol, Expr]] = {}
+
+    def visit(node: Expr, among_floats: bool) -> Expr:
+        read = symbols(node)
+        if isinstance(node, (Call, Load)) and read >= _POSITIONS and read <= _OF_ALL_HEADS:
+            dtype = "float" if among_floats and node.dtype == "int" else node.dtype
+            if (node.text, dtype) not in parts:
+                parts[node.text, dtype] = Symbol(next(fresh), dtype), node
+            return parts[node.text, dtype][0]
+        before = children(node)
+        floats = isinstance(node, Call) and "float" in {node.dtype, *(child.dtype for child in before)}
+        after = tuple(visit(child, floats) for child in before)
+        return rebuild(node, after) if any(a is not b for a, b in zip(after, before, strict=True)) else node
+
+    found = [visit(expr, expr.dtype != "bool") for expr in exprs]
+    return list(parts.values()), found
 
 
 def _count(node: Expr, uses: Counter[str]) -> None:

@@ -44,16 +44,27 @@ def sigmoid_of_triton(terms: Terms) -> Blocks:
     )
 
 
+CLASS = '''
+class Weighted:
+    bias = weighted = None
+
+    def add(self, scores, values):
+        weights = {weigh}
+        added = product(values.mT, weights.mT)
+        self.weighted = added if self.weighted is None else self.weighted + added
+
+    def finish(self):
+        return self.weighted, None
+'''
+
+
 def on_cpu(weigh: str, slope: str) -> texts.Texts:
     def blocks(terms: Terms) -> Blocks:
         return Blocks(
-            init="out[:, :, :, q_first:q_end] = 0.0\nweighted = None",
-            weigh=f"weights = {weigh.format(terms.score)}",
-            accumulate="product = torch.bmm(weights, values)\n"
-            "weighted = product if weighted is None else weighted + product",
-            finish="if weighted is not None:\n    out[:, :, :, q_first:q_end] = weighted.view(*rows.shape[:4], -1)",
+            define=CLASS.format(weigh=weigh.format("scores")),
+            init="Weighted()",
             backward_weight=f"weights = {weigh.format(terms.score)}",
-            backward_score=f"dscore = torch.bmm(douts, values.transpose(1, 2)).mul_({slope})",
+            backward_score=f"dscore = product(values, douts).mul_({slope})",
         )
 
     return blocks

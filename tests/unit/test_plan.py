@@ -79,8 +79,8 @@ def test_a_plan_has_the_kernels_of_its_schedule(hardware, algorithm) -> None:
 def test_the_kernels_of_a_cpu() -> None:
     forward, backward = planned(GPT2, CPU, "cpu").kernels
     assert [(k.name, k.target, k.form, k.direction) for k in (forward, backward)] == [
-        ("flash_forward", "cpu", CpuForm(128, 128), "forward"),
-        ("flash_backward", "cpu", CpuForm(128, 128), "backward"),
+        ("flash_forward", "cpu", CpuForm(256, 256), "forward"),
+        ("flash_backward", "cpu", CpuForm(256, 256), "backward"),
     ]
     pairs = 64 * 16 * 1024**2
     assert forward.flops.value == 2 * pairs * (64 + 64)

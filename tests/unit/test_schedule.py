@@ -93,7 +93,7 @@ def test_own_forms_of_targets() -> None:
     assert resolved(shape(64), H100, "hopper").code.form("flash_forward") == HopperForm(3, 128, 3, 2, pair_maximum=True)
     two = HopperForm(2, 128, 2, query_in_registers=True, lazy_rescale=True)
     assert resolved(shape(128), H100, "hopper").code.form("flash_forward") == two
-    assert resolved(shape(128), CPU, "cpu").code.form("flash_forward") == CpuForm(128, 128)
+    assert resolved(shape(128), CPU, "cpu").code.form("flash_forward") == CpuForm(256, 256)
     assert resolved(shape(128, "fp32"), CPU, "interpret").code.form("flash_forward") == Tiling(32, 32, 4, 1)
     with pytest.raises(UnavailableError, match=r"target hopper: needs D = Dv = 64 or 128, got D 80, Dv 80"):
         resolved(shape(80), H100, "hopper")
@@ -280,7 +280,7 @@ def _with_forward(form: Form, target: str = "triton") -> Schedule:
         ("hopper", H200, "hopper:128x32s2q1", r"expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4"),
         ("hopper", H200, "hopper:128x64s5q1", r"expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4"),
         ("hopper", H200, "hopper:128x64s2q3", r"128x64s2q3: expected .*1 or 2 query buffers"),
-        ("cpu", CPU, "cpu:64x64w4s2", r"64x64w4s2: expected <queries>x<keys> for target cpu, as in 128x128"),
+        ("cpu", CPU, "cpu:64x64w4s2", r"64x64w4s2: expected <queries>x<keys> for target cpu, as in 256x256"),
         ("cpu", CPU, "cpu:0x64", r"flash_forward 0x64: expected <queries>x<keys> for target cpu"),
     ],
 )
@@ -419,7 +419,7 @@ def test_the_cpu_is_timed_in_several_forms() -> None:
     facts: Facts = facts_of(DENSE)
     for kernel in CPU_FLASH:
         found = target_named("cpu").forms(kernel, signature(shape(64), "cpu"), CPU, facts)
-        assert found[0] == CpuForm(128, 128) and len(set(found)) == len(found) > 1
+        assert found[0] == CpuForm(256, 256) and len(set(found)) == len(found) > 1
 
 
 def test_targets_are_tried_in_order() -> None:

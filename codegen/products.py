@@ -1,0 +1,132 @@
+"""What generated code of target `cpu` calls: matrix products of tiles, and the threads that share the work.
+
+Products are those of torch, but for two things. Tiles of one head may go to oneDNN, which is about twice as fast as
+MKL on processors that are not Intel's. And threads divide heads among them, with one thread inside each product: a
+tile is too small to be divided well, and what it comes to must not depend on how many threads there are.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+FEW = 8  # rows of w for which torch is faster the other way round
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x w^T + bias: x [N, n, k], w [N, m, k] and bias [N, m] give [N, n, m]."""
+    if w.shape[1] <= FEW:
+        found = torch.bmm(w, x.mT).mT
+    elif x.shape[0] == 1 and x.dtype == torch.float32 and (linear := one_dnn_linear()):
+        return linear(x[0].contiguous(), w[0], None if bias is None else bias[0], "none", [], "")[None]
+    else:
+        found = torch.bmm(x, w.mT)
+    return found if bias is None else found.add_(bias[:, None])
+
+
+def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """Add x w^T to total [N, n, m]: x [N, n, k] and w [N, m, k]."""
+    if w.shape[1] <= FEW or (x.shape[0] == 1 and x.dtype == torch.float32 and one_dnn_linear()):
+        total.add_(product(x, w))
+    else:
+        total.baddbmm_(x, w.mT)
+
+
+@lru_cache(maxsize=1)
+def one_dnn_linear() -> Callable[..., Tensor] | None:
+    """oneDNN's product with a bias, where torch has it and it is the faster one; a private op, so it is tried first."""
+    linear = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
+    if linear is None or not torch.backends.mkldnn.is_available() or _made_by_intel():
+        return None
+    x, w, bias = torch.eye(3), torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0])
+    try:
+        found: Tensor = linear(x, w, bias, "none", [], "")
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    return linear if torch.equal(found, torch.addmm(bias, x, w.T)) else None
+
+
+def _made_by_intel() -> bool:
+    """Whether MKL knows this processor: on others it leaves half of it unused (measured: docs/performance.md)."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "Intel" in platform.processor()
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+def in_threads(work: Callable[[list[Any], int, int], None], units: Sequence[Sequence[Any]], *, by_tiles: bool) -> None:
+    """Divide units of work among as many threads as torch has, each with one thread inside its products.
+
+    work(parts of units, k, n): compute these parts; of their query tiles, from the k-th on every n-th.
+    by_tiles: whether the query tiles of a unit may be divided too. What is computed, and in which order, is the same
+    for any number of threads.
+    """
+    threads = torch.get_num_threads()
+    pieces = _pieces(units, threads, by_tiles)
+    if threads == 1:
+        for piece in pieces:
+            work(*piece)
+        return
+    pool = _pools.of(threads)
+    for done in [pool.submit(_quietly, work, *piece) for piece in pieces]:
+        done.result()
+
+
+def _pieces(units: Sequence[Sequence[Any]], threads: int, by_tiles: bool) -> list[tuple[list[Any], int, int]]:
+    """Nearly equal runs of units, one a thread; where there are fewer units than threads, their tiles are divided."""
+    runs = min(threads, len(units))
+    ways = -(-threads // runs) if by_tiles and len(units) < threads else 1
+    ends = [round(len(units) * i / runs) for i in range(runs + 1)]
+    parts = [[part for unit in units[a:b] for part in unit] for a, b in zip(ends, ends[1:])]
+    return [(part, k, ways) for part in parts for k in range(ways)]
+
+
+def _quietly(work: Callable[..., None], *arguments: Any) -> None:
+    with torch.no_grad():  # a thread begins with gradients on
+        work(*arguments)
+
+
+class _Pools:
+    """One pool of threads a process, as large as was asked for."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._lock, self._size, self._pool = threading.Lock(), 0, None
+
+    def of(self, threads: int) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._size < threads:
+                self._pool, self._size = _new_pool(threads), threads
+            return self._pool
+
+
+def _new_pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that have one thread for torch each. torch gives the last number that was set to threads that are new."""
+    kept = torch.get_num_threads()
+    all_here = threading.Barrier(threads)
+    pool = ThreadPoolExecutor(threads, "weft", initializer=torch.set_num_threads, initargs=(1,))
+    for started in [pool.submit(all_here.wait) for _ in range(threads)]:
+        started.result()
+    torch.set_num_threads(kept)
+    return pool
+
+
+_pools = _Pools()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.forget)  # threads stay behind
