@@ -233,8 +233,8 @@ def symbol_values(variant: Variant, call: Call, device: torch.device) -> dict[st
     """Every symbol but the score, a vector over all pairs [B, H, L, T] or a number."""
     shape = (call.batch, call.heads, call.q_len, call.kv_len)
     group, heads = call.heads // call.kv_heads, torch.arange(call.heads, device=device).view(1, -1, 1, 1)
-    if variant.latent is not None and call.form != "latent query":
-        group = 1  # keys and values are multiplied out for every head
+    if variant.latent is not None:
+        group = 1  # every head has keys of its own, whether they are multiplied out or not
     offset = call.kv_len - call.q_len if call.q_offset is None else call.q_offset
     first = torch.tensor(offset, device=device).view(-1, 1, 1, 1)
     grid = {
