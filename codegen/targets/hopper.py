@@ -205,7 +205,7 @@ class HopperLauncher(TritonLauncher):
         return self.code.form(kernel)
 
     def _options(self, form: Any) -> dict[str, int]:
-        return {"num_warps": 4} if isinstance(form, HopperForm) else super()._options(form)
+        return {"num_warps": 4, **self._rounding()} if isinstance(form, HopperForm) else super()._options(form)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in SPANS:

@@ -179,7 +179,7 @@ _ON_CPU = {
     "rsqrt_of_one_more": _operator("rsqrt", number="(1.0 / math.sqrt({0} + 1))"),
 }
 _IN_THE_INTERPRETER = {
-    "stride_of_another_dimension": _in_text(r"(\* arg_\w+)_s1\b", r"\1_s0"),
+    "stride_of_another_dimension": _in_text(r"\* s1_(\w+)", r"* s0_\1"),
     "last_partial_tile_unmasked": _in_text(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
     "sign_of_scale_trusted": _instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
     "offsets_not_by_batch": _in_text(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),
