@@ -353,7 +353,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
             "- --head-dim: expected 1 to 256, got 320; wider heads are for latent",
         ),
         (["--mask", "True", "--q-len", "0"], "Invalid value for '--q-len': 0 is not in the range"),
-        (["--mask", "True", "--q-len", "3000000000"], "--q-len: integer overflow: expected a length below 2\\*\\*31"),
+        (["--mask", "True", "--q-len", "3000000000"], "--q-len: integer overflow: expected a length up to 2\\*\\*30"),
         ([":x"], "expected module:name or file.py:name, got ':x'"),
         ([".a:x"], ".a: cannot be imported"),
         (["weft:nothing"], "weft:nothing: expected a weft.Attention, there is no such name; weft declares no variant"),
