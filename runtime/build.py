@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -84,9 +85,19 @@ def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
     if workers <= 1:
         yield from map(build_one, jobs)
         return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(build_one, job) for job in jobs]):
-            yield done.result()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_leave_interrupts) as pool:
+        try:
+            for done in as_completed([pool.submit(build_one, job) for job in jobs]):
+                yield done.result()
+        except BaseException:  # also where whoever asks for more is interrupted: what is under way is finished, no more
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches every process of a terminal: the one that was started by hand answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def build_one(job: Job) -> Built:
