@@ -376,8 +376,8 @@ class Attention(Declaration):
                   **options: Any) -> str:  # fmt: skip
         """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`.
 
-        head, batch: the query head and the row of the batch that it is of. options: the variant's operands, and the sizes
-        that its mask may read: heads, kv_heads and head_dim.
+        head, batch: the query head and the row of the batch that it is of. options: the variant's operands, and the
+        sizes that its mask may read: heads, kv_heads and head_dim.
         """
         return describe.show_mask(
             self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, self._read(options)
