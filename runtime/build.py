@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,19 +86,25 @@ def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
     if workers <= 1:
         yield from map(build_one, jobs)
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_leave_interrupts) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            for done in as_completed([pool.submit(build_one, job) for job in jobs]):
+            with _interrupts_held():  # and so in the processes that are started: Ctrl-C reaches all of a terminal's
+                started = [pool.submit(build_one, job) for job in jobs]
+            for done in as_completed(started):
                 yield done.result()
         except BaseException:  # also where whoever asks for more is interrupted: what is under way is finished, no more
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal: the one that was started by hand answers it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits; in processes that are started here for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def build_one(job: Job) -> Built:

@@ -466,3 +466,20 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
 def test_a_missing_scalar_is_named() -> None:
     assert "window" in fails("mask", "--mask", "q_pos - kv_pos < window", "--scalar", "window:int")
+
+
+def test_ctrl_c_ends_a_build_without_tracebacks(tmp_path: Path) -> None:
+    """In whichever process it comes, and while these still import what they need."""
+    command = [sys.executable, "-m", "weft", "build", "examples/char_gpt.py:capped_window", "--device", "h100"]
+    environment = {**os.environ, "WEFT_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    started = subprocess.Popen(
+        [*command, "--jobs", "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        start_new_session=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    while (
+        len(Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()) < 3 and started.poll() is None
+    ):
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGINT)
+    said, _ = started.communicate(timeout=60)
+    assert "Traceback" not in said and started.returncode == 1
