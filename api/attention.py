@@ -374,7 +374,11 @@ class Attention(Declaration):
     def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
                   path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,
                   **options: Any) -> str:  # fmt: skip
-        """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`."""
+        """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`.
+
+        head, batch: the query head and the row of the batch that it is of. options: the variant's operands, and the
+        sizes that its mask may read: heads, kv_heads and head_dim.
+        """
         return describe.show_mask(
             self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, self._read(options)
         )

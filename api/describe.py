@@ -27,11 +27,19 @@ from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from .ir import parse
 from .ir.errors import WeftError, collected
-from .ir.expr import INT32_MAX, Scalar, TensorOperand
+from .ir.expr import Scalar, TensorOperand
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .runtime import driver
-from .runtime.checks import DTYPES, MAX_HEAD_DIM, check_q_offset, check_tensors, range_problems, tensor_problems
+from .runtime.checks import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    check_q_offset,
+    check_tensors,
+    length_problems,
+    range_problems,
+    tensor_problems,
+)
 from .runtime.settings import default_target
 
 if TYPE_CHECKING:
@@ -109,8 +117,7 @@ def _check_sizes(attention: Attention, sizes: Shape) -> None:
                 f"shape: {name}: expected 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
             )
     for name, length in (("q_len", sizes.q_len), ("kv_len", sizes.kv_len)):
-        if length > INT32_MAX:
-            problems.append(f"shape: {name}: integer overflow: expected a length below 2**31, got {length}")
+        problems += length_problems(f"shape: {name}", length)
     if latent is not None and sizes.head_dim <= latent.rope:
         problems.append(f"shape: head_dim: expected more than {latent.rope}, the latent's rope, got {sizes.head_dim}")
     if sizes.heads % sizes.kv_heads:

@@ -14,7 +14,14 @@ from .ir.errors import WeftError, collected
 from .ir.expr import SMALLER
 from .ir.foreign import number_in
 from .runtime.call import Call
-from .runtime.checks import check_operand_kinds, check_q_offset, form_problem, kind_problems, rank_problems
+from .runtime.checks import (
+    check_operand_kinds,
+    check_q_offset,
+    form_problem,
+    kind_problems,
+    length_problems,
+    rank_problems,
+)
 
 if TYPE_CHECKING:
     from .ir.attention import Attention
@@ -145,6 +152,8 @@ def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor 
     if cache.shape[0] != query.shape[0]:
         problems.append(f"cache: expected batch {query.shape[0]} as in query, got {cache.shape[0]}")
     problems += kind_problems({"query": query, "cache": cache})
+    for label, tensor in (("query", query), ("cache", cache)):
+        problems += length_problems(label, tensor.shape[2])
     if (uk is None) != (uv is None):
         problems.append("uk, uv: expected both or neither")
     elif uk is None:

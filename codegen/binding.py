@@ -140,7 +140,8 @@ def fitting(absorbed: bool) -> list[str]:
     """Conditions that operands of a dense call fit each other, with something to compute."""
     value = [] if absorbed else ["batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
     something = "batches * heads * kv_heads * q_len * kv_len > 0"
-    return [something, "batches == key_batches", "q_dim == key_dim", "heads % kv_heads == 0", *value]
+    lengths = f"q_len | kv_len <= {2**30}"  # else the slower way looks closely
+    return [something, lengths, "batches == key_batches", "q_dim == key_dim", "heads % kv_heads == 0", *value]
 
 
 def like(name: str, heads: str, rows: str, width: str, make: str = "query.new_empty_strided({}, {})") -> str:

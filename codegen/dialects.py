@@ -25,6 +25,7 @@ _NEVER_NEGATIVE = frozenset({"kv_pos", "head", "kv_head", "group", "batch", "q_l
 _POSITIVE = frozenset({"group", "q_len", "kv_len", "head_dim", "block"})
 # Symbols that are one number for the whole call, so that plain Python arithmetic serves.
 _UNIFORM = frozenset({"q_len", "kv_len", "head_dim", "group"})
+_VARYING = frozenset({"q_pos", "kv_pos", "qk", "score"})
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _ATOM = 10  # precedence of what needs no parentheses before a method call
 _LARGEST, _SMALLEST = (2 - 2**-23) * 2.0**127, 2.0**-126  # float32, leaving denormal numbers out
@@ -113,6 +114,8 @@ class Printer:
             return self(args[0], outer)  # floor of an int
         if self.dialect.is_gpu:
             written = self._division(op, args, self.dialect.tiles(op))
+            if op.name == "not" and is_uniform(args[0], symbols(args[0]) - _VARYING):
+                written = "(({0}) ^ True)"  # what Triton knows while it compiles is Python's bool: ~True is -2
             return self._signed(op, [self._gpu_operand(op, a) for a in args], outer, written)
         if self.scalar_code and node.dtype != "float" and not all(map(self.is_number, args)):
             on_tensors = replace(self, scalar_code=False, numbers=symbols(node))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +87,24 @@ def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
         yield from map(build_one, jobs)
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(build_one, job) for job in jobs]):
-            yield done.result()
+        try:
+            with _interrupts_held():  # and so in the processes that are started: Ctrl-C reaches all of a terminal's
+                started = [pool.submit(build_one, job) for job in jobs]
+            for done in as_completed(started):
+                yield done.result()
+        except BaseException:  # also where whoever asks for more is interrupted: what is under way is finished, no more
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits; in processes that are started here for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def build_one(job: Job) -> Built:

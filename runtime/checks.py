@@ -20,6 +20,7 @@ from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
 MAX_HEAD_DIM = 256
+MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these
 MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -61,8 +62,8 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and heads % kv_heads == 0
         and 0 < dim <= MAX_HEAD_DIM
         and 0 < value_dim <= MAX_HEAD_DIM
-        and q_len <= INT32_MAX
-        and kv_len <= INT32_MAX
+        and q_len <= MAX_LENGTH
+        and kv_len <= MAX_LENGTH
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
@@ -117,8 +118,12 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
         if not 0 < width <= MAX_HEAD_DIM:
             yield f"{label}: expected dim 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
     for label, length in (("query", q_len), ("key", kv_len)):
-        if length > INT32_MAX:
-            yield f"{label}: integer overflow: expected a length below 2**31, got {length}"
+        yield from length_problems(label, length)
+
+
+def length_problems(label: str, length: int) -> Iterator[str]:
+    if length > MAX_LENGTH:
+        yield f"{label}: integer overflow: expected a length up to 2**30, got {length}"
 
 
 def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
@@ -157,6 +162,8 @@ def _latent_fits(call: Call) -> bool:
         and query.stride(3) == 1
         and all(t.shape[1] > 0 and query.shape[1] % t.shape[1] == 0 for t in tensors)
         and (value is None or value.shape[1] == key.shape[1])
+        and query.shape[2] <= MAX_LENGTH
+        and kv_len <= MAX_LENGTH
     )
 
 

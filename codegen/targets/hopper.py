@@ -81,8 +81,9 @@ class HopperTarget:
         """Tensors that the tensor memory accelerator cannot read in place."""
         assert call.value is not None
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-            batch, head, row, _ = tensor.stride()
-            if (tensor.data_ptr() | tensor.element_size() * (batch | head | row)) % 16:
+            # a stride in a dimension of one entry leads nowhere: Box gives another in its place
+            strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
+            if any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides))):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
                     "accelerator"
@@ -204,7 +205,7 @@ class HopperLauncher(TritonLauncher):
         return self.code.form(kernel)
 
     def _options(self, form: Any) -> dict[str, int]:
-        return {"num_warps": 4} if isinstance(form, HopperForm) else super()._options(form)
+        return {"num_warps": 4, **self._rounding()} if isinstance(form, HopperForm) else super()._options(form)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in SPANS:

@@ -153,7 +153,7 @@ class TritonLauncher:
         return given
 
     def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
-        """Shares of a key with fewer heads are summed; sums of operand gradients take their shape."""
+        """Shares of a key that heads have in common are summed; sums of operand gradients take their shape."""
         if not self.backward:
             return []
         for i in self.own_keys:
@@ -338,7 +338,12 @@ class TritonLauncher:
         }  # fmt: skip
 
     def _options(self, form: Any) -> dict[str, int]:
-        return {"num_warps": form.num_warps, "num_stages": form.num_stages}
+        return {"num_warps": form.num_warps, "num_stages": form.num_stages, **self._rounding()}
+
+    def _rounding(self) -> dict[str, int]:
+        """Far from 0 every kernel must round scores alike: where one of them adds to a product before that is rounded,
+        their scores differ by as much as numbers there lie apart, and weights by its power."""
+        return {"enable_fp_fusion": False} if self.shifts else {}
 
     def _function(self, name: str) -> Any:
         return next(getattr(module, name) for module in self.modules if hasattr(module, name))
@@ -472,7 +477,8 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
     names = ("lse2", *(("shift",) if launcher.shifts else ()), "delta") if launcher.saves_lse else ()
     places = dict.fromkeys(names, statistics)
     for i in launcher.own_keys:
-        if call.rope is not None and call.rope.shape[1] != kv_heads:
+        # where there is one head too: kernels are compiled for a share in float32, whatever the heads of later calls
+        if call.rope is not None:
             places[f"dkey{i}"] = _rows_of(batches, kv_heads, kv_len, call.rope.shape[3])
     if algorithm == "streaming":
         places["running_dquery"] = _rows_of(batches, heads, padded, sum(s.block for s in code.segments.qk), fill=0.0)

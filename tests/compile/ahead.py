@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -100,15 +100,49 @@ def count_opcode(opcode: str, instructions: list[str]) -> int:
     return sum(bool(re.match(rf"(@!?U?P\d+ )?{opcode}", text)) for text in instructions)
 
 
+# A descriptor of wgmma is an address, whose upper word is 0, plus constants: this adds to both words of one.
+_DESCRIPTOR = re.compile(r"UIADD3\.X UR\d+, UR(\d+), -0x3ff")
+_WRITES = re.compile(r"(?:@!?U?P\d+ )?(U[A-Z]\S*|R2UR\S*|S2UR\S*) (?:UP\d, )?UR(\d+)\b")
+
+
+def stale_addresses(kernel: Kernel) -> list[str]:
+    """Descriptors that are made of a register which no longer holds the upper word of an address, and what it holds.
+
+    ptxas has made such code: matrices are then read from anywhere.
+    """
+    code, found = [text for _, text in kernel.sass], []
+    for at, text in enumerate(code):
+        match = _DESCRIPTOR.match(text)
+        last = match and next((t for t in reversed(code[:at]) if _writes(t, int(match[1]))), "nothing")
+        if last and not re.match(r"UMOV UR\d+, URZ", last):
+            found.append(f"{text} after {last}")
+    return found
+
+
+def _writes(instruction: str, register: int) -> bool:
+    match = _WRITES.match(instruction)
+    if match is None:
+        return False
+    pair = "64" in match[1] or "WIDE" in match[1]
+    return int(match[2]) in ((register, register - 1) if pair else (register,))
+
+
 # -- variant -> compiled kernels -------------------------------------------------------------------------------------
 def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
-    target: str = "triton", schedule: str | None = None,
+    target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
+    wanted: frozenset[str] | None = None,
 ) -> Module:  # fmt: skip
-    """Generate one direction of a variant, with all of its gradients, and compile every kernel that a call launches."""
-    sizes, machine = weft.shape(heads=2, q_len=256, head_dim=head_dim, dtype=dtype), by_name(device)
+    """Generate one direction of a variant and compile every kernel that a call launches.
+
+    wanted: the gradients; all of them where None.
+    """
+    sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, value_dim=value_dim or head_dim, dtype=dtype)
+    machine = by_name(device)
     plan = variant.plan(sizes, device=device, target=target, schedule=schedule)
     signature = plan.code(direction).signature
+    if wanted is not None:
+        signature = replace(signature, wanted=wanted)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule))
         kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes)}

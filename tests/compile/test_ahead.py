@@ -12,7 +12,7 @@ from weft import head, kv_pos, q_pos, score
 from weft.compiler.planning.hardware import by_name
 
 pytest.importorskip("triton")
-from .ahead import Direction, Kernel, Module, compiled, count_opcode
+from .ahead import Direction, Kernel, Module, compiled, count_opcode, stale_addresses
 
 window, prefix = weft.scalar("window", int), weft.scalar("prefix", int)
 slopes = weft.tensor("slopes", 1)
@@ -167,3 +167,25 @@ def test_other_machines(device: str, direction: Direction) -> None:
         assert bool(kernel.count(PRODUCTS[device])) == (kernel.name != "row_statistics"), kernel.name
         # tilings of these machines were not measured: a limit for the worst, dK and dV with 64x64 in 4 warps on sm_100
         assert kernel.spilled <= 384, f"{kernel.name}: {kernel.spilled} spilled"
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_scores_far_from_0_are_rounded_alike_in_every_kernel(target: str) -> None:
+    """No product is added to before it is rounded (the other such instructions are those of flushing logarithms)."""
+    padding = weft.tensor("padding", 2)
+    variant = weft.Attention(score=score + padding[weft.batch, kv_pos] / (weft.abs(slopes[head]) + 0.5), name="padded")
+    directions: tuple[Direction, ...] = ("forward", "backward") if target == "triton" else ("forward",)
+    for direction in directions:
+        for kernel in compiled(variant, direction, 64, target=target).kernels.values():
+            assert kernel.count(r"fma\.rn\.f32") == 0, kernel.name
+
+
+NARROW = [("streaming", 32, 16), ("streaming", 24, 8), ("flash", 32, 16)]
+
+
+@pytest.mark.parametrize(("schedule", "head_dim", "value_dim"), NARROW)
+def test_addresses_of_narrow_tiles(schedule: str, head_dim: int, value_dim: int) -> None:
+    wanted = frozenset({"query", "value"})
+    module = compiled(VARIANTS["causal"], "backward", head_dim, schedule=schedule, value_dim=value_dim, wanted=wanted)
+    for kernel in module.kernels.values():
+        assert not stale_addresses(kernel), kernel.name

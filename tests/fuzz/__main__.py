@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import warnings
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="pass over failures whose script matches this regular expression")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
     parser.add_argument("--failures", type=int, default=20, help="stop after so many")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, at the next call")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     return _run(options)
@@ -32,10 +34,13 @@ def main() -> int:
 def _run(options: argparse.Namespace) -> int:
     found: list[Failure] = []
     counts: Counter[str] = Counter()
+    variants: set[tuple[str, str]] = set()  # targets and seeds of those that a call was computed of
     start = said = time.monotonic()
     plan = Plan(not options.no_shrink, options.skip)
     for event in fuzz(options.seed, options.cases, options.target.split(","), plan, options.only):
         counts[f"{event.target:10} {event.kind}"] += 1
+        if event.kind == "right":
+            variants.add((event.target, event.seed))
         if event.failure is not None:
             found.append(event.failure)
             print(_headed(event.failure), flush=True)
@@ -45,9 +50,12 @@ def _run(options: argparse.Namespace) -> int:
             said = time.monotonic()
             total = counts.total()
             print(f"{total} calls, {total / (said - start):.1f} a second, {len(found)} failures", flush=True)
-        if len(found) >= options.failures:
+        if found and (len(found) >= options.failures or found[-1].verdict.ends_the_process):
             print(f"stopped after {len(found)} failures")
             break
+        if time.monotonic() - start > 60 * options.minutes:
+            break
+    counts += Counter(f"{target:10} variants computed" for target, _ in variants)
     for name, count in sorted(counts.items()):
         print(f"{count:8} {name}")
     return 1 if found else 0

@@ -5,6 +5,7 @@ Tensors are described by lines of Python, which the fuzzer runs and a script pri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from .dense import Environment, Undefined, evaluate
 from .tree import INTS, Kind, Node, Read, Scalar, nodes
 
+MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What every script begins with.
 HELPERS = """
@@ -224,7 +226,7 @@ def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int
             if len(places) and int(places.min()) < 0:
                 raise Undefined(f"{name}: index {d} is negative")
             highest[d] = max(highest[d], int(places.max()) if len(places) else 0)
-    if max(highest) > 4000:
+    if max(highest) > 4000 or math.prod(h + 1 + slack for h in highest) > MOST_ELEMENTS:
         raise Undefined(f"{name}: larger than a test needs")
     return tuple(h + 1 + slack for h in highest)
 
@@ -233,8 +235,8 @@ def symbol_values(variant: Variant, call: Call, device: torch.device) -> dict[st
     """Every symbol but the score, a vector over all pairs [B, H, L, T] or a number."""
     shape = (call.batch, call.heads, call.q_len, call.kv_len)
     group, heads = call.heads // call.kv_heads, torch.arange(call.heads, device=device).view(1, -1, 1, 1)
-    if variant.latent is not None and call.form != "latent query":
-        group = 1  # keys and values are multiplied out for every head
+    if variant.latent is not None:
+        group = 1  # every head has keys of its own, whether they are multiplied out or not
     offset = call.kv_len - call.q_len if call.q_offset is None else call.q_offset
     first = torch.tensor(offset, device=device).view(-1, 1, 1, 1)
     grid = {

@@ -20,6 +20,8 @@ from .tree import Node, Num
 EPS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 ROUNDINGS = 6.0  # of a product of tiles, in units of eps: sums in another order, weights rescaled
 HOPELESS = 2.0**-7  # a score that may be off by more: only what plain torch makes of it says what to expect
+COARSEST = 0.25  # the same where 16 bits are kept, or functions approximated, on the way to it
+NEGLIGIBLE = 2.0**-40  # a weight that no rounding of its score makes matter
 LARGEST = 2.0**13  # of a log-sum-exp whose rounding is allowed for; beyond, weights must not be taken from it
 
 
@@ -71,12 +73,15 @@ def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]
     pairs = visible_pairs(built, exact64)
     exact = _dense(built, pairs, torch.float64, precision_of(call))
     _refuse_wild(exact)
+    _refuse_coarse(built, exact)
     results = _results(exact, call, dout, dlse)
-    # without gradients of float64, plain torch has no error to compare with
+    # plain torch in float64 is what is expected: it has no error to compare with, but rounds as a kernel does
     plain = results
     if call.dtype != "float64":
         plain = _results(_dense(built, pairs, torch.float32, None), call, dout, dlse)
     roundings = _roundings(built, exact, dout, dlse)
+    if call.dtype == "float64":
+        roundings = {name: 2 * allowed for name, allowed in roundings.items()}
     return {name: _want(name, built, results[name], plain[name], roundings[name], exact) for name in results}
 
 
@@ -95,7 +100,7 @@ def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precisio
     products = (query @ key.transpose(-1, -2))[b, h, i, j]
     sizes = 0.0 if precision is None else (query.abs() @ key.abs().transpose(-1, -2))[b, h, i, j]
     env = _pair_environment(built, pairs, leaves, dtype, precision)
-    bound = None if precision is None else (4 * precision.eps * sizes).detach()
+    bound = None if precision is None else (4 * precision.eps * sizes + _of_rounded_keys(built, leaves, pairs)).detach()
     env.score = _scaled(built, Value(products, bound), env)
     scores = evaluate(built.variant.score, env)
     scores = scores if scores.value.is_floating_point() else Value(scores.value.to(dtype), _zeros(scores, precision))
@@ -119,6 +124,45 @@ def _latent(built: Built, leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor, Te
     narrow, rope = cache[..., : latent.rank], cache[..., latent.rank :]
     key = torch.cat([narrow @ leaves["uk"], rope.expand(-1, heads, -1, -1)], -1)
     return query, key, narrow @ leaves["uv"]
+
+
+def rounds_keys(built: Built) -> bool:
+    """Whether keys, or queries where uk is folded into them, are made by a product and kept in 16 bits."""
+    return "16" in built.call.dtype and "uk" in built.tensors
+
+
+def _of_rounded_keys(built: Built, leaves: dict[str, Tensor], pairs: tuple[Tensor, ...]) -> Tensor:
+    """How far that puts q.k off: by the larger of the two forms, where the call leaves it to Weft."""
+    b, h, i, j = pairs
+    if not rounds_keys(built):
+        return torch.zeros(len(b), dtype=leaves["query"].dtype, device=b.device)
+    latent, uk = built.variant.latent, leaves["uk"]
+    assert latent is not None
+    nope = built.call.dim - latent.rope
+    query, narrow = leaves["query"][..., :nope], leaves["cache"][..., : latent.rank]
+    sizes = {
+        "expanded": query.abs() @ (narrow @ uk).abs().mT,
+        "absorbed": (query @ uk.mT).abs() @ narrow.abs().mT,
+    }
+    size = sizes.get(built.call.form or "", torch.maximum(*sizes.values()))
+    return (2 * EPS[built.call.dtype] * size)[b, h, i, j]
+
+
+def _of_kept_scores(call: Call, scores: Tensor) -> Tensor:
+    """How far off scores are that schedule standard keeps in memory, in the operands' dtype."""
+    return EPS[call.dtype] * _finite(scores).abs() if call.schedule == "standard" else torch.zeros_like(scores)
+
+
+def _refuse_coarse(built: Built, dense: Dense) -> None:
+    """Plain torch keeps neither keys nor scores in 16 bits: where that may change a weight by much, nothing says what
+    to expect."""
+    if "16" not in built.call.dtype or dense.bound is None:
+        return
+    bound = _of_kept_scores(built.call, dense.scores.detach())
+    if rounds_keys(built):
+        bound = bound + dense.bound
+    if bool(((bound > COARSEST) & (dense.weights.detach()[dense.pairs] > NEGLIGIBLE)).any()):
+        raise Undefined("scores that 16 bits put far off")
 
 
 def _pair_environment(
@@ -201,13 +245,18 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     # kernels of GPUs round weights, and their gradients, to the operands' dtype before they multiply
     product_eps = EPS[call.dtype] if call.target != "cpu" or built.variant.latent is not None else eps
     p = dense.weights.detach()
-    off = _off(dense, eps, call)
+    coarse = rounds_keys(built) or precision_of(call) is FAST_TANH
+    off = _off(dense, eps, call, COARSEST if coarse else HOPELESS)
     terms = max(call.q_len * (call.heads // call.kv_heads), call.kv_len)  # a sum of equal ones drifts
-    share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off + (p * off).sum(-1, keepdim=True))
-    tiny = 2.0**-24 if call.dtype == "float16" and call.target != "cpu" else 0.0
+    share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off.expm1() + (p * off.expm1()).sum(-1, keepdim=True))
+    # kernels of GPUs take what is smaller than the normal numbers for 0
+    tiny = 0.0 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
-    found = {"out": share @ value, "lse": (p * off).sum(-1) + 4 * eps * (1 + _finite(dense.lse).abs())}
+    out = share @ value + _of_rounded_values(built, dense)
+    found = {"out": out, "lse": (p * off).sum(-1) + 4 * eps * (1 + _finite(dense.lse).abs())}
+    if precision_of(call) is FAST_TANH:  # a factor of scores that lie far from 0 may have its error too
+        found["lse"] = found["lse"] + _of_pairs(dense, dense.bound, p)
     if not call.wanted:
         return found
     dout = dout.to(torch.float64)
@@ -215,8 +264,9 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     delta = (dout.abs() * dense.out.detach().abs()).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta + dlse.to(torch.float64).abs()[..., None]
-    own = EPS[call.dtype]  # delta is a sum over the rounded output
-    dscores = share * (dweights + delta) + ROUNDINGS * own * p * delta + tiny * (p > 0)
+    own = EPS[call.dtype]  # delta is a sum over the rounded output, whose own terms may cancel
+    delta_off = ROUNDINGS * own * delta + (dout.abs() * out).sum(-1, keepdim=True)
+    dscores = share * (dweights + delta) + p * delta_off + tiny * (p > 0)
     dproducts = dscores * _slopes(dense, dense.products)
     main = {"query": dproducts @ key, "key": dproducts.mT @ query, "value": share.mT @ dout.abs()}
     found |= {f"d{n}": t for n, t in _of_leaves(built, dense, main).items()}
@@ -233,14 +283,28 @@ def _finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0.0)
 
 
-def _off(dense: Dense, eps: float, call: Call) -> Tensor:
+def _of_pairs(dense: Dense, bound: Tensor | None, weights: Tensor) -> Tensor:
+    """The bound of visible pairs, summed over keys by their weights."""
+    assert bound is not None
+    return (weights * torch.zeros_like(weights).index_put(dense.pairs, bound.detach())).sum(-1)
+
+
+def _of_rounded_values(built: Built, dense: Dense) -> Tensor:
+    """How far out may be off where it is first made in latent columns, kept in 16 bits, and then multiplied by uv."""
+    latent, call = built.variant.latent, built.call
+    if latent is None or not rounds_keys(built) or call.form == "expanded":
+        return torch.zeros_like(dense.out)
+    narrow = dense.leaves["cache"].detach()[..., : latent.rank]
+    return 2 * EPS[call.dtype] * (dense.weights.detach() @ narrow).abs() @ dense.leaves["uv"].detach().abs()
+
+
+def _off(dense: Dense, eps: float, call: Call, most: float) -> Tensor:
     """How far the exponent of each pair may be off, [B, H, L, T]: rounding of the score and of its log-sum-exp."""
     assert dense.bound is not None
     scores = _finite(dense.scores.detach()).abs()
     bound = dense.bound.detach() + 2 * eps * scores  # kernels multiply it by log2(e)
-    if call.schedule == "standard":  # which keeps scores in memory, in the operands' dtype
-        bound = bound + EPS[call.dtype] * scores
-    bound = torch.where(bound > HOPELESS, 0.0, bound)
+    bound = torch.where(bound > most, 0.0, bound) + _of_kept_scores(call, scores)
+    bound = bound.clamp(max=8.0)  # beyond it weights are negligible
     pairs = torch.zeros_like(dense.weights).index_put(dense.pairs, bound)
     return pairs + 2 * eps * (1 + torch.clamp(_finite(dense.lse.detach()).abs(), max=LARGEST))[..., None]
 
@@ -300,6 +364,7 @@ def _want(name: str, built: Built, exact: Tensor, plain: Tensor, roundings: Tens
         raise Undefined(f"{name} is NaN by definition")
     call = built.call
     dtype = call.dtype if name in ("out", *(f"d{n}" for n in built.names)) else _dtype(name, built)
+    exact = torch.where(exact.abs() > torch.finfo(DTYPES[dtype]).max, exact.sign() * math.inf, exact)
     error = _finite((plain - exact).abs())
     hopeless = bool((dense.bound > HOPELESS).any()) if dense.bound is not None and len(dense.bound) else False
     if exact.dim() > 1 and not hopeless and exact.numel():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,15 +16,66 @@ import weft
 from .calls import DTYPES, LAYOUTS, Built, Call, Variant
 from .dense import Undefined
 from .expected import Want, expected
-from .tree import INTS, text
+from .tree import INTS, symbols, text
 
-# What may be refused, and the words of the refusal; with what must be so for it to be right.
+
+@dataclass(frozen=True)
+class Refusal:
+    """What may be refused: the words of the refusal, and what must be so of the call for it to be right."""
+
+    words: re.Pattern[str]
+    right: Callable[[Built, re.Match[str]], bool]
+
+
+def _anything(built: Built, words: re.Match[str]) -> bool:
+    """Ranges are bounds: what may be refused by them need not happen for the numbers of this call."""
+    return True
+
+
+def _mixes_positions(built: Built, words: re.Match[str]) -> bool:
+    wanted = [r for r in built.variant.reads if r.name in built.call.wanted]
+    return any({"q_pos", "kv_pos"} <= set().union(*map(symbols, r.index)) for r in wanted)
+
+
+def _may_be_absorbed(built: Built, words: re.Match[str]) -> bool:
+    return built.variant.latent is not None and built.call.form != "expanded" and bool(built.call.wanted)
+
+
+def _for_hopper(right: Callable[[Built], bool]) -> Callable[[Built, re.Match[str]], bool]:
+    """Of a call that names hopper, which then may not be computed by another target."""
+    return lambda built, words: built.call.target == "hopper" and right(built)
+
+
+def _is_unaligned(built: Built, words: re.Match[str]) -> bool:
+    """An address, or a step to another row, head or batch row that there is, is no multiple of 16 bytes."""
+    tensor = built.tensors[words["name"]]
+    steps = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
+    in_bytes = [tensor.data_ptr(), *(tensor.element_size() * step for step in steps)]
+    return built.call.target == "hopper" and any(n % 16 for n in in_bytes)
+
+
+def _refusal(words: str, right: Callable[[Built, re.Match[str]], bool]) -> Refusal:
+    return Refusal(re.compile(words), right)
+
+
 REFUSALS = {
-    "index": re.compile(r"index \d+, `.*`, (ranges from|is read from)"),
-    "overflow": re.compile(r"integer overflow"),
-    "divisor": re.compile(r"the divisor `.*` can be 0"),
-    "mixed gradient": re.compile(r"because its index mixes q_pos and kv_pos"),
-    "absorbed gradient": re.compile(r"the absorbed form has no backward"),
+    "index": _refusal(r"index \d+, `.*`, (ranges from|is read from)", _anything),
+    "overflow": _refusal(r"integer overflow", _anything),
+    "divisor": _refusal(r"the divisor `.*` can be 0", _anything),
+    "mixed gradient": _refusal(r"because its index mixes q_pos and kv_pos", _mixes_positions),
+    "absorbed gradient": _refusal(r"the absorbed form has no backward", _may_be_absorbed),
+    "hopper: latent": _refusal(
+        r"UnavailableError: .*hopper: latent attention is computed by the triton target",
+        _for_hopper(lambda built: built.variant.latent is not None),
+    ),
+    "hopper: offsets by row": _refusal(
+        r"UnavailableError: .*hopper: a q_offset for each batch row is computed by the triton target",
+        _for_hopper(lambda built: isinstance(built.call.q_offset, tuple)),
+    ),
+    "hopper: alignment": _refusal(
+        r"UnavailableError: .*hopper: (?P<name>query|key|value): its address and strides must be multiples of 16 bytes",
+        _is_unaligned,
+    ),
 }
 
 
@@ -40,6 +91,11 @@ class Verdict:
     @property
     def fails(self) -> bool:
         return self.kind in ("wrong", "raised")
+
+    @property
+    def ends_the_process(self) -> bool:
+        """Whether the device computes nothing more for this process."""
+        return "CUDA error" in self.message
 
 
 @lru_cache(maxsize=64)
@@ -111,6 +167,8 @@ def actual(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]
     results = {"out": out.detach()} | ({"lse": lse.detach()} if lse is not None else {})
     if call.wanted:
         results |= _gradients(call, tensors, [(out, dout), (lse, dlse)])
+    if out.is_cuda:
+        torch.cuda.synchronize()  # what a kernel did wrong shows here
     return results
 
 
@@ -151,14 +209,16 @@ def judge(built: Built, given: Mapping[str, Tensor] | Exception | None = None) -
         got = actual(built, dout, dlse) if given is None else given
     except Exception as error:
         got = error
-    return refusal(got) if isinstance(got, Exception) else compare(built, got, want)
+    return refusal(built, got) if isinstance(got, Exception) else compare(built, got, want)
 
 
-def refusal(error: Exception) -> Verdict:
+def refusal(built: Built, error: Exception) -> Verdict:
+    """What an error means: a refusal in words that are known, of a call that may be refused so, or a failure."""
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, weft.WeftError):
-        for why, words in REFUSALS.items():
-            if words.search(message):
+        for why, known in REFUSALS.items():
+            found = known.words.search(message)
+            if found is not None and known.right(built, found):
                 return Verdict(f"refused: {why}", message)
     return Verdict("raised", message)
 

@@ -121,6 +121,18 @@ def _slope_of_abs(rule: Any) -> Any:
     return lambda self, variable: self.args[0].diff(variable)
 
 
+def _truncating(division: Any) -> Any:
+    """Tiles are divided as C divides."""
+
+    def wrong(self: Any, op: Any, args: Any, written: str) -> Any:
+        tiles = op.name == "floordiv" and not (
+            self.dialect.is_gpu or self.scalar_code or all(map(self.is_number, args))
+        )
+        return _TRUNCATED if tiles else division(self, op, args, written)
+
+    return wrong
+
+
 def _to_the_next_head(scatter: Any) -> Any:
     return lambda gradient, total, call, result: scatter(gradient, total.roll(1, 1), call, result)
 
@@ -148,7 +160,7 @@ _ON_CPU = {
     "tile_bound_rounded_down": _instead(_TILES, "_upward", _downward),
     "full_tile_too_early": _instead(_TILES, "_rows", _full_too_early),
     "kv_head_of_another_group": _in_text(r"all_heads // group,", "(all_heads // group).flip(1),"),
-    "floor_div_truncates": _operator("floordiv", tile=_TRUNCATED),
+    "floor_div_truncates": _instead("codegen.dialects", "Printer._division", _truncating),
     "lse_in_base_2": _in_text(r"self\.top \* LN_2", "self.top"),
     "dlse_added": _in_text(r"delta = delta - dlse", "delta = delta + dlse"),
     "delta_forgotten": _in_text(r"\.sub_\(delta\)", ""),
@@ -167,7 +179,7 @@ _ON_CPU = {
     "rsqrt_of_one_more": _operator("rsqrt", number="(1.0 / math.sqrt({0} + 1))"),
 }
 _IN_THE_INTERPRETER = {
-    "stride_of_another_dimension": _in_text(r"(\* arg_\w+)_s1\b", r"\1_s0"),
+    "stride_of_another_dimension": _in_text(r"\* s1_(\w+)", r"* s0_\1"),
     "last_partial_tile_unmasked": _in_text(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
     "sign_of_scale_trusted": _instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
     "offsets_not_by_batch": _in_text(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),

@@ -18,7 +18,7 @@ from .judge import Verdict, actual, declared, judge, start
 from .script import script
 from .shrink import shrunk
 
-CALLS = {"cpu": 8, "reference": 8, "interpret": 2, "triton": 8, "hopper": 8}  # of one variant
+CALLS = {"cpu": 8, "reference": 8, "interpret": 2, "triton": 4, "hopper": 4}  # of one variant
 ALIKE = 4  # one after the other that the same kernels serve: generating them is most of the time of a first call
 TRIES = 8  # at a call that is defined
 THREADED = 0.06  # share of the variants that are called from several threads at once, the first time and again
@@ -42,6 +42,7 @@ class Event:
     ratio: float = 0.0
     failure: Failure | None = None
     message: str = ""
+    seed: str = ""  # of the variant
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def fuzz(seed: int, cases: int, targets: Sequence[str], plan: Plan, only: str = 
     """`cases` calls, or those of one variant; the same for the same seed."""
     made = number = 0
     while made < cases:
-        for event in variant_calls(only or f"{seed}.{number}", targets[number % len(targets)], plan):
-            yield event
+        name = only or f"{seed}.{number}"
+        for event in variant_calls(name, targets[number % len(targets)], plan):
+            yield replace(event, seed=name)
             made += event.kind != "unused"
         number += 1
         if only:
@@ -134,6 +136,8 @@ def _failed(name: str, built: Built, verdict: Verdict, plan: Plan, threaded: boo
     target = built.call.target
     if plan.skip and re.search(plan.skip, script(built, verdict), re.DOTALL):
         return Event(target, "skipped", message=verdict.message)
+    if verdict.ends_the_process:
+        return Event(target, verdict.kind, failure=Failure(name, target, verdict, script(built, verdict)))
     if threaded and not judge(built).fails:
         verdict = replace(verdict, message=f"from {THREADS} threads only: {verdict.message}")
     elif plan.shrink:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, kv_pos, masks, q_pos, score
+from weft import batch, head, head_dim, kv_pos, masks, q_pos, score
 
 from ..support import check_errors, check_variant, poisoned
 
@@ -167,3 +167,16 @@ def test_bytes_of_the_source_are_stable():
         texts = {ALIBI.source(sizes, device="a100", direction=direction) for _ in range(3)}
         assert len(texts) == 1
         compile(texts.pop(), "source", "exec")
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "closed form"])
+def test_not_of_what_is_known_when_a_kernel_is_compiled(given, measured):
+    """The width of heads is such: Triton has Python's bool there, of which ~ is -2."""
+    wide = ~(0.1 * head_dim <= (0.3 if given else 17))
+    other = ~weft.tensor("keep", 1, bool)[kv_pos] if measured else kv_pos < 3
+    variant = weft.Attention(mask=wide | other, name="not_of_known")
+    q, k, v = (torch.randn(1, 1, 40, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    operands = {"keep": torch.arange(40) % 3 > 0} if measured else {}
+    found = variant(q, k, v, target="interpret", **operands)
+    torch.testing.assert_close(found, variant.reference(q, k, v, **operands), rtol=1e-5, atol=1e-5)

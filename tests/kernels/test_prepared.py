@@ -179,6 +179,25 @@ def test_values_of_a_tensor_operand_and_its_strides_prepare_nothing(target: str,
     assert prepared == once(target)
 
 
+def test_gradients_of_a_shared_key_have_one_type_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for one number of heads serves all: one head has nothing to share, and yet a share."""
+    latent = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=8, rope=8), name="prepared_latent")
+    launch, types = TritonLauncher.__call__, []
+
+    def recorded(self: Any, call: Any, results: Any, workspace: Any, partition: Any) -> Any:
+        if self.backward:
+            given = {**self._given(call, results), **workspace}
+            types.append({name: value.dtype for name, value in given.items() if isinstance(value, Tensor)})
+        return launch(self, call, results, workspace, partition)
+
+    monkeypatch.setattr(TritonLauncher, "__call__", recorded)
+    for heads in (2, 1):
+        query, cache = rows(9, heads=heads).half().requires_grad_(), rows(9, heads=1).half().requires_grad_()
+        up = [torch.randn(heads, 8, width).half() for width in (8, 16)]
+        latent(query, cache, uk=up[0], uv=up[1], form="expanded", target="interpret").sum().backward()
+    assert types[0] == types[1] and torch.float32 in types[0].values()
+
+
 def test_dtypes_widths_options_and_wanted_gradients_are_prepared_each(prepared: Counter[str]) -> None:
     variant = SCALED.replace(name="prepared_kinds")
     weights = torch.randn(2)

@@ -200,3 +200,16 @@ def test_forward_mode_and_functional_gradients_are_refused():
         torch.func.grad(lambda q: CAUSAL(q, k, v).sum())(q)
     with pytest.raises(weft.UnavailableError, match=r"not available"):
         torch.func.jvp(lambda q: CAUSAL(q, k, v), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_lengths_end_where_proofs_do(latent: bool) -> None:
+    """Of keys and of queries; what is given is a view of one row."""
+    long = torch.zeros(1, 1, 1, 4).expand(1, 1, 2**30 + 1, 4)
+    short = long[:, :, :2]
+    variant = weft.Attention(latent=weft.Latent(4, 0), scale=1.0, name="long") if latent else CAUSAL
+    for label, query, key in (("query", long, short), ("cache" if latent else "key", short, long)):
+        with pytest.raises(
+            weft.WeftError, match=rf"{label}: integer overflow: expected a length up to 2\*\*30, got 1073741825"
+        ):
+            variant(query, key) if latent else variant(query, key, key)

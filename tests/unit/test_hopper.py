@@ -13,11 +13,13 @@ from typing import Any
 
 import jinja2
 import pytest
+import torch
 
 import weft
 from weft import kv_pos, q_pos, score
 from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
 from weft.codegen.generate import TEMPLATES
+from weft.codegen.targets.hopper import HopperTarget
 from weft.compiler.analysis.facts import facts_of
 
 causal = kv_pos <= q_pos
@@ -172,3 +174,27 @@ def test_every_unit_of_work_is_handed_out_once(longest: str, head_tiles: int, ba
             assert {head for _, head in places[: min(together, batch_heads) * head_tiles]} == set(
                 range(min(together, batch_heads))
             )
+
+
+SIZE, ALIGNED = (1, 4, 256, 64), (1 << 16, 1 << 14, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset", "fits"),
+    [
+        (SIZE, ALIGNED, 0, True),
+        (SIZE, ALIGNED, 8, True),  # elements of two bytes
+        (SIZE, ALIGNED, 4, False),
+        (SIZE, (1 << 16, (1 << 14) + 4, 64, 1), 0, False),
+        (SIZE, (3, 1 << 14, 64, 1), 0, True),  # of one batch row: it leads nowhere
+        ((2, 4, 256, 64), ((1 << 16) + 3, 1 << 14, 64, 1), 0, False),
+        ((1, 4, 1, 64), (1 << 16, 64, 65, 1), 0, True),  # decode
+    ],
+)
+def test_addresses_and_strides_that_are_used_are_multiples_of_16_bytes(size, stride, offset, fits):
+    sound = torch.empty(SIZE, dtype=torch.bfloat16)
+    odd = torch.empty(1 << 18, dtype=torch.bfloat16).as_strided(size, stride, offset)
+    for name in ("query", "key", "value"):
+        call = SimpleNamespace(**{**dict.fromkeys(("query", "key", "value"), sound), name: odd})
+        found = HopperTarget().misfit(None, call)
+        assert found is None if fits else f"hopper: {name}: its address and strides" in found

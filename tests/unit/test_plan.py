@@ -134,7 +134,7 @@ def test_tiles_that_differ_by_head_are_averaged() -> None:
 REFUSED = [  # sizes, options and the words of the message, which are those of a call where it has the same mistake
     ({"head_dim": 320}, {}, "shape: head_dim: expected 1 to 256, got 320; wider heads are for latent attention"),
     ({"value_dim": 512}, {}, "shape: value_dim: expected 1 to 256, got 512; wider heads are for latent attention"),
-    ({"q_len": 1 << 31}, {}, "shape: q_len: integer overflow: expected a length below 2..31, got 2147483648"),
+    ({"q_len": 1 << 31}, {}, "shape: q_len: integer overflow: expected a length up to 2..30, got 2147483648"),
     ({}, {"windw": 5}, "local: windw: unknown operand or option; .* operands are: window; did you mean window?"),
     ({}, {"window": 1.5}, "local: window: expected an int, got 1.5"),
     ({}, {"window": True}, "local: window: expected an int, got True"),
