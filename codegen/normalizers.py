@@ -221,7 +221,7 @@ class Softmax:
         if self.top is None:
             return None, None
         mean = self.weighted.div_(self.total.masked_fill(self.total == 0.0, 1.0)[:, None])
-        return mean, {result}
+        {statistics}
 '''
 
 
@@ -230,22 +230,25 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
     parts = {
         "who": "the product" if terms.linear else "`add`", "unit": "units of log 2", "scaled": "",
         "less_reference": "" if terms.linear else ".add_(self.bias[:, None])", "shrink": "self.top - reference",
-        "and_what": "and the log of the sum of exponentials", "result": "self.top * LN_2 + self.total.log()",
+        "and_what": "and the log of the sum of exponentials",
+        "statistics": """mantissa, exponent = torch.frexp(self.total)  # the reference may be far below the maximum
+        return mean, (self.top + exponent + mantissa.log2()) * LN_2""",
     }  # fmt: skip
     weights = "" if terms.less_lse else ".sub_(log_total[:, None])"
     if terms.far:
         parts |= {
             "unit": "natural units", "scaled": ".mul_(LOG2_E)", "shrink": "(self.top - reference) * LOG2_E",
             "less_reference": ".add_(self.bias[:, None]).mul_(LOG2_E)",
-            "and_what": "the reference, and the log of the sum",
-            "result": "torch.stack([self.top, self.total.log()], -1)",
+            "and_what": "the maximum, and the log of the sum",
+            "statistics": "return mean, torch.stack([self.top, self.total.log()], -1)",
         }  # fmt: skip
         # where roundings are large, a score may come out above the forward's
         weights = ".sub_(shift[:, None]).mul_(LOG2_E).sub_(log_total[:, None]).clamp_(max=0.0)"
     return Blocks(
         define=_lines(_SOFTMAX_CLASS.format(**parts)),
-        init="Softmax()",
-        again="Softmax(exact=True)",
+        # the maximum of scores that lie far from 0 is saved, so that no other will do
+        init="Softmax(exact=True)" if terms.far else "Softmax()",
+        again="" if terms.far else "Softmax(exact=True)",
         in_one_piece=_softmax_in_one_piece(terms),
         backward_weight=f"weights = {terms.score}{weights}.exp2_()",
         backward_score="dscore = product(values, douts, minus_delta).mul_(weights)",

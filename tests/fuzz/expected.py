@@ -253,7 +253,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     tiny = 0.0 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
-    out = share @ value + _of_rounded_values(built, dense)
+    out = share @ value + _of_projected_values(built, dense, eps)
     found = {"out": out, "lse": (p * off).sum(-1) + 4 * eps * (1 + _finite(dense.lse).abs())}
     if precision_of(call) is FAST_TANH:  # a factor of scores that lie far from 0 may have its error too
         found["lse"] = found["lse"] + _of_pairs(dense, dense.bound, p)
@@ -289,13 +289,16 @@ def _of_pairs(dense: Dense, bound: Tensor | None, weights: Tensor) -> Tensor:
     return (weights * torch.zeros_like(weights).index_put(dense.pairs, bound.detach())).sum(-1)
 
 
-def _of_rounded_values(built: Built, dense: Dense) -> Tensor:
-    """How far out may be off where it is first made in latent columns, kept in 16 bits, and then multiplied by uv."""
+def _of_projected_values(built: Built, dense: Dense, eps: float) -> Tensor:
+    """How far out may be off where values are made by uv: terms that cancel, and what is kept in 16 bits between."""
     latent, call = built.variant.latent, built.call
-    if latent is None or not rounds_keys(built) or call.form == "expanded":
+    if latent is None or "uv" not in dense.leaves:
         return torch.zeros_like(dense.out)
+    weights, uv = dense.weights.detach(), dense.leaves["uv"].detach().abs()
     narrow = dense.leaves["cache"].detach()[..., : latent.rank]
-    return 2 * EPS[call.dtype] * (dense.weights.detach() @ narrow).abs() @ dense.leaves["uv"].detach().abs()
+    terms = ROUNDINGS * eps * (weights @ narrow.abs()) @ uv
+    kept = rounds_keys(built) and call.form != "expanded"
+    return terms + 2 * EPS[call.dtype] * (weights @ narrow).abs() @ uv if kept else terms
 
 
 def _off(dense: Dense, eps: float, call: Call, most: float) -> Tensor:
