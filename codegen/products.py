@@ -117,14 +117,20 @@ class _Pools:
 
 
 def _new_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that have one thread for torch each. torch gives the last number that was set to threads that are new."""
+    """Threads that have one thread for torch each."""
     kept = torch.get_num_threads()
     all_here = threading.Barrier(threads)
-    pool = ThreadPoolExecutor(threads, "weft", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(threads, "weft", initializer=_alone)
     for started in [pool.submit(all_here.wait) for _ in range(threads)]:
         started.result()
     torch.set_num_threads(kept)
     return pool
+
+
+def _alone() -> None:
+    """One thread for torch in this one. A new thread takes the number that was last set anywhere when it first asks."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()
 
 
 _pools = _Pools()
