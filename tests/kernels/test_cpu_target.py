@@ -29,7 +29,8 @@ def operands_of(names, dtype, batch_rows):
         "window": 37,
         "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=dtype),
         "temperature": torch.tensor([0.5, 0.75, 1.0, 2.0], dtype=dtype),
-        "row_bias": torch.randn(HEADS, LONGEST, generator=generator).to(dtype),
+        # scores of a few units: of larger ones the last digit alone is more than what is allowed below
+        "row_bias": 0.5 * torch.randn(HEADS, LONGEST, generator=generator).to(dtype),
         "column_bias": torch.randn(HEADS, LONGEST, generator=generator).to(dtype),
         "document": (torch.arange(LONGEST) // 50).repeat(batch_rows, 1),
     }
@@ -104,7 +105,6 @@ def check(attention, tensors, operands, schedule=None, **options):
     ours = results(on_cpu(attention), tensors, operands, dtype, schedule=schedule, **options)
     exact = results(attention.reference, tensors, operands, torch.float64, **options)
     plain = results(attention.reference, tensors, operands, dtype, **options)
-    exact_lse = float(exact[1][exact[1].isfinite()].abs().max()) if exact[1].isfinite().any() else 0.0
     labels = ["out", "lse", "d query", "d key", "d value", *(f"d operand {i}" for i in range(len(exact) - 5))]
     for label, got, wanted, naive in zip(labels, ours, exact, plain, strict=True):
         assert got.dtype in (dtype, torch.float32) and got.shape == wanted.shape, label
@@ -115,10 +115,7 @@ def check(attention, tensors, operands, schedule=None, **options):
         naive_error = torch.where(torch.isinf(wanted), 0.0, (naive - wanted).abs())
         # Rounding of one element, and of what it came from (a rounded lse, say): the largest element stands for that.
         largest = scale.max() if scale.numel() else 0.0
-        # Weights are as exact as scores and lse are rounded; gradients come from products with dout of about 1.
-        steps, terms = (16 + exact_lse, 4 + exact_lse) if label.startswith("d ") else (16, 1)
-        rounding = EPSILON[dtype] * (4 * scale + steps * largest + terms)
-        allowed = 2 * naive_error.amax() + rounding if scale.numel() else 0.0
+        allowed = 2 * naive_error.amax() + EPSILON[dtype] * (4 * scale + 16 * largest + 1) if scale.numel() else 0.0
         assert bool((error <= allowed).all()), f"{attention.name}: {label} is off by {error.max().item()}"
 
 

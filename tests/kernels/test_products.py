@@ -1,0 +1,230 @@
+"""What generated code of target `cpu` calls: products with and without oneDNN, and threads that change no bit."""
+
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import weft
+from weft import batch, kv_pos, masks, q_pos, score
+from weft.codegen import products
+
+DOC = weft.tensor("doc", 2, int)
+VARIANTS = {
+    "causal": weft.Attention(mask=masks.causal, name="threads_causal"),
+    "softcap": weft.Attention(5.0 * weft.tanh(score / 5.0), masks.causal, name="threads_softcap"),
+    "documents": weft.Attention(
+        mask=(DOC[batch, q_pos] == DOC[batch, kv_pos]) & masks.causal, name="threads_documents"
+    ),
+    "latent": weft.Attention(mask=masks.causal, latent=weft.Latent(32, 16), name="threads_latent"),
+}
+
+
+def one_dnn_of_this_machine(monkeypatch):
+    """oneDNN's product whoever made the processor; None where torch has none."""
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "_made_by_intel", lambda: False)
+        products.one_dnn_linear.cache_clear()
+        found = products.one_dnn_linear()
+    products.one_dnn_linear.cache_clear()
+    return found
+
+
+@pytest.fixture(params=["torch", "oneDNN"])
+def engine(request, monkeypatch):
+    """Products of tiles by torch's bmm, or by oneDNN."""
+    linear = one_dnn_of_this_machine(monkeypatch) if request.param == "oneDNN" else None
+    if request.param == "oneDNN" and linear is None:
+        pytest.skip("this torch has no oneDNN product to call")
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return linear(*arguments)
+
+    monkeypatch.setattr(products, "one_dnn_linear", lambda: counted if linear else None)
+    return SimpleNamespace(name=request.param, calls=calls)
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads; the old one comes back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def run(name, q_len, kv_len, heads=4, kv_heads=2, batch_rows=2):
+    """out, lse and gradients of a variant of VARIANTS, and those of its definition in float64."""
+    generator = torch.Generator().manual_seed(q_len)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    operands = {}
+    if name == "latent":
+        tensors = [draw(batch_rows, heads, q_len, 40), draw(batch_rows, 1, kv_len, 48)]
+        operands = {"uk": draw(heads, 32, 24), "uv": draw(heads, 32, 20)}
+    else:
+        tensors = [
+            draw(batch_rows, n, length, 32) for n, length in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+        ]
+    if name == "documents":
+        operands = {"doc": torch.arange(max(q_len, kv_len)).repeat(batch_rows, 1) // 90}
+    leaves = [x for x in (*tensors, *operands.values()) if x.requires_grad]
+    out, lse = VARIANTS[name](*tensors, **operands, target="cpu", return_lse=True)
+    dout = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    found = [
+        out,
+        lse,
+        *torch.autograd.grad([out, lse.masked_fill(lse.isinf(), 0.0)], leaves, [dout, torch.ones_like(lse)]),
+    ]
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in operands.items()}
+    exact_out, exact_lse = VARIANTS[name].reference(*(x.double() for x in tensors), **wide, return_lse=True)
+    ones = torch.ones_like(exact_lse)
+    exact = torch.autograd.grad(
+        [exact_out, exact_lse.masked_fill(exact_lse.isinf(), 0.0)], leaves, [dout.double(), ones]
+    )
+    return found, [exact_out, exact_lse, *exact]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(1, 5, 3, 7), (3, 40, 20, 16), (1, 300, 64, 200), (1, 64, 300, 8), (1, 1, 1, 1)], ids=str
+)
+def test_products_and_sums_of_them(engine, shape, dtype):
+    """x of any strides, as tiles of transposed values are; few rows of w go another way."""
+    count, n, k, m = shape
+    x, w = torch.randn(count, k, n, dtype=dtype).mT, torch.randn(count, m, k, dtype=dtype)
+    bias, total = torch.randn(count, m, dtype=dtype), torch.randn(count, n, m, dtype=dtype)
+    exact = x.double() @ w.double().mT
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(products.product(x, w).double(), exact, **close)
+    torch.testing.assert_close(products.product(x, w, bias).double(), exact + bias.double()[:, None], **close)
+    wanted = exact + total.double()
+    products.add_product(total, x, w)
+    torch.testing.assert_close(total.double(), wanted, **close)
+    assert bool(engine.calls) == (
+        engine.name == "oneDNN" and count == 1 and m > products.FEW and dtype == torch.float32
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_by_either_product(engine, name):
+    found, exact = run(name, 400, 530)
+    for got, wanted in zip(found, exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted.double(), rtol=1e-4, atol=1e-4)
+    assert bool(engine.calls) == (engine.name == "oneDNN")
+
+
+@pytest.mark.parametrize(
+    "op", [None, lambda *arguments: torch.zeros(3, 2), lambda x, w: x], ids=["absent", "wrong", "another signature"]
+)
+def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
+    namespace = SimpleNamespace() if op is None else SimpleNamespace(_linear_pointwise=SimpleNamespace(default=op))
+    monkeypatch.setattr(products, "_made_by_intel", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", namespace)
+    products.one_dnn_linear.cache_clear()
+    try:
+        assert products.one_dnn_linear() is None
+        torch.testing.assert_close(
+            products.product(torch.ones(1, 20, 4), torch.ones(1, 30, 4)), torch.full((1, 20, 30), 4.0)
+        )
+    finally:
+        products.one_dnn_linear.cache_clear()
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("lengths", [(600, 600), (70, 900), (30, 30), (1, 500)], ids=str)
+def test_the_number_of_threads_changes_no_bit(threads, name, lengths):
+    """More heads than threads, and fewer: then tiles of queries are divided."""
+    several = []
+    for count in (1, 2, 3, 7):
+        threads(count)
+        several.append(run(name, *lengths, heads=2, kv_heads=1, batch_rows=2)[0])
+    for found in several[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(several[0], found, strict=True))
+
+
+def test_other_threads_keep_their_number(threads):
+    """The threads of the pool have one each; nobody else has, and the number can be set again at any time."""
+    seen = {}
+    for count in (3, 2, 4):
+        threads(count)
+        run("causal", 600, 600)
+        new = threading.Thread(target=lambda: seen.update(new=torch.get_num_threads()))
+        new.start()
+        new.join()
+        products.in_threads(
+            lambda part, *_: seen.update({part[0]: torch.get_num_threads()}), [[0], [1]], by_tiles=False
+        )
+        assert torch.get_num_threads() == count and seen == {"new": count, 0: 1, 1: 1}
+
+
+def test_work_is_divided_evenly_and_none_is_lost(threads):
+    for count in (1, 2, 3, 5):
+        threads(count)
+        for units in (1, 2, 3, 7, 20):
+            done = []
+            products.in_threads(
+                lambda *piece: done.append(piece), [[2 * u, 2 * u + 1] for u in range(units)], by_tiles=True
+            )
+            sizes = [len(part) for part, *_ in done]
+            assert max(sizes) - min(sizes) <= 2 and {ways for *_, ways in done} == {-(-count // min(units, count))}
+            for k in range(done[0][2]):
+                parts = sorted(part for part, first, _ in done if first == k)
+                assert [x for part in parts for x in part] == list(range(2 * units))
+
+
+def test_an_error_in_a_thread_is_the_callers(threads):
+    def fail(*_):
+        raise ZeroDivisionError("in a thread")
+
+    threads(2)
+    with pytest.raises(ZeroDivisionError, match="in a thread"):
+        products.in_threads(fail, [[0], [1]], by_tiles=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system starts processes in another way")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(threads):
+    """As a loader's workers are started: the pool's threads stay behind."""
+    threads(2)
+    wanted = run("causal", 600, 600)[0][0]
+    child = os.fork()
+    if not child:
+        try:
+            done = []
+            products.in_threads(lambda *_: done.append(1), [[0], [1]], by_tiles=False)
+            os._exit(0 if len(done) == 2 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(run("causal", 600, 600)[0][0], wanted)
+
+
+def test_long_documents_cost_what_they_see(monkeypatch):
+    """Twice the tokens in documents of one length: twice the products, whatever lies between."""
+    count = [0]
+    product = products.product
+
+    def counted(x, w, bias=None):
+        count[0] += x.shape[1] * w.shape[1]
+        return product(x, w, bias)
+
+    found = []
+    for length in (8192, 16384):
+        q = torch.randn(1, 1, length, 16)
+        VARIANTS["documents"](q, q, q, doc=torch.arange(length)[None] // 512, target="cpu")
+
+        for module in [m for n, m in sys.modules.items() if n.startswith("weft_generated_threads_documents")]:
+            monkeypatch.setattr(module, "product", counted, raising=False)
+        count[0] = 0
+        VARIANTS["documents"](q, q, q, doc=torch.arange(length)[None] // 512, target="cpu")
+        found.append(count[0])
+    assert 0 < found[0] and 1.9 <= found[1] / found[0] <= 2.1
