@@ -6,6 +6,7 @@
 #   make prove     z3 proves the tiles of masks sound, and explain says of which (a quarter of an hour; JOBS= processes,
 #                  RANDOM= masks besides those of the library)
 #   make bench     benchmarks/attention.py, BENCH="..." for its options
+#   make bench-cpu benchmarks/cpu.py, beside SDPA and FlexAttention         BENCH="..." likewise
 #   make gpu-test  tests that need a GPU, then the benchmark
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
 #   make clean     remove what the words above made, except .venv
@@ -37,7 +38,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test lint format prove fuzz bench gpu-test clean
+.PHONY: demo test lint format prove fuzz bench bench-cpu gpu-test clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -62,6 +63,9 @@ prove: $(READY)
 
 bench: $(READY)
 	$(RUN) benchmarks/attention.py $(BENCH)
+
+bench-cpu: $(READY)
+	$(RUN) benchmarks/cpu.py $(BENCH)
 
 fuzz: $(READY)
 ifdef MUTANTS
