@@ -140,7 +140,9 @@ class FunctionPrinter:
         parts, values = of_positions([value for _, value, _ in found])
         names = "".join(f"{name.name}, " for name, _ in parts)
         texts.append(self._parts(parts))
-        return texts + [self.elementwise(name, value, title, parts=names) for (name, _, title), value in zip(found, values)]
+        return texts + [
+            self.elementwise(name, value, title, parts=names) for (name, _, title), value in zip(found, values)
+        ]
 
     def _parts(self, parts: list[tuple[Symbol, Expr]]) -> str:
         """of_positions: what scores and derivatives compute from positions alone, a tuple."""

@@ -6,7 +6,9 @@ What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward
             backward: `terms.score` of pairs of which some are hidden, cleared later; p, and the gradient dp of it;
             row_lse2 and row_delta of a normalizer that saves lse, shaped to broadcast; under `terms.far` also
             row_shift, the row's maximum, and then row_lse2 is that of scores less this
-  cpu       forward: a class (`define`) whose objects (`init`) add up tiles: `add(scores, values)`, scores [N, keys,
+  cpu       `cut(powers)`, powers of 2 that come to nothing replaced by -inf (see the templates), and `steep`, whether that
+            is worth its time where the score is linear; in a backward `rows.cut` does it where it is
+            forward: a class (`define`) whose objects (`init`) add up tiles: `add(scores, values)`, scores [N, keys,
             queries], which may be overwritten, and values [N, keys, Dv]; `bias`, [N, queries] or None, that a product
             of a linear score is to have; `finish()` -> (sums [N, Dv, queries], what is saved [N, queries]), or None
             for both where no tile was added. With `again`, `hold()` says whether that need not be done again with it.
@@ -181,15 +183,15 @@ class Softmax:
 
     LARGEST = 2.0**60
 
-    def __init__(self, exact=False):
-        self.exact = exact  # whether the reference is always the maximum so far
+    def __init__(self{steep_argument}, exact=False):
+{keep_steep}        self.exact = exact  # whether the reference is always the maximum so far
         self.bias = None  # less the reference, [N, queries], once it stays: {who} adds it to scores
         self.top = self.total = self.weighted = None  # reference and sum of exponentials of each query; sum over values
 
     def add(self, scores, values):
         """One more tile of scores [N, keys, queries] in {unit}, overwritten, and values [N, keys, Dv]."""
         if self.bias is not None:
-            weights = scores{less_reference}.exp2_()
+            weights = {cut}(scores{less_reference}).exp2_()
             self.total.add_(weights.sum(1))
             add_product(self.weighted, values.mT, weights.mT)
             return
@@ -197,7 +199,7 @@ class Softmax:
         if self.top is not None:
             top = torch.maximum(top, self.top)
         reference = top.masked_fill(top == -math.inf, 0.0)  # of a query that saw nothing yet
-        weights = scores.sub_(reference[:, None]){scaled}.exp2_()
+        weights = {cut}(scores.sub_(reference[:, None]){scaled}).exp2_()
         if self.top is None:
             self.total, self.weighted = weights.sum(1), product(values.mT, weights.mT)
         else:
@@ -229,11 +231,17 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
     """A class that weighs and adds up at once."""
     parts = {
         "who": "the product" if terms.linear else "`add`", "unit": "units of log 2", "scaled": "",
+        "steep_argument": "", "keep_steep": "", "cut": "cut",
         "less_reference": "" if terms.linear else ".add_(self.bias[:, None])", "shrink": "self.top - reference",
         "and_what": "and the log of the sum of exponentials",
         "statistics": """mantissa, exponent = torch.frexp(self.total)  # the reference may be far below the maximum
         return mean, (self.top + exponent + mantissa.log2()) * LN_2""",
     }  # fmt: skip
+    if terms.linear:
+        parts |= {
+            "steep_argument": ", steep", "cut": "self.cut",
+            "keep_steep": "        self.cut = cut if steep else lambda powers: powers\n",
+        }  # fmt: skip
     weights = "" if terms.less_lse else ".sub_(log_total[:, None])"
     if terms.far:
         parts |= {
@@ -244,13 +252,14 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
         }  # fmt: skip
         # where roundings are large, a score may come out above the forward's
         weights = ".sub_(shift[:, None]).mul_(LOG2_E).sub_(log_total[:, None]).clamp_(max=0.0)"
+    steep = "steep" if terms.linear else ""
     return Blocks(
         define=_lines(_SOFTMAX_CLASS.format(**parts)),
         # the maximum of scores that lie far from 0 is saved, so that no other will do
-        init="Softmax(exact=True)" if terms.far else "Softmax()",
-        again="" if terms.far else "Softmax(exact=True)",
+        init="Softmax(exact=True)" if terms.far else f"Softmax({steep})",
+        again="" if terms.far else f"Softmax({steep}, exact=True)" if steep else "Softmax(exact=True)",
         in_one_piece=_softmax_in_one_piece(terms),
-        backward_weight=f"weights = {terms.score}{weights}.exp2_()",
+        backward_weight=f"weights = {'rows.cut' if terms.linear else 'cut'}({terms.score}{weights}).exp2_()",
         backward_score="dscore = product(values, douts, minus_delta).mul_(weights)",
     )
 
@@ -266,10 +275,12 @@ def _softmax_in_one_piece(terms: Terms) -> str:
     saved = "torch.add(total.log_().view(lse.shape), top.view(lse.shape), alpha=LN_2, out=lse)"
     if terms.far:
         saved = "torch.stack([top.view(out.shape[:3]), total.log_().view(out.shape[:3])], out=lse)"
+    powers = f"logits.sub_(reference){scaled}"
+    powers = powers if terms.linear else f"cut({powers})"
     return _lines(f"""
         top = logits.amax(-1, keepdim=True)
         reference = {reference.strip()}
-        weights = logits.sub_(reference){scaled}.exp2_()
+        weights = {powers}.exp2_()
         total = weights.sum(-1, keepdim=True)
         weights.div_({divisor.split("  #")[0].strip()})
         values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)

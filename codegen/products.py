@@ -1,8 +1,8 @@
 """What generated code of target `cpu` calls: matrix products of tiles, and the threads that share the work.
 
 Products are those of torch, but for two things. Tiles of one head may go to oneDNN, which is about twice as fast as
-MKL on processors that are not Intel's. And threads divide heads among them, with one thread inside each product: a
-tile is too small to be divided well, and what it comes to must not depend on how many threads there are.
+MKL on processors that are not Intel's. And threads divide heads among them: the product of one tile is too small to be
+divided well.
 """
 
 from __future__ import annotations
@@ -68,21 +68,34 @@ def _made_by_intel() -> bool:
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
-def in_threads(work: Callable[[list[Any], int, int], None], units: Sequence[Sequence[Any]], *, by_tiles: bool) -> None:
-    """Divide units of work among as many threads as torch has, each with one thread inside its products.
+MOST_THREADS = 2  # of Python: each waits for the others between any two calls of torch; four are slower than two
 
-    work(parts of units, k, n): compute these parts; of their query tiles, from the k-th on every n-th.
-    by_tiles: whether the query tiles of a unit may be divided too. What is computed, and in which order, is the same
-    for any number of threads.
+
+def heads_at_once(heads: int) -> int:
+    """How many heads of a longer call are computed together: one for each thread of torch, where there are so many.
+
+    torch then divides each step by heads. With fewer heads they are computed one by one, and `in_threads` divides them.
     """
     threads = torch.get_num_threads()
-    pieces = _pieces(units, threads, by_tiles)
-    if threads == 1:
-        for piece in pieces:
-            work(*piece)
+    if heads < threads or (threads <= MOST_THREADS and one_dnn_linear()):  # which takes one product at a time
+        return 1
+    return threads
+
+
+def in_threads(
+    work: Callable[[list[Any], int, int], None], units: Sequence[Sequence[Any]], at_once: int, *, by_tiles: bool
+) -> None:
+    """Do all units of work; where heads are computed one by one, in threads with one thread inside of products each.
+
+    work(parts of units, k, n): compute these parts; of their query tiles, from the k-th on every n-th.
+    by_tiles: whether the query tiles of a unit may be divided too.
+    """
+    threads = min(MOST_THREADS, torch.get_num_threads())
+    if threads == 1 or at_once > 1:
+        work([part for unit in units for part in unit], 0, 1)
         return
     pool = _pools.of(threads)
-    for done in [pool.submit(_quietly, work, *piece) for piece in pieces]:
+    for done in [pool.submit(_quietly, work, *piece) for piece in _pieces(units, threads, by_tiles)]:
         done.result()
 
 

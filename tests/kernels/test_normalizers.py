@@ -44,7 +44,7 @@ def sigmoid_of_triton(terms: Terms) -> Blocks:
     )
 
 
-CLASS = '''
+CLASS = """
 class Weighted:
     bias = weighted = None
 
@@ -55,7 +55,7 @@ class Weighted:
 
     def finish(self):
         return self.weighted, None
-'''
+"""
 
 
 def on_cpu(weigh: str, slope: str) -> texts.Texts:
