@@ -6,8 +6,8 @@ What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward
             backward: `terms.score` of pairs of which some are hidden, cleared later; p, and the gradient dp of it;
             row_lse2 and row_delta of a normalizer that saves lse, shaped to broadcast; under `terms.far` also
             row_shift, the row's maximum, and then row_lse2 is that of scores less this
-  cpu       `cut(powers)`, powers of 2 that come to nothing replaced by -inf (see the templates), and `steep`, whether that
-            is worth its time where the score is linear; in a backward `rows.cut` does it where it is
+  cpu       `cut(powers)`, powers of 2 that come to nothing replaced by -inf (see the templates), and `steep`, whether
+            that is worth its time where the score is linear; in a backward `rows.cut` does it where it is
             forward: a class (`define`) whose objects (`init`) add up tiles: `add(scores, values)`, scores [N, keys,
             queries], which may be overwritten, and values [N, keys, Dv]; `bias`, [N, queries] or None, that a product
             of a linear score is to have; `finish()` -> (sums [N, Dv, queries], what is saved [N, queries]), or None

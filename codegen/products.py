@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,7 +105,7 @@ def _pieces(units: Sequence[Sequence[Any]], threads: int, by_tiles: bool) -> lis
     runs = min(threads, len(units))
     ways = -(-threads // runs) if by_tiles and len(units) < threads else 1
     ends = [round(len(units) * i / runs) for i in range(runs + 1)]
-    parts = [[part for unit in units[a:b] for part in unit] for a, b in zip(ends, ends[1:])]
+    parts = [[part for unit in units[a:b] for part in unit] for a, b in pairwise(ends)]
     return [(part, k, ways) for part in parts for k in range(ways)]
 
 
