@@ -121,7 +121,8 @@ class _Pools:
         self.forget()
 
     def forget(self) -> None:
-        self._lock, self._size, self._pool = threading.Lock(), 0, None
+        self._lock, self._size = threading.Lock(), 0
+        self._pool: ThreadPoolExecutor | None = None
 
     def of(self, threads: int) -> ThreadPoolExecutor:
         with self._lock:

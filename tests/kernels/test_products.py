@@ -175,7 +175,10 @@ def test_work_is_divided_evenly_and_none_is_lost(threads):
         for units in (1, 2, 3, 7, 20):
             done = []
             products.in_threads(
-                lambda *piece, done=done: done.append(piece), [[2 * u, 2 * u + 1] for u in range(units)], 1, by_tiles=True
+                lambda *piece, done=done: done.append(piece),
+                [[2 * u, 2 * u + 1] for u in range(units)],
+                1,
+                by_tiles=True,
             )
             sizes = [len(part) for part, *_ in done]
             used = min(count, products.MOST_THREADS)
