@@ -387,6 +387,7 @@ def plan(
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
     if any(code.target == "interpret" for code in codes):
         notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
+    notes = (*notes, *_computed_whole(facts, r.forward))
     if isinstance(options.get("q_offset"), Tensor):
         notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
     if facts.traits.pair_bytes:
@@ -453,6 +454,16 @@ def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[i
             raise WeftError(f"{attention.name}: the mask cannot be computed for these operands: {error}") from error
         seen += int(mask.sum())
     return seen
+
+
+def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
+    """Which forwards have no tiles on a CPU."""
+    if found.code.target != "cpu":
+        return ()
+    context = found.target.context(found.code, facts)
+    seen = "all keys, or all up to its own," if context["causal"] else "all keys"
+    whole = f"a forward in which every query sees {seen} is torch's own kernel, where that is the faster one"
+    return (whole,) if context["whole"] else ()
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import Direction, Signature
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.errors import WeftError
+from ...ir.expr import call, symbol
+from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
 from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
@@ -66,10 +68,18 @@ class CpuTarget:
         """What the mask depends on decides which chunks share their tiles."""
         open_mask, read = not facts.kv_bounds.closed_form, symbols(facts.attention.folded_mask)
         by_head = read & {"head", "kv_head"} or facts.bounds_differ_by_head
+        mask = facts.attention.folded_mask
+        uniform = facts.linear_scale is not None and is_uniform(facts.linear_scale)
         return {
+            "whole": uniform
+            and not open_mask
+            and not by_head
+            and "batch" not in read
+            and facts.attention.weighs == SOFTMAX,
+            "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
             "per_head_bounds": facts.bounds_differ_by_head,
-            "uniform": facts.linear_scale is not None and is_uniform(facts.linear_scale),
+            "uniform": uniform,
             "mask_of": "heads" if by_head else "rows" if "batch" in read else "all",
             "whole_rows": code.signature.direction == "backward" and bool(code.signature.widths.rope_dim),
         }

@@ -242,15 +242,14 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     """The allowance for roundings inside of kernels, for each result."""
     call = built.call
     eps = EPS["float64" if call.dtype == "float64" else "float32"]
-    # kernels of GPUs round weights, and their gradients, to the operands' dtype before they multiply
-    product_eps = EPS[call.dtype] if call.target != "cpu" or built.variant.latent is not None else eps
+    product_eps = EPS[call.dtype]  # kernels round weights, and their gradients, to the operands' dtype
     p = dense.weights.detach()
     coarse = rounds_keys(built) or precision_of(call) is FAST_TANH
     off = _off(dense, eps, call, COARSEST if coarse else HOPELESS)
     terms = max(call.q_len * (call.heads // call.kv_heads), call.kv_len)  # a sum of equal ones drifts
     share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off.expm1() + (p * off.expm1()).sum(-1, keepdim=True))
-    # kernels of GPUs take what is smaller than the normal numbers for 0
-    tiny = 0.0 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
+    # kernels take what comes near the smallest normal numbers for 0
+    tiny = 2.0**-120 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
     out = share @ value + _of_projected_values(built, dense, eps)

@@ -36,6 +36,9 @@ def one_dnn_of_this_machine(monkeypatch):
 @pytest.fixture(params=["torch", "oneDNN"])
 def engine(request, monkeypatch):
     """Products of tiles by torch's bmm, or by oneDNN."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("weft_generated_"):
+            monkeypatch.setattr(module, "whole_attention", lambda: None, raising=False)
     linear = one_dnn_of_this_machine(monkeypatch) if request.param == "oneDNN" else None
     if request.param == "oneDNN" and linear is None:
         pytest.skip("this torch has no oneDNN product to call")
@@ -136,6 +139,87 @@ def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
         )
     finally:
         products.one_dnn_linear.cache_clear()
+
+
+# -- torch's own attention ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def attended(monkeypatch):
+    """Calls of torch's attention; skips where there is none to call."""
+    own, calls = products.whole_attention(), []
+    if own is None:
+        pytest.skip("torch's own attention is not there, or not the faster one")
+
+    def counted(*arguments, **options):
+        calls.append((arguments, options))
+        return own(*arguments, **options)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("weft_generated_"):
+            monkeypatch.setattr(module, "whole_attention", lambda: counted, raising=False)
+    monkeypatch.setattr(products, "whole_attention", lambda: counted)
+    return calls
+
+
+SCALED = weft.Attention(mask=(kv_pos <= q_pos) & (q_pos - kv_pos < 50), scale=0.3, name="whole_window")
+PLAIN = weft.Attention(mask=masks.causal, name="whole_causal")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("variant", "q_len", "kv_len", "options", "whole"),
+    [
+        (PLAIN, 70, 70, {}, True), (PLAIN, 1, 300, {}, True), (PLAIN, 3, 300, {"q_offset": 299}, True),
+        (PLAIN, 70, 71, {}, False), (PLAIN, 70, 70, {"q_offset": 1}, False), (PLAIN, 3, 300, {}, False),
+        (SCALED, 1, 40, {}, True), (SCALED, 1, 60, {}, False), (SCALED, 40, 40, {}, False),
+    ],
+)  # fmt: skip
+def test_calls_that_torch_computes_as_they_are(attended, variant, q_len, kv_len, options, whole, dtype):
+    """Every query sees every key, or causal from the first position on; grouped heads, a scale of its own."""
+    q, k, v = (torch.randn(2, h, n, 16).to(dtype).requires_grad_() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
+    out, lse = variant(q, k, v, target="cpu", return_lse=True, **options)
+    assert bool(attended) == whole
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact, exact_lse = variant.reference(*wide, return_lse=True, **options)
+    error = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(out.double(), exact, rtol=error, atol=error)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-3 if dtype.itemsize == 2 else error, atol=1e-3)
+    dout = torch.randn_like(exact)
+    grads = torch.autograd.grad(out, (q, k, v), dout.to(dtype))
+    for got, wanted in zip(grads, torch.autograd.grad(exact, wide, dout), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=2 * error, atol=2 * error)
+
+
+def test_other_widths_scores_and_masks_have_tiles(attended):
+    q, k, v = torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 24)
+    by_head = weft.Attention(score * (1.0 + weft.head), masks.causal, name="whole_by_head")
+    for variant, value in ((PLAIN, v), (by_head, k), (VARIANTS["softcap"], k)):
+        exact = variant.reference(q.double(), k.double(), value.double())
+        torch.testing.assert_close(variant(q, k, value, target="cpu").double(), exact, rtol=1e-5, atol=1e-5)
+    assert not attended
+
+
+def test_a_plan_says_what_torch_computes():
+    sizes = weft.shape(heads=2, q_len=64, head_dim=16, dtype="fp32")
+    words = "every query sees all keys, or all up to its own, is torch's own kernel"
+    assert words in PLAIN.explain(sizes, target="cpu", device="cpu")
+    assert "torch's own kernel" not in VARIANTS["softcap"].explain(sizes, target="cpu", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "op", [None, lambda *arguments, **options: (torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2)), lambda query: query],
+    ids=["absent", "wrong", "another signature"],
+)  # fmt: skip
+def test_torchs_attention_is_tried_before_it_is_used(monkeypatch, op):
+    namespace = SimpleNamespace()
+    if op is not None:
+        namespace._scaled_dot_product_flash_attention_for_cpu = SimpleNamespace(default=op)
+    monkeypatch.setattr(products, "one_dnn_linear", lambda: None)
+    monkeypatch.setattr(torch.ops, "aten", namespace)
+    products.whole_attention.cache_clear()
+    try:
+        assert products.whole_attention() is None
+    finally:
+        products.whole_attention.cache_clear()
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
