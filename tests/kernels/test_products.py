@@ -189,6 +189,17 @@ def test_calls_that_torch_computes_as_they_are(attended, variant, q_len, kv_len,
         torch.testing.assert_close(got.double(), wanted, rtol=2 * error, atol=2 * error)
 
 
+@pytest.mark.parametrize(("scale", "whole"), [(0.5, True), (0.0, False), (-1.5, False)])
+def test_a_scale_that_is_not_positive(attended, scale, whole):
+    """torch hides a score before it scales it: -inf times such a scale would be NaN, or inf."""
+    x = weft.scalar("x", float)
+    variant = weft.Attention(mask=masks.causal, scale=x, name="whole_scaled")
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    exact = variant.reference(q.double(), k.double(), v.double(), x=scale)
+    torch.testing.assert_close(variant(q, k, v, x=scale, target="cpu").double(), exact, rtol=1e-5, atol=1e-5)
+    assert bool(attended) == whole
+
+
 def test_other_widths_scores_and_masks_have_tiles(attended):
     q, k, v = torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 24)
     by_head = weft.Attention(score * (1.0 + weft.head), masks.causal, name="whole_by_head")
