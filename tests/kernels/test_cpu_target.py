@@ -203,6 +203,17 @@ def test_infinite_scores_hide_as_a_mask_does():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_a_score_of_minus_infinity_that_is_a_factor_hides_without_a_mask():
+    """Its slope is infinite too, and meets a weight of 0."""
+    pair, shown = weft.tensor("pair", 2), weft.tensor("shown", 1, bool)
+    attention = weft.Attention(score=pair[q_pos, kv_pos] * weft.where(shown[0], score, 0.05), name="factor")
+    operands = {"pair": torch.eye(6).log().clamp(max=0.0).roll(1, 0), "shown": torch.tensor([False])}
+    tensors = [t.requires_grad_() for t in inputs(6, 6, torch.float32)]
+    out = attention(*tensors, target="cpu", **operands)
+    gradients = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert bool(out.isfinite().all()) and all(bool(g.isfinite().all()) for g in gradients)
+
+
 @pytest.mark.parametrize("name", ["causal", "softcap", "alibi", "head_windows"])
 def test_nan_stays_in_its_batch_row(name):
     attention, needs = VARIANTS[name]
