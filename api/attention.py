@@ -72,7 +72,7 @@ class Attention(Declaration):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
         q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
-        deterministic: bool = True, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
+        deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
     ) -> Tensor: ...  # fmt: skip
@@ -80,7 +80,7 @@ class Attention(Declaration):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
         q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
-        deterministic: bool = True, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
+        deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -88,7 +88,7 @@ class Attention(Declaration):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
         q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
-        deterministic: bool = True, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
+        deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
     ) -> Result: ...  # fmt: skip
@@ -102,7 +102,7 @@ class Attention(Declaration):
         q_offset: int | Tensor | None = None,
         target: str | None = None,
         schedule: str | Schedule | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         uk: Tensor | None = None,
         uv: Tensor | None = None,
         form: Form | None = None,
@@ -126,7 +126,7 @@ class Attention(Declaration):
           0 .. T - 1 where operands are indexed by q_pos); T - L where not given.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
         schedule: "flash", "streaming", "standard", or a Schedule or its text.
-        deterministic: accepted for either value; every kernel's result is bitwise repeatable.
+        deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set.
         form: "expanded" or "absorbed", for latent attention.
 
         A row that sees no key gives 0 and lse -inf, with zero gradients. Raises WeftError for operands that do not
@@ -139,17 +139,20 @@ class Attention(Declaration):
                          block_table=block_table)  # fmt: skip
         if return_lse is not False:
             self._check_lse(return_lse)
-        if deterministic is not True:
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        else:
             validate.check_flag(str(self.name), "deterministic", deterministic)
         if self._unread:
             operands = self._read(operands)
         if self.latent is not None:
-            return self._latent(query, key, value, uk, uv, form, return_lse, q_offset, target, schedule, operands)
+            tail = (return_lse, q_offset, target, schedule, deterministic, operands)
+            return self._latent(query, key, value, uk, uv, form, tail)
         if uk is not None or uv is not None or form is not None:
             validate.check_no_latent(self, uk, uv, form)
         if torch.compiler.is_compiling() or may_autocast():
             query, key, value = _autocast(query, key, value)
-        return self._run(query, key, value, None, return_lse, q_offset, target, schedule, operands)
+        return self._run(query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands)
 
     def _refuse(self, **options: Tensor | None) -> NoReturn:
         names = [name for name, option in options.items() if option is not None]
@@ -164,14 +167,14 @@ class Attention(Declaration):
 
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
-        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, operands: Mapping[str, Any],
-        head_dim: int | None = None,
+        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool,
+        operands: Mapping[str, Any], head_dim: int | None = None,
     ) -> Result:  # fmt: skip
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
             validate.check_target(str(self.name), target)
         if torch.compiler.is_compiling():
-            out, lse = self._traced(query, key, value, rope, q_offset, target, text, operands, head_dim)
+            out, lse = self._traced(query, key, value, rope, q_offset, target, text, deterministic, operands, head_dim)
             return (out, self._lse(lse)) if return_lse else out
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and (value is None or isinstance(value, Tensor))
         if (
@@ -202,7 +205,7 @@ class Attention(Declaration):
                 given[name] = validate.as_number(given[name], kind)
         call = Call(
             query, key, value, rope, given, dense_offset(q_offset),
-            options_of(default_target() if target is None else target, text), head_dim or query.shape[3],
+            options_of(default_target() if target is None else target, text, deterministic), head_dim or query.shape[3],
         )  # fmt: skip
         try:
             found = ops.run(self._variant, call)
@@ -228,7 +231,8 @@ class Attention(Declaration):
 
     def _traced(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
-        target: str | None, schedule: str | None, operands: Mapping[str, Any], head_dim: int | None,
+        target: str | None, schedule: str | None, deterministic: bool, operands: Mapping[str, Any],
+        head_dim: int | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
         if self.latent is None:
@@ -258,15 +262,17 @@ class Attention(Declaration):
         number, per_row = (0, offset) if isinstance(offset, Tensor) else (offset, None)
         return ops.FORWARD(
             query, key, value, rope, tensors, floats, ints, number, per_row, head_dim or query.shape[3],
-            self.canonical_text, options_text(traced_target() if target is None else target, schedule),
+            self.canonical_text, options_text(traced_target() if target is None else target, schedule, deterministic),
         )  # fmt: skip
 
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
-        form: Form | None, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
-        schedule: str | Schedule | None, operands: Mapping[str, Any],
+        form: Form | None, tail: tuple[Any, ...],
     ) -> Result:  # fmt: skip
-        """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders."""
+        """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders.
+
+        tail: the options and operands of `_run`, from return_lse on.
+        """
         assert self.latent is not None
         if value is not None:
             raise WeftError(
@@ -277,7 +283,7 @@ class Attention(Declaration):
             uk, uv = _autocast(uk, uv)
         validate.check_latent(self, query, cache, uk, uv)
         rank, rope_dim = self.latent.rank, self.latent.rope
-        tail = (return_lse, q_offset, target, schedule, operands)
+        return_lse, *_, operands = tail
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")

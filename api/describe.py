@@ -200,16 +200,22 @@ def _request(
     _check_read(attention, _ranges_of(sizes, options.get("q_offset")), options)
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
     target = default_target() if target is None else target
+    asked = options.get("deterministic")
+    repeats = torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
     def resolved(direction: Direction, wanted: frozenset[str]) -> driver.Resolved:
         dtypes = Dtypes.all(sizes.dtype)
-        signature = Signature(direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted)  # type: ignore[arg-type]
+        signature = Signature(
+            direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,  # type: ignore[arg-type]
+            deterministic=direction == "backward" and repeats,
+        )  # fmt: skip
         return driver.resolve(attention, signature, machine, target, schedule)
 
     forward = resolved("forward", frozenset())
     if widths.value_is_key:
         return _Request(sizes, head_dim, machine, forward, None, (*forward.notes, _NO_BACKWARD))
-    backward = resolved("backward", _everything(attention, widths))
+    given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
+    backward = resolved("backward", _everything(attention, widths) - given)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
     return _Request(sizes, head_dim, machine, forward, backward, notes)
 

@@ -121,7 +121,7 @@ def described(
     if problems:
         raise collected(name, problems)
     for flag in ("return_lse", "deterministic"):
-        if flag in extra and flag in given:
+        if flag in extra and given.get(flag) is not None:
             check_flag(name, flag, given[flag])
     if given.get("q_offset") is not None:
         given["q_offset"] = as_number(given["q_offset"], int)

@@ -136,14 +136,17 @@ def described(meta: Mapping[str, Any]) -> Callable[[Any], list[object]]:
     return arguments
 
 
-def descriptor(box: Any, rows: int) -> Any:
-    """The tensor descriptor that Triton compiles for, with boxes of `rows` rows, of what a launch hands over."""
+def descriptor(box: Any, block: Sequence[int]) -> Any:
+    """The tensor descriptor that Triton compiles for, of tiles of these sizes, of what a launch hands over."""
     from triton.experimental.gluon import language as gl  # lazy: only the hopper target wants Gluon
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, 1, rows, box.shape[3]]
-    dtype = gl.bfloat16 if box.base.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(box.base, box.shape, box.strides, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+    if box.base.dtype == torch.float32:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+    else:
+        dtype = gl.bfloat16 if box.base.dtype == torch.bfloat16 else gl.float16
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    return TensorDescriptor(box.base, box.shape, box.strides, list(block), layout)
 
 
 _counters: dict[tuple[int, int], torch.Tensor] = {}  # (device, stream) -> int32 tensor of one zero

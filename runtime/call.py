@@ -62,7 +62,7 @@ class Options:
 
     target: str | None = None  # None: the best that can
     schedule: str | None = None  # None, the name of an algorithm, or the text of a Schedule
-    deterministic: bool = True  # every kernel is bitwise repeatable, so that either value gives the same
+    deterministic: bool = False  # gradients must be bitwise repeatable
     return_lse: bool = False
     form: Literal["expanded", "absorbed"] | None = None  # of latent attention; None: by cost
     seed: int | Tensor | None = None  # of dropout, which no target has yet
@@ -71,28 +71,28 @@ class Options:
     @property
     def text(self) -> str:
         """The part that ops carry: `target=cpu;schedule=flash`; "" where all is as by default."""
-        return options_text(self.target, self.schedule)
+        return options_text(self.target, self.schedule, self.deterministic)
 
 
-def options_text(target: str | None, schedule: str | None) -> str:
+def options_text(target: str | None, schedule: str | None, deterministic: bool = False) -> str:
     """A separator in either would be read as another option: neither has one where it means anything."""
-    parts = [("target", target), ("schedule", schedule)]
+    parts = [("target", target), ("schedule", schedule), ("deterministic", "yes" if deterministic else None)]
     return ";".join(f"{name}={value.replace(';', ',')}" for name, value in parts if value)
 
 
 @lru_cache(maxsize=256)
-def options_of(target: str | None, schedule: str | None) -> Options:
+def options_of(target: str | None, schedule: str | None, deterministic: bool = False) -> Options:
     """The same object for the same options, so that a repeated call makes none."""
-    return Options(target, schedule)
+    return Options(target, schedule, deterministic)
 
 
 @lru_cache(maxsize=256)
 def parse_options(text: str) -> Options:
     """Read back `Options.text`."""
     given = dict(part.partition("=")[::2] for part in text.split(";") if part)
-    if not given.keys() <= {"target", "schedule"}:
+    if not given.keys() <= {"target", "schedule", "deterministic"}:
         raise WeftError(f"options: expected text like 'target=cpu;schedule=flash', got {text!r}")
-    return options_of(given.get("target"), given.get("schedule"))
+    return options_of(given.get("target"), given.get("schedule"), "deterministic" in given)
 
 
 # -- the call --------------------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def _target(
 ) -> tuple[Target, tuple[str, ...]]:
     """The target of such calls and notes for `explain`."""
     written = _written_target(given, facts, signature)
-    if name is not None and written is not None and written != name and _has(name, given, facts, signature):
+    binding = name is not None and not (signature.direction == "backward" and target_named(name).partial)
+    if binding and written is not None and written != name and _has(name, given, facts, signature):  # type: ignore[arg-type]
         raise WeftError(f"schedule: it is for target {written}, the call's target is {name}; pass target={written!r}")
     name = written or name
     if name is not None:
@@ -108,7 +109,7 @@ def _target(
         reason = why_not(wanted, given.algorithm, signature, facts)
         if reason is None:
             return wanted, ()
-        if signature.direction == "forward" or _has(name, given, facts, signature):
+        if signature.direction == "forward" or (binding and _has(name, given, facts, signature)):
             raise UnavailableError(f"target {reason}")
     notes: list[str] = []
     for target in targets():
@@ -136,7 +137,8 @@ def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
     """The target that a schedule's text names for kernels of this direction."""
     for target in targets():
-        names = {k.name for k in target.kernels(given.algorithm, signature.direction, facts, signature.wanted)}
+        kernels = target.kernels(given.algorithm, signature.direction, facts, signature.wanted)
+        names = {k.name for k in kernels if not k.follows}
         if any(choice.target == target.name and kernel in names for kernel, choice in given.kernels.items()):
             return target.name
     return None
@@ -170,7 +172,7 @@ def _schedule(
 ) -> Schedule:  # fmt: skip
     choices: dict[str, Choice] = {}
     for kernel in kernels:
-        if kernel.name in SPANS:
+        if kernel.name in SPANS or kernel.follows:
             continue
         choice = given.kernels.get(kernel.name)
         if choice is None:
@@ -186,6 +188,11 @@ def _schedule(
             )
         target.check(kernel, choice.form, signature, hardware, facts)
         choices[kernel.name] = choice
+    for kernel in kernels:
+        if kernel.follows and kernel.name in given.kernels:
+            raise WeftError(
+                f"schedule: {kernel.name} of target {target.name} has the form of {kernel.follows}: leave it out"
+            )
     _check_names(given, facts)
     return Schedule(given.algorithm, choices)
 
@@ -195,7 +202,7 @@ def _check_names(given: Schedule, facts: Facts) -> None:
     everything = frozenset({"query", "key", "value", "rope"})
     known = {
         k.name for target in targets() for direction in ("forward", "backward")
-        for k in target.kernels(given.algorithm, direction, facts, everything) if k.name not in SPANS
+        for k in target.kernels(given.algorithm, direction, facts, everything) if k.name not in SPANS and not k.follows
     }  # fmt: skip
     unknown = [name for name in given.kernels if name not in known]
     if unknown:

@@ -223,6 +223,7 @@ class Variant:
             widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
             offset="per_row" if isinstance(call.q_offset, Tensor) else "number",
             wanted=wanted,
+            deterministic=direction == "backward" and call.options.deterministic,
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
         )
 
@@ -233,7 +234,7 @@ def key_of(call: Call) -> tuple[object, ...]:
     offset = call.sequences.q_offset
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
-        type(offset), options.target, options.schedule,
+        type(offset), options.target, options.schedule, options.deterministic,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())

@@ -32,6 +32,7 @@ FORM = CpuForm(256, 256)  # measured: smaller tiles are slower products, of larg
 class CpuTarget:
     name = measured_by = "cpu"
     by_name_only = False
+    partial = False
     language = TORCH_LANGUAGE
     family = "cpu"
 

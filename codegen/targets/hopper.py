@@ -1,4 +1,4 @@
-"""Target `hopper`: Gluon kernels for sm_90, persistent and warp-specialised: the forward of schedule flash."""
+"""Target `hopper`: Gluon kernels for sm_90, warp-specialised: schedule flash, its backward in one pass."""
 
 from __future__ import annotations
 
@@ -14,48 +14,63 @@ from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.forms import Form, HopperForm
+from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, Tiling
 from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import FLASH, SPANS, Algorithm, Kernel, with_measuring
+from ...compiler.planning.kernels import (
+    FLASH,
+    HOPPER_BACKWARD,
+    HOPPER_STATISTICS,
+    ROUND_DQUERY,
+    SPANS,
+    Algorithm,
+    Kernel,
+    with_measuring,
+)
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import for_heads
 from ...compiler.planning.signature import Direction, Signature
-from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition
+from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.errors import WeftError
-from ..binding import Binding
+from ...ir.expr import Call, Const, Expr, Load, Symbol
+from ...ir.reference import evaluate
+from ...ir.walk import nodes
+from ..binding import Binding, rows_of
 from ..functions import GLUON_LANGUAGE
 from ..loader import load
 from ..normalizers import softmax_only
 from .triton import has_triton
-from .triton_launcher import Mode, TritonLauncher
-
-if TYPE_CHECKING:
-    pass
+from .triton_launcher import Mode, TritonLauncher, flat_place, spans_of, tiles_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 WIDTHS = (64, 128)
 _ROWS = 64  # of a consumer
+PARTS = 2  # of a query tile's dQ, one a consumer of the backward
+_LINE = 128  # floats of a line of a part
 
 
 class HopperTarget:
     name = "hopper"
     measured_by = "triton"
     by_name_only = False
+    partial = True
     language = GLUON_LANGUAGE
     family = "hopper"
 
     def kernels(
         self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
     ) -> Sequence[Kernel]:
-        if algorithm != "flash" or direction != "forward":
+        if algorithm != "flash":
             return []
+        kernels = FLASH[:1]
+        if direction == "backward":
+            kernels = (HOPPER_STATISTICS, HOPPER_BACKWARD, *([ROUND_DQUERY] if "query" in wanted else []))
         measured = facts.traits.measured
-        return FLASH[:1] if measured is None else with_measuring(FLASH[:1], measured)
+        return kernels if measured is None else with_measuring(kernels, measured)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
-        """Why it has no kernels of an algorithm or direction."""
-        return "hopper: has the forward of schedule flash only"
+        """Why it has no kernels of an algorithm."""
+        return "hopper: has schedule flash only"
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         widths = signature.widths
@@ -75,15 +90,13 @@ class HopperTarget:
             return f"hopper: needs D = Dv = 64 or 128, got D {widths.head_dim}, Dv {widths.value_dim}"
         if signature.offset == "per_row":
             return "hopper: a q_offset for each batch row is computed by the triton target"
-        return None
+        return _no_backward(signature) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
         assert call.value is not None
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-            # a stride in a dimension of one entry leads nowhere: Box gives another in its place
-            strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
-            if any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides))):
+            if not _is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
                     "accelerator"
@@ -91,50 +104,108 @@ class HopperTarget:
         return None
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
-        best = best_form(signature.widths.head_dim, facts)
+        best: HopperForm | HopperBackwardForm = best_form(signature.widths.head_dim, facts)
+        if kernel.direction == "backward":
+            best = best_backward_form(signature.widths.head_dim)
         others = [
-            form for form in best.neighbours() if form != best and self._why_not(form, signature, hardware) is None
-        ]
+            form for form in best.neighbours()
+            if form != best and self._why_not(kernel, form, signature, hardware) is None
+        ]  # fmt: skip
         return [best, *others]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
-        if not isinstance(form, HopperForm):
+        best = self.forms(kernel, signature, hardware, facts)[0]
+        if type(form) is not type(best):
+            buffers = "" if kernel.direction == "backward" else "q<query buffers>"
             raise WeftError(
-                f"schedule: {kernel.name} {form}: expected a form like {best_form(signature.widths.head_dim, facts)} "
-                "for target hopper (<queries>x<keys>s<stages>q<query buffers> and its switches)"
+                f"schedule: {kernel.name} {form}: expected a form like {best} "
+                f"for target hopper (<queries>x<keys>s<stages>{buffers} and its switches)"
             )
-        reason = self._why_not(form, signature, hardware)
+        reason = self._why_not(kernel, form, signature, hardware)
         if reason is not None:
             raise WeftError(f"schedule: {kernel.name} {form}: {reason}")
 
-    def _why_not(self, form: HopperForm, signature: Signature, hardware: Hardware) -> str | None:
+    def _why_not(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware) -> str | None:
         width = signature.widths.head_dim
-        if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
-            return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
-        if form.query_buffers not in (1, 2):
-            return "expected 1 or 2 query buffers"
-        if form.consumers == 3 and width > 64:
-            return "three consumers have too few registers for D 128"
+        reason = _no_backward_form(form, width) if isinstance(form, HopperBackwardForm) else _no_form(form, width)
+        if reason is not None:
+            return reason
         sizes = Shape(1, 1, 1, 1, 1, width, width, signature.dtype)
-        needed = sram_bytes(FLASH[0], form, sizes, hardware, for_heads(width, width))
+        needed = sram_bytes(kernel, form, sizes, hardware, for_heads(width, width))
         if needed + 2048 > hardware.sram_per_block:  # barriers and cards
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
 
     def template(self, code: CodePlan) -> str:
-        return "hopper/flash_forward.py.jinja"
+        return f"hopper/flash_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        form = code.form("flash_forward")
-        assert isinstance(form, HopperForm)
         widths = {"head_dim": code.signature.widths.head_dim, "loads_at_positions": facts.loads_at_positions}
-        return {"config": asdict(form) | widths}
+        if code.signature.direction == "forward":
+            return {"config": asdict(_forward_form(code)) | widths}
+        form = _backward_form(code)
+        part = {"part_columns": part_columns(form, widths["head_dim"]), "parts": PARTS, "consumers": PARTS}
+        part |= {"statistics": statistics_of_a_row(facts)}
+        scale = facts.linear_scale
+        return {
+            "config": asdict(form) | widths | part,
+            "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
+            "factor_at_end": scale is not None and not _differs_by_head(scale),
+            "slopes_finite": False,
+        }
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
-        return HopperLauncher(modules, code, facts, device.index or 0, False)
+        kind = HopperForwardLauncher if code.signature.direction == "forward" else HopperBackwardLauncher
+        return kind(modules, code, facts, device.index or 0, False)
+
+
+def _no_backward(signature: Signature) -> str | None:
+    """Why it cannot compute these gradients."""
+    if signature.deterministic:
+        return "hopper: gradients that repeat bit for bit are computed by the triton target"
+    operands = sorted(signature.wanted - {"query", "key", "value"})
+    if operands:
+        return f"hopper: gradients of operands ({', '.join(operands)}) are computed by the triton target"
+    return None
+
+
+def _no_form(form: Form, width: int) -> str | None:
+    """Why a forward cannot have this form."""
+    assert isinstance(form, HopperForm)
+    if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
+        return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
+    if form.query_buffers not in (1, 2):
+        return "expected 1 or 2 query buffers"
+    if form.consumers == 3 and width > 64:
+        return "three consumers have too few registers for D 128"
+    return None
+
+
+def _no_backward_form(form: HopperBackwardForm, width: int) -> str | None:
+    if form.block_kv != 128 or form.block_q not in (64, 128) or form.stages not in (2, 3):
+        return "expected 64 or 128 queries, 128 keys and 2 or 3 stages"
+    if form.block_q == 128 and width > 64:
+        return "128 queries leave too few registers for D 128"
+    return None
+
+
+def _is_plain(scale: Expr) -> bool:
+    """Whether the score's factor is a positive number that only the head dimension decides, and far from underflow."""
+    leaves = [n for n in nodes(scale) if not isinstance(n, Call)]
+    plain = all(isinstance(n, Const) or (isinstance(n, Symbol) and n.name == "head_dim") for n in leaves)
+    if not plain:
+        return False
+    value = float(evaluate(scale, {"head_dim": 128}, torch.float64, torch.device("cpu")))
+    return 2.0**-40 < value < 2.0**40
+
+
+def _differs_by_head(scale: Expr) -> bool:
+    return any(
+        isinstance(n, Load) or (isinstance(n, Symbol) and n.name in ("batch", "head", "kv_head")) for n in nodes(scale)
+    )
 
 
 def best_form(width: int, facts: Facts) -> HopperForm:
@@ -148,6 +219,33 @@ def best_form(width: int, facts: Facts) -> HopperForm:
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
     )  # fmt: skip
+
+
+def best_backward_form(width: int) -> HopperBackwardForm:
+    """The form that measured best (docs/performance.md)."""
+    return HopperBackwardForm(128, next_scores=True) if width == 64 else HopperBackwardForm(64)
+
+
+def statistics_of_a_row(facts: Facts) -> int:
+    """-lse and -delta, and where scores may lie far from 0 the maximum that lse leaves out: a power of two for TMA."""
+    return 4 if facts.scores_lie_far else 2
+
+
+def part_columns(form: HopperBackwardForm, width: int) -> int:
+    """Columns of dQ that a consumer computes: half of them, or all for half of the rows."""
+    return width if form.block_q == 128 else width // 2
+
+
+def _forward_form(code: CodePlan) -> HopperForm:
+    form = code.form("flash_forward")
+    assert isinstance(form, HopperForm)
+    return form
+
+
+def _backward_form(code: CodePlan) -> HopperBackwardForm:
+    form = code.form("flash_backward")
+    assert isinstance(form, HopperBackwardForm)
+    return form
 
 
 # -- launching ---------------------------------------------------------------------------------------------------------
@@ -177,15 +275,68 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     return -(-batch_heads // groups)
 
 
+class FlatBox:
+    """The same of memory of our own: rows of `width` floats, or one row of all of them."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, tensor: Tensor, width: int = 0) -> None:
+        self.base = tensor
+        self.shape = [tensor.numel() // width, width] if width else [tensor.numel()]
+        self.strides = [width, 1] if width else [1]
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor [B, H, rows, D], or a copy that the tensor memory accelerator can read."""
+    return tensor if _is_readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether address and strides are multiples of 16 bytes."""
+    # a stride in a dimension of one entry leads nowhere: Box gives another in its place
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
+    return not any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides)))
+
+
 class HopperLauncher(TritonLauncher):
-    """Launches of the persistent forward: descriptors, a counter for the work, and a grid of one program an SM."""
+    """What launches of both directions share: tensor descriptors, and forms of this target."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.tools = {"box": Box, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter}
+        self.width = self.code.signature.widths.head_dim
+        self.tools = {
+            "box": Box, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter,
+        }  # fmt: skip
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
-        return Partition(mode=Mode(True, False, True, call.head_dim))
+        return Partition(mode=Mode(True, False, results.get("dlse") is None, call.head_dim))
+
+    def form(self, kernel: str, aligned: bool) -> Any:
+        return self.code.form(kernel)
+
+    def _options(self, form: Any) -> dict[str, int]:
+        return super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4, **self._rounding()}
+
+    def _rows(self, aligned: bool) -> dict[str, str]:
+        names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
+        return {**super()._rows(aligned), **{f"{name}_desc": f"box({name}, {self.width})" for name in names}}
+
+    def _blocks(self) -> dict[str, list[int]]:
+        """The tile that each descriptor is for, by its name."""
+        raise NotImplementedError
+
+    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
+        blocks, types = self._blocks(), super()._types(binding, arguments)
+        return [
+            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | FlatBox) else value
+            for name, value in zip([*binding.parameters, *binding.constants], types)
+        ]
+
+
+class HopperForwardLauncher(HopperLauncher):
+    """Launches of the persistent forward: a counter for the work, and a grid of one program an SM."""
 
     def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
         given = super()._given(call, results)
@@ -201,37 +352,90 @@ class HopperLauncher(TritonLauncher):
     def _processors(self) -> int:
         return processors(self.device)
 
-    def form(self, kernel: str, aligned: bool) -> Any:
-        return self.code.form(kernel)
-
-    def _options(self, form: Any) -> dict[str, int]:
-        return {"num_warps": 4, **self._rounding()} if isinstance(form, HopperForm) else super()._options(form)
-
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in SPANS:
             return super()._programs(kernel, constants)
         return f"least({self._processors()}, query_tiles * batch_heads)"
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        width, form = self.code.signature.widths.head_dim, self.code.form("flash_forward")
-        boxes = {f"{name}_desc": f"box({name}, {width})" for name in ("query", "key", "value", "out")}
+        block_q = _forward_form(self.code).block_q
         return {
-            **super()._rows(aligned), **boxes,
+            **super()._rows(aligned),
             "lse_ptr": "lse",
             "n_heads": "heads",
-            "query_tiles": f"(q_len + {form.block_q - 1}) // {form.block_q}",
-            "kv_bytes": f"{2 * width} * kv_len * key.element_size() / group",  # of one query head
+            "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
+            "kv_bytes": f"{2 * self.width} * kv_len * key.element_size() / group",  # of one query head
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip
 
-    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
-        form = self.code.form("flash_forward")
-        rows = {"query_desc": _ROWS, "key_desc": form.block_kv, "value_desc": form.block_kv, "out_desc": _ROWS}
-        types = super()._types(binding, arguments)
-        return [
-            self._launching.descriptor(value, rows[name]) if isinstance(value, Box) else value
-            for name, value in zip([*binding.parameters, *binding.constants], types)
-        ]
+    def _blocks(self) -> dict[str, list[int]]:
+        block_kv = _forward_form(self.code).block_kv
+        rows = {"query_desc": _ROWS, "key_desc": block_kv, "value_desc": block_kv, "out_desc": _ROWS}
+        return {name: [1, 1, count, self.width] for name, count in rows.items()}
+
+
+class HopperBackwardLauncher(HopperLauncher):
+    """Launches of the backward: statistics of rows, the main kernel with a program a tile of keys, and dQ from its sums."""
+
+    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
+        batches, heads, q_len, _ = call.query.shape
+        tiles = batches * heads * tiles_of(q_len, self._form.block_q)
+        own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
+        if "query" in self.code.signature.wanted:
+            own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.width)
+        return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
+
+    def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
+        read = {name: readable(results[name]) for name in ("out", "dout")}  # hooks of the user may have made them
+        return super().__call__(call, {**results, **read}, workspace, partition)
+
+    @property
+    def _form(self) -> HopperBackwardForm:
+        return _backward_form(self.code)
+
+    @property
+    def _statistics_of_a_tile(self) -> int:
+        return statistics_of_a_row(self.facts) * self._form.block_q
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        tiles = "batches * heads * query_tiles"
+        own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
+        if "query" in self.code.signature.wanted:
+            own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.width), dtype="float32")
+        return self._made_spans(mode) | self._made_gradients() | own
+
+    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        if kernel.name in SPANS:
+            return super()._programs(kernel, constants)
+        return "key_tiles * batch_kv_heads" if kernel.axis == "q" else "query_tiles * batch_heads"
+
+    def _renamed(self, kernel: Kernel) -> dict[str, str]:
+        if kernel.name in SPANS or kernel.axis == "kv":
+            return super()._renamed(kernel) | {"n_heads": "heads"}
+        return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}
+
+    def _rows(self, aligned: bool) -> dict[str, str]:
+        form = self._form
+        return {
+            **super()._rows(aligned),
+            "n_rows": "batches * heads * q_len",
+            "query_tiles": f"(q_len + {form.block_q - 1}) // {form.block_q}",
+            "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
+            "statistics_desc": "flat(statistics)",
+            "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
+            "query_bytes": f"{2 * self.width} * q_len * (query.element_size() + 2) * group",  # Q, dO and sums of dQ
+            "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
+        }  # fmt: skip
+
+    def _blocks(self) -> dict[str, list[int]]:
+        form, columns = self._form, part_columns(self._form, self.width)
+        rows = {"query": form.block_q, "dout": form.block_q, "out": form.block_q,
+                "key": _ROWS, "value": _ROWS, "dkey": _ROWS, "dvalue": _ROWS}  # fmt: skip
+        return {f"{name}_desc": [1, 1, count, self.width] for name, count in rows.items()} | {
+            "dquery_desc": [1, 1, _ROWS, columns],
+            "statistics_desc": [self._statistics_of_a_tile],
+            "dquery_sums_desc": [_ROWS * columns // _LINE, _LINE],
+        }
 
 
 @cache

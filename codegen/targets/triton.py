@@ -54,6 +54,7 @@ def has_triton() -> bool:
 class TritonTarget:
     name = measured_by = "triton"
     by_name_only = False
+    partial = False
     language = TRITON_LANGUAGE
     family = "triton"
     interprets = False

@@ -51,6 +51,7 @@ class Mode(NamedTuple):
     head_dim: int  # the value of the symbol
 
 
+_MAKE = "empty({}, {}, dtype)"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -301,17 +302,14 @@ class TritonLauncher:
 
     def _made(self, mode: Mode) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-        made, make = self._made_spans(mode), "empty({}, {}, dtype)"
+        made = self._made_spans(mode)
         if not self.backward:
             width = str(self.code.signature.widths.value_dim)
-            made |= {"out": like("query", "heads", "q_len", width, make)}
+            made |= {"out": like("query", "heads", "q_len", width, _MAKE)}
             return made | {
                 "lse": rows_of(*(["2"] if self.shifts else []), "batches", "heads", "q_len", dtype="float32")
             }
-        wanted = self.code.signature.wanted
-        shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
-                  "value": ("kv_heads", "kv_len", "value_dim")}  # fmt: skip
-        made |= {f"d{n}": like(n, *shape, make) for n, shape in shapes.items() if n in wanted}
+        made |= self._made_gradients()
         if not self.saves_lse:
             return made
         # all in one allocation, which takes the host longer than addresses
@@ -320,6 +318,11 @@ class TritonLauncher:
         size = "4 * batches * heads * padded_len"
         places = [f"lse2 + {n} * {size}" if n else "statistics.data_ptr()" for n in range(len(names))]
         return made | dict(zip(names, places))
+
+    def _made_gradients(self) -> dict[str, str]:
+        shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
+                  "value": ("kv_heads", "kv_len", "value_dim")}  # fmt: skip
+        return {f"d{n}": like(n, *shape, _MAKE) for n, shape in shapes.items() if n in self.code.signature.wanted}
 
     @property
     def saves_lse(self) -> bool:
@@ -414,7 +417,7 @@ class TritonLauncher:
 
 
 # -- workspace ---------------------------------------------------------------------------------------------------------
-def _rows_of(*size: int, fill: float | None = None, dtype: torch.dtype = torch.float32) -> Place:
+def flat_place(*size: int, fill: float | None = None, dtype: torch.dtype = torch.float32) -> Place:
     """A contiguous tensor."""
     strides = [1]
     for extent in reversed(size[1:]):
@@ -422,34 +425,34 @@ def _rows_of(*size: int, fill: float | None = None, dtype: torch.dtype = torch.f
     return Place(size, tuple(reversed(strides)), dtype, fill)
 
 
-def _tiles(length: int, block: int) -> int:
+def tiles_of(length: int, block: int) -> int:
     return -(-length // block)
 
 
 def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """What the kernels of a schedule need besides operands and results."""
     own = _backward_workspace if launcher.backward else _forward_workspace
-    return _spans(launcher, call, mode) | own(launcher, call, mode)
+    return spans_of(launcher, call, mode) | own(launcher, call, mode)
 
 
-def _spans(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """Ranges of tiles to visit, int32 [B (* Hq), tiles, 4 * ranges]."""
     batches, heads, q_len, _ = call.query.shape
     rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
     places = {}
     if launcher.code.has("kv_spans"):
-        tiles = _tiles(q_len, launcher.form("kv_spans", mode.aligned).block_q)
-        places["kv_spans"] = _rows_of(rows, tiles, len(launcher.facts.kv_tiles.outputs), dtype=torch.int32)
+        tiles = tiles_of(q_len, launcher.form("kv_spans", mode.aligned).block_q)
+        places["kv_spans"] = flat_place(rows, tiles, len(launcher.facts.kv_tiles.outputs), dtype=torch.int32)
     if launcher.code.has("q_spans"):
-        tiles = _tiles(call.key.shape[2], launcher.form("q_spans", mode.aligned).block_kv)
-        places["q_spans"] = _rows_of(rows, tiles, len(launcher.facts.q_tiles.outputs), dtype=torch.int32)
+        tiles = tiles_of(call.key.shape[2], launcher.form("q_spans", mode.aligned).block_kv)
+        places["q_spans"] = flat_place(rows, tiles, len(launcher.facts.q_tiles.outputs), dtype=torch.int32)
     return places
 
 
 def _matrix(call: CallTensors) -> Place:
     """One number for each pair of a query and a key, rows padded to 16."""
     batches, heads, q_len, _ = call.query.shape
-    return _rows_of(batches, heads, q_len, _padded(call.key.shape[2], 16), dtype=call.query.dtype)
+    return flat_place(batches, heads, q_len, _padded(call.key.shape[2], 16), dtype=call.query.dtype)
 
 
 def _forward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
@@ -458,9 +461,9 @@ def _forward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode) 
     match code.schedule.algorithm:
         case "streaming":
             padded = _padded(q_len, launcher.form("streaming_forward", mode.aligned).block_q)
-            running = _rows_of(batches, heads, padded)
+            running = flat_place(batches, heads, padded)
             columns = sum(s.block for s in code.segments.v)
-            out = _rows_of(batches, heads, padded, columns)
+            out = flat_place(batches, heads, padded, columns)
             return {"running_out": out, "running_max": running, "running_sum": running}
         case "standard":
             return {"matrix": _matrix(call)}
@@ -473,26 +476,26 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
     batches, heads, q_len, _ = call.query.shape
     kv_heads, kv_len = call.key.shape[1:3]
     padded = _padded(q_len, launcher.padding(mode))
-    statistics = _rows_of(batches, heads, padded)
+    statistics = flat_place(batches, heads, padded)
     names = ("lse2", *(("shift",) if launcher.shifts else ()), "delta") if launcher.saves_lse else ()
     places = dict.fromkeys(names, statistics)
     for i in launcher.own_keys:
         # where there is one head too: kernels are compiled for a share in float32, whatever the heads of later calls
         if call.rope is not None:
-            places[f"dkey{i}"] = _rows_of(batches, kv_heads, kv_len, call.rope.shape[3])
+            places[f"dkey{i}"] = flat_place(batches, kv_heads, kv_len, call.rope.shape[3])
     if algorithm == "streaming":
-        places["running_dquery"] = _rows_of(batches, heads, padded, sum(s.block for s in code.segments.qk), fill=0.0)
+        places["running_dquery"] = flat_place(batches, heads, padded, sum(s.block for s in code.segments.qk), fill=0.0)
     if algorithm == "standard":
         places["weights"] = places["dweights"] = _matrix(call)
     for n, gradient in enumerate(launcher.sums):
         form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
-        tiles = _tiles(q_len, form.block_q), _tiles(kv_len, form.block_kv)
+        tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
         places[f"sum{n}"] = _sum_place(algorithm, gradient.kind, (batches, heads), q_len, kv_len, padded, tiles)
     return places
 
 
 def _padded(length: int, block: int) -> int:
-    return _tiles(length, block) * block
+    return tiles_of(length, block) * block
 
 
 _SUMMED_BY = {
@@ -508,21 +511,21 @@ def _sum_place(
     """Partial sums of one read's gradient, as the kernels of a schedule leave them."""
     match algorithm, kind:
         case "flash", "total":
-            return _rows_of(*rows, tiles[0])
+            return flat_place(*rows, tiles[0])
         case "flash", "row":
-            return _rows_of(*rows, q_len)
+            return flat_place(*rows, q_len)
         case "streaming", "total" | "row":
-            return _rows_of(*rows, padded, fill=0.0)
+            return flat_place(*rows, padded, fill=0.0)
         case "streaming", "column":
-            return _rows_of(*rows, kv_len, fill=0.0)
+            return flat_place(*rows, kv_len, fill=0.0)
         case "standard", "total":
-            return _rows_of(*rows, tiles[0] * tiles[1])
+            return flat_place(*rows, tiles[0] * tiles[1])
         case "standard", "row":
-            return _rows_of(*rows, tiles[1], q_len)
+            return flat_place(*rows, tiles[1], q_len)
         case "standard", "column":
-            return _rows_of(*rows, tiles[0], kv_len)
+            return flat_place(*rows, tiles[0], kv_len)
         case _:
-            return _rows_of(*rows, kv_len)
+            return flat_place(*rows, kv_len)
 
 
 def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:

@@ -7,7 +7,7 @@ programs an SM runs, its text, which reads back, and its neighbours, for the tun
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -109,8 +109,7 @@ class HopperForm:
         return ROWS_OF_A_WARPGROUP
 
     def __str__(self) -> str:
-        flags = "".join(f"+{short}" for name, short in self._FLAGS.items() if getattr(self, name))
-        return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{flags}"
+        return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
         return hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
@@ -132,6 +131,47 @@ class HopperForm:
         for block_kv in (64, 128):
             yield replace(self, block_kv=block_kv)
         yield replace(self, query_buffers=3 - self.query_buffers)
+
+
+@dataclass(frozen=True)
+class HopperBackwardForm:
+    """The asynchronous backward of sm_90: a program owns keys, and two warpgroups of 64 rows each keep dK and dV."""
+
+    block_q: int
+    block_kv: int = 2 * ROWS_OF_A_WARPGROUP
+    stages: int = 2  # slots for query tiles
+    next_scores: bool = False  # Q K^T of the next query tile is begun beside the products of this one
+
+    _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next"}
+
+    @property
+    def span_rows(self) -> int:
+        return self.block_q
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}s{self.stages}{_flags_text(self)}"
+
+    def sram(self, kernel: Kernel) -> Formula:
+        return kernel.sram
+
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+        return Residence(self.stages, 1, element)
+
+    def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
+        """The main kernel takes most of an SM's SRAM and registers; those before and after it take little."""
+        return 1 if kernel.name == "flash_backward" else PROGRAMS_PER_SM
+
+    def neighbours(self) -> Iterator[HopperBackwardForm]:
+        """Forms that differ in one choice."""
+        yield replace(self, next_scores=not self.next_scores)
+        for block_q in (64, 128):
+            yield replace(self, block_q=block_q)
+        for stages in (2, 3):
+            yield replace(self, stages=stages)
+
+
+def _flags_text(form: HopperForm | HopperBackwardForm) -> str:
+    return "".join(f"+{short}" for name, short in form._FLAGS.items() if getattr(form, name))
 
 
 @dataclass(frozen=True)
@@ -158,9 +198,10 @@ class CpuForm:
         return 1
 
 
-Form = Tiling | HopperForm | CpuForm
+Form = Tiling | HopperForm | HopperBackwardForm | CpuForm
 _TILING = re.compile(r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})")
 _HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)((?:\+[a-z]+)*)")
+_HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)((?:\+[a-z]+)*)")
 _CPU = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 
@@ -178,12 +219,20 @@ def parse_form(text: str) -> Form | None:
         return CpuForm(*map(int, found.groups()))
     if found := _HOPPER.fullmatch(text):
         block_q, block_kv, stages, buffers = map(int, found.groups()[:4])
-        names = {short: name for name, short in HopperForm._FLAGS.items()}
-        flags = [f for f in found[5].split("+") if f]
-        if block_q % ROWS_OF_A_WARPGROUP == 0 and all(f in names for f in flags):
-            chosen = {names[f]: True for f in flags}
+        chosen = _flags(HopperForm._FLAGS, found[5])
+        if block_q % ROWS_OF_A_WARPGROUP == 0 and chosen is not None:
             return HopperForm(block_q // ROWS_OF_A_WARPGROUP, block_kv, stages, buffers, **chosen)
+    if found := _HOPPER_BACKWARD.fullmatch(text):
+        chosen = _flags(HopperBackwardForm._FLAGS, found[4])
+        return None if chosen is None else HopperBackwardForm(*map(int, found.groups()[:3]), **chosen)
     return None
+
+
+def _flags(known: Mapping[str, str], text: str) -> dict[str, bool] | None:
+    """The switches that "+regs+lazy" names; None where one is unknown."""
+    names = {short: name for name, short in known.items()}
+    flags = [f for f in text.split("+") if f]
+    return {names[f]: True for f in flags} if names.keys() >= set(flags) else None
 
 
 def check_tiling(kernel: str, tiling: Tiling) -> None:

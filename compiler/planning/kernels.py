@@ -90,6 +90,7 @@ class Kernel:
     flops: Formula  # of matrix products; padding and masked parts of visited tiles included (`useful` leaves them out)
     exps: Formula
     again: Again
+    follows: str | None = None  # the kernel whose form it has, being cut as that one is; None: a form of its own
 
     @property
     def reads_pairs(self) -> bool:
@@ -307,6 +308,23 @@ def streaming_backward_written(x: Sizes) -> float:
 def streaming_backward_flops(x: Sizes) -> float:
     """S, dV, dP, dQ, dK: five products."""
     return 2 * score_count(x) * (3 * x.C + 2 * x.Cv)
+
+
+# -- the hopper target's one backward pass ---------------------------------------------------------------------------
+def statistics_and_zeros(x: Sizes) -> float:
+    """lse and delta, and zeros for the sums of dQ."""
+    return statistics_written(x) + running_gradient(x)
+
+
+def hopper_backward_sram(x: Sizes) -> float:
+    """K and V; Q, dO and the statistics in s slots each; dS twice; dQ on its way out; barriers add less than 1 KiB."""
+    ahead = x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
+    return x.bkv * (x.C + x.Cv) * x.e + ahead + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
+
+
+def hopper_backward_written(x: Sizes) -> float:
+    """dK and dV once; additions to the sums of dQ at every visit."""
+    return key_value_bytes(x) + queries_again(x) * running_gradient(x)
 
 
 # -- the cpu target's one backward pass ------------------------------------------------------------------------------
@@ -529,6 +547,21 @@ CPU_FLASH = (
 )  # fmt: skip
 
 
+# The hopper target: keys outer in the backward, five products in one pass, sums of dQ in HBM.
+HOPPER_STATISTICS = Kernel(
+    "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, none,
+    statistics_read, statistics_and_zeros, none, none, _KEYS, "flash_backward",
+)  # fmt: skip
+HOPPER_BACKWARD = Kernel(
+    "flash_backward", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, hopper_backward_sram,
+    flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, _QUERIES,
+)  # fmt: skip
+ROUND_DQUERY = Kernel(
+    "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, none,
+    running_gradient, query_bytes, none, none, _KEYS, "flash_backward",
+)  # fmt: skip
+
+
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
@@ -571,6 +604,8 @@ def with_measuring(kernels: tuple[Kernel, ...], measuring: Measuring) -> tuple[K
             found.append(spans_kernel("kv", "forward", "forward", measuring))
         elif kernel.name == "flash_dquery":
             found.append(spans_kernel("kv", "backward", "backward_q", measuring))
+            found.append(spans_kernel("q", "backward", "backward_kv", measuring))
+        elif kernel == HOPPER_BACKWARD:
             found.append(spans_kernel("q", "backward", "backward_kv", measuring))
         found.append(kernel)
     return tuple(found)

@@ -70,6 +70,7 @@ _VISITORS = {
     ("backward", "kv"): "flash_dquery",
     ("backward", "q"): "flash_dkey_dvalue",
 }
+_ONE_PASS = "flash_backward"  # the visitor where there is no other
 
 
 def code_plan(
@@ -86,9 +87,11 @@ def code_plan(
 
     def of(kernel: Kernel) -> KernelCode:
         own, words = target, family
-        form = schedule.kernels[kernel.name].form if kernel.name in schedule.kernels else None
+        followed = kernel.follows or kernel.name
+        form = schedule.kernels[followed].form if followed in schedule.kernels else None
         if form is None:
-            visitor = schedule.form(_VISITORS[kernel.direction, kernel.axis])
+            name = _VISITORS[kernel.direction, kernel.axis]
+            visitor = schedule.form(name if name in schedule.kernels else _ONE_PASS)
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
         tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, sums)
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))

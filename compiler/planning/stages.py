@@ -163,6 +163,58 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
     ]
 
 
+def _hopper_row_statistics(t: Tiles) -> list[Stage]:
+    """As of the portable kernels, and zeros for what the main kernel adds to."""
+    load, compute, _ = _row_statistics(t)
+    zeros = Stage("store zeros", "store", f"{t.query('zeros for sums of dQ')} float32", "SRAM -> HBM", _ONCE)
+    return [
+        load,
+        *([zeros] if "query" in t.wanted else []),
+        compute,
+        _store("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),
+    ]
+
+
+def _hopper_flash_backward(t: Tiles) -> list[Stage]:
+    """A producer warp loads; two consumers of ROWS_OF_A_WARPGROUP keys compute."""
+    wants_dscores = "query" in t.wanted or "key" in t.wanted
+    consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
+    slot = "into a slot of its ring, by the producer's TMA"
+    product = "asynchronous"
+    stages = [
+        _load("key", t.key(), _ONCE),
+        _load("value", t.value(), _ONCE),
+        _keep("dkey", f"{', '.join(f'{x} float32' for x in _key_results(t))}, by {consumers}"),
+        _load("query", f"{', '.join([t.query(), *t.saved('lse', 'delta')])}, {slot}", _EACH_Q, _AHEAD),
+        _load("doutput", f"{t.output('dO')}, {slot}", _EACH_Q, _AHEAD),
+        _compute("scores", f"{t.scores()} = Q K^T, {product}", _EACH_Q),
+        _compute("dweights", f"{t.scores('dP')} = dO V^T - delta, {product}", _EACH_Q),
+        _compute("weights", f"{_weights_text(t)}{t.mask_text}", _EACH_Q),
+        _compute("dscores", "dS = P * dP" + ("" if t.traits.linear else " * score'"), _EACH_Q),
+        _compute("dvalue", "dV += P^T dO", _EACH_Q),
+        _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", _EACH_Q),
+        _compute("dkey", "dK += dS^T Q", _EACH_Q),
+        Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", _EACH_Q),
+        Stage("store dkey", "store", ", ".join(_key_results(t)), "registers -> SRAM -> HBM", _ONCE),
+    ]
+    left_out = set() if "query" in t.wanted else {"compute dquery", "store dquery"}
+    left_out |= set() if "key" in t.wanted else {"compute dkey"}
+    left_out |= set() if "value" in t.wanted else {"compute dvalue"}
+    left_out |= set() if wants_dscores else {"compute dweights", "compute dscores"}
+    left_out |= set() if _key_results(t) else {"keep dkey", "store dkey"}
+    return [stage for stage in stages if stage.key not in left_out]
+
+
+def _round_dquery(t: Tiles) -> list[Stage]:
+    return [
+        _load("sums", f"{t.query('sums of dQ')} float32", _ONCE),
+        _compute(
+            "dquery", "rows from the order of registers" + (", times the factor" if t.traits.linear else ""), _ONCE
+        ),
+        Stage("store dquery", "store", t.query("dQ"), "registers -> SRAM -> HBM", _ONCE),
+    ]
+
+
 def _row_statistics(t: Tiles) -> list[Stage]:
     return [
         _load("rows", "rows of O, dO and lse", _ONCE, "HBM -> registers"),
@@ -443,6 +495,9 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "flash_forward"): _flash_forward,
     ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,
+    ("hopper", "row_statistics"): _hopper_row_statistics,
+    ("hopper", "flash_backward"): _hopper_flash_backward,
+    ("hopper", "round_dquery"): _round_dquery,
     ("", "flash_dquery"): _flash_dquery,
     ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,
     ("", "streaming_forward"): _streaming_forward,

@@ -106,6 +106,7 @@ class Target(Protocol):
     family: str  # of templates, and of texts of normalizers: targets that share them have one
     measured_by: str  # the target whose kernels measure which tiles its own visit; mostly itself
     by_name_only: bool  # never chosen for a call that does not ask for it
+    partial: bool  # backwards that it cannot compute are left to other targets, also where a call names it
     language: Any  # what the variant's functions are printed in: a Language of codegen
 
     def kernels(

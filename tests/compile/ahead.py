@@ -144,7 +144,7 @@ def compiled(
     if wanted is not None:
         signature = replace(signature, wanted=wanted)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(variant, signature, machine, target, str(plan.schedule))
+        made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
         kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes)}
     return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels)
 

@@ -103,6 +103,34 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
     check_full_loops(kernel)
 
 
+# Bytes a thread may spill inside the loop, where the score's or mask's own arithmetic needs the registers.
+HOPPER_BACKWARD_SPILLS = {
+    ("causal", 64): 128, ("window", 64): 128, ("softcap", 64): 512, ("alibi", 64): 160, ("prefix", 64): 256,
+    ("causal", 128): 64, ("window", 128): 64, ("softcap", 128): 128, ("alibi", 128): 64, ("prefix", 128): 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dense", "causal", "window", "softcap", "alibi", "prefix"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_backward(name: str, head_dim: int) -> None:
+    """One loop a consumer, with the mask in a branch of its own; five products of a tile pair, dQ's in two halves."""
+    wanted = frozenset({"query", "key", "value"})
+    module = compiled(VARIANTS[name], "backward", head_dim, target="hopper", wanted=wanted)
+    assert [*module.kernels] == ["row_statistics", "flash_backward", "round_dquery"]
+    for kernel in module.kernels.values():
+        assert kernel.sram <= by_name("h200").sram_per_block
+    kernel = module.kernels["flash_backward"]
+    assert kernel.spilled <= HOPPER_BACKWARD_SPILLS.get((name, head_dim), 0)
+    check_wgmma(kernel)
+    loops = kernel.product_loops()
+    assert len(loops) == 2  # of two consumers
+    block_q = 64 if head_dim == 128 else 128
+    for loop in loops:
+        assert count_opcode("HGMMA", loop) == 32  # at either width: 16 columns or 16 keys each
+        assert count_opcode("(?:@!?UP\\d )?UTMAREDG", loop) == 1  # dQ leaves once a tile
+        assert count_opcode("MUFU.EX2", loop) == 64 * block_q // 128  # a thread's scores, once each
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_scale_of_any_sign_costs_the_full_loops_of_hopper_nothing(head_dim: int) -> None:
     """A score times t[head] is linear with a scale that may be negative or 0: Q changes its sign before the loops."""
@@ -124,15 +152,23 @@ def test_a_scale_of_any_sign_costs_the_full_loops_of_hopper_nothing(head_dim: in
 
 # Documents of int64 ids: the ids of a tile's rows take registers, two for each.
 DOCUMENT_SPILLS = {"flash_forward": 32, "flash_dquery": 32, "flash_dkey_dvalue": 256}
+HOPPER_DOCUMENT_BACKWARD_SPILLS = {64: 640, 128: 256}
 HOPPER_DOCUMENT_SPILLS = {64: 16, 128: 288}  # 40 at D128 with Triton 3.6, 260 with 3.7
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    ("target", "direction"), [("triton", "forward"), ("triton", "backward"), ("hopper", "forward")]
+    ("target", "direction"),
+    [("triton", "forward"), ("triton", "backward"), ("hopper", "forward"), ("hopper", "backward")],
 )
 def test_kernels_of_a_mask_that_is_measured(target: str, direction: Direction, head_dim: int) -> None:
     module = compiled(VARIANTS["documents"], direction, head_dim, target=target)
+    if target == "hopper" and direction == "backward":
+        assert [*module.kernels] == ["row_statistics", "q_spans", "flash_backward", "round_dquery"]
+        kernel = module.kernels["flash_backward"]
+        assert kernel.spilled <= HOPPER_DOCUMENT_BACKWARD_SPILLS[head_dim]
+        check_wgmma(kernel)
+        return
     spans = {"kv_spans"} if direction == "forward" else {"kv_spans", "q_spans"}
     assert spans <= set(module.kernels)
     for kernel in module.kernels.values():
@@ -174,9 +210,10 @@ def test_scores_far_from_0_are_rounded_alike_in_every_kernel(target: str) -> Non
     """No product is added to before it is rounded (the other such instructions are those of flushing logarithms)."""
     padding = weft.tensor("padding", 2)
     variant = weft.Attention(score=score + padding[weft.batch, kv_pos] / (weft.abs(slopes[head]) + 0.5), name="padded")
-    directions: tuple[Direction, ...] = ("forward", "backward") if target == "triton" else ("forward",)
+    directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
-        for kernel in compiled(variant, direction, 64, target=target).kernels.values():
+        wanted = frozenset({"query", "key", "value"}) if direction == "backward" else None
+        for kernel in compiled(variant, direction, 64, target=target, wanted=wanted).kernels.values():
             assert kernel.count(r"fma\.rn\.f32") == 0, kernel.name
 
 

@@ -16,7 +16,17 @@ from weft.compiler.analysis.records import Measuring, TileCounts
 from weft.compiler.planning.cost import predict
 from weft.compiler.planning.forms import CpuForm
 from weft.compiler.planning.hardware import A100, CPU, H200, KNOWN
-from weft.compiler.planning.kernels import CPU_FLASH, KERNELS, SPANS, spans_kernel, streaming_backward_flops
+from weft.compiler.planning.kernels import (
+    CPU_FLASH,
+    FLASH,
+    HOPPER_BACKWARD,
+    HOPPER_STATISTICS,
+    KERNELS,
+    ROUND_DQUERY,
+    SPANS,
+    spans_kernel,
+    streaming_backward_flops,
+)
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, parse_schedule
@@ -67,12 +77,13 @@ def test_a_plan_for_any_machine_without_a_gpu(hardware, algorithm) -> None:
 def test_a_plan_has_the_kernels_of_its_schedule(hardware, algorithm) -> None:
     plan = any_plan(hardware, algorithm)
     for kernel in plan.kernels:
-        assert plan.schedule.kernels[kernel.name] == (kernel.target, kernel.form)
+        assert plan.schedule.kernels[kernel.code.kernel.follows or kernel.name] == (kernel.target, kernel.form)
         assert kernel.code in plan.code(kernel.direction).kernels
         assert plan.code(kernel.direction).form(kernel.name) == kernel.form
-    assert [*plan.schedule.kernels] == [kernel.name for kernel in plan.kernels]
+    assert [*plan.schedule.kernels] == [k.name for k in plan.kernels if not k.code.kernel.follows]
     assert parse_schedule(str(plan.schedule)) == plan.schedule
-    names = [k.name for k in (CPU_FLASH if plan.code("backward").target == "cpu" else KERNELS[algorithm])]
+    ways = {"cpu": CPU_FLASH, "hopper": (FLASH[0], HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)}
+    names = [k.name for k in ways.get(plan.code("backward").target, KERNELS[algorithm])]
     assert [kernel.name for kernel in plan.kernels] == names
 
 
@@ -245,18 +256,41 @@ def test_a_score_that_is_not_linear_shows_its_derivative() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "names"),
+    ("wanted", "names", "of_hopper"),
     [
-        ({"query"}, ["row_statistics", "flash_dquery"]),
-        ({"key"}, ["row_statistics", "flash_dkey_dvalue"]),
-        ({"value"}, ["row_statistics", "flash_dkey_dvalue"]),
-        ({"query", "key", "value"}, ["row_statistics", "flash_dquery", "flash_dkey_dvalue"]),
+        ({"query"}, ["row_statistics", "flash_dquery"], ["flash_backward", "round_dquery"]),
+        ({"key"}, ["row_statistics", "flash_dkey_dvalue"], ["flash_backward"]),
+        ({"value"}, ["row_statistics", "flash_dkey_dvalue"], ["flash_backward"]),
+        (
+            {"query", "key", "value"},
+            ["row_statistics", "flash_dquery", "flash_dkey_dvalue"],
+            ["flash_backward", "round_dquery"],
+        ),
     ],
 )
-def test_a_backward_has_the_kernels_of_the_gradients_that_are_wanted(wanted, names) -> None:
+def test_a_backward_has_the_kernels_of_the_gradients_that_are_wanted(wanted, names, of_hopper) -> None:
     kind = replace(signature(GPT2, "sm_90", "backward"), wanted=frozenset(wanted))
-    code = driver.resolve(DENSE, kind, H200).code
+    code = driver.resolve(DENSE, kind, H200, "triton").code
     assert [kernel.name for kernel in code.kernels] == names == [*code.schedule.kernels]
+    code = driver.resolve(DENSE, kind, H200).code
+    assert [kernel.name for kernel in code.kernels] == ["row_statistics", *of_hopper]
+    assert [*code.schedule.kernels] == ["flash_backward"]  # those around it are cut as it is
+
+
+def test_gradients_that_must_repeat_are_left_to_the_target_that_has_them() -> None:
+    kind = replace(signature(GPT2, "sm_90", "backward"), deterministic=True)
+    for target in (None, "hopper"):  # also where the call names a target that has only the forward of it
+        found = driver.resolve(DENSE, kind, H200, target)
+        assert found.target.name == "triton"
+        assert found.notes == ("hopper: gradients that repeat bit for bit are computed by the triton target",)
+    assert driver.resolve(DENSE, signature(GPT2, "sm_90", "backward"), H200).target.name == "hopper"
+
+
+def test_a_kernel_that_follows_another_has_no_form_of_its_own() -> None:
+    kind = signature(GPT2, "sm_90", "backward")
+    text = "flash/row_statistics=hopper:64x128s2/flash_backward=hopper:64x128s2"
+    with pytest.raises(WeftError, match="row_statistics of target hopper has the form of flash_backward: leave it out"):
+        driver.resolve(DENSE, kind, H200, None, text)
 
 
 def test_code_that_is_no_plan_is_refused() -> None:
@@ -388,15 +422,11 @@ def measured_plan(attention: Attention, target: str = "triton", algorithm: str =
 @pytest.mark.parametrize("target", ["triton", "hopper", "interpret"])
 def test_flash_kernels_of_gpu_targets_follow_those_that_measure_their_tiles(target) -> None:
     kernels = measured_plan(DOCUMENTS, target).kernels
-    assert [(k.direction, k.name) for k in kernels] == [
-        ("forward", "kv_spans"),
-        ("forward", "flash_forward"),
-        ("backward", "row_statistics"),
-        ("backward", "kv_spans"),
-        ("backward", "q_spans"),
-        ("backward", "flash_dquery"),
-        ("backward", "flash_dkey_dvalue"),
-    ]
+    two_passes = ["row_statistics", "kv_spans", "q_spans", "flash_dquery", "flash_dkey_dvalue"]
+    one_pass = ["row_statistics", "q_spans", "flash_backward", "round_dquery"]
+    assert [k.name for k in kernels if k.direction == "forward"] == ["kv_spans", "flash_forward"]
+    names = [k.name for k in kernels if k.direction == "backward"]
+    assert names == (one_pass if target == "hopper" else two_passes)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +456,7 @@ def test_plans_and_code_agree_on_what_is_measured(attention, algorithm, target) 
     measures = attention is DOCUMENTS and algorithm == "flash" and target != "cpu"
     for found in both(shape, hardware, target, algorithm, attention=attention):
         spans = [kernel for kernel in found.code.kernels if kernel.name in SPANS]
-        axes = 2 if found.code.signature.direction == "backward" else 1
+        axes = 2 if found.code.signature.direction == "backward" and target != "hopper" else 1
         assert len(spans) == (axes if measures else 0)
         for kernel in spans:
             assert kernel.target == found.target.measured_by == target_named(kernel.target).name
@@ -456,10 +486,10 @@ def test_masks_that_differ_by_head_are_measured_for_each() -> None:
 
 
 def test_the_hopper_forward_has_tiles_measured_for_each_consumer() -> None:
-    kv_spans, forward, _, for_dquery, *_ = measured_plan(DOCUMENTS, "hopper").kernels
+    kv_spans, forward, _, q_spans, backward, _ = measured_plan(DOCUMENTS, "hopper").kernels
     assert (forward.form.block_q, kv_spans.form.block_q) == (128, 64)
     assert kv_spans.programs.value == 4 * 8192 // 64
-    assert for_dquery.form.block_q == measured_plan(DOCUMENTS, "hopper").schedule.form("flash_dquery").block_q
+    assert (q_spans.form.block_q, q_spans.form.block_kv) == (backward.form.block_q, backward.form.block_kv) == (64, 128)
 
 
 def test_each_range_takes_sixteen_bytes() -> None:
