@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.sizes import is_finite
 from ..compiler.planning.kernels import SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
@@ -63,7 +64,11 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "far": facts.scores_lie_far,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
-        "grads": [{"i": i, "kind": g.kind, "name": g.load.tensor.name} for i, g in enumerate(gradients)],
+        "slope_is_finite": not backward or facts.slope_is_finite,
+        "grads": [
+            {"i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": is_finite(g.derivative)}
+            for i, g in enumerate(gradients)
+        ],
         "less_lse": facts.linear_scale is not None and not gradients and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
         "stage": stages,

@@ -182,7 +182,7 @@ def tanh(x):
     return {m}.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], {m}.float32, is_pure=True, pack=1)
 '''
 
-LARGEST_FLOOR = 2**30  # ints that are made of floats stay within it, so that sums of them keep their 32 bits
+LARGEST_FLOOR = 2**30 - 64  # a float32; ints that are made of floats stay within it, so that a sum of two has 32 bits
 
 
 def _bounded(x: Number) -> Number:
@@ -255,9 +255,10 @@ OPERATORS: dict[str, Operator] = {
         Operator(
             "floor", _ONE, "number", "int", lambda x: math.floor(_bounded(x)), "floor",
             doc="The largest int not above x: an int, so that it can index a tensor; within 2**30 of 0.",
-            gpu="{m}.floor({m}.minimum({m}.maximum({0}, -1073741824.0), 1073741824.0)).to({m}.int32)",
-            tile="torch.floor(torch.clamp({0}, -(2**30), 2**30)).long()",
-            number="math.floor(min(max({0}, -(2**30)), 2**30))",
+            gpu=f"{{m}}.floor({{m}}.minimum({{m}}.maximum({{0}}, -{LARGEST_FLOOR}.0), {LARGEST_FLOOR}.0))"
+                ".to({m}.int32)",
+            tile=f"torch.floor(torch.clamp({{0}}, -{LARGEST_FLOOR}, {LARGEST_FLOOR})).long()",
+            number=f"math.floor(min(max({{0}}, -{LARGEST_FLOOR}), {LARGEST_FLOOR}))",
         ),
         Operator(
             "exp", _ONE, "number", "float", math.exp, "exp", ("result",), doc="e to the power x.",

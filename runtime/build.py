@@ -99,7 +99,10 @@ def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits; in processes that are started here for good."""
+    """Ctrl-C waits; in processes that are started here for good. Not on Windows, which cannot hold it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

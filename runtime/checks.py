@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints
+from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.attention import Attention
 from ..ir.errors import WeftError, collected, shown
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
@@ -273,6 +273,7 @@ class SizeChecks:
     """Proof for a call that no index leaves its tensor and no integer leaves 32 bits.
 
     Most calls are within sizes that were proven before: lengths and batch up to a power of two, int scalars within one.
+    Float scalars count as they are, and only where ints are made of them.
     Offsets in a tensor count as numbers where their values are known (runtime/values.py). Elsewhere an index relies on
     the caller's promise, that positions stay inside the keys, and arithmetic on their 31 bits alone.
     """
@@ -282,6 +283,7 @@ class SizeChecks:
         self._name = str(attention.name)
         self._expressions: tuple[Expr, ...] = (attention.folded_score, attention.folded_mask)
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
+        self._floats = sorted(frozenset().union(*map(floats_in_ints, self._expressions)))
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
         self._computed = computed_with(attention)
         ranges = any(computes_ints(e) for e in self._expressions)
@@ -310,14 +312,16 @@ class SizeChecks:
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         ints = [int(call.operands[s.name]) for s in self._ints]
         lengths = (call.query.shape[:3], call.key.shape[1:3], call.head_dim)
-        known = (*lengths, offsets, *ints, *extents.values())
+        floats = self._floats_of(call)
+        known = (*lengths, offsets, *ints, *floats.values(), *extents.values())
         if known in self._proven:
             return
         bucket = (
             call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
             call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,
             None if offsets is None else tuple([(n.bit_length(), n < 0) for n in offsets]),
-            *(value.bit_length() if value >= 0 else -value.bit_length() for value in ints), *extents.values(),
+            *(value.bit_length() if value >= 0 else -value.bit_length() for value in ints),
+            *floats.values(), *extents.values(),
         )  # fmt: skip
         if bucket in self._proven:
             return
@@ -343,13 +347,18 @@ class SizeChecks:
         self, call: Call, offsets: Range | None, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]],
         rounded: bool,
     ) -> list[str]:  # fmt: skip
-        env = self._ranges(call, offsets, ints, rounded)
-        found = [p for expression in self._expressions for p in check_integers(expression, env, extents)]
+        env, floats = self._ranges(call, offsets, ints, rounded), self._floats_of(call)
+        found = [p for expression in self._expressions for p in check_integers(expression, env, extents, floats)]
         if offsets is None:
             far = (-LARGEST_OFFSET, LARGEST_OFFSET + env["q_len"][1])
-            everywhere = [p for e in self._expressions for p in check_integers(e, env | {"q_pos": far}, extents)]
+            env |= {"q_pos": far}
+            everywhere = [p for e in self._expressions for p in check_integers(e, env, extents, floats)]
             found += [f"{p}; {_UNKNOWN_OFFSETS}" for p in everywhere if not _is_of_an_index(p)]
         return list(dict.fromkeys(found))
+
+    def _floats_of(self, call: Call) -> dict[str, float]:
+        """Values of the scalars of which ints are made."""
+        return {name: float(call.operands[name]) for name in self._floats}
 
     def _ranges(self, call: Call, given: Range | None, ints: Sequence[int], rounded: bool) -> Ranges:
         """Range of every symbol and int scalar: as they are, or of all calls in the same bucket."""

@@ -41,6 +41,8 @@ _transform: Callable[[], object] = _found("_C._functorch.peek_interpreter_stack"
 _tracer: Callable[[], object] = _found("_C._get_tracing_state", lambda: None)
 _profiler: Callable[[], bool] = _found("_C._autograd._profiler_enabled", lambda: False)
 _is_grad_tracking: Callable[[Tensor], bool] = _found("_C._functorch.is_gradtrackingtensor", lambda tensor: False)
+# of a gradient, whether it stands for many: torch.autograd.grad(is_grads_batched=True) runs a backward once for all
+stands_for_many: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 _record = _found("_C._profiler._RecordFunctionFast", None)
 _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
 # (size, stride, dtype) -> a tensor on the current GPU, past the dispatcher and with Python's lock held; or None

@@ -28,7 +28,7 @@ from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Options
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
-from .torch_private import empty_on_gpu
+from .torch_private import empty_on_gpu, stands_for_many
 
 _known: dict[str, Variant] = {}
 
@@ -119,7 +119,7 @@ class Variant:
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked."""
         ready = self._backwards.get((kind, wanted, dlse is None))
         found = None if ready is None else getattr(ready.launcher, "backward_of", None)
-        if found is None:
+        if found is None or stands_for_many(dout) or (dlse is not None and stands_for_many(dlse)):
             return None
         if self._sizes.needed:
             self._sizes.check(Call(query, key, value, None, operands, Dense(q_offset), Options(), query.shape[3]))
@@ -127,6 +127,11 @@ class Variant:
 
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
+        if stands_for_many(b.dout) or (b.dlse is not None and stands_for_many(b.dlse)):
+            raise UnavailableError(
+                f"{self.name}: is_grads_batched=True, as in torch.autograd.functional.jacobian(vectorize=True), is not "
+                "available; call torch.autograd.grad for each gradient, or put them into the batch dimension"
+            )
         call = b.call
         key = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)

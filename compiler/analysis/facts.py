@@ -5,7 +5,6 @@ A warm start needs the cheap facts only; the derivatives, which need sympy, are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,10 +15,10 @@ from ...ir.canonical import canonical
 from ...ir.errors import WeftError
 from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
-from .affine import at_most, simplified
 from .bounds import kv_bounds, q_bounds
 from .measured import measuring
 from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
+from .sizes import FAR, holds, is_clearly_positive, is_finite, size
 from .survey import Survey, survey
 from .tiles import tile_program
 from .verify import verify_tiles
@@ -56,7 +55,7 @@ class Facts:
     @cached_property
     def scale_sign_unknown(self) -> bool:
         """Whether the factor of a linear score may be negative or 0 at run time, by underflow too."""
-        return self.linear_scale is not None and not _is_clearly_positive(self.linear_scale)
+        return self.linear_scale is not None and not is_clearly_positive(self.linear_scale)
 
     @cached_property
     def scores_lie_far(self) -> bool:
@@ -67,10 +66,10 @@ class Facts:
         ALiBi does, leaves it there.
         """
         score, mask = self.attention.folded_score, self.attention.folded_mask
-        if not self.attention.weighs.saves_lse or self.linear_scale is not None or _size(score) <= FAR:
+        if not self.attention.weighs.saves_lse or self.linear_scale is not None or size(score) <= FAR:
             return False
         own = {"kv_pos": symbol("q_pos")}
-        return not (_holds(substitute(mask, own)) and _size(substitute(score, own)) <= FAR)
+        return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= FAR)
 
     @cached_property
     def kv_bounds(self) -> Bounds:
@@ -123,6 +122,11 @@ class Facts:
         from .symbolic import derivative  # lazy: imports sympy
 
         return derivative(self.attention.folded_score, symbol("qk"))
+
+    @cached_property
+    def slope_is_finite(self) -> bool:
+        """Whether d score / d qk is finite for all run-time values; else 0 * inf may be NaN where a weight is 0."""
+        return self.linear_scale is not None or is_finite(self.score_derivative)
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands; refuses the patterns that have no kernel yet."""
@@ -237,95 +241,6 @@ def _over_qk(node: Expr) -> Iterator[Expr]:
         yield node
         for child in children(node):
             yield from _over_qk(child)
-
-
-FAR = 1000.0  # of scores: roundings of a log-sum-exp of this size change weights by 2**-13 at most
-_SIZES = {"tanh": 1.0, "sigmoid": 1.0, "sin": 1.0, "cos": 1.0}
-
-
-def _holds(condition: Expr) -> bool:
-    """Whether a condition is certain for all run-time values, as far as sums of ints tell."""
-    match condition:
-        case Const(value):
-            return value is True
-        case Call("and", args):
-            return all(map(_holds, args))
-        case Call("or", args):
-            return any(map(_holds, args))
-        case Call("le", (a, b)) if a.dtype == b.dtype == "int":
-            return at_most(*(canonical(simplified(x)) for x in (a, b)))
-        case _:
-            return False
-
-
-def _size(node: Expr) -> float:
-    """How large a value may be, where products of query and key are taken to be small; -inf counts as exact."""
-    if node.dtype == "int":
-        node = simplified(node)
-    match node:
-        case Const(value):
-            return 0.0 if value == -math.inf else abs(value)
-        case Symbol("qk"):
-            return 1.0
-        case Symbol(name):
-            return 2.0 ** _EXPONENTS[name][1] if name in _EXPONENTS else 2.0**31
-        case Call("add" | "sub", args):
-            return sum(map(_size, args))
-        case Call("mul", (a, b)):
-            sizes = _size(a), _size(b)
-            return 0.0 if 0.0 in sizes else sizes[0] * sizes[1]
-        case Call("div", (a, Const(value))) if value:
-            return _size(a) / abs(value)
-        case Call("neg" | "abs", (a,)):
-            return _size(a)
-        case Call("minimum" | "maximum", args):
-            return max(map(_size, args))
-        case Call("where", (_, a, b)):
-            return max(_size(a), _size(b))
-        case Call("rsqrt", (Symbol("head_dim"),)):
-            return 1.0
-        case Call(op):
-            return _SIZES.get(op, math.inf)
-        case _:
-            return math.inf
-
-
-def _is_clearly_positive(node: Expr) -> bool:
-    """Whether a factor is above 0 for all run-time values, in float32 too: exp(-120.0) is 0 there."""
-    return _exponents(node) is not None
-
-
-_EXPONENTS = {"head_dim": (0, 12), "group": (0, 20), "q_len": (0, 31), "kv_len": (0, 31)}
-
-
-def _exponents(node: Expr) -> tuple[float, float] | None:
-    """Least and greatest log2 of a value above 0, of usual size; None for others, or where nothing is known."""
-    match node:
-        case Const(value):
-            found = (math.log2(value), math.log2(value)) if 0 < value < math.inf else None
-        case Symbol(name):
-            found = _EXPONENTS.get(name)
-        case Call("mul" | "div" | "add" | "sqrt" | "rsqrt" as op, args):
-            known = [_exponents(a) for a in args]
-            found = None if None in known else _combined(op, [k for k in known if k is not None])
-        case _:
-            found = None
-    return found if found is not None and -100 <= found[0] and found[1] <= 100 else None
-
-
-def _combined(op: str, known: list[tuple[float, float]]) -> tuple[float, float]:
-    (low, high), (other_low, other_high) = known[0], known[-1]
-    match op:
-        case "mul":
-            return low + other_low, high + other_high
-        case "div":
-            return low - other_high, high - other_low
-        case "add":
-            return max(low, other_low), max(high, other_high) + 1
-        case "sqrt":
-            return low / 2, high / 2
-        case _:
-            return -high / 2, -low / 2
 
 
 def _gradient_kind(load: Load) -> GradientKind:

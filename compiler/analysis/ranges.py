@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from ...ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
 from ...ir.operators import LARGEST_FLOOR, OPERATORS, Range
-from ...ir.walk import children, nodes
+from ...ir.walk import children, nodes, scalars
 
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name
@@ -28,16 +28,17 @@ _FLOORED = (-LARGEST_FLOOR, LARGEST_FLOOR)
 _WHOLE = (-INT32_MAX - 1, INT32_MAX)
 
 
-def check_integers(root: Expr, env: Ranges, extents: Extents) -> list[str]:
+def check_integers(root: Expr, env: Ranges, extents: Extents, floats: Mapping[str, float] | None = None) -> list[str]:
     """What could go wrong with the integers of `root` for these sizes; empty when all is proven.
 
-    env: range of every symbol and int scalar. extents: the shape of every tensor operand. Problems are integers beyond
-    their bits, divisors that can be 0, and indices that can leave their tensor. A branch that is not taken is computed
-    too, so that its reads and divisions must be sound as well.
+    env: range of every symbol and int scalar. extents: the shape of every tensor operand. floats: values of float
+    scalars, as far as they are known. Problems are integers beyond their bits, divisors that can be 0, and indices that
+    can leave their tensor. A branch that is not taken is computed too, so that its reads and divisions must be sound
+    as well.
     """
     if not computes_ints(root):
         return []
-    known = _Evaluation(env)
+    known = _Evaluation(env, floats=floats)
     return list(dict.fromkeys(p for node in _parts(root) for p in _problems(node, known, extents)))
 
 
@@ -48,9 +49,15 @@ def computes_ints(root: Expr) -> bool:
     return any(computed) or any(isinstance(n, Load) for n in nodes(root))
 
 
-def range_of(node: Expr, env: Ranges) -> Range:
+def range_of(node: Expr, env: Ranges, floats: Mapping[str, float] | None = None) -> Range:
     """The range of an int expression."""
-    return _Evaluation(env).of_int(node)
+    return _Evaluation(env, floats=floats).of_int(node)
+
+
+def floats_in_ints(root: Expr) -> frozenset[str]:
+    """Names of the float scalars of which ints are made, as by floor: ranges depend on their values."""
+    made = [n for n in nodes(root) if isinstance(n, Call) and OPERATORS[n.op].makes_ints]
+    return frozenset(s.name for n in made for s in scalars(n) if s.dtype == "float")
 
 
 @lru_cache(maxsize=4096)
@@ -73,8 +80,11 @@ def has_64_bits(node: Expr) -> bool:
 class _Evaluation:
     """Ranges of the parts of an expression, each found once; `limits` are known besides, by the text of the part."""
 
-    def __init__(self, env: Ranges, limits: Mapping[str, Range] | None = None) -> None:
+    def __init__(
+        self, env: Ranges, limits: Mapping[str, Range] | None = None, floats: Mapping[str, float] | None = None
+    ) -> None:
         self._limits = dict(limits or {})
+        self._floats = floats or {}
         self._env = {n: _both(r, self._limits.get(n, r)) for n, r in env.items()}
         self._ints: dict[str, Range] = {}
 
@@ -116,6 +126,8 @@ class _Evaluation:
         match node:
             case Const(value):
                 return _rounded((value, value))
+            case Scalar(name) if name in self._floats:
+                return _rounded((self._floats[name],) * 2)
             case Call("where", (condition, a, b)):
                 first, second = self._under(condition, True).of_float(a), self._under(condition, False).of_float(b)
                 return None if first is None or second is None else (min(*first, *second), max(*first, *second))
@@ -127,11 +139,10 @@ class _Evaluation:
 
     def _under(self, condition: Expr, holds: bool) -> _Evaluation:
         """The same where a condition is known to hold, or not to."""
-        found = dict(self._learned(condition, holds))
-        if not found:
-            return self
-        limits = {text: _both(r, self._limits.get(text, r)) for text, r in found.items()}
-        return _Evaluation(self._env, self._limits | limits)
+        limits = dict(self._limits)
+        for text, found in self._learned(condition, holds):
+            limits[text] = _both(found, limits.get(text, found))
+        return self if limits == self._limits else _Evaluation(self._env, limits, self._floats)
 
     def _learned(self, condition: Expr, holds: bool) -> Iterator[tuple[str, Range]]:
         match condition:
@@ -166,13 +177,17 @@ def _floored(x: float) -> int:
 
 
 def _rounded(found: Interval, relative: float = 1e-5, absolute: float = 0.0) -> Interval | None:
-    """Wider by what float32, and the functions of GPUs, may be off."""
+    """Wider by what float32, and the functions of GPUs, may be off; what they have no number for is 0 or infinite."""
     low, high = found
     if math.isnan(low) or math.isnan(high):
         return None
-    return low - abs(low) * relative - absolute, high + abs(high) * relative + absolute
+    low = low if math.isinf(low) else low - abs(low) * relative - absolute
+    high = high if math.isinf(high) else high + abs(high) * relative + absolute
+    low, high = (-math.inf if low < -_LARGEST else low), (math.inf if high > _LARGEST else high)
+    return (0.0 if 0 < low < _SMALLEST else low), (0.0 if -_SMALLEST < high < 0 else high)
 
 
+_SMALLEST, _LARGEST = 1.2e-38, 3.3e38  # of float32, beside 0 and infinity
 _GROWING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt")
 
 
@@ -202,6 +217,10 @@ def _applied(op: str, operands: list[Interval]) -> Interval | None:
             if low < 0 and op in ("log", "log2", "sqrt"):
                 return None
             return _rounded((_value(op, low), _value(op, high)), relative=1e-3, absolute=1e-6)
+        case "rsqrt":
+            return None if low < 0 else _rounded((_value(op, high), _value(op, low)), relative=1e-3)
+        case "sin" | "cos" if math.inf not in (-low, high):
+            return _rounded((-1.0, 1.0))
         case _:
             return None
 
@@ -226,6 +245,8 @@ def _value(op: str, x: float) -> float:
     try:
         return float(OPERATORS[op].python(x))
     except (ArithmeticError, ValueError):
+        if op == "rsqrt":  # of 0
+            return math.inf
         lowest = {"log": -math.inf, "log2": -math.inf}.get(op, 0.0)
         return lowest if x <= 0 else math.inf
 
@@ -275,9 +296,16 @@ def _problems(node: Expr, known: _Evaluation, extents: Extents) -> Iterator[str]
         if low < -most or high >= most:
             yield (
                 f"integer overflow: `{node}` reaches {low if low < -most else high} in this call, beyond {bits} "
-                "bits; use smaller values, compare differences of positions instead of sums, or write 1.0 * ... "
-                "to compute in floats"
+                f"bits; {_cure(node, known)}, or write 1.0 * ... to compute in floats"
             )
+
+
+def _cure(node: Expr, known: _Evaluation) -> str:
+    """What keeps an int within its bits: limits for a part that is made of floats of which nothing is known."""
+    for part in nodes(node):
+        if isinstance(part, Call) and OPERATORS[part.op].makes_ints and known.of_int(part) == _FLOORED:
+            return f"`{part}` may be anything: clamp it, as in weft.minimum(weft.maximum({part}, 0), 99)"
+    return "use smaller values, compare differences of positions instead of sums"
 
 
 def _divisor_problems(divisor: Expr, node: Expr, known: _Evaluation) -> Iterator[str]:

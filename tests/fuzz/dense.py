@@ -207,7 +207,7 @@ def _floored(x: Value, env: Environment) -> Value:
         return x
     if x.bound is not None:
         _refuse_ties(Value(x.value, x.bound), Value(x.value.round(), torch.zeros_like(x.bound)))
-    if not bool(x.value.isfinite().all()) or (len(x.value) and float(x.value.detach().abs().max()) >= 2**30):
+    if not bool(x.value.isfinite().all()) or (len(x.value) and float(x.value.detach().abs().max()) >= 2**30 - 64):
         raise Undefined("floor of what is no 32-bit int")
     return Value(x.value.floor().to(torch.int64))
 

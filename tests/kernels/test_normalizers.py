@@ -131,6 +131,25 @@ def test_scores_that_are_not_linear(target, normalizer) -> None:
 
 
 @TARGETS
+def test_a_score_of_minus_infinity_has_no_gradient(target) -> None:
+    """Its slope is infinite too; a weight of 0 alone does not say so of every normalizer."""
+    hidden = torch.rand((33, 33), generator=torch.Generator().manual_seed(0)) < 0.5
+    written = (2.0 + weft.tanh(score)) * weft.tensor("pair", 2)[q_pos, kv_pos]
+    both = [
+        toy(score=written, mask=True, normalizer="toy_sigmoid"),
+        toy(score=written, mask=weft.tensor("seen", 2, bool)[q_pos, kv_pos], normalizer="toy_sigmoid"),
+    ]
+    gradients = []
+    for variant, operands in zip(both, ({}, {"seen": ~hidden})):
+        leaves = [t.detach().requires_grad_() for t in tensors(q_len=33, kv_len=33)]
+        pair = torch.where(hidden, -torch.inf if variant is both[0] else 0.5, 0.5)
+        out = variant(*leaves, target=target, pair=pair, **operands)
+        gradients.append(torch.autograd.grad(out.square().sum(), leaves))
+    for mine, masked in zip(*gradients):
+        torch.testing.assert_close(mine, masked, rtol=1e-5, atol=1e-5)
+
+
+@TARGETS
 @NORMALIZERS
 def test_gradients_of_operands(target, normalizer) -> None:
     written = score + slopes[head] * (kv_pos - q_pos) + rows[head, q_pos] + columns[head, kv_pos]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from dataclasses import replace
@@ -53,6 +54,16 @@ def test_triton_kernels_say_what_their_plan_says(name: str, direction: Direction
     for text in words:
         times = sum(n for other, n in words.items() if text in other)
         assert said.count(text) == times, text
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_streaming_kernel_is_read_in_one_piece(name: str, direction: Direction) -> None:
+    """What it shares with others, and what is done for one tile of pairs, are functions beside it."""
+    sizes = weft.shape(heads=2, q_len=256, head_dim=64)
+    text = VARIANTS[name].source(sizes, direction=direction, device="h200", target="triton", schedule="streaming")
+    kernels = [node for node in ast.parse(text).body if getattr(node, "name", "") == f"streaming_{direction}"]
+    assert [node.end_lineno - node.lineno < 120 for node in kernels] == [True]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

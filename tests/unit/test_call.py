@@ -7,6 +7,7 @@ import torch
 
 import weft
 from weft import WeftError, head, kv_pos, masks, q_pos, score
+from weft.ir.errors import UnavailableError
 
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 window = weft.scalar("window", int)
@@ -166,6 +167,22 @@ def test_second_derivatives_and_vmap_are_refused():
         first.sum().backward()
     with pytest.raises(WeftError, match=r"vmap is not available"):
         torch.vmap(lambda q: CAUSAL(q, k, v))(q.detach()[None])
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("of", ["out", "lse"])
+def test_gradients_in_batches_are_refused(of, prepared):
+    """Also where such a backward was prepared, and takes the shortest way."""
+    q, k, v = qkv()
+    q.requires_grad_()
+    variant = weft.Attention(mask=kv_pos <= q_pos, name=f"in_batches_{of}_{prepared}")
+    result = variant(q, k, v, return_lse=True)[of == "lse"]
+    if prepared:
+        torch.autograd.grad(result.sum(), q, retain_graph=True)
+    many = torch.ones(3, *result.shape)
+    with pytest.raises(UnavailableError, match=r"is_grads_batched=True.* call torch.autograd.grad for each gradient"):
+        torch.autograd.grad(result, q, many, retain_graph=True, is_grads_batched=True)
+    torch.autograd.grad(result, q, many[0])
 
 
 def test_empty_operands():

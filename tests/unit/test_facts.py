@@ -11,7 +11,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
 from weft.ir.attention import Attention
 from weft.ir.expr import Expr, scalar, symbol, tensor
-from weft.ir.functions import exp, tanh, where
+from weft.ir.functions import exp, sqrt, tanh, where
 
 SCORE, HEAD, BATCH = symbol("score"), symbol("head"), symbol("batch")
 Q_POS, KV_POS = symbol("q_pos"), symbol("kv_pos")
@@ -117,3 +117,30 @@ def test_traits_of_variants() -> None:
     assert facts_of(Attention(mask=KV_POS <= Q_POS)).traits == Traits(linear=True, masked=True)
     biased = facts_of(Attention(SCORE + PAIR)).traits
     assert biased == Traits(linear=False, masked=False, operand_gradients=1, positional=True, pair_bytes=4)
+
+
+# -- derivatives that may be infinite ----------------------------------------------------------------------------------
+SLOPES = [  # score, whether its slope is finite at any values of tensors and scalars
+    (SCORE, True),
+    (SCORE * FACTOR, True),  # linear: no score is -inf alone
+    (SCORE + PAIR, True),
+    (SCORE + PER_HEAD[HEAD] * (KV_POS - Q_POS), True),
+    (30.0 * tanh(SCORE / 30.0), True),
+    (SCORE * KV_POS / symbol("kv_len"), True),
+    (SCORE / (1.0 + Q_POS), False),  # q_offset may be negative
+    (where(PAIR > 0.0, SCORE, 0.05), True),
+    (tanh(exp(tanh(SCORE))), False),  # an exponential is not followed
+    (FACTOR * tanh(SCORE / FACTOR), False),
+    (30.0 * tanh((SCORE + PAIR) / 30.0), False),  # NaN
+    (PAIR * where(KV_POS < 4, SCORE, 0.05), False),
+    (SCORE * PAIR, False),
+    (SCORE / (KV_POS - Q_POS), False),
+    (exp(SCORE), False),
+    (sqrt(abs(SCORE)), False),
+    (SCORE * SCORE * 1e30, False),  # beyond float32
+]
+
+
+@pytest.mark.parametrize(("score", "finite"), SLOPES, ids=[str(score) for score, _ in SLOPES])
+def test_slopes_that_are_finite(score: Expr, finite: bool) -> None:
+    assert facts_of(Attention(score)).slope_is_finite == finite

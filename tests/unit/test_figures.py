@@ -49,6 +49,9 @@ CASES = [
     (LATENT, {"heads": 16, "q_len": 1, "kv_len": 4096, "head_dim": 192, "value_dim": 128}, {"device": "h200"}),
     (LATENT, {"heads": 16, "q_len": 512, "head_dim": 192, "value_dim": 128}, {"device": "h200", "form": "expanded"}),
 ]  # fmt: skip
+COUNTS = re.compile(r"= ([\d,]+) = ([\d,]+) empty \+ ([\d,]+) edge \+ ([\d,]+) full; visited n = ([\d,]+)")
+IN_WAVES = re.compile(r"([\d,]+) at once in ([\d,]+) waves?: busy ([\d.]+)")
+LAST_OF_A_FORWARD = ("flash_forward", "streaming_forward", "standard_output")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -69,12 +72,34 @@ class Printed:
     lines: dict[str, str] = field(default_factory=dict)
     form: dict[str, float] = field(default_factory=dict)  # rows of its tiles, as its title has them
 
+    @property
+    def busy(self) -> float:
+        return float(IN_WAVES.search(self.lines["programs"])[3])  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kernel holds, moves and computes."""
+
+    sram: float
+    read: float
+    written: float
+    moved: float  # through L2
+    flops: float
+    useful: float
+    exps: float
+
+    @property
+    def bytes(self) -> float:
+        return self.read + self.written
+
 
 class Page:
     """The text of `explain`, taken apart; what was broken over lines is joined again."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, cpu: bool = False) -> None:
         self.text = text
+        self.memories = ("cache", "L3", "RAM") if cpu else ("SRAM", "L2", "HBM")
         joined: list[str] = []
         for line in text.splitlines():
             if re.match(r" {10,}\S", line) and not re.match(r" +\w+=\w+:", line):
@@ -130,91 +155,117 @@ def near(shown: str, exact: float) -> None:
     assert number(shown) == pytest.approx(exact, rel=0.006, abs=0.5), (shown, exact)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].name}-{'-'.join(str(v) for v in c[2].values())[:40]}")
-def test_every_figure_follows_from_what_is_printed(case) -> None:
-    variant, sizes, options = case
-    page = Page(variant.explain(weft.shape(**sizes), **options))
-    problem, cpu = page.letters, options["device"] == "cpu"
-    sram, l2, hbm = ("cache", "L3", "RAM") if cpu else ("SRAM", "L2", "HBM")
-    launch = float(re.search(r"launch ([\d.]+) us", page.row("rates"))[1]) * 1e-3  # type: ignore[index]
-    sums: dict[str, list[float]] = {"forward": [0, 0, 0, 0], "backward": [0, 0, 0, 0]}
-    direction = "forward"
+@pytest.fixture(
+    scope="module", params=CASES, ids=lambda c: f"{c[0].name}-{'-'.join(str(v) for v in c[2].values())[:40]}"
+)
+def page(request: pytest.FixtureRequest) -> Page:
+    variant, sizes, options = request.param
+    return Page(variant.explain(weft.shape(**sizes), **options), cpu=options["device"] == "cpu")
+
+
+# -- by kernel ---------------------------------------------------------------------------------------------------------
+def letters_of(page: Page, kernel: Printed) -> dict[str, float]:
+    """Of the problem and of the kernel; n where its tiles were counted."""
+    found = {k: float(v) for k, v in re.findall(r"(\w+) ([\d.e-]+)", kernel.lines.get("letters", ""))}
+    if "tiles" in kernel.lines:
+        found["n"] = number(re.search(r"visited n = ([\d,]+)", kernel.lines["tiles"])[1])  # type: ignore[index]
+    return page.letters | found
+
+
+def work_of(page: Page, kernel: Printed) -> Work:
+    """What the printed formulas give."""
+    sram, l2, hbm = page.memories
+    titles = (f"{sram} bytes", f"{hbm} read", f"{hbm} written", f"{l2} traffic", "FLOPs", "useful FLOPs", "exps")
+    letters, lines = letters_of(page, kernel), kernel.lines
+    return Work(*(value(lines[title], letters) if title in lines else 0.0 for title in titles))
+
+
+def test_tiles_are_those_of_the_problem(page: Page) -> None:
+    problem = page.letters
     for kernel in page.kernels:
-        lines, letters = kernel.lines, dict(problem)
-        letters |= {k: float(v) for k, v in re.findall(r"(\w+) ([\d.e-]+)", lines.get("letters", ""))}
-        programs, tiles, sram_shown, read_shown, written_shown, flops_shown, useful_shown, intensity = kernel.amounts
+        if "tiles" not in kernel.lines:
+            continue
+        letters = letters_of(page, kernel)
+        counts = COUNTS.search(kernel.lines["tiles"])
+        total, empty, edge, full, visited = map(number, counts.groups())  # type: ignore[union-attr]
+        assert total == empty + edge + full == problem["B"] * problem["Hq"] * letters["nq"] * letters["nkv"]
+        assert visited == edge + full
+        assert {"bq": letters["bq"], "bkv": letters["bkv"]} == kernel.form
+        assert letters["nq"] == ceil(problem["L"] / letters["bq"])
+        assert letters["nkv"] == ceil(problem["T"] / letters["bkv"])
+        for shown, exact in zip(kernel.amounts[1].split("/"), (empty, edge, full)):
+            near(shown, exact)
 
-        if "tiles" in lines:
-            total, empty, edge, full, visited = map(number, re.search(
-                r"= ([\d,]+) = ([\d,]+) empty \+ ([\d,]+) edge \+ ([\d,]+) full; visited n = ([\d,]+)", lines["tiles"]
-            ).groups())  # type: ignore[union-attr]  # fmt: skip
-            assert total == empty + edge + full == problem["B"] * problem["Hq"] * letters["nq"] * letters["nkv"]
-            assert visited == edge + full
-            assert {"bq": letters["bq"], "bkv": letters["bkv"]} == kernel.form
-            assert letters["nq"] == ceil(problem["L"] / letters["bq"])
-            assert letters["nkv"] == ceil(problem["T"] / letters["bkv"])
-            for shown, exact in zip(tiles.split("/"), (empty, edge, full)):
-                near(shown, exact)
-            letters["n"] = visited
 
-        count = value(lines["programs"], letters)
-        near(programs, count)
-        at_once, waves, busy = re.search(
-            r"([\d,]+) at once in ([\d,]+) waves?: busy ([\d.]+)", lines["programs"]
-        ).groups()  # type: ignore[union-attr]
-        assert number(waves) == ceil(count / number(at_once))
-        assert float(busy) == pytest.approx(count / (number(waves) * number(at_once)), abs=1e-4)
+def test_programs_come_in_waves(page: Page) -> None:
+    for kernel in page.kernels:
+        line = kernel.lines["programs"]
+        count = value(line, letters_of(page, kernel))
+        near(kernel.amounts[0], count)
+        at_once, waves, _ = map(number, IN_WAVES.search(line).groups())  # type: ignore[union-attr]
+        assert waves == ceil(count / at_once)
+        assert kernel.busy == pytest.approx(count / (waves * at_once), abs=1e-4)
 
-        titles = (f"{sram} bytes", f"{hbm} read", f"{hbm} written", f"{l2} traffic", "FLOPs", "useful FLOPs", "exps")
-        exact = {title: value(lines[title], letters) if title in lines else 0.0 for title in titles}
-        in_sram, read, written, moved, flops, useful, exps = exact.values()
-        for shown, figure in (
-            (sram_shown, in_sram),
-            (read_shown, read),
-            (written_shown, written),
-            (flops_shown, flops),
-        ):
-            near(shown, figure)
-        if "v" in problem:
-            near(useful_shown, useful)
-            assert useful <= flops
+
+def test_amounts_are_those_of_their_formulas(page: Page) -> None:
+    for kernel in page.kernels:
+        work = work_of(page, kernel)
+        _, _, sram, read, written, flops, useful, intensity = kernel.amounts
+        for shown, exact in ((sram, work.sram), (read, work.read), (written, work.written), (flops, work.flops)):
+            near(shown, exact)
+        if "v" in page.letters:
+            near(useful, work.useful)
+            assert work.useful <= work.flops
         else:
-            assert useful_shown == "?"
-        assert float(intensity) == pytest.approx(flops / (read + written), abs=0.51)
+            assert useful == "?"
+        assert float(intensity) == pytest.approx(work.flops / work.bytes, abs=0.51)
 
+
+def test_times_follow_from_rates(page: Page) -> None:
+    launch = float(re.search(r"launch ([\d.]+) us", page.row("rates"))[1]) * 1e-3  # type: ignore[index]
+    _, l2, hbm = page.memories
+    assert page.titles == ["kernel", "matrix", hbm, l2, "exp", "launch", "ms", "bound"]
+    for kernel in page.kernels:
+        work, busy = work_of(page, kernel), kernel.busy
         milliseconds = [
-            1e3 * flops / page.rate("matrix") / float(busy), 1e3 * (read + written) / page.rate(hbm),
-            1e3 * moved / page.rate(l2), 1e3 * exps / page.rate("exp") / float(busy), launch,
+            1e3 * work.flops / page.rate("matrix") / busy, 1e3 * work.bytes / page.rate(hbm),
+            1e3 * work.moved / page.rate(l2), 1e3 * work.exps / page.rate("exp") / busy, launch,
         ]  # fmt: skip
-        assert page.titles == ["kernel", "matrix", hbm, l2, "exp", "launch", "ms", "bound"]
         *parts, whole = map(float, kernel.times[:-1])
         assert parts == pytest.approx(milliseconds, rel=1e-3, abs=1e-4)
         assert whole == pytest.approx(max(parts[:4]) + parts[4], abs=1.1e-4)
-        longest = max(range(5), key=lambda k: parts[k])
-        assert parts[page.titles.index(kernel.times[-1]) - 1] == pytest.approx(parts[longest], abs=1.1e-4)
-        for k, figure in enumerate((read + written, flops, useful, whole)):
-            sums[direction][k] += figure
-        if kernel.name in ("flash_forward", "streaming_forward", "standard_output"):  # the last of a forward
-            direction = "backward"
+        assert parts[page.titles.index(kernel.times[-1]) - 1] == pytest.approx(max(parts), abs=1.1e-4)
 
-    for direction, (moved, flops, useful, whole) in sums.items():
+
+# -- totals ------------------------------------------------------------------------------------------------------------
+def kernels_by_direction(page: Page) -> dict[str, list[Printed]]:
+    lasts = [k for k, kernel in enumerate(page.kernels) if kernel.name in LAST_OF_A_FORWARD]
+    end = lasts[0] + 1
+    return {"forward": page.kernels[:end], "backward": page.kernels[end:]}
+
+
+def test_totals_are_sums_over_kernels(page: Page) -> None:
+    for direction, kernels in kernels_by_direction(page).items():
         line = next((x for x in page.lines if x.startswith(f"{direction}: ")), None)
-        assert (line is None) == (whole == 0)
+        assert (line is None) == (not kernels)
         if line is None:
             continue
         said = re.fullmatch(
-            rf"{direction}: (\S+)B through {hbm}, (\S+)FLOP(?:, (\S+) useful)?, "
+            rf"{direction}: (\S+)B through {page.memories[2]}, (\S+)FLOP(?:, (\S+) useful)?, "
             r"predicted (\S+) ms \((\S+)FLOP/s(?: useful)?\)", line
         )  # fmt: skip
         assert said is not None, line
-        near(said[1], moved)
+        work = [work_of(page, kernel) for kernel in kernels]
+        flops, useful = sum(w.flops for w in work), sum(w.useful for w in work)
+        near(said[1], sum(w.bytes for w in work))
         near(said[2], flops)
-        assert (said[3] is not None) == ("v" in problem)
-        assert float(said[4]) == pytest.approx(whole, abs=1e-4 * len(page.kernels))
-        work, slack = (useful if said[3] else flops) / 1e-3, 5e-5  # ms are rounded to 1e-4
-        assert work / (float(said[4]) + slack) * 0.994 <= number(said[5]) <= work / (float(said[4]) - slack) * 1.006
+        assert (said[3] is not None) == ("v" in page.letters)
+        assert float(said[4]) == pytest.approx(sum(float(k.times[-2]) for k in kernels), abs=1e-4 * len(page.kernels))
+        done, slack = (useful if said[3] else flops) / 1e-3, 5e-5  # ms are rounded to 1e-4
+        assert done / (float(said[4]) + slack) * 0.994 <= number(said[5]) <= done / (float(said[4]) - slack) * 1.006
 
 
+# -- pairs and reads ---------------------------------------------------------------------------------------------------
 def test_the_share_of_repeated_reads_is_printed_where_it_is_one() -> None:
     pages = [Page(variant.explain(weft.shape(**sizes), **options)) for variant, sizes, options in CASES[1:4:2]]
     shares = [re.search(r"\bk ([\d.]+)", k.lines.get("letters", "")) for page in pages for k in page.kernels]

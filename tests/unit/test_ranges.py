@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ from .tiling import evaluate
 n, size = weft.scalar("n", int), weft.scalar("size", int)
 ids = weft.tensor("ids", 1, int)
 table = weft.tensor("table", 1)
+stretch = weft.scalar("stretch", float)
+KEPT = weft.floor(table[head])
 LENGTH = 100
 RELATIVE = weft.maximum(q_pos - kv_pos, 0)
 T5_BUCKET = weft.where(  # of T5 (Raffel 2020, section 2.1): half of the buckets exact, half of them on a log scale
@@ -55,6 +58,15 @@ ENV = {"q_pos": (0, 99), "kv_pos": (0, 99), "head": (0, 7), "n": (10, 10), "size
         (weft.floor(weft.log(q_pos / 8)), (-LARGEST_FLOOR, 2)),
         (weft.floor(weft.log(score)), (-LARGEST_FLOOR, LARGEST_FLOOR)),
         (weft.floor(0.5 * q_pos / (1 + kv_pos)), (0, 49)),
+        (weft.floor(q_pos / stretch), (0, 39)),  # a float scalar of 2.5
+        (weft.floor(8.0 * weft.sin(q_pos / 7) + 0.5), (-8, 8)),
+        (weft.floor(8.0 * weft.rsqrt(1.0 + q_pos)), (0, 8)),
+        (weft.floor(weft.rsqrt(1.0 * q_pos)), (0, LARGEST_FLOOR)),
+        (weft.floor(weft.rsqrt(q_pos - 1.0)), (-LARGEST_FLOOR, LARGEST_FLOOR)),
+        (weft.floor(weft.exp(1000.0 + q_pos)), (LARGEST_FLOOR, LARGEST_FLOOR)),
+        (weft.where((KEPT > -8) & (KEPT < 8), KEPT, 0), (-7, 7)),
+        (weft.where(~((KEPT <= -8) | (KEPT >= 8)), KEPT, 0), (-7, 7)),
+        (weft.floor(1.0 / (1e-30 * (1 + q_pos) * 1e-30)), (-LARGEST_FLOOR, LARGEST_FLOOR)),  # divides by 0 in 32 bits
         (T5_BUCKET, (0, 30)),
         (ids[q_pos], (-(2**30) + 1, 2**30 - 1)),
         (weft.minimum(weft.maximum(ids[q_pos], 0), 9), (0, 9)),
@@ -62,7 +74,7 @@ ENV = {"q_pos": (0, 99), "kv_pos": (0, 99), "head": (0, 7), "n": (10, 10), "size
     ],
 )
 def test_ranges_of_what_users_write(node: Expr, expected: tuple[int, int]) -> None:
-    assert range_of(node, ENV) == expected
+    assert range_of(node, ENV, {"stretch": 2.5}) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,10 +91,15 @@ def test_ranges_of_what_users_write(node: Expr, expected: tuple[int, int]) -> No
         table[q_pos % 100] > 0.0,
         kv_pos + 3 * ids[kv_pos] <= ids[q_pos] + ids[kv_pos] + q_pos * ids[0],
         table[T5_BUCKET + 1] > 0.0,
+        KEPT + weft.floor(4.0 * table[0]) <= 2 * KEPT,  # of two there is room in 32 bits
+        abs(KEPT) - KEPT <= q_pos,
+        3 * weft.minimum(weft.maximum(KEPT, 0), 99) <= q_pos,
+        weft.floor(kv_pos / stretch) * weft.floor(q_pos / stretch) <= 99,
+        table[weft.floor(kv_pos * stretch / 8)] > 0.0,
     ],
 )
 def test_nothing_is_said_where_all_is_proven(root: Expr) -> None:
-    assert check_integers(root, ENV, {"table": (LENGTH,), "ids": (LENGTH,)}) == []
+    assert check_integers(root, ENV, {"table": (LENGTH,), "ids": (LENGTH,)}, {"stretch": 2.5}) == []
 
 
 @pytest.mark.parametrize(
@@ -99,6 +116,12 @@ def test_nothing_is_said_where_all_is_proven(root: Expr) -> None:
         (q_pos * kv_pos * 10**6 < 5, ["integer overflow", "reaches 9801000000", "32 bits"]),
         (ids[q_pos] * ids[kv_pos] * ids[0] < 5, ["integer overflow: `ids[q_pos] * ids[kv_pos] * ids[0]`", "64 bits"]),
         (weft.floor(n * 0.5 * score) * 3 < 5, ["integer overflow: `floor(n * 0.5 * score) * 3`", "32 bits"]),
+        (
+            weft.floor(8.0 * weft.tanh(table[head])) * kv_pos < 5,  # of NaN there is no range
+            ["integer overflow: `floor(8.0 * tanh(table[head])) * kv_pos`", "`floor(8.0 * tanh(table[head]))` may be",
+             "clamp it, as in weft.minimum(weft.maximum(floor(8.0 * tanh(table[head])), 0), 99), or write 1.0 * ..."],
+        ),
+        (weft.floor(kv_pos / stretch) * 4 < 5, ["`floor(kv_pos / stretch)` may be anything"]),  # no value is given
         (weft.where(q_pos < 99, table[q_pos + 1], 0.0) > 0.0, ["ranges from 1 to 100"]),  # read where not taken, too
         (q_pos // (n - 10) < 5, ["the divisor `n - 10` can be 0", "from 0 to 0"]),
         (q_pos % kv_pos < 5, ["the divisor `kv_pos` can be 0", "from 0 to 99", "weft.maximum(kv_pos, 1)"]),
@@ -114,6 +137,18 @@ def test_a_problem_names_the_read_the_range_and_the_cure(root: Expr, parts: list
 def test_each_problem_is_told_once_and_all_are_told() -> None:
     root = (table[q_pos + 1] + table[q_pos + 1] > table[kv_pos - 1]) & (q_pos // (n - 10) < 3)
     assert len(check_integers(root, ENV, {"table": (LENGTH,)})) == 3
+
+
+def test_each_value_of_a_float_scalar_is_looked_at() -> None:
+    """Where ints are made of it; a call with another one may be unsound."""
+    attention = weft.Attention(mask=weft.floor(kv_pos / stretch) * weft.floor(q_pos / stretch) <= 99, name="grid")
+    q, k, v = torch.randn(3, 1, 1, 20, 16, generator=torch.Generator().manual_seed(0))
+    for value in (2.5, 3.0, 2.5):
+        out = attention(q, k, v, stretch=value)
+        torch.testing.assert_close(out, attention.reference(q, k, v, stretch=value), rtol=1e-5, atol=1e-5)
+        for small in (1e-9, 0.0, math.nan):
+            with pytest.raises(weft.WeftError, match="integer overflow: `floor"):
+                attention(q, k, v, stretch=small)
 
 
 def test_an_empty_tensor_is_never_read() -> None:
