@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +151,6 @@ class HopperTarget:
             "config": asdict(form) | widths | part,
             "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
             "factor_at_end": scale is not None and not _differs_by_head(scale),
-            "slopes_finite": False,
         }
 
     def load(self, path: Path, source: str) -> ModuleType:
@@ -375,7 +374,7 @@ class HopperForwardLauncher(HopperLauncher):
 
 
 class HopperBackwardLauncher(HopperLauncher):
-    """Launches of the backward: statistics of rows, the main kernel with a program a tile of keys, and dQ from its sums."""
+    """Launches of the backward: the statistics of rows, the main kernel, and dQ from its sums."""
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
