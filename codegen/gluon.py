@@ -8,7 +8,7 @@ from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 
 
-@builtin
+@builtin  # type: ignore[untyped-decorator]
 def tma_reduce_add(descriptor: Any, coordinates: Any, source: Any, _semantic: Any = None) -> None:
     """Begin to add a tile in SRAM to a tensor in HBM (cp.reduce.async.bulk.tensor, PTX ISA 8.0).
 

@@ -24,7 +24,7 @@ from ..ir.errors import UnavailableError, WeftError, collected
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat
 from .checks import check_operand_kinds, check_q_offset
 from .settings import default_target
-from .torch_private import below_autograd, has_tangent, named, under_functional_gradient, unwatched
+from .torch_private import below_autograd, has_tangent, is_traced, named, under_functional_gradient, unwatched
 from .variant import Variant, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
 
 _CALL = (
@@ -72,7 +72,9 @@ def _negated(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _refuse_transforms(name: str, tensors: Sequence[Tensor]) -> None:
-    """Derivatives that torch would drop or refuse in its own words: forward mode, and torch.func's grad and jvp."""
+    """What torch would drop or refuse in its own words: forward mode, torch.func's grad and jvp, torch.jit.trace."""
+    if is_traced():
+        raise UnavailableError(f"{name}: torch.jit.trace is not available; use torch.export or torch.compile")
     if has_tangent(tensors):
         raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
     if under_functional_gradient(tensors):

@@ -51,6 +51,11 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
 
 
+def is_traced() -> bool:
+    """Whether torch.jit.trace watches."""
+    return _tracer() is not None
+
+
 def forward_level() -> int:
     """Level of forward-mode differentiation; negative where there is none."""
     return getattr(forward_ad, "_current_level", -1)

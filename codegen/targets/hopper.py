@@ -62,7 +62,7 @@ class HopperTarget:
     ) -> Sequence[Kernel]:
         if algorithm != "flash":
             return []
-        kernels = FLASH[:1]
+        kernels: tuple[Kernel, ...] = FLASH[:1]
         if direction == "backward":
             kernels = (HOPPER_STATISTICS, HOPPER_BACKWARD, *([ROUND_DQUERY] if "query" in wanted else []))
         measured = facts.traits.measured

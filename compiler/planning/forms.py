@@ -224,7 +224,8 @@ def parse_form(text: str) -> Form | None:
             return HopperForm(block_q // ROWS_OF_A_WARPGROUP, block_kv, stages, buffers, **chosen)
     if found := _HOPPER_BACKWARD.fullmatch(text):
         chosen = _flags(HopperBackwardForm._FLAGS, found[4])
-        return None if chosen is None else HopperBackwardForm(*map(int, found.groups()[:3]), **chosen)
+        block_q, block_kv, stages = map(int, found.groups()[:3])
+        return None if chosen is None else HopperBackwardForm(block_q, block_kv, stages, **chosen)
     return None
 
 

@@ -185,6 +185,12 @@ def test_gradients_in_batches_are_refused(of, prepared):
     torch.autograd.grad(result, q, many[0])
 
 
+def test_tracing_by_torch_jit_is_refused():
+    q, k, v = qkv()
+    with pytest.raises(UnavailableError, match=r"torch.jit.trace is not available; use torch.export or torch.compile"):
+        torch.jit.trace(lambda q: CAUSAL(q, k, v), (q,))
+
+
 def test_empty_operands():
     q, k, v = qkv(kv_len=0)
     out, lse = CAUSAL(q, k, v, return_lse=True)

@@ -63,9 +63,46 @@ def test_the_source_says_what_the_plan_says(name: str, head_dim: int) -> None:
     assert f"{consumers} consumers of 64 rows" in comments and f"CONSUMERS = gl.constexpr({consumers})" in comments
 
 
+def backward_plan(name: str, head_dim: int) -> weft.Plan:
+    return VARIANTS[name].plan(sizes(head_dim), device="h200", target="hopper")
+
+
+def backward_source(name: str, head_dim: int) -> str:
+    return VARIANTS[name].source(sizes(head_dim), device="h200", target="hopper", direction="backward")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_functions_of_the_kernel_are_short(name: str) -> None:
-    functions = [n for n in ast.walk(ast.parse(source(name, 128))) if isinstance(n, ast.FunctionDef)]
+def test_the_source_of_the_backward_says_what_the_plan_says(name: str, head_dim: int) -> None:
+    kernels = [k for k in backward_plan(name, head_dim).kernels if k.direction == "backward" and "spans" not in k.name]
+    assert [k.name for k in kernels] == ["row_statistics", "flash_backward", "round_dquery"]
+    comments = " ".join(re.sub(r"\n *#", "", backward_source(name, head_dim)).split())
+    for kernel in kernels:
+        for stage in kernel.stages:
+            said = f"{stage.kind} (each {stage.per}): {' '.join(stage.what.split())}"
+            assert comments.count(said) == 1, f"{kernel.name}: {stage.key}"
+    form = kernels[1].form
+    assert f"BLOCK_Q = gl.constexpr({form.block_q})" in comments and f"STAGES = gl.constexpr({form.stages})" in comments
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_a_backward_of_one_head_kind_multiplies_at_the_end(head_dim: int) -> None:
+    """A factor that is one for all heads is applied to sums; one that differs by head, to each tile of dS."""
+    by_head = weft.Attention(score * weft.tensor("t", 1)[weft.head], name="by_head")
+    plain = backward_source("causal", head_dim)
+    apart = by_head.source(
+        sizes(head_dim), device="h200", target="hopper", direction="backward", t=torch.ones(2, device="meta")
+    )
+    assert "times the factor of the score, at the end" in plain and "dkey = dkey * (scale * LN2)" in plain
+    assert "dqk = (p * dp * (scale * LN2)).to(dtype)" in apart and "dkey = dkey *" not in apart
+    assert "-lse / factor" in plain and "-lse / factor" not in apart  # a factor that may be 0 divides nothing
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_functions_of_the_kernel_are_short(name: str, direction: str) -> None:
+    text = source(name, 128) if direction == "forward" else backward_source(name, 128)
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
     longest = max(functions, key=lambda f: f.end_lineno - f.lineno)  # type: ignore[operator]
     assert longest.end_lineno - longest.lineno <= 80, longest.name  # type: ignore[operator]
 
