@@ -79,7 +79,7 @@ def _resolve(
     given = asked(schedule)
     # Facts + Signature -> target and its kernels
     chosen, notes = _target(facts, signature, given, target, unfit)
-    kernels = chosen.kernels(given.algorithm, signature.direction, facts, signature.wanted)
+    kernels = _kernels(chosen, given.algorithm, signature, facts)
     # Facts + Signature + Hardware -> Schedule: asked for, else timed on this machine, else the target's own choice
     remembered = Schedule(given.algorithm, {})
     if not given.kernels:
@@ -125,7 +125,7 @@ def _target(
 
 def _has(name: str, given: Schedule, facts: Facts, signature: Signature) -> bool:
     """Whether a target has kernels for this algorithm and direction at all."""
-    return bool(target_named(name).kernels(given.algorithm, signature.direction, facts, signature.wanted))
+    return bool(_kernels(target_named(name), given.algorithm, signature, facts))
 
 
 def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
@@ -134,10 +134,14 @@ def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
     return why_not(target, given.algorithm, signature, facts) or "no target is left"
 
 
+def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
+    return target.kernels(algorithm, signature.direction, facts, signature.wanted, signature.deterministic)
+
+
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
     """The target that a schedule's text names for kernels of this direction."""
     for target in targets():
-        kernels = target.kernels(given.algorithm, signature.direction, facts, signature.wanted)
+        kernels = _kernels(target, given.algorithm, signature, facts)
         names = {k.name for k in kernels if not k.follows}
         if any(choice.target == target.name and kernel in names for kernel, choice in given.kernels.items()):
             return target.name
@@ -146,7 +150,7 @@ def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str 
 
 def why_not(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> str | None:
     """Why a target cannot compute one direction; None where it can."""
-    kernels = target.kernels(algorithm, signature.direction, facts, signature.wanted)
+    kernels = _kernels(target, algorithm, signature, facts)
     reasons = (target.supports(kernel, signature, facts) for kernel in kernels)
     return next(
         (r for r in reasons if r is not None), None if kernels else target.refusal(algorithm, signature.direction)
@@ -188,21 +192,39 @@ def _schedule(
             )
         target.check(kernel, choice.form, signature, hardware, facts)
         choices[kernel.name] = choice
-    for kernel in kernels:
-        if kernel.follows and kernel.name in given.kernels:
-            raise WeftError(
-                f"schedule: {kernel.name} of target {target.name} has the form of {kernel.follows}: leave it out"
-            )
+    _check_used(given, target, kernels, target.kernels(
+        given.algorithm, signature.direction, facts, signature.wanted, not signature.deterministic
+    ), signature.deterministic)  # fmt: skip
     _check_names(given, facts)
     return Schedule(given.algorithm, choices)
+
+
+def _check_used(
+    given: Schedule, target: Target, kernels: Sequence[Kernel], others: Sequence[Kernel], deterministic: bool
+) -> None:
+    """Raise WeftError for forms of kernels that take theirs from another, or that only other gradients have.
+
+    others: the kernels where `deterministic` is the other way.
+    """
+    followed = {k.name: k.follows for k in kernels if k.follows}
+    for name, choice in given.kernels.items():
+        if choice.target != target.name:
+            continue
+        if name in followed:
+            raise WeftError(f"schedule: {name} of target {target.name} has the form of {followed[name]}: leave it out")
+        if name in {k.name for k in others} - {k.name for k in kernels}:
+            raise WeftError(
+                f"schedule: {name} of target {target.name} runs with deterministic={not deterministic} only"
+            )
 
 
 def _check_names(given: Schedule, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
     everything = frozenset({"query", "key", "value", "rope"})
     known = {
-        k.name for target in targets() for direction in ("forward", "backward")
-        for k in target.kernels(given.algorithm, direction, facts, everything) if k.name not in SPANS and not k.follows
+        k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
+        for k in target.kernels(given.algorithm, direction, facts, everything, repeats)
+        if k.name not in SPANS and not k.follows
     }  # fmt: skip
     unknown = [name for name in given.kernels if name not in known]
     if unknown:

@@ -37,7 +37,7 @@ class CpuTarget:
     family = "cpu"
 
     def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
+        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
     ) -> Sequence[Kernel]:
         return [k for k in CPU_FLASH if k.direction == direction] if algorithm == "flash" else []
 

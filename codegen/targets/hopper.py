@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,9 @@ from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
+    HOPPER_TWO_PASSES,
     ROUND_DQUERY,
+    ROW_STATISTICS,
     SPANS,
     Algorithm,
     Kernel,
@@ -58,13 +60,13 @@ class HopperTarget:
     family = "hopper"
 
     def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
+        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
     ) -> Sequence[Kernel]:
         if algorithm != "flash":
             return []
         kernels: tuple[Kernel, ...] = FLASH[:1]
         if direction == "backward":
-            kernels = (HOPPER_STATISTICS, HOPPER_BACKWARD, *([ROUND_DQUERY] if "query" in wanted else []))
+            kernels = one_pass() if not deterministic and is_one_pass(wanted) else two_passes(wanted)
         measured = facts.traits.measured
         return kernels if measured is None else with_measuring(kernels, measured)
 
@@ -106,7 +108,7 @@ class HopperTarget:
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         best: HopperForm | HopperBackwardForm = best_form(signature.widths.head_dim, facts)
         if kernel.direction == "backward":
-            best = best_backward_form(signature.widths.head_dim)
+            best = best_backward_form(kernel, signature.widths.head_dim, facts)
         others = [
             form for form in best.neighbours()
             if form != best and self._why_not(kernel, form, signature, hardware) is None
@@ -127,7 +129,9 @@ class HopperTarget:
 
     def _why_not(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware) -> str | None:
         width = signature.widths.head_dim
-        reason = _no_backward_form(form, width) if isinstance(form, HopperBackwardForm) else _no_form(form, width)
+        reason = (
+            _no_backward_form(kernel, form, width) if isinstance(form, HopperBackwardForm) else _no_form(form, width)
+        )
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, width, width, signature.dtype)
@@ -143,12 +147,14 @@ class HopperTarget:
         widths = {"head_dim": code.signature.widths.head_dim, "loads_at_positions": facts.loads_at_positions}
         if code.signature.direction == "forward":
             return {"config": asdict(_forward_form(code)) | widths}
-        form = _backward_form(code)
+        main, form = _main_form(code)
         part = {"part_columns": part_columns(form, widths["head_dim"]), "parts": PARTS, "consumers": PARTS}
         part |= {"statistics": statistics_of_a_row(facts)}
         scale = facts.linear_scale
         return {
+            "main": main,
             "config": asdict(form) | widths | part,
+            "query_config": asdict(_backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
             "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
             "factor_at_end": scale is not None and not _differs_by_head(scale),
         }
@@ -161,10 +167,24 @@ class HopperTarget:
         return kind(modules, code, facts, device.index or 0, False)
 
 
+def is_one_pass(wanted: frozenset[str]) -> bool:
+    """Whether one kernel for all gradients saves products: a query's alone has three without it, others have four."""
+    return "query" in wanted and bool(wanted & {"key", "value"})
+
+
+def one_pass() -> tuple[Kernel, ...]:
+    return HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY
+
+
+def two_passes(wanted: frozenset[str]) -> tuple[Kernel, ...]:
+    """The kernels of these gradients, each sum with one owner, and statistics as the first of them wants them."""
+    dkey_dvalue, dquery = HOPPER_TWO_PASSES
+    main = [*([dkey_dvalue] if wanted & {"key", "value"} else []), *([dquery] if "query" in wanted else [])]
+    return replace(HOPPER_STATISTICS, follows=main[0].name, written=ROW_STATISTICS.written), *main
+
+
 def _no_backward(signature: Signature) -> str | None:
     """Why it cannot compute these gradients."""
-    if signature.deterministic:
-        return "hopper: gradients that repeat bit for bit are computed by the triton target"
     operands = sorted(signature.wanted - {"query", "key", "value"})
     if operands:
         return f"hopper: gradients of operands ({', '.join(operands)}) are computed by the triton target"
@@ -183,9 +203,15 @@ def _no_form(form: Form, width: int) -> str | None:
     return None
 
 
-def _no_backward_form(form: HopperBackwardForm, width: int) -> str | None:
-    if form.block_kv != 128 or form.block_q not in (64, 128) or form.stages not in (2, 3):
-        return "expected 64 or 128 queries, 128 keys and 2 or 3 stages"
+def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, width: int) -> str | None:
+    """Why a kernel of the backward cannot have this form."""
+    if kernel.name == "flash_dquery":
+        if form.block_q != 128 or form.block_kv not in (64, 128) or form.stages != 2 or form.next_scores:
+            return "expected 128 queries, 64 or 128 keys and 2 stages"
+        return None
+    most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
+    if form.block_kv != 128 or form.block_q not in (64, 128) or not 2 <= form.stages <= most:
+        return f"expected 64 or 128 queries, 128 keys and 2{' or 3' if most == 3 else ''} stages"
     if form.block_q == 128 and width > 64:
         return "128 queries leave too few registers for D 128"
     return None
@@ -220,9 +246,17 @@ def best_form(width: int, facts: Facts) -> HopperForm:
     )  # fmt: skip
 
 
-def best_backward_form(width: int) -> HopperBackwardForm:
-    """The form that measured best (docs/performance.md)."""
-    return HopperBackwardForm(128, next_scores=True) if width == 64 else HopperBackwardForm(64)
+def best_backward_form(kernel: Kernel, width: int, facts: Facts) -> HopperBackwardForm:
+    """The form that measured best for these widths (docs/performance.md).
+
+    What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
+    """
+    spare = facts.linear_scale is not None and not facts.loads_at_positions  # registers
+    if kernel.name == "flash_dquery":
+        return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
+    if width != 64 or not spare:
+        return HopperBackwardForm(64)
+    return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")
 
 
 def statistics_of_a_row(facts: Facts) -> int:
@@ -241,10 +275,16 @@ def _forward_form(code: CodePlan) -> HopperForm:
     return form
 
 
-def _backward_form(code: CodePlan) -> HopperBackwardForm:
-    form = code.form("flash_backward")
+def _backward_form(code: CodePlan, kernel: str) -> HopperBackwardForm:
+    form = code.form(kernel)
     assert isinstance(form, HopperBackwardForm)
     return form
+
+
+def _main_form(code: CodePlan) -> tuple[str, HopperBackwardForm]:
+    """The kernel that owns keys, "" where there is none, and the form that statistics of rows lie by."""
+    main = next((name for name in ("flash_backward", "flash_dkey_dvalue") if code.has(name)), "")
+    return main, _backward_form(code, main or "flash_dquery")
 
 
 # -- launching ---------------------------------------------------------------------------------------------------------
@@ -380,7 +420,7 @@ class HopperBackwardLauncher(HopperLauncher):
         batches, heads, q_len, _ = call.query.shape
         tiles = batches * heads * tiles_of(q_len, self._form.block_q)
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
-        if "query" in self.code.signature.wanted:
+        if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.width)
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
@@ -390,7 +430,7 @@ class HopperBackwardLauncher(HopperLauncher):
 
     @property
     def _form(self) -> HopperBackwardForm:
-        return _backward_form(self.code)
+        return _main_form(self.code)[1]
 
     @property
     def _statistics_of_a_tile(self) -> int:
@@ -399,18 +439,21 @@ class HopperBackwardLauncher(HopperLauncher):
     def _made(self, mode: Mode) -> dict[str, str]:
         tiles = "batches * heads * query_tiles"
         own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
-        if "query" in self.code.signature.wanted:
+        if self.code.has("flash_backward"):
             own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.width), dtype="float32")
         return self._made_spans(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in SPANS:
             return super()._programs(kernel, constants)
-        return "key_tiles * batch_kv_heads" if kernel.axis == "q" else "query_tiles * batch_heads"
+        if kernel.axis == "q":
+            return "key_tiles * batch_kv_heads"
+        return "own_tiles * batch_heads" if kernel.name == "flash_dquery" else "query_tiles * batch_heads"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         if kernel.name in SPANS or kernel.axis == "kv":
-            return super()._renamed(kernel) | {"n_heads": "heads"}
+            own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
+            return super()._renamed(kernel) | {"n_heads": "heads"} | own
         return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}
 
     def _rows(self, aligned: bool) -> dict[str, str]:
@@ -424,12 +467,26 @@ class HopperBackwardLauncher(HopperLauncher):
             "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
             "query_bytes": f"{2 * self.width} * q_len * (query.element_size() + 2) * group",  # Q, dO and sums of dQ
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
-        }  # fmt: skip
+        } | ({} if not self.code.has("flash_dquery") else {
+            "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
+            "kv_bytes": f"{2 * self.width} * kv_len * key.element_size() / group",  # of one query head
+            "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
+            "query_rows_desc": f"box(query, {self.width})", "dout_rows_desc": f"box(dout, {self.width})",
+            "dquery_rows_desc": f"box(dquery, {self.width})",
+            "seen_key_desc": f"box(key, {self.width})", "seen_value_desc": f"box(value, {self.width})",
+        })  # fmt: skip
+
+    @property
+    def _query_form(self) -> HopperBackwardForm:
+        return _backward_form(self.code, "flash_dquery")
 
     def _blocks(self) -> dict[str, list[int]]:
         form, columns = self._form, part_columns(self._form, self.width)
         rows = {"query": form.block_q, "dout": form.block_q, "out": form.block_q,
-                "key": _ROWS, "value": _ROWS, "dkey": _ROWS, "dvalue": _ROWS}  # fmt: skip
+                "key": _ROWS, "value": _ROWS, "dkey": _ROWS, "dvalue": _ROWS,
+                "query_rows": _ROWS, "dout_rows": _ROWS, "dquery_rows": _ROWS}  # fmt: skip
+        if self.code.has("flash_dquery"):
+            rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
         return {f"{name}_desc": [1, 1, count, self.width] for name, count in rows.items()} | {
             "dquery_desc": [1, 1, _ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],

@@ -60,7 +60,7 @@ class TritonTarget:
     interprets = False
 
     def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
+        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
     ) -> Sequence[Kernel]:
         kernels = KERNELS[algorithm]
         if algorithm == "flash" and facts.traits.measured is not None:

@@ -135,7 +135,7 @@ class HopperForm:
 
 @dataclass(frozen=True)
 class HopperBackwardForm:
-    """The asynchronous backward of sm_90: a program owns keys, and two warpgroups of 64 rows each keep dK and dV."""
+    """The asynchronous backward of sm_90: two warpgroups keep the sums of 64 rows each of a program's own tile."""
 
     block_q: int
     block_kv: int = 2 * ROWS_OF_A_WARPGROUP
@@ -155,17 +155,19 @@ class HopperBackwardForm:
         return kernel.sram
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
-        return Residence(self.stages, 1, element)
+        return Residence(self.stages, 1, 0)
 
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
         """The main kernel takes most of an SM's SRAM and registers; those before and after it take little."""
-        return 1 if kernel.name == "flash_backward" else PROGRAMS_PER_SM
+        return PROGRAMS_PER_SM if kernel.follows else 1
 
     def neighbours(self) -> Iterator[HopperBackwardForm]:
         """Forms that differ in one choice."""
         yield replace(self, next_scores=not self.next_scores)
         for block_q in (64, 128):
             yield replace(self, block_q=block_q)
+        for block_kv in (64, 128):
+            yield replace(self, block_kv=block_kv)
         for stages in (2, 3):
             yield replace(self, stages=stages)
 

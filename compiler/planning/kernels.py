@@ -556,6 +556,7 @@ HOPPER_BACKWARD = Kernel(
     "flash_backward", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, hopper_backward_sram,
     flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, _QUERIES,
 )  # fmt: skip
+HOPPER_TWO_PASSES = (FLASH[3], FLASH[2])  # with statistics as above but for the zeros
 ROUND_DQUERY = Kernel(
     "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, none,
     running_gradient, query_bytes, none, none, _KEYS, "flash_backward",

@@ -93,7 +93,8 @@ def code_plan(
             name = _VISITORS[kernel.direction, kernel.axis]
             visitor = schedule.form(name if name in schedule.kernels else _ONE_PASS)
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
-        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, sums)
+        one_pass = any(k.name == _ONE_PASS for k in kernels)
+        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, sums, one_pass)
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))

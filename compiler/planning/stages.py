@@ -8,7 +8,7 @@ A kernel whose steps differ in a family of templates has an entry of its own, `(
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...ir.errors import InternalError
 from ..analysis.records import Traits
@@ -27,6 +27,7 @@ class Tiles:
     traits: Traits
     wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
     sums: frozenset[str] = frozenset()  # how wanted gradients of operands are summed: "total", "row", "column"
+    one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
@@ -164,12 +165,12 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
 
 
 def _hopper_row_statistics(t: Tiles) -> list[Stage]:
-    """As of the portable kernels, and zeros for what the main kernel adds to."""
+    """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
     load, compute, _ = _row_statistics(t)
     zeros = Stage("store zeros", "store", f"{t.query('zeros for sums of dQ')} float32", "SRAM -> HBM", _ONCE)
     return [
         load,
-        *([zeros] if "query" in t.wanted else []),
+        *([zeros] if t.one_pass else []),
         compute,
         _store("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),
     ]
@@ -177,7 +178,7 @@ def _hopper_row_statistics(t: Tiles) -> list[Stage]:
 
 def _hopper_flash_backward(t: Tiles) -> list[Stage]:
     """A producer warp loads; two consumers of ROWS_OF_A_WARPGROUP keys compute."""
-    wants_dscores = "query" in t.wanted or "key" in t.wanted
+    wants_dscores = t.one_pass or "key" in t.wanted
     consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
@@ -197,12 +198,34 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", _EACH_Q),
         Stage("store dkey", "store", ", ".join(_key_results(t)), "registers -> SRAM -> HBM", _ONCE),
     ]
-    left_out = set() if "query" in t.wanted else {"compute dquery", "store dquery"}
+    left_out = set() if t.one_pass else {"compute dquery", "store dquery"}
     left_out |= set() if "key" in t.wanted else {"compute dkey"}
     left_out |= set() if "value" in t.wanted else {"compute dvalue"}
     left_out |= set() if wants_dscores else {"compute dweights", "compute dscores"}
     left_out |= set() if _key_results(t) else {"keep dkey", "store dkey"}
     return [stage for stage in stages if stage.key not in left_out]
+
+
+def _hopper_flash_dkey_dvalue(t: Tiles) -> list[Stage]:
+    return _hopper_flash_backward(replace(t, one_pass=False))
+
+
+def _hopper_flash_dquery(t: Tiles) -> list[Stage]:
+    """A producer warp loads; two consumers of ROWS_OF_A_WARPGROUP queries compute."""
+    consumers = f"{t.q // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} rows"
+    slot = "into a slot of its ring, by the producer's TMA"
+    return [
+        _load("query", f"{t.query()}, {t.output('dO')}, for {consumers}", _ONCE),
+        _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
+        _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
+        _keep("dquery", f"{t.query('dQ')} float32, by {consumers}; {', '.join(t.saved('lse', 'delta'))}"),
+        _compute("scores", f"{t.scores()} = Q K^T, asynchronous", _EACH_KV),
+        _compute("dweights", f"{t.scores('dP')} = dO V^T, asynchronous", _EACH_KV),
+        _compute("weights", f"{_weights_text(t)}{t.mask_text}", _EACH_KV),
+        _compute("dscores", f"dS = {_dscore(t)}", _EACH_KV),
+        _compute("dquery", "dQ += dS K", _EACH_KV),
+        Stage("store dquery", "store", t.query("dQ"), "registers -> SRAM -> HBM", _ONCE),
+    ]
 
 
 def _round_dquery(t: Tiles) -> list[Stage]:
@@ -497,6 +520,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "row_statistics"): _row_statistics,
     ("hopper", "row_statistics"): _hopper_row_statistics,
     ("hopper", "flash_backward"): _hopper_flash_backward,
+    ("hopper", "flash_dkey_dvalue"): _hopper_flash_dkey_dvalue,
+    ("hopper", "flash_dquery"): _hopper_flash_dquery,
     ("hopper", "round_dquery"): _round_dquery,
     ("", "flash_dquery"): _flash_dquery,
     ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,

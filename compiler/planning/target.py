@@ -110,9 +110,12 @@ class Target(Protocol):
     language: Any  # what the variant's functions are printed in: a Language of codegen
 
     def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str]
+        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
     ) -> Sequence[Kernel]:
-        """The kernels of one direction, in order of execution; none where the target does not have it."""
+        """The kernels of one direction, in order of execution; none where the target does not have it.
+
+        wanted, deterministic: of a backward, the gradients, and whether they must repeat bit for bit.
+        """
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it does not have them, in words for `explain`."""

@@ -131,15 +131,15 @@ def _writes(instruction: str, register: int) -> bool:
 def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
-    wanted: frozenset[str] | None = None,
+    wanted: frozenset[str] | None = None, deterministic: bool = False,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
-    wanted: the gradients; all of them where None.
+    wanted: the gradients; all of them where None. deterministic: of a backward, whether they must repeat bit for bit.
     """
     sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, value_dim=value_dim or head_dim, dtype=dtype)
     machine = by_name(device)
-    plan = variant.plan(sizes, device=device, target=target, schedule=schedule)
+    plan = variant.plan(sizes, device=device, target=target, schedule=schedule, deterministic=deterministic)
     signature = plan.code(direction).signature
     if wanted is not None:
         signature = replace(signature, wanted=wanted)

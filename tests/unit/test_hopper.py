@@ -86,6 +86,22 @@ def test_the_source_of_the_backward_says_what_the_plan_says(name: str, head_dim:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_source_of_two_passes_says_what_the_plan_says(name: str, head_dim: int) -> None:
+    given = {"device": "h200", "target": "hopper", "deterministic": True}
+    plan = VARIANTS[name].plan(sizes(head_dim), **given)
+    kernels = [k for k in plan.kernels if k.direction == "backward" and "spans" not in k.name]
+    assert [k.name for k in kernels] == ["row_statistics", "flash_dkey_dvalue", "flash_dquery"]
+    text = VARIANTS[name].source(sizes(head_dim), **given, direction="backward")
+    comments = " ".join(re.sub(r"\n *#", "", text).split())
+    for kernel in kernels:
+        for stage in kernel.stages:
+            said = f"{stage.kind} (each {stage.per}): {' '.join(stage.what.split())}"
+            assert said in comments, f"{kernel.name}: {stage.key}"
+    assert "tma_reduce_add" not in text and "atomic" not in text  # nothing adds in any order
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_a_backward_of_one_head_kind_multiplies_at_the_end(head_dim: int) -> None:
     """A factor that is one for all heads is applied to sums; one that differs by head, to each tile of dS."""
     by_head = weft.Attention(score * weft.tensor("t", 1)[weft.head], name="by_head")

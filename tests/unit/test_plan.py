@@ -258,9 +258,9 @@ def test_a_score_that_is_not_linear_shows_its_derivative() -> None:
 @pytest.mark.parametrize(
     ("wanted", "names", "of_hopper"),
     [
-        ({"query"}, ["row_statistics", "flash_dquery"], ["flash_backward", "round_dquery"]),
-        ({"key"}, ["row_statistics", "flash_dkey_dvalue"], ["flash_backward"]),
-        ({"value"}, ["row_statistics", "flash_dkey_dvalue"], ["flash_backward"]),
+        ({"query"}, ["row_statistics", "flash_dquery"], ["flash_dquery"]),
+        ({"key"}, ["row_statistics", "flash_dkey_dvalue"], ["flash_dkey_dvalue"]),
+        ({"value"}, ["row_statistics", "flash_dkey_dvalue"], ["flash_dkey_dvalue"]),
         (
             {"query", "key", "value"},
             ["row_statistics", "flash_dquery", "flash_dkey_dvalue"],
@@ -274,16 +274,33 @@ def test_a_backward_has_the_kernels_of_the_gradients_that_are_wanted(wanted, nam
     assert [kernel.name for kernel in code.kernels] == names == [*code.schedule.kernels]
     code = driver.resolve(DENSE, kind, H200).code
     assert [kernel.name for kernel in code.kernels] == ["row_statistics", *of_hopper]
-    assert [*code.schedule.kernels] == ["flash_backward"]  # those around it are cut as it is
+    assert [*code.schedule.kernels] == of_hopper[:1]  # those around it are cut as it is
 
 
-def test_gradients_that_must_repeat_are_left_to_the_target_that_has_them() -> None:
-    kind = replace(signature(GPT2, "sm_90", "backward"), deterministic=True)
-    for target in (None, "hopper"):  # also where the call names a target that has only the forward of it
-        found = driver.resolve(DENSE, kind, H200, target)
+def test_gradients_that_must_repeat_take_two_passes() -> None:
+    one_pass, two_passes = (
+        driver.resolve(DENSE, replace(signature(GPT2, "sm_90", "backward"), deterministic=repeats), H200).code
+        for repeats in (False, True)
+    )
+    assert [k.name for k in one_pass.kernels] == ["row_statistics", "flash_backward", "round_dquery"]
+    assert [k.name for k in two_passes.kernels] == ["row_statistics", "flash_dkey_dvalue", "flash_dquery"]
+    assert {k.target for k in (*one_pass.kernels, *two_passes.kernels)} == {"hopper"}
+    assert two_passes.form("row_statistics") == two_passes.form("flash_dkey_dvalue")
+    assert "store zeros" not in {s.key for s in two_passes.kernels[0].stages}
+    with pytest.raises(WeftError, match="flash_dquery of target hopper runs with deterministic=True only"):
+        kind = signature(GPT2, "sm_90", "backward")
+        driver.resolve(DENSE, kind, H200, "hopper", "flash/flash_dquery=hopper:128x64s2")
+
+
+def test_gradients_of_operands_are_left_to_the_target_that_has_them() -> None:
+    slopes = tensor("slopes", 1)
+    alibi = Attention(SCORE + slopes[symbol("head")] * (KV_POS - Q_POS), name="alibi")
+    kind = signature(GPT2, "sm_90", "backward")
+    for target in (None, "hopper"):  # also where the call names a target that lacks them
+        found = driver.resolve(alibi, replace(kind, wanted=kind.wanted | {"slopes"}), H200, target)
         assert found.target.name == "triton"
-        assert found.notes == ("hopper: gradients that repeat bit for bit are computed by the triton target",)
-    assert driver.resolve(DENSE, signature(GPT2, "sm_90", "backward"), H200).target.name == "hopper"
+        assert found.notes == ("hopper: gradients of operands (slopes) are computed by the triton target",)
+    assert driver.resolve(alibi, kind, H200).target.name == "hopper"
 
 
 def test_a_kernel_that_follows_another_has_no_form_of_its_own() -> None:
