@@ -18,7 +18,6 @@ from ..compiler.planning.hardware import Hardware, this_machine
 from ..compiler.planning.kernels import SPANS, Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
-from ..compiler.planning.segments import segments_of
 from ..compiler.planning.signature import Dtypes, Signature, Widths
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
@@ -86,7 +85,7 @@ def _resolve(
         remembered = tuned.remembered(attention, signature, hardware, chosen.name, given.algorithm) or remembered
     schedule_found = _schedule(facts, signature, hardware, given, remembered, chosen, kernels)
     # Schedule -> CodePlan
-    parts = segments_of(attention, signature.widths)
+    parts = chosen.parts(attention, signature.widths)
     sums = frozenset(kind for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted)
     code = code_plan(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums

@@ -14,8 +14,10 @@ from ...compiler.planning.forms import CpuForm, Form
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import CPU_FLASH, Algorithm, Kernel
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import Direction, Signature
+from ...compiler.planning.segments import Segments, segments_of
+from ...compiler.planning.signature import Direction, Signature, Widths
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
+from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ...ir.expr import call, symbol
 from ...ir.normalizer import SOFTMAX
@@ -53,6 +55,9 @@ class CpuTarget:
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         return None
+
+    def parts(self, attention: Attention, widths: Widths) -> Segments:
+        return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         others = ((64, 64), (128, 128), (128, 256), (512, 512))

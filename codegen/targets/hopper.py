@@ -20,19 +20,20 @@ from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
-    HOPPER_TWO_PASSES,
     ROUND_DQUERY,
     ROW_STATISTICS,
     SPANS,
+    VISITED_BY,
     Algorithm,
     Kernel,
     with_measuring,
 )
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.records import Shape
-from ...compiler.planning.segments import for_heads
-from ...compiler.planning.signature import Direction, Signature
+from ...compiler.planning.records import Segment, Shape
+from ...compiler.planning.segments import Segments, for_heads
+from ...compiler.planning.signature import Direction, Signature, Widths
 from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition, Place
+from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ...ir.expr import Call, Const, Expr, Load, Symbol
 from ...ir.reference import evaluate
@@ -45,7 +46,8 @@ from .triton import has_triton
 from .triton_launcher import Mode, TritonLauncher, flat_place, spans_of, tiles_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
-WIDTHS = (64, 128)
+TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
+NARROWEST = 40  # below it tiles would be mostly zeros
 _ROWS = 64  # of a consumer
 PARTS = 2  # of a query tile's dQ, one a consumer of the backward
 _LINE = 128  # floats of a line of a part
@@ -64,11 +66,14 @@ class HopperTarget:
     ) -> Sequence[Kernel]:
         if algorithm != "flash":
             return []
-        kernels: tuple[Kernel, ...] = FLASH[:1]
-        if direction == "backward":
-            kernels = one_pass() if not deterministic and is_one_pass(wanted) else two_passes(wanted)
+        two_passes = direction == "backward" and (deterministic or not is_one_pass(wanted))
+        kernels = FLASH[:1] if direction == "forward" else ONE_PASS
+        if two_passes:
+            kernels = two_passes_of(wanted)
         measured = facts.traits.measured
-        return kernels if measured is None else with_measuring(kernels, measured)
+        if measured is not None:
+            kernels = with_measuring(kernels, measured)
+        return [k for k in kernels if is_needed(k, wanted)] if two_passes else kernels
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
@@ -88,8 +93,13 @@ class HopperTarget:
             return f"hopper: {lacking}"
         if widths.rope_dim or widths.value_is_key:
             return "hopper: latent attention is computed by the triton target"
-        if widths.head_dim not in WIDTHS or widths.value_dim != widths.head_dim:
-            return f"hopper: needs D = Dv = 64 or 128, got D {widths.head_dim}, Dv {widths.value_dim}"
+        most = TILE_COLUMNS[-1] if kernel.direction == "forward" else 128
+        if not all(NARROWEST <= width <= most and width % 8 == 0 for width in (widths.head_dim, widths.value_dim)):
+            which = "D and Dv" if kernel.direction == "forward" else "D and Dv of a backward"
+            return (
+                f"hopper: needs {which} to be multiples of 8 from {NARROWEST} to {most}, "
+                f"got D {widths.head_dim}, Dv {widths.value_dim}"
+            )
         if signature.offset == "per_row":
             return "hopper: a q_offset for each batch row is computed by the triton target"
         return _no_backward(signature) if kernel.direction == "backward" else None
@@ -105,10 +115,15 @@ class HopperTarget:
                 )
         return None
 
+    def parts(self, attention: Attention, widths: Widths) -> Segments:
+        """Each tile is one piece."""
+        return Segments((Segment(0, widths.head_dim, "key"),), (Segment(0, widths.value_dim, "value"),))
+
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
-        best: HopperForm | HopperBackwardForm = best_form(signature.widths.head_dim, facts)
+        widths = signature.widths
+        best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
-            best = best_backward_form(kernel, signature.widths.head_dim, facts)
+            best = best_backward_form(kernel, widths, facts)
         others = [
             form for form in best.neighbours()
             if form != best and self._why_not(kernel, form, signature, hardware) is None
@@ -128,14 +143,14 @@ class HopperTarget:
             raise WeftError(f"schedule: {kernel.name} {form}: {reason}")
 
     def _why_not(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware) -> str | None:
-        width = signature.widths.head_dim
+        widths = signature.widths
         reason = (
-            _no_backward_form(kernel, form, width) if isinstance(form, HopperBackwardForm) else _no_form(form, width)
+            _no_backward_form(kernel, form, widths) if isinstance(form, HopperBackwardForm) else _no_form(form, widths)
         )
         if reason is not None:
             return reason
-        sizes = Shape(1, 1, 1, 1, 1, width, width, signature.dtype)
-        needed = sram_bytes(kernel, form, sizes, hardware, for_heads(width, width))
+        sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
+        needed = sram_bytes(kernel, form, sizes, hardware, for_heads(*columns_of(widths)))
         if needed + 2048 > hardware.sram_per_block:  # barriers and cards
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
@@ -144,11 +159,15 @@ class HopperTarget:
         return f"hopper/flash_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        widths = {"head_dim": code.signature.widths.head_dim, "loads_at_positions": facts.loads_at_positions}
+        columns, value_columns = columns_of(code.signature.widths)
+        widths = {
+            "head_dim": code.signature.widths.head_dim, "value_dim": code.signature.widths.value_dim,
+            "columns": columns, "value_columns": value_columns, "loads_at_positions": facts.loads_at_positions,
+        }  # fmt: skip
         if code.signature.direction == "forward":
             return {"config": asdict(_forward_form(code)) | widths}
         main, form = _main_form(code)
-        part = {"part_columns": part_columns(form, widths["head_dim"]), "parts": PARTS, "consumers": PARTS}
+        part = {"part_columns": part_columns(form, columns), "parts": PARTS, "consumers": PARTS}
         part |= {"statistics": statistics_of_a_row(facts)}
         scale = facts.linear_scale
         return {
@@ -167,20 +186,34 @@ class HopperTarget:
         return kind(modules, code, facts, device.index or 0, False)
 
 
+def columns_of(widths: Widths) -> tuple[int, int]:
+    """Columns of tiles of query and key, and of value and output."""
+    columns, value_columns = (
+        next((n for n in TILE_COLUMNS if n >= width), TILE_COLUMNS[-1]) for width in (widths.head_dim, widths.value_dim)
+    )
+    return columns, value_columns
+
+
 def is_one_pass(wanted: frozenset[str]) -> bool:
     """Whether one kernel for all gradients saves products: a query's alone has three without it, others have four."""
     return "query" in wanted and bool(wanted & {"key", "value"})
 
 
-def one_pass() -> tuple[Kernel, ...]:
-    return HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY
+ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
 
 
-def two_passes(wanted: frozenset[str]) -> tuple[Kernel, ...]:
-    """The kernels of these gradients, each sum with one owner, and statistics as the first of them wants them."""
-    dkey_dvalue, dquery = HOPPER_TWO_PASSES
-    main = [*([dkey_dvalue] if wanted & {"key", "value"} else []), *([dquery] if "query" in wanted else [])]
-    return replace(HOPPER_STATISTICS, follows=main[0].name, written=ROW_STATISTICS.written), *main
+def two_passes_of(wanted: frozenset[str]) -> tuple[Kernel, ...]:
+    """The kernels of both passes, each sum with one owner. Statistics are as the keys' pass wants them, if it runs."""
+    owner = FLASH[3] if wanted & {"key", "value"} else FLASH[2]
+    return replace(HOPPER_STATISTICS, follows=owner.name, written=ROW_STATISTICS.written), FLASH[2], FLASH[3]
+
+
+def is_needed(kernel: Kernel, wanted: frozenset[str]) -> bool:
+    """Whether one of two passes, or what measures its tiles, serves a gradient; all do where only operands have one."""
+    serves = {"flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value"}}.get(
+        VISITED_BY.get(kernel.name, kernel.name)
+    )
+    return serves is None or bool(serves & wanted) or not wanted & {"query", "key", "value"}
 
 
 def _no_backward(signature: Signature) -> str | None:
@@ -191,19 +224,24 @@ def _no_backward(signature: Signature) -> str | None:
     return None
 
 
-def _no_form(form: Form, width: int) -> str | None:
+def _no_form(form: Form, widths: Widths) -> str | None:
     """Why a forward cannot have this form."""
     assert isinstance(form, HopperForm)
     if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
         return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
     if form.query_buffers not in (1, 2):
         return "expected 1 or 2 query buffers"
-    if form.consumers == 3 and width > 64:
+    columns, value_columns = columns_of(widths)
+    if form.consumers == 3 and value_columns > 64:
         return "three consumers have too few registers for D 128"
+    if form.output_in_query and (form.query_buffers != 1 or columns != value_columns or form.query_in_registers):
+        return "the output takes the place of one query tile in SRAM, of as many columns"
+    if value_columns == 256 and form.block_kv > 64:
+        return "128 keys leave too few registers for Dv 256"
     return None
 
 
-def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, width: int) -> str | None:
+def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
     if kernel.name == "flash_dquery":
         if form.block_q != 128 or form.block_kv not in (64, 128) or form.stages != 2 or form.next_scores:
@@ -212,7 +250,7 @@ def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, width: int) -> s
     most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
     if form.block_kv != 128 or form.block_q not in (64, 128) or not 2 <= form.stages <= most:
         return f"expected 64 or 128 queries, 128 keys and 2{' or 3' if most == 3 else ''} stages"
-    if form.block_q == 128 and width > 64:
+    if form.block_q == 128 and max(columns_of(widths)) > 64:
         return "128 queries leave too few registers for D 128"
     return None
 
@@ -233,24 +271,28 @@ def _differs_by_head(scale: Expr) -> bool:
     )
 
 
-def best_form(width: int, facts: Facts) -> HopperForm:
-    """The form that measured best for these widths (docs/performance.md).
+def best_form(widths: Widths, facts: Facts) -> HopperForm:
+    """The form that measured best for tiles of these widths (docs/performance.md).
 
     What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
     """
     spare = not facts.traits.positional  # registers
-    if width == 64:
+    columns, value_columns = columns_of(widths)
+    if columns == 256 or value_columns == 256:
+        return HopperForm(2, 64, 2, lazy_rescale=True, output_in_query=columns == value_columns)
+    if columns == value_columns == 64:
         return HopperForm(3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True)
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
     )  # fmt: skip
 
 
-def best_backward_form(kernel: Kernel, width: int, facts: Facts) -> HopperBackwardForm:
-    """The form that measured best for these widths (docs/performance.md).
+def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBackwardForm:
+    """The form that measured best for tiles of these widths (docs/performance.md).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
     """
+    width = max(columns_of(widths))
     spare = facts.linear_scale is not None and not facts.loads_at_positions  # registers
     if kernel.name == "flash_dquery":
         return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
@@ -344,7 +386,7 @@ class HopperLauncher(TritonLauncher):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.width = self.code.signature.widths.head_dim
+        self.columns, self.value_columns = columns_of(self.code.signature.widths)
         self.tools = {
             "box": Box, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter,
         }  # fmt: skip
@@ -360,7 +402,12 @@ class HopperLauncher(TritonLauncher):
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
-        return {**super()._rows(aligned), **{f"{name}_desc": f"box({name}, {self.width})" for name in names}}
+        return {**super()._rows(aligned), **{f"{name}_desc": f"box({name}, {self.columns})" for name in names}}
+
+    @property
+    def _head_bytes(self) -> str:
+        """K and V of one query head, whose elements have two bytes."""
+        return f"{(self.columns + self.value_columns) * 2} * kv_len / group"
 
     def _blocks(self) -> dict[str, list[int]]:
         """The tile that each descriptor is for, by its name."""
@@ -403,14 +450,15 @@ class HopperForwardLauncher(HopperLauncher):
             "lse_ptr": "lse",
             "n_heads": "heads",
             "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
-            "kv_bytes": f"{2 * self.width} * kv_len * key.element_size() / group",  # of one query head
+            "kv_bytes": self._head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip
 
     def _blocks(self) -> dict[str, list[int]]:
         block_kv = _forward_form(self.code).block_kv
         rows = {"query_desc": _ROWS, "key_desc": block_kv, "value_desc": block_kv, "out_desc": _ROWS}
-        return {name: [1, 1, count, self.width] for name, count in rows.items()}
+        wide = {"query_desc": self.columns, "key_desc": self.columns}
+        return {name: [1, 1, count, wide.get(name, self.value_columns)] for name, count in rows.items()}
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -421,7 +469,7 @@ class HopperBackwardLauncher(HopperLauncher):
         tiles = batches * heads * tiles_of(q_len, self._form.block_q)
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.width)
+            own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.columns)
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
@@ -440,7 +488,7 @@ class HopperBackwardLauncher(HopperLauncher):
         tiles = "batches * heads * query_tiles"
         own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.width), dtype="float32")
+            own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.columns), dtype="float32")
         return self._made_spans(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
@@ -465,15 +513,16 @@ class HopperBackwardLauncher(HopperLauncher):
             "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
             "statistics_desc": "flat(statistics)",
             "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
-            "query_bytes": f"{2 * self.width} * q_len * (query.element_size() + 2) * group",  # Q, dO and sums of dQ
+            # Q, dO and the sums of dQ of one head of keys
+            "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
-            "kv_bytes": f"{2 * self.width} * kv_len * key.element_size() / group",  # of one query head
+            "kv_bytes": self._head_bytes,
             "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
-            "query_rows_desc": f"box(query, {self.width})", "dout_rows_desc": f"box(dout, {self.width})",
-            "dquery_rows_desc": f"box(dquery, {self.width})",
-            "seen_key_desc": f"box(key, {self.width})", "seen_value_desc": f"box(value, {self.width})",
+            "query_rows_desc": f"box(query, {self.columns})", "dout_rows_desc": f"box(dout, {self.columns})",
+            "dquery_rows_desc": f"box(dquery, {self.columns})",
+            "seen_key_desc": f"box(key, {self.columns})", "seen_value_desc": f"box(value, {self.columns})",
         })  # fmt: skip
 
     @property
@@ -481,13 +530,15 @@ class HopperBackwardLauncher(HopperLauncher):
         return _backward_form(self.code, "flash_dquery")
 
     def _blocks(self) -> dict[str, list[int]]:
-        form, columns = self._form, part_columns(self._form, self.width)
+        form, columns = self._form, part_columns(self._form, self.columns)
         rows = {"query": form.block_q, "dout": form.block_q, "out": form.block_q,
                 "key": _ROWS, "value": _ROWS, "dkey": _ROWS, "dvalue": _ROWS,
                 "query_rows": _ROWS, "dout_rows": _ROWS, "dquery_rows": _ROWS}  # fmt: skip
         if self.code.has("flash_dquery"):
             rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
-        return {f"{name}_desc": [1, 1, count, self.width] for name, count in rows.items()} | {
+        narrow = {"dout", "out", "value", "dvalue", "dout_rows", "seen_value"}
+        blocks = {n: [1, 1, count, self.value_columns if n in narrow else self.columns] for n, count in rows.items()}
+        return {f"{name}_desc": block for name, block in blocks.items()} | {
             "dquery_desc": [1, 1, _ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],
             "dquery_sums_desc": [_ROWS * columns // _LINE, _LINE],

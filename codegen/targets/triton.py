@@ -15,13 +15,23 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import FLASH, KERNELS, ROW_STATISTICS, SPANS, Algorithm, Kernel, with_measuring
+from ...compiler.planning.kernels import (
+    FLASH,
+    KERNELS,
+    ROW_STATISTICS,
+    SPANS,
+    VISITED_BY,
+    Algorithm,
+    Kernel,
+    with_measuring,
+)
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
-from ...compiler.planning.segments import segments_of
-from ...compiler.planning.signature import Direction, Signature
+from ...compiler.planning.segments import Segments, segments_of
+from ...compiler.planning.signature import Direction, Signature, Widths
 from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...compiler.planning.tilings import FIXED, tilings
+from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
@@ -43,7 +53,6 @@ _SUMS = {
     "flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}, "standard_dweights": {"total", "row", "column"},
     "standard_dscores": {"total", "row", "column"},
 }  # fmt: skip
-_FOLLOWED = {"kv_spans": "flash_dquery", "q_spans": "flash_dkey_dvalue"}  # what measures tiles, and what visits them
 
 
 @lru_cache(maxsize=1)
@@ -71,7 +80,7 @@ class TritonTarget:
         if not facts.attention.weighs.saves_lse:
             own = [k for k in own if k != ROW_STATISTICS]
         kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
-        return [k for k in own if _is_needed(_FOLLOWED.get(k.name, k.name), wanted, kinds)]
+        return [k for k in own if _is_needed(VISITED_BY.get(k.name, k.name), wanted, kinds)]
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm: it has all."""
@@ -96,6 +105,9 @@ class TritonTarget:
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         return None
+
+    def parts(self, attention: Attention, widths: Widths) -> Segments:
+        return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from ...ir.errors import WeftError
 from .hardware import Hardware
-from .kernels import Formula, Kernel, hopper_forward_sram, hopper_forward_sram_two_queries
+from .kernels import Formula, Kernel, hopper_forward_sram, hopper_forward_sram_in_place, hopper_forward_sram_two_queries
 from .segments import Segments
 
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
@@ -94,9 +94,11 @@ class HopperForm:
     lazy_rescale: bool = False  # the softmax reference moves only when it is 2**8 too low
     pair_maximum: bool = False  # maxima of neighbours first
     overlap_edges: bool = False  # P V stays in flight under the mask code of edge tiles too
+    output_in_query: bool = False  # the output leaves from the query's place in SRAM
 
     _FLAGS: ClassVar[dict[str, str]] = {
         "query_in_registers": "regs", "lazy_rescale": "lazy", "pair_maximum": "pairs", "overlap_edges": "overlap",
+        "output_in_query": "inplace",
     }  # fmt: skip
 
     @property
@@ -112,6 +114,8 @@ class HopperForm:
         return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
+        if self.output_in_query:
+            return hopper_forward_sram_in_place
         return hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:

@@ -203,6 +203,11 @@ def hopper_forward_sram_two_queries(x: Sizes) -> float:
     return hopper_forward_sram(x) + x.e * x.bq * x.C
 
 
+def hopper_forward_sram_in_place(x: Sizes) -> float:
+    """The same with O in the place of Q."""
+    return hopper_forward_sram(x) - x.e * x.bq * x.Cv
+
+
 def flash_forward_read(x: Sizes) -> float:
     return query_bytes(x) + keys_again(x) * key_value_bytes(x)
 
@@ -556,7 +561,6 @@ HOPPER_BACKWARD = Kernel(
     "flash_backward", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, hopper_backward_sram,
     flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, _QUERIES,
 )  # fmt: skip
-HOPPER_TWO_PASSES = (FLASH[3], FLASH[2])  # with statistics as above but for the zeros
 ROUND_DQUERY = Kernel(
     "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, none,
     running_gradient, query_bytes, none, none, _KEYS, "flash_backward",
@@ -565,6 +569,7 @@ ROUND_DQUERY = Kernel(
 
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
+VISITED_BY = {"kv_spans": "flash_dquery", "q_spans": "flash_dkey_dvalue"}  # in a backward of two passes
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
 

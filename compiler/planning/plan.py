@@ -259,8 +259,12 @@ def make_plan(
     notes: what `explain` should say besides, such as why another target was not chosen.
     """
     kernels = [k for code in codes for k in code.kernels]
-    parts = codes[0].segments
-    costs = predict(shape, [(k.kernel, k.form) for k in kernels], hardware, parts, traits, count)
+    costs = [
+        cost for code in codes
+        for cost in predict(
+            shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count
+        )
+    ]  # fmt: skip
     pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
     plans = tuple(_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)

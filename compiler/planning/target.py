@@ -10,12 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ...ir.attention import Attention
 from ..analysis.facts import Facts
 from .forms import Form
 from .hardware import Hardware
 from .kernels import Algorithm, Kernel
 from .plan import CodePlan
-from .signature import Direction, Signature
+from .segments import Segments
+from .signature import Direction, Signature, Widths
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +127,9 @@ class Target(Protocol):
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Why it cannot take these tensors, by alignment or strides; None where it can."""
+
+    def parts(self, attention: Attention, widths: Widths) -> Segments:
+        """The columns of its tiles."""
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         """Forms of a kernel: the one to use, then others worth timing. Raises WeftError where none fits."""

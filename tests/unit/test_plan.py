@@ -283,13 +283,34 @@ def test_gradients_that_must_repeat_take_two_passes() -> None:
         for repeats in (False, True)
     )
     assert [k.name for k in one_pass.kernels] == ["row_statistics", "flash_backward", "round_dquery"]
-    assert [k.name for k in two_passes.kernels] == ["row_statistics", "flash_dkey_dvalue", "flash_dquery"]
+    assert [k.name for k in two_passes.kernels] == ["row_statistics", "flash_dquery", "flash_dkey_dvalue"]
     assert {k.target for k in (*one_pass.kernels, *two_passes.kernels)} == {"hopper"}
     assert two_passes.form("row_statistics") == two_passes.form("flash_dkey_dvalue")
     assert "store zeros" not in {s.key for s in two_passes.kernels[0].stages}
     with pytest.raises(WeftError, match="flash_dquery of target hopper runs with deterministic=True only"):
         kind = signature(GPT2, "sm_90", "backward")
         driver.resolve(DENSE, kind, H200, "hopper", "flash/flash_dquery=hopper:128x64s2")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv", "qkv", "qkvt", "t", "qt", "kt"])
+@pytest.mark.parametrize("target", ["hopper", "triton"])
+def test_tiles_are_measured_before_they_are_visited(target, wanted, deterministic) -> None:
+    """For any gradients: what a kernel visits was measured for it by a kernel before it, and by one alone."""
+    variant = Attention(SCORE + tensor("t", 1)[symbol("head")], DOCUMENTS.mask, name="with_t")
+    names = {"q": "query", "k": "key", "v": "value", "t": "t"}
+    of = signature(GPT2, "sm_90", "backward", variant)
+    kind = replace(of, wanted=frozenset(names[n] for n in wanted), deterministic=deterministic)
+    found = driver.resolve(variant, kind, H200, target)
+    assert found.target.name == ("triton" if "t" in wanted else target)
+    kernels = [k.name for k in found.code.kernels]
+    visitors = {"flash_dquery": "kv_spans", "flash_dkey_dvalue": "q_spans", "flash_backward": "q_spans"}
+    visiting = [name for name in kernels if name in visitors]
+    assert visiting and sorted(visitors[name] for name in visiting) == sorted(n for n in kernels if n in SPANS)
+    for name in visiting:
+        assert kernels.index(visitors[name]) < kernels.index(name)
+    gives = {"flash_dquery": {"q"}, "flash_dkey_dvalue": {"k", "v"}, "flash_backward": {"q", "k", "v"}}
+    assert set(wanted) - {"t"} <= set().union(*(gives[name] for name in visiting))
 
 
 def test_gradients_of_operands_are_left_to_the_target_that_has_them() -> None:
@@ -393,7 +414,13 @@ def notes_of(variant: weft.Attention = weft.Attention(name="noted"), **options) 
 
 def test_notes_say_why_a_target_that_comes_before_was_passed_over() -> None:
     assert notes_of(device="h200") == ()  # that a target lacks a whole direction is no news of this variant
-    assert notes_of(device="h200", head_dim=80) == ("hopper: needs D = Dv = 64 or 128, got D 80, Dv 80",)
+    needs = "hopper: needs {} to be multiples of 8 from 40 to {}, got D {}, Dv {}"
+    assert notes_of(device="h200", head_dim=80) == ()
+    assert notes_of(device="h200", head_dim=32) == (
+        needs.format("D and Dv", 256, 32, 32),
+        needs.format("D and Dv of a backward", 128, 32, 32),
+    )
+    assert notes_of(device="h200", head_dim=192) == (needs.format("D and Dv of a backward", 128, 192, 192),)
     assert notes_of(device="h200", dtype="fp32")[0] == "hopper: needs bf16 or fp16 operands, got fp32"
     assert notes_of(device="a100")[0] == "hopper: needs compute capability 9.0, this is sm_80"
     assert notes_of(device="h200", target="triton") == ()

@@ -24,6 +24,7 @@ from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, EXAMPLE, Schedule, asked, parse_schedule
 from weft.compiler.planning.segments import for_heads, for_latent
+from weft.compiler.planning.signature import Widths
 from weft.compiler.planning.tilings import FIXED, REGISTER_LIMIT, fits, tilings
 from weft.ir.attention import Attention, Latent
 from weft.ir.errors import UnavailableError, WeftError
@@ -95,15 +96,32 @@ def test_own_forms_of_targets() -> None:
     assert resolved(shape(128), H100, "hopper").code.form("flash_forward") == two
     assert resolved(shape(128), CPU, "cpu").code.form("flash_forward") == CpuForm(256, 256)
     assert resolved(shape(128, "fp32"), CPU, "interpret").code.form("flash_forward") == Tiling(32, 32, 4, 1)
-    with pytest.raises(UnavailableError, match=r"target hopper: needs D = Dv = 64 or 128, got D 80, Dv 80"):
-        resolved(shape(80), H100, "hopper")
+    narrow = r"target hopper: needs D and Dv to be multiples of 8 from 40 to 256, got D 32, Dv 32"
+    with pytest.raises(UnavailableError, match=narrow):
+        resolved(shape(32), H100, "hopper")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "text"),
+    [
+        (40, 56, "192x128s3q2+pairs"), (80, 96, "128x128s2q1+regs+lazy"), (64, 128, "128x128s2q1+regs+lazy"),
+        (192, 128, "128x64s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"), (136, 200, "128x64s2q1+lazy+inplace"),
+    ],
+)  # fmt: skip
+def test_forms_are_those_of_tiles(head_dim: int, value_dim: int, text: str) -> None:
+    """Operands are filled up to tiles of 64, 128 or 256 columns; an output of 256 leaves from the query's place."""
+    found = resolved(Shape(1, 4, 4, 512, 512, head_dim, value_dim), H200, "hopper")
+    assert str(found.code.form("flash_forward")) == text
+    (query,), (value,) = found.code.segments.qk, found.code.segments.v
+    assert (query.width, value.width) == (head_dim, value_dim)
+    assert {query.block, value.block} <= {64, 128, 256}
 
 
 def test_a_score_that_reads_positions_gets_fewer_consumers() -> None:
     assert str(resolved(shape(64), H100, "hopper", attention=ALIBI).code.schedule) == (
         "flash/flash_forward=hopper:128x128s3q1+regs+pairs"
     )
-    assert not best_form(128, facts_of(ALIBI)).query_in_registers
+    assert not best_form(Widths(128, 128), facts_of(ALIBI)).query_in_registers
 
 
 def test_latent_forms_get_a_schedule() -> None:
@@ -399,7 +417,7 @@ def test_texts_of_no_form(text: str) -> None:
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("attention", [DENSE, CAUSAL, ALIBI], ids=lambda a: a.name)
 def test_neighbours_of_a_hopper_form_differ_in_one_choice_and_read_back(width, attention) -> None:
-    best = best_form(width, facts_of(attention))
+    best = best_form(Widths(width, width), facts_of(attention))
     found = list(best.neighbours())
     assert len({*found, best}) > 8
     for form in found:
@@ -428,7 +446,9 @@ def test_the_cpu_is_timed_in_several_forms() -> None:
 def test_targets_are_tried_in_order() -> None:
     assert [target.name for target in targets()] == ["hopper", "triton", "interpret", "cpu"]
     assert resolved(shape(64), H200).target.name == "hopper"
-    assert resolved(shape(80), H200).target.name == "triton"
-    assert resolved(shape(80), H200).notes == ("hopper: needs D = Dv = 64 or 128, got D 80, Dv 80",)
+    assert resolved(shape(32), H200).target.name == "triton"
+    assert resolved(shape(32), H200).notes == (
+        "hopper: needs D and Dv to be multiples of 8 from 40 to 256, got D 32, Dv 32",
+    )
     assert resolved(shape(64), A100).notes == ("hopper: needs compute capability 9.0, this is sm_80",)
     assert resolved(shape(64, "fp32"), CPU).target.name == "cpu"  # the interpreter is chosen by name only
