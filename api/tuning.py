@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
-from .compiler.analysis.facts import facts_of
+from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
 from .compiler.planning.forms import Form
 from .compiler.planning.kernels import SPANS, Algorithm
@@ -65,15 +65,22 @@ def _direction(
     widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
     signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction])
     chosen = driver.resolve(attention, signature, machine, target, algorithm)
-    facts = facts_of(attention)
-    choices: dict[str, list[Form]] = {}
-    for code in chosen.code.kernels:
-        forms = list(chosen.target.forms(code.kernel, signature, machine, facts))
-        if code.name not in SPANS and len(forms) > 1:
-            choices[code.name] = forms
+    choices = choices_of(chosen, machine, facts_of(attention))
     key = tuned.key_of(attention, signature, machine, chosen.target.name, algorithm)
     clock = _clock(attention, shape, values, direction, target)
     return tuned.remember(key, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
+
+
+def choices_of(chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts) -> dict[str, list[Form]]:
+    """The forms to time of each kernel that has several: not of those that are cut as another one is."""
+    choices: dict[str, list[Form]] = {}
+    for code in chosen.code.kernels:
+        if code.name in SPANS or code.kernel.follows:
+            continue
+        forms = list(chosen.target.forms(code.kernel, chosen.code.signature, machine, facts))
+        if len(forms) > 1:
+            choices[code.name] = forms
+    return choices
 
 
 def _clock(

@@ -106,6 +106,10 @@ class Call:
     seed: int = 0
 
     @property
+    def deterministic(self) -> bool | None:
+        return (None, True, False)[self.seed % 3] if self.wanted else None
+
+    @property
     def pairs(self) -> int:
         return self.batch * self.heads * self.q_len * self.kv_len
 

@@ -142,6 +142,8 @@ def options_of(built: Built) -> dict[str, Any]:
         options["target"] = call.target
     if call.schedule is not None:
         options["schedule"] = call.schedule
+    if call.deterministic is not None and call.target != "reference":
+        options["deterministic"] = call.deterministic
     if call.form in ("expanded", "absorbed") and call.target != "reference":
         options["form"] = call.form
     if call.q_offset is not None:

@@ -37,6 +37,8 @@ def _arguments(built: Built) -> list[str]:
         found.append(f"target={call.target!r}")
         found += [f"form={call.form!r}"] if call.form in ("expanded", "absorbed") else []
     found += [f"schedule={call.schedule!r}"] if call.schedule else []
+    if call.deterministic is not None and call.target != "reference":
+        found.append(f"deterministic={call.deterministic}")
     found += ["return_lse=True"] if call.lse else []
     return found
 

@@ -130,6 +130,31 @@ def test_scores_that_are_not_linear(target, normalizer) -> None:
     check_variant(capped, *tensors(q_len=50, kv_len=33), target=target, lse=False)
 
 
+def test_a_weight_of_0_may_have_a_gradient() -> None:
+    """Where weights are scores: clearing what infinite slopes of hidden pairs leave clears no other pair."""
+    identity = Normalizer("toy_identity", saves="nothing", weight="score")
+    seen = "torch.where({0} > -1e30, {0} * LN_2, 0.0)"
+    records.register(identity)
+    texts.register(identity, "cpu", on_cpu(seen, "(logits > -1e30)"))
+    try:
+        pair = weft.tensor("pair", 2)
+        variant = toy("factors", score=pair[q_pos, kv_pos] * score, normalizer="toy_identity")
+        query, key, value = tensors()
+        query = torch.where(torch.arange(40)[:, None] % 3 == 0, 0.0, query)  # rows whose visible weights are all 0
+        hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+        found = []
+        for factor in (0.5, -torch.inf):
+            leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+            given = torch.where(hidden, factor, 0.5)
+            variant(*leaves, pair=given, target="cpu", schedule="flash").sum().backward()
+            found.append([x.grad for x in leaves])
+        for usual, got in zip(*found):
+            torch.testing.assert_close(got, usual)
+    finally:
+        texts.unregister(identity)
+        records.unregister("toy_identity")
+
+
 @TARGETS
 def test_a_score_of_minus_infinity_has_no_gradient(target) -> None:
     """Its slope is infinite too; a weight of 0 alone does not say so of every normalizer."""

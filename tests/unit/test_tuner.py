@@ -17,6 +17,7 @@ from rich.console import Console
 import weft
 from tests.planned import DENSE, chosen, signature
 from weft import tuning
+from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning import hardware
 from weft.compiler.planning.forms import CpuForm, Form, Tiling
 from weft.compiler.planning.hardware import H200
@@ -361,3 +362,18 @@ def test_what_cannot_be_tuned() -> None:
         tuning.tune(weft.Attention(weft.score + slopes[weft.head]), SMALL, {})
     with pytest.raises(WeftError, match="tune: missing values of window"):
         tuning.tune(weft.Attention(mask=weft.q_pos - weft.kv_pos < window), SMALL, {})
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_forms_that_are_timed_are_those_of_kernels_with_forms_of_their_own(width: int, deterministic: bool) -> None:
+    """Each alone gives a schedule that the driver takes, with what is cut as that kernel is."""
+    kind = replace(signature(Shape(1, 4, 4, 512, 512, width, width), "sm_90", "backward"), deterministic=deterministic)
+    found = driver.resolve(DENSE, kind, H200, "hopper")
+    choices = tuning.choices_of(found, H200, facts_of(DENSE))
+    assert choices.keys() == ({"flash_dquery", "flash_dkey_dvalue"} if deterministic else {"flash_backward"})
+    for kernel, forms in choices.items():
+        assert found.code.form(kernel) == forms[0] and len(set(forms)) == len(forms)
+        for form in forms:
+            schedule = found.code.schedule.with_form(kernel, form)
+            assert driver.resolve(DENSE, kind, H200, "hopper", schedule).code.form(kernel) == form
