@@ -26,7 +26,7 @@ class NotOffered(Exception):
 
 @dataclass(frozen=True)
 class Operands:
-    """Leaves that require gradients, and the gradient of the output: all [B, H, S, D]."""
+    """Leaves that require gradients, and the gradient of the output, [B, heads, S, head dim] of each."""
 
     query: Tensor
     key: Tensor
@@ -62,9 +62,10 @@ class Contender:
 
 def make_operands(row: Row, device: str, dtype: torch.dtype = torch.bfloat16) -> Operands:
     generator = torch.Generator(device).manual_seed(0)
-    shape = (row.batch, row.heads, row.length, row.dim)
+    sizes = ((row.heads, row.dim), (row.kv_heads, row.dim), (row.kv_heads, row.value_dim), (row.heads, row.value_dim))
     query, key, value, grad_out = (
-        torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)
+        torch.randn(row.batch, heads, row.length, width, generator=generator, device=device, dtype=dtype)
+        for heads, width in sizes
     )
     return Operands(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
 
@@ -93,12 +94,13 @@ def _math(row: Row, operands: Operands) -> Contender:
     where = index(row.batch, 0), index(row.heads, 1), index(row.length, 2), index(row.length, 3)
 
     def forward() -> Tensor:
-        scores = operands.query @ operands.key.mT * scale
+        key, value = (x.repeat_interleave(row.heads // row.kv_heads, 1) for x in (operands.key, operands.value))
+        scores = operands.query @ key.mT * scale
         if variant.score_mod:
             scores = variant.score_mod(scores, *where).to(scores.dtype)
         if variant.mask_mod:
             scores = scores.masked_fill(~variant.mask_mod(*where), float("-inf"))
-        return scores.softmax(-1) @ operands.value
+        return scores.softmax(-1) @ value
 
     return _contender(operands, forward)
 
@@ -113,7 +115,9 @@ def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
         causal = row.variant == "causal"
 
         def forward() -> Tensor:
-            return F.scaled_dot_product_attention(operands.query, operands.key, operands.value, is_causal=causal)
+            return F.scaled_dot_product_attention(
+                operands.query, operands.key, operands.value, is_causal=causal, enable_gqa=row.kv_heads < row.heads
+            )
 
         leaves = (operands.query, operands.key, operands.value)
         return Contender(forward, leaves, operands.grad_out, context=lambda: sdpa_kernel(backend))
@@ -153,7 +157,10 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
 
         def forward() -> Tensor:
             query, key, value = operands.query, operands.key, operands.value
-            return attend(query, key, value, variant.score_mod, block_mask, kernel_options=options)
+            return attend(
+                query, key, value, variant.score_mod, block_mask, kernel_options=options,
+                enable_gqa=row.kv_heads < row.heads,
+            )  # fmt: skip
 
         leaves = (operands.query, operands.key, operands.value)
         return Contender(forward, leaves, operands.grad_out, setup=build_mask if variant.mask_mod else None)
@@ -191,12 +198,13 @@ def _fa4(row: Row, operands: Operands) -> Contender:
 # --- Weft ---------------------------------------------------------------------------------------------------------
 
 
-def _weft(target: str) -> Callable[[Row, Operands], Contender]:
+def _weft(target: str, deterministic: bool = False) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         declared, arguments = weft_variant(row, operands.device)
+        options = {"target": target, "deterministic": deterministic, **arguments}
 
         def forward() -> Tensor:
-            return declared(operands.query, operands.key, operands.value, target=target, **arguments)
+            return declared(operands.query, operands.key, operands.value, **options)
 
         return _contender(operands, forward)
 
@@ -212,6 +220,7 @@ COLUMNS: dict[str, Callable[[Row, Operands], Contender]] = {
     "fa4": _fa4,
     "weft_triton": _weft("triton"),
     "weft_hopper": _weft("hopper"),
+    "weft_repeats": _weft("hopper", deterministic=True),
 }
 TITLES = {
     "math": "plain torch",
@@ -222,6 +231,7 @@ TITLES = {
     "fa4": "FA4",
     "weft_triton": "Weft triton",
     "weft_hopper": "Weft hopper",
+    "weft_repeats": "Weft hopper, deterministic",
 }
 # what results are compared with: the first of these that worked on the row
 REFERENCES = ("cudnn", "flex", "fa2", "math")

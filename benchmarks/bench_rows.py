@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+TOKENS = 16384  # of a row, unless its name says otherwise
+
 
 @dataclass(frozen=True)
 class Row:
-    """One shape and variant, bf16, self-attention. Letters: B batch, H heads, S length, D head dim."""
+    """One shape and variant, bf16, self-attention. Letters: B batch, H heads, S length, D and Dv head dims."""
 
     variant: str  # key of bench_variants.VARIANTS
     batch: int  # B
@@ -13,11 +15,24 @@ class Row:
     length: int  # S
     dim: int  # D
     parameter: int = 0  # window, prefix, length of a document or the cap; 0 where the variant has none
+    own_kv_heads: int = 0  # heads of key and value; 0: H
+    own_value_dim: int = 0  # Dv; 0: D
+
+    @property
+    def kv_heads(self) -> int:
+        return self.own_kv_heads or self.heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.own_value_dim or self.dim
 
     @property
     def name(self) -> str:
         parameter = f" {self.parameter}" if self.parameter else ""
-        return f"D{self.dim} H{self.heads} S{self.length} {self.variant}{parameter}"
+        width = f"D{self.dim}" + (f"/{self.value_dim}" if self.own_value_dim else "")
+        heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.own_kv_heads else "")
+        batch = "" if self.batch * self.length == TOKENS else f" B{self.batch}"
+        return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}"
 
     @property
     def visible_pairs(self) -> int:
@@ -40,13 +55,13 @@ class Row:
 
     def flops(self, direction: str) -> float:
         """Two matrix products over the visible pairs forward, five backward; multiply and add count as two."""
-        forward = 4.0 * self.batch * self.heads * self.visible_pairs * self.dim
-        return forward if direction == "forward" else 2.5 * forward
+        columns = self.dim + self.value_dim if direction == "forward" else 3 * self.dim + 2 * self.value_dim
+        return 2.0 * self.batch * self.heads * self.visible_pairs * columns
 
 
 def _dense(dim: int, length: int, variant: str) -> Row:
     """16k tokens and a model width of 2048, whatever the head dim and the length."""
-    return Row(variant, 16384 // length, 2048 // dim, length, dim)
+    return Row(variant, TOKENS // length, 2048 // dim, length, dim)
 
 
 DENSE = (
@@ -64,5 +79,16 @@ VARIANTS = tuple(
     Row(variant, 2, 16, 8192, 128, parameter)
     for variant, parameter in (("softcap", 20), ("alibi", 0), ("window", 1024), ("documents", 1024), ("prefix", 2048))
 )
-ROWS = DENSE + VARIANTS
+SHAPES = (  # widths that are no power of two, grouped heads, many short sequences, one short, one long
+    _dense(80, 4096, "causal"),
+    _dense(96, 4096, "causal"),
+    Row("causal", 4, 16, 4096, 192, own_value_dim=128),
+    Row("causal", 2, 32, 8192, 128, own_kv_heads=8),
+    Row("causal", 8, 32, 2048, 64, own_kv_heads=4),
+    Row("causal", 64, 16, 512, 64),
+    Row("causal", 64, 16, 1024, 64),  # a layer of GPT-2 medium
+    Row("causal", 1, 16, 1024, 128),
+    Row("causal", 1, 8, 131072, 128),
+)
+ROWS = DENSE + VARIANTS + SHAPES
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

@@ -22,7 +22,7 @@ from bench_first_call import FirstCall
 from bench_measure import Ceilings, Cell, Effort, HostTime, RowResult, launch_times, measure_row, relative_error
 from bench_peers import COLUMNS, TITLES, NotOffered
 from bench_report import Report, as_markdown, print_report, speed_grid
-from bench_rows import DENSE, QUICK, ROWS, VARIANTS, Row
+from bench_rows import DENSE, QUICK, ROWS, SHAPES, VARIANTS, Row
 from bench_variants import torch_variant, weft_variant
 
 SMALL = [
@@ -33,6 +33,8 @@ SMALL = [
     Row("window", 1, 2, 24, 16, 7),
     Row("documents", 1, 2, 24, 16, 8),
     Row("prefix", 1, 2, 24, 16, 6),
+    Row("causal", 1, 4, 24, 16, own_kv_heads=2),
+    Row("full", 1, 2, 24, 24, own_value_dim=16),
 ]
 
 
@@ -62,7 +64,7 @@ def test_the_variant_rows_are_those_of_the_published_table():
     assert {(r.batch, r.heads, r.length, r.dim) for r in VARIANTS} == {(2, 16, 8192, 128)}
     found = {r.variant: r.parameter for r in VARIANTS}
     assert found == {"softcap": 20, "alibi": 0, "window": 1024, "documents": 1024, "prefix": 2048}
-    assert len({r.name for r in ROWS}) == len(ROWS) == 14 and set(QUICK) <= set(ROWS)
+    assert len({r.name for r in ROWS}) == len(ROWS) == 23 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -79,6 +81,19 @@ def test_flops_follow_the_published_convention():
     assert full.flops("forward") == 4 * 2 * 16 * 8192**2 * 128
     assert full.flops("backward") == 2.5 * full.flops("forward")
     assert causal.flops("forward") == pytest.approx(full.flops("forward") / 2, rel=2e-4)
+    apart = Row("full", 1, 1, 8, 192, own_value_dim=128)
+    assert (apart.flops("forward"), apart.flops("backward")) == (2 * 64 * 320, 2 * 64 * (3 * 192 + 2 * 128))
+
+
+def test_rows_of_other_shapes_say_what_is_other():
+    names = [row.name for row in SHAPES]
+    assert names[:5] == [
+        "D80 H25 S4096 causal", "D96 H21 S4096 causal", "D192/128 H16 S4096 causal", "D128 H32/8 S8192 causal",
+        "D64 H32/4 S2048 causal",
+    ]  # fmt: skip
+    assert names[5:] == [
+        "D64 H16 S512 B64 causal", "D64 H16 S1024 B64 causal", "D128 H16 S1024 B1 causal", "D128 H8 S131072 B1 causal",
+    ]  # fmt: skip
 
 
 def test_an_unknown_variant_has_no_work():
@@ -99,7 +114,8 @@ def test_plain_torch_and_eager_flex_agree(row):
     )
     eager = bench_peers.flex(None, compiled=False)(row, without_gradients)
     assert relative_error(eager.forward(), plain[0]) < 1e-5
-    assert [x.shape for x in plain] == [(row.batch, row.heads, row.length, row.dim)] * 4
+    own = ((row.heads, row.value_dim), (row.heads, row.dim), (row.kv_heads, row.dim), (row.kv_heads, row.value_dim))
+    assert [x.shape for x in plain] == [(row.batch, heads, row.length, width) for heads, width in own]
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -249,7 +265,7 @@ def test_terminal_and_json(tmp_path):
 
 
 def test_arguments(capsys):
-    options = attention.arguments(["--rows", "D128.*causal", "--columns", "cudnn,weft_hopper"])
+    options = attention.arguments(["--rows", "D128 H16.*S(2048|8192) causal", "--columns", "cudnn,weft_hopper"])
     assert options.columns == ("cudnn", "weft_hopper")
     assert [row.length for row in attention.chosen_rows(options)] == [2048, 8192]
     assert attention.chosen_rows(attention.arguments(["--quick"])) == list(QUICK)
