@@ -21,11 +21,12 @@ from ...compiler.planning.kernels import (
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
     ROUND_DQUERY,
-    ROW_STATISTICS,
     SPANS,
     VISITED_BY,
     Algorithm,
     Kernel,
+    hopper_statistics_sram,
+    statistics_written,
     with_measuring,
 )
 from ...compiler.planning.plan import CodePlan
@@ -205,7 +206,11 @@ ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY
 def two_passes_of(wanted: frozenset[str]) -> tuple[Kernel, ...]:
     """The kernels of both passes, each sum with one owner. Statistics are as the keys' pass wants them, if it runs."""
     owner = FLASH[3] if wanted & {"key", "value"} else FLASH[2]
-    return replace(HOPPER_STATISTICS, follows=owner.name, written=ROW_STATISTICS.written), FLASH[2], FLASH[3]
+    return (
+        replace(HOPPER_STATISTICS, follows=owner.name, written=statistics_written, sram=hopper_statistics_sram),
+        FLASH[2],
+        FLASH[3],
+    )
 
 
 def is_needed(kernel: Kernel, wanted: frozenset[str]) -> bool:

@@ -163,7 +163,7 @@ class HopperBackwardForm:
 
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
         """The main kernel takes most of an SM's SRAM and registers; those before and after it take little."""
-        return PROGRAMS_PER_SM if kernel.follows else 1
+        return min(PROGRAMS_PER_SM, int(hardware.sram_per_sm // max(sram, 1024))) if kernel.follows else 1
 
     def neighbours(self) -> Iterator[HopperBackwardForm]:
         """Forms that differ in one choice."""

@@ -30,6 +30,7 @@ _READ_PAIRS = frozenset(
 )
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
+REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
 SPAN = 16  # bytes of a range of tiles: four int32
 READ = 8  # bytes of what a mask reads at a position, at most
 
@@ -316,9 +317,29 @@ def streaming_backward_flops(x: Sizes) -> float:
 
 
 # -- the hopper target's one backward pass ---------------------------------------------------------------------------
+def sums_of_dquery(x: Sizes) -> float:
+    """The sums of dQ, float32, of all columns of tiles."""
+    return RUNNING * x.B * x.Hq * x.L * x.C
+
+
 def statistics_and_zeros(x: Sizes) -> float:
     """lse and delta, and zeros for the sums of dQ."""
-    return statistics_written(x) + running_gradient(x)
+    return statistics_written(x) + sums_of_dquery(x)
+
+
+def hopper_statistics_sram(x: Sizes) -> float:
+    """O and dO."""
+    return 2 * x.bq * x.Cv * x.e
+
+
+def hopper_statistics_and_zeros_sram(x: Sizes) -> float:
+    """The same, and zeros for the half of a tile's sums that one consumer adds to."""
+    return hopper_statistics_sram(x) + RUNNING * x.bq * x.C / 2
+
+
+def round_dquery_sram(x: Sizes) -> float:
+    """The sums, dQ, and room to change their order."""
+    return x.bq * x.C * (RUNNING + x.e) + REORDERING
 
 
 def hopper_backward_sram(x: Sizes) -> float:
@@ -329,7 +350,7 @@ def hopper_backward_sram(x: Sizes) -> float:
 
 def hopper_backward_written(x: Sizes) -> float:
     """dK and dV once; additions to the sums of dQ at every visit."""
-    return key_value_bytes(x) + queries_again(x) * running_gradient(x)
+    return key_value_bytes(x) + queries_again(x) * sums_of_dquery(x)
 
 
 # -- the cpu target's one backward pass ------------------------------------------------------------------------------
@@ -554,7 +575,7 @@ CPU_FLASH = (
 
 # The hopper target: keys outer in the backward, five products in one pass, sums of dQ in HBM.
 HOPPER_STATISTICS = Kernel(
-    "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, none,
+    "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, hopper_statistics_and_zeros_sram,
     statistics_read, statistics_and_zeros, none, none, _KEYS, "flash_backward",
 )  # fmt: skip
 HOPPER_BACKWARD = Kernel(
@@ -562,8 +583,8 @@ HOPPER_BACKWARD = Kernel(
     flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, _QUERIES,
 )  # fmt: skip
 ROUND_DQUERY = Kernel(
-    "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, none,
-    running_gradient, query_bytes, none, none, _KEYS, "flash_backward",
+    "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, round_dquery_sram,
+    sums_of_dquery, query_bytes, none, none, _KEYS, "flash_backward",
 )  # fmt: skip
 
 
