@@ -1,4 +1,4 @@
-"""Target `hopper`: Gluon kernels for sm_90, warp-specialised: schedule flash, its backward in one pass."""
+"""Target `hopper`: Gluon kernels for sm_90, warp-specialised: schedule flash, with a backward in one pass or two."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .tree import Node, Num
 
 EPS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 ROUNDINGS = 6.0  # of a product of tiles, in units of eps: sums in another order, weights rescaled
-HOPELESS = 2.0**-7  # a score that may be off by more: only what plain torch makes of it says what to expect
+HOPELESS = 2.0**-5  # a score that may be off by more: only what plain torch makes of it says what to expect
 COARSEST = 0.25  # the same where 16 bits are kept, or functions approximated, on the way to it
 NEGLIGIBLE = 2.0**-40  # a weight that no rounding of its score makes matter
 LARGEST = 2.0**13  # of a log-sum-exp whose rounding is allowed for; beyond, weights must not be taken from it

@@ -137,6 +137,31 @@ def test_head_dims(dim):
     check("softcap", (1, 2, 130, dim), 2, 130, value_dim=64, dtype=torch.float16)
 
 
+@pytest.mark.parametrize(
+    "dim, value_dim", [(40, 40), (56, 48), (80, 80), (96, 96), (128, 64), (64, 128), (104, 40), (192, 128), (256, 256)]
+)
+def test_tiles_filled_up_with_zeros(dim, value_dim):
+    for name, dtype in (("causal", torch.bfloat16), ("softcap", torch.float16), ("documents_of_batch", torch.bfloat16)):
+        check(name, (2, 4, 300, dim), 2, 300, value_dim=value_dim, dtype=dtype, target="hopper")
+    check("both_sides", (1, 4, 130, dim), 1, 257, value_dim=value_dim, target="hopper", deterministic=True)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("name", ["dense", "causal", "prefix", "softcap", "temperature", "nothing", "alibi"])
+def test_gradients_in_two_passes(name, dim):
+    check(name, (2, 4, 300, dim), 2, 333, target="hopper", deterministic=True)
+    check(name, (1, 2, 65, dim), 1, 129, target="hopper", deterministic=True, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
+)
+@pytest.mark.parametrize("length", [1, 129, 1100])
+def test_measured_tiles_in_two_passes(name, length):
+    check(name, (2, 4, length, 64), 2, length, target="hopper", deterministic=True)
+    check(name, (1, 2, max(1, length // 3), 128), 1, length, target="hopper", deterministic=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal", "alibi", "softcap"])
 def test_dtypes(name, dtype):
