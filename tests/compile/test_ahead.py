@@ -103,6 +103,18 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
     check_full_loops(kernel)
 
 
+@pytest.mark.parametrize("name", ["causal", "softcap"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128)])
+def test_hopper_forward_of_wide_tiles(name: str, head_dim: int, value_dim: int) -> None:
+    """256 columns of a query or key; an output of as many leaves from the query's place, or it would not fit."""
+    module = compiled(VARIANTS[name], "forward", head_dim, value_dim=value_dim, target="hopper")
+    check_sram(module)
+    (kernel,) = module.kernels.values()
+    assert kernel.spilled == 0
+    check_wgmma(kernel)
+    check_full_loops(kernel)
+
+
 # Bytes a thread may spill where the score's or mask's own arithmetic needs the registers.
 HOPPER_BACKWARD_SPILLS = {
     ("causal", 64): 128, ("window", 64): 128, ("prefix", 64): 256,
