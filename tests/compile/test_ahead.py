@@ -108,8 +108,9 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
 def test_hopper_forward_of_wide_tiles(name: str, head_dim: int, value_dim: int) -> None:
     """256 columns of a query or key; an output of as many leaves from the query's place, or it would not fit."""
     module = compiled(VARIANTS[name], "forward", head_dim, value_dim=value_dim, target="hopper")
-    check_sram(module)
     (kernel,) = module.kernels.values()
+    planned = module.plans["flash_forward"].sram_bytes.value
+    assert planned < kernel.sram <= planned + 1024 < by_name("h200").sram_per_block  # barriers and cards besides
     assert kernel.spilled == 0
     check_wgmma(kernel)
     check_full_loops(kernel)
