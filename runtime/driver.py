@@ -99,8 +99,7 @@ def _target(
 ) -> tuple[Target, tuple[str, ...]]:
     """The target of such calls and notes for `explain`."""
     written = _written_target(given, facts, signature)
-    binding = name is not None and not (signature.direction == "backward" and target_named(name).partial)
-    if binding and written is not None and written != name and _has(name, given, facts, signature):  # type: ignore[arg-type]
+    if name is not None and written not in (None, name) and _binds(name, given, facts, signature):
         raise WeftError(f"schedule: it is for target {written}, the call's target is {name}; pass target={written!r}")
     name = written or name
     if name is not None:
@@ -108,7 +107,7 @@ def _target(
         reason = why_not(wanted, given.algorithm, signature, facts)
         if reason is None:
             return wanted, ()
-        if signature.direction == "forward" or (binding and _has(name, given, facts, signature)):
+        if written or signature.direction == "forward" or _binds(name, given, facts, signature):
             raise UnavailableError(f"target {reason}")
     notes: list[str] = []
     for target in targets():
@@ -120,6 +119,12 @@ def _target(
         if signature.arch != "cpu" and _has(target.name, given, facts, signature):  # else it is no news
             notes.append(reason)
     raise UnavailableError(f"target {_most_telling(given, facts, signature)}")
+
+
+def _binds(name: str, given: Schedule, facts: Facts, signature: Signature) -> bool:
+    """Whether a call that names a target is refused where that cannot compute it: a partial one leaves backwards."""
+    leaves = signature.direction == "backward" and target_named(name).partial
+    return not leaves and _has(name, given, facts, signature)
 
 
 def _has(name: str, given: Schedule, facts: Facts, signature: Signature) -> bool:

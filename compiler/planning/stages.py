@@ -8,7 +8,7 @@ A kernel whose steps differ in a family of templates has an entry of its own, `(
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...ir.errors import InternalError
 from ..analysis.records import Traits
@@ -177,7 +177,7 @@ def _hopper_row_statistics(t: Tiles) -> list[Stage]:
 
 
 def _hopper_flash_backward(t: Tiles) -> list[Stage]:
-    """A producer warp loads; two consumers of ROWS_OF_A_WARPGROUP keys compute."""
+    """Of one pass, or of the keys' one of two. A producer warp loads; consumers of ROWS_OF_A_WARPGROUP keys compute."""
     wants_dscores = t.one_pass or "key" in t.wanted
     consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
     slot = "into a slot of its ring, by the producer's TMA"
@@ -204,10 +204,6 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
     left_out |= set() if wants_dscores else {"compute dweights", "compute dscores"}
     left_out |= set() if _key_results(t) else {"keep dkey", "store dkey"}
     return [stage for stage in stages if stage.key not in left_out]
-
-
-def _hopper_flash_dkey_dvalue(t: Tiles) -> list[Stage]:
-    return _hopper_flash_backward(replace(t, one_pass=False))
 
 
 def _hopper_flash_dquery(t: Tiles) -> list[Stage]:
@@ -520,7 +516,7 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "row_statistics"): _row_statistics,
     ("hopper", "row_statistics"): _hopper_row_statistics,
     ("hopper", "flash_backward"): _hopper_flash_backward,
-    ("hopper", "flash_dkey_dvalue"): _hopper_flash_dkey_dvalue,
+    ("hopper", "flash_dkey_dvalue"): _hopper_flash_backward,
     ("hopper", "flash_dquery"): _hopper_flash_dquery,
     ("hopper", "round_dquery"): _round_dquery,
     ("", "flash_dquery"): _flash_dquery,

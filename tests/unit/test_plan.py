@@ -322,6 +322,10 @@ def test_gradients_of_operands_are_left_to_the_target_that_has_them() -> None:
         assert found.target.name == "triton"
         assert found.notes == ("hopper: gradients of operands (slopes) are computed by the triton target",)
     assert driver.resolve(alibi, kind, H200).target.name == "hopper"
+    for target in (None, "hopper"):  # a form that is asked for is used, or refused
+        with pytest.raises(UnavailableError, match=r"target hopper: gradients of operands \(slopes\)"):
+            text = "flash/flash_backward=hopper:64x128s2"
+            driver.resolve(alibi, replace(kind, wanted=kind.wanted | {"slopes"}), H200, target, text)
 
 
 def test_a_kernel_that_follows_another_has_no_form_of_its_own() -> None:
