@@ -22,7 +22,6 @@ from ...compiler.planning.kernels import (
     HOPPER_STATISTICS,
     ROUND_DQUERY,
     SPANS,
-    VISITED_BY,
     Algorithm,
     Kernel,
     hopper_statistics_sram,
@@ -67,14 +66,10 @@ class HopperTarget:
     ) -> Sequence[Kernel]:
         if algorithm != "flash":
             return []
-        two_passes = direction == "backward" and (deterministic or not is_one_pass(wanted))
-        kernels = FLASH[:1] if direction == "forward" else ONE_PASS
-        if two_passes:
-            kernels = two_passes_of(wanted)
-        measured = facts.traits.measured
-        if measured is not None:
-            kernels = with_measuring(kernels, measured)
-        return [k for k in kernels if is_needed(k, wanted)] if two_passes else kernels
+        kernels: tuple[Kernel, ...] = FLASH[:1]
+        if direction == "backward":
+            kernels = two_passes(wanted) if deterministic or not is_one_pass(wanted) else ONE_PASS
+        return with_measuring(kernels, facts.traits.measured)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
@@ -203,22 +198,17 @@ def is_one_pass(wanted: frozenset[str]) -> bool:
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
 
 
-def two_passes_of(wanted: frozenset[str]) -> tuple[Kernel, ...]:
-    """The kernels of both passes, each sum with one owner. Statistics are as the keys' pass wants them, if it runs."""
-    owner = FLASH[3] if wanted & {"key", "value"} else FLASH[2]
-    return (
-        replace(HOPPER_STATISTICS, follows=owner.name, written=statistics_written, sram=hopper_statistics_sram),
-        FLASH[2],
-        FLASH[3],
-    )
+def two_passes(wanted: frozenset[str]) -> tuple[Kernel, ...]:
+    """The kernels of wanted gradients, each sum with one owner; of both sides where only operands have one.
 
-
-def is_needed(kernel: Kernel, wanted: frozenset[str]) -> bool:
-    """Whether one of two passes, or what measures its tiles, serves a gradient; all do where only operands have one."""
-    serves = {"flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value"}}.get(
-        VISITED_BY.get(kernel.name, kernel.name)
-    )
-    return serves is None or bool(serves & wanted) or not wanted & {"query", "key", "value"}
+    Statistics are as the keys' pass wants them, if it runs.
+    """
+    _, _, dquery, dkey_dvalue = FLASH
+    passes = [*([dquery] if "query" in wanted else []), *([dkey_dvalue] if wanted & {"key", "value"} else [])]
+    passes = passes or [dquery, dkey_dvalue]
+    follows = passes[-1].name
+    statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
+    return statistics, *passes
 
 
 def _no_backward(signature: Signature) -> str | None:

@@ -20,7 +20,6 @@ from ...compiler.planning.kernels import (
     KERNELS,
     ROW_STATISTICS,
     SPANS,
-    VISITED_BY,
     Algorithm,
     Kernel,
     with_measuring,
@@ -71,16 +70,13 @@ class TritonTarget:
     def kernels(
         self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
     ) -> Sequence[Kernel]:
-        kernels = KERNELS[algorithm]
-        if algorithm == "flash" and facts.traits.measured is not None:
-            kernels = with_measuring(kernels, facts.traits.measured)
-        own = [k for k in kernels if k.direction == direction]
-        if direction == "forward":
-            return own
-        if not facts.attention.weighs.saves_lse:
-            own = [k for k in own if k != ROW_STATISTICS]
-        kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
-        return [k for k in own if _is_needed(VISITED_BY.get(k.name, k.name), wanted, kinds)]
+        own = [k for k in KERNELS[algorithm] if k.direction == direction]
+        if direction == "backward":
+            kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
+            own = [k for k in own if _is_needed(k.name, wanted, kinds)]
+            if not facts.attention.weighs.saves_lse:
+                own.remove(ROW_STATISTICS)
+        return with_measuring(own, facts.traits.measured)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm: it has all."""

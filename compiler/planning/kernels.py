@@ -13,7 +13,7 @@ With k = 1 the same formula gives the algorithmic traffic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -590,7 +590,7 @@ ROUND_DQUERY = Kernel(
 
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
-VISITED_BY = {"kv_spans": "flash_dquery", "q_spans": "flash_dkey_dvalue"}  # in a backward of two passes
+_VISITORS = (FLASH[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
 
@@ -623,16 +623,13 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
     return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, again)
 
 
-def with_measuring(kernels: tuple[Kernel, ...], measuring: Measuring) -> tuple[Kernel, ...]:
-    """Flash kernels, with those before them that measure which tiles they visit."""
-    found = []
+def with_measuring(kernels: Sequence[Kernel], measuring: Measuring | None) -> list[Kernel]:
+    """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is."""
+    if measuring is None:
+        return list(kernels)
+    found: list[Kernel] = []
     for kernel in kernels:
-        if kernel.name == "flash_forward":
-            found.append(spans_kernel("kv", "forward", "forward", measuring))
-        elif kernel.name == "flash_dquery":
-            found.append(spans_kernel("kv", "backward", "backward_q", measuring))
-            found.append(spans_kernel("q", "backward", "backward_kv", measuring))
-        elif kernel == HOPPER_BACKWARD:
-            found.append(spans_kernel("q", "backward", "backward_kv", measuring))
+        if kernel in _VISITORS:
+            found.append(spans_kernel(kernel.axis, kernel.direction, kernel.slot, measuring))
         found.append(kernel)
-    return tuple(found)
+    return found

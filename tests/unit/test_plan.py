@@ -470,7 +470,7 @@ def measured_plan(attention: Attention, target: str = "triton", algorithm: str =
 @pytest.mark.parametrize("target", ["triton", "hopper", "interpret"])
 def test_flash_kernels_of_gpu_targets_follow_those_that_measure_their_tiles(target) -> None:
     kernels = measured_plan(DOCUMENTS, target).kernels
-    two_passes = ["row_statistics", "kv_spans", "q_spans", "flash_dquery", "flash_dkey_dvalue"]
+    two_passes = ["row_statistics", "kv_spans", "flash_dquery", "q_spans", "flash_dkey_dvalue"]
     one_pass = ["row_statistics", "q_spans", "flash_backward", "round_dquery"]
     assert [k.name for k in kernels if k.direction == "forward"] == ["kv_spans", "flash_forward"]
     names = [k.name for k in kernels if k.direction == "backward"]
@@ -513,7 +513,7 @@ def test_plans_and_code_agree_on_what_is_measured(attention, algorithm, target) 
 
 def test_what_measuring_costs() -> None:
     plan = measured_plan(DOCUMENTS)
-    forward, _, _, for_dquery, for_dkey, dquery, dkey = plan.kernels
+    forward, _, _, for_dquery, dquery, for_dkey, dkey = plan.kernels
     assert (forward.programs.formula, forward.programs.value) == ("B*nq", 4 * 8192 // forward.form.block_q)
     assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*nkv", 4 * 8192 // dkey.form.block_kv)
     assert (for_dquery.form.block_q, for_dquery.form.block_kv) == (dquery.form.block_q, dquery.form.block_kv)
@@ -527,7 +527,7 @@ def test_what_measuring_costs() -> None:
 
 
 def test_masks_that_differ_by_head_are_measured_for_each() -> None:
-    forward, _, _, _, for_dkey, _, dkey = measured_plan(BY_HEAD).kernels
+    forward, _, _, _, _, for_dkey, dkey = measured_plan(BY_HEAD).kernels
     assert (forward.programs.formula, forward.programs.value) == ("B*Hq*nq", 4 * 16 * 8192 // forward.form.block_q)
     assert (for_dkey.programs.formula, for_dkey.programs.value) == ("B*Hq*nkv", 4 * 16 * 8192 // dkey.form.block_kv)
     assert forward.hbm_read.formula == "8*B*T"  # nothing is read at a query's position
@@ -543,7 +543,7 @@ def test_the_hopper_forward_has_tiles_measured_for_each_consumer() -> None:
 def test_each_range_takes_sixteen_bytes() -> None:
     near = (KV_POS < 5) | (Q_POS - KV_POS < 17)
     mask = (KV_POS <= Q_POS) & near & (IDS[BATCH, Q_POS] == IDS[BATCH, KV_POS])
-    forward, *_, for_dkey, _, _ = measured_plan(Attention(mask=mask, name="two_ranges")).kernels
+    forward, *_, for_dkey, _ = measured_plan(Attention(mask=mask, name="two_ranges")).kernels
     assert (forward.name, forward.hbm_written.formula) == ("kv_spans", "32*B*nq")
     assert (for_dkey.name, for_dkey.hbm_written.formula) == ("q_spans", "16*B*nkv")
 
