@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +49,6 @@ L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads
 TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
 NARROWEST = 40  # below it tiles would be mostly zeros
 _ROWS = 64  # of a consumer
-PARTS = 2  # of a query tile's dQ, one a consumer of the backward
 _LINE = 128  # floats of a line of a part
 
 
@@ -89,11 +88,10 @@ class HopperTarget:
             return f"hopper: {lacking}"
         if widths.rope_dim or widths.value_is_key:
             return "hopper: latent attention is computed by the triton target"
-        most = TILE_COLUMNS[-1] if kernel.direction == "forward" else 128
+        most = TILE_COLUMNS[-1]
         if not all(NARROWEST <= width <= most and width % 8 == 0 for width in (widths.head_dim, widths.value_dim)):
-            which = "D and Dv" if kernel.direction == "forward" else "D and Dv of a backward"
             return (
-                f"hopper: needs {which} to be multiples of 8 from {NARROWEST} to {most}, "
+                f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
         if signature.offset == "per_row":
@@ -146,7 +144,7 @@ class HopperTarget:
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
-        needed = sram_bytes(kernel, form, sizes, hardware, for_heads(*columns_of(widths)))
+        needed = sram_bytes(kernel, form, sizes, hardware, for_heads(*columns_of_form(form, widths)))
         if needed + 2048 > hardware.sram_per_block:  # barriers and cards
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
@@ -155,16 +153,21 @@ class HopperTarget:
         return f"hopper/flash_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        columns, value_columns = columns_of(code.signature.widths)
+        own = code.signature.widths
+        columns, value_columns = columns_of(own)
         widths = {
-            "head_dim": code.signature.widths.head_dim, "value_dim": code.signature.widths.value_dim,
-            "columns": columns, "value_columns": value_columns, "loads_at_positions": facts.loads_at_positions,
+            "head_dim": own.head_dim, "value_dim": own.value_dim, "columns": columns, "value_columns": value_columns,
+            "loads_at_positions": facts.loads_at_positions,
         }  # fmt: skip
         if code.signature.direction == "forward":
             return {"config": asdict(_forward_form(code)) | widths}
         main, form = _main_form(code)
-        part = {"part_columns": part_columns(form, columns), "parts": PARTS, "consumers": PARTS}
-        part |= {"statistics": statistics_of_a_row(facts)}
+        pieces, value_pieces = pieces_of(form, own)
+        part = {
+            "part_columns": part_columns(form, own), "parts": parts_of(form, own), "consumers": 2,
+            "statistics": statistics_of_a_row(facts), "pieces": pieces, "value_pieces": value_pieces,
+            "boxes": boxes_of(pieces), "value_boxes": boxes_of(value_pieces),
+        }  # fmt: skip
         scale = facts.linear_scale
         return {
             "main": main,
@@ -188,6 +191,51 @@ def columns_of(widths: Widths) -> tuple[int, int]:
         next((n for n in TILE_COLUMNS if n >= width), TILE_COLUMNS[-1]) for width in (widths.head_dim, widths.value_dim)
     )
     return columns, value_columns
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns of a tile that lie together in SRAM, of the operands of a backward."""
+
+    name: str  # "" where it is the whole tile
+    columns: int
+    first: int  # column
+    box: str  # its descriptors are called <tensor><box>_desc; "" where they are those of whole tiles
+
+    @property
+    def layout(self) -> str:
+        """The name of the layout of sums of as many columns."""
+        return f"SUMS_OF_{self.columns}"
+
+
+def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
+    """Columns of the tiles of a form."""
+    if not (isinstance(form, HopperBackwardForm) and form.by_columns):
+        return columns_of(widths)
+    if widths.value_dim <= 128 < widths.head_dim <= 192:
+        return 192, 128
+    columns, value_columns = columns_of(widths)
+    return max(128, columns), max(128, value_columns)
+
+
+def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of tiles of query and key, and of value and output; by columns, those of either consumer.
+
+    The second owns all columns of the value where the key's are 128 + 64, which gives both as much to do.
+    """
+    columns, value_columns = columns_of_form(form, widths)
+    if not form.by_columns:
+        return [Piece("", columns, 0, "")], [Piece("", value_columns, 0, "")]
+    if columns == 192:
+        return [Piece("_left", 128, 0, "_left"), Piece("_right", 64, 128, "_right")], [Piece("", value_columns, 0, "")]
+    keys, values = (
+        [Piece("_left", n // 2, 0, "_half"), Piece("_right", n // 2, n // 2, "_half")] for n in (columns, value_columns)
+    )
+    return keys, values
+
+
+def boxes_of(pieces: Sequence[Piece]) -> list[str]:
+    return list(dict.fromkeys(piece.box for piece in pieces))
 
 
 def is_one_pass(wanted: frozenset[str]) -> bool:
@@ -239,9 +287,18 @@ def _no_form(form: Form, widths: Widths) -> str | None:
 def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
     if kernel.name == "flash_dquery":
-        if form.block_q != 128 or form.block_kv not in (64, 128) or form.stages != 2 or form.next_scores:
-            return "expected 128 queries, 64 or 128 keys and 2 stages"
+        sizes = form.block_q == 128 and form.block_kv in (32, 64, 128) and form.stages == 2
+        if not sizes or form.next_scores or form.by_columns:
+            return "expected 128 queries, 32, 64 or 128 keys and 2 stages"
+        if form.block_kv == 128 and max(columns_of(widths)) == 256:
+            return "128 keys leave too few registers for D 256"
         return None
+    if form.by_columns:
+        if form.block_q != 64 or form.block_kv != 64 or form.stages not in (2, 3) or form.next_scores:
+            return "by columns, expected 64 queries, 64 keys and 2 or 3 stages"
+        return None
+    if max(columns_of(widths)) == 256:
+        return "sums of 256 columns have no room but by columns"
     most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
     if form.block_kv != 128 or form.block_q not in (64, 128) or not 2 <= form.stages <= most:
         return f"expected 64 or 128 queries, 128 keys and 2{' or 3' if most == 3 else ''} stages"
@@ -289,6 +346,10 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBa
     """
     width = max(columns_of(widths))
     spare = facts.linear_scale is not None and not facts.loads_at_positions  # registers
+    if width == 256:
+        if kernel.name == "flash_dquery":
+            return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)
+        return HopperBackwardForm(64, 64, by_columns=True)
     if kernel.name == "flash_dquery":
         return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
     if width != 64 or not spare:
@@ -301,9 +362,15 @@ def statistics_of_a_row(facts: Facts) -> int:
     return 4 if facts.scores_lie_far else 2
 
 
-def part_columns(form: HopperBackwardForm, width: int) -> int:
-    """Columns of dQ that a consumer computes: half of them, or all for half of the rows."""
-    return width if form.block_q == 128 else width // 2
+def part_columns(form: HopperBackwardForm, widths: Widths) -> int:
+    """Columns of a part of dQ: those of a consumer, which are half of them, or all for half of the rows; 64 by columns."""
+    columns, _ = columns_of_form(form, widths)
+    return 64 if form.by_columns else columns if form.block_q == 128 else columns // 2
+
+
+def parts_of(form: HopperBackwardForm, widths: Widths) -> int:
+    """Parts of dQ of a query tile."""
+    return form.block_q * columns_of_form(form, widths)[0] // (_ROWS * part_columns(form, widths))
 
 
 def _forward_form(code: CodePlan) -> HopperForm:
@@ -464,7 +531,7 @@ class HopperBackwardLauncher(HopperLauncher):
         tiles = batches * heads * tiles_of(q_len, self._form.block_q)
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.columns)
+            own["dquery_sums"] = flat_place(tiles, self._sums_of_a_tile)
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
@@ -479,11 +546,16 @@ class HopperBackwardLauncher(HopperLauncher):
     def _statistics_of_a_tile(self) -> int:
         return statistics_of_a_row(self.facts) * self._form.block_q
 
+    @property
+    def _sums_of_a_tile(self) -> int:
+        """Floats of the sums of dQ of a query tile."""
+        return self._form.block_q * columns_of_form(self._form, self.code.signature.widths)[0]
+
     def _made(self, mode: Mode) -> dict[str, str]:
         tiles = "batches * heads * query_tiles"
         own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.columns), dtype="float32")
+            own["dquery_sums"] = rows_of(tiles, str(self._sums_of_a_tile), dtype="float32")
         return self._made_spans(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
@@ -508,6 +580,7 @@ class HopperBackwardLauncher(HopperLauncher):
             "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
             "statistics_desc": "flat(statistics)",
             "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
+            **{f"{name}{piece.box}_desc": f"box({name}, {self.columns})" for name, piece in self._pieces},
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
@@ -524,8 +597,16 @@ class HopperBackwardLauncher(HopperLauncher):
     def _query_form(self) -> HopperBackwardForm:
         return _backward_form(self.code, "flash_dquery")
 
+    @property
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        """Tensors that the main kernel reads and writes in pieces, where they have boxes of their own."""
+        of_keys, of_values = pieces_of(self._form, self.code.signature.widths)
+        names = [(name, of_keys) for name in ("query", "key", "dkey")]
+        names += [(name, of_values) for name in ("value", "dout", "dvalue")]
+        return [(name, piece) for name, pieces in names for piece in pieces if piece.box]
+
     def _blocks(self) -> dict[str, list[int]]:
-        form, columns = self._form, part_columns(self._form, self.columns)
+        form, columns = self._form, part_columns(self._form, self.code.signature.widths)
         rows = {"query": form.block_q, "dout": form.block_q, "out": form.block_q,
                 "key": _ROWS, "value": _ROWS, "dkey": _ROWS, "dvalue": _ROWS,
                 "query_rows": _ROWS, "dout_rows": _ROWS, "dquery_rows": _ROWS}  # fmt: skip
@@ -533,6 +614,7 @@ class HopperBackwardLauncher(HopperLauncher):
             rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
         narrow = {"dout", "out", "value", "dvalue", "dout_rows", "seen_value"}
         blocks = {n: [1, 1, count, self.value_columns if n in narrow else self.columns] for n, count in rows.items()}
+        blocks |= {f"{name}{piece.box}": [1, 1, _ROWS, piece.columns] for name, piece in self._pieces}
         return {f"{name}_desc": block for name, block in blocks.items()} | {
             "dquery_desc": [1, 1, _ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],

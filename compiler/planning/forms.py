@@ -13,7 +13,14 @@ from typing import ClassVar, NamedTuple
 
 from ...ir.errors import WeftError
 from .hardware import Hardware
-from .kernels import Formula, Kernel, hopper_forward_sram, hopper_forward_sram_in_place, hopper_forward_sram_two_queries
+from .kernels import (
+    Formula,
+    Kernel,
+    hopper_backward_by_columns_sram,
+    hopper_forward_sram,
+    hopper_forward_sram_in_place,
+    hopper_forward_sram_two_queries,
+)
 from .segments import Segments
 
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
@@ -139,14 +146,16 @@ class HopperForm:
 
 @dataclass(frozen=True)
 class HopperBackwardForm:
-    """The asynchronous backward of sm_90: two warpgroups keep the sums of 64 rows each of a program's own tile."""
+    """The asynchronous backward of sm_90: two warpgroups keep the sums of 64 rows each of a program's own tile, or of some
+    columns of 64 rows."""
 
     block_q: int
     block_kv: int = 2 * ROWS_OF_A_WARPGROUP
     stages: int = 2  # slots for query tiles
     next_scores: bool = False  # Q K^T of the next query tile is begun beside the products of this one
+    by_columns: bool = False  # one warpgroup finds weights, the other gradients of scores, and each keeps some columns
 
-    _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next"}
+    _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next", "by_columns": "columns"}
 
     @property
     def span_rows(self) -> int:
@@ -156,7 +165,7 @@ class HopperBackwardForm:
         return f"{self.block_q}x{self.block_kv}s{self.stages}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        return kernel.sram
+        return hopper_backward_by_columns_sram if self.by_columns and not kernel.follows else kernel.sram
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)
@@ -168,6 +177,8 @@ class HopperBackwardForm:
     def neighbours(self) -> Iterator[HopperBackwardForm]:
         """Forms that differ in one choice."""
         yield replace(self, next_scores=not self.next_scores)
+        block_kv = (2 if self.by_columns else 1) * ROWS_OF_A_WARPGROUP
+        yield replace(self, by_columns=not self.by_columns, block_kv=block_kv)
         for block_q in (64, 128):
             yield replace(self, block_q=block_q)
         for block_kv in (64, 128):

@@ -348,6 +348,11 @@ def hopper_backward_sram(x: Sizes) -> float:
     return x.bkv * (x.C + x.Cv) * x.e + ahead + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
 
 
+def hopper_backward_by_columns_sram(x: Sizes) -> float:
+    """The same with P and dS twice, as a tile is handed on, and dQ added from registers."""
+    return hopper_backward_sram(x) + 2 * x.bq * x.bkv * x.e - x.bq * x.C * RUNNING
+
+
 def hopper_backward_written(x: Sizes) -> float:
     """dK and dV once; additions to the sums of dQ at every visit."""
     return key_value_bytes(x) + queries_again(x) * sums_of_dquery(x)
