@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -139,7 +139,7 @@ def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
 
 
 def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
-    return target.kernels(algorithm, signature.direction, facts, signature.wanted, signature.deterministic)
+    return target.kernels(algorithm, signature, facts)
 
 
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
@@ -196,10 +196,9 @@ def _schedule(
             )
         target.check(kernel, choice.form, signature, hardware, facts)
         choices[kernel.name] = choice
-    _check_used(given, target, kernels, target.kernels(
-        given.algorithm, signature.direction, facts, signature.wanted, not signature.deterministic
-    ), signature.deterministic)  # fmt: skip
-    _check_names(given, facts)
+    otherwise = target.kernels(given.algorithm, replace(signature, deterministic=not signature.deterministic), facts)
+    _check_used(given, target, kernels, otherwise, signature.deterministic)
+    _check_names(given, signature, facts)
     return Schedule(given.algorithm, choices)
 
 
@@ -222,12 +221,14 @@ def _check_used(
             )
 
 
-def _check_names(given: Schedule, facts: Facts) -> None:
+def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
-    everything = frozenset({"query", "key", "value", "rope"})
+    everything = replace(signature, wanted=frozenset({"query", "key", "value", "rope"}))
     known = {
         k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
-        for k in target.kernels(given.algorithm, direction, facts, everything, repeats)
+        for k in target.kernels(
+            given.algorithm, replace(everything, direction=direction, deterministic=repeats), facts
+        )
         if k.name not in SPANS and not k.follows
     }  # fmt: skip
     unknown = [name for name in given.kernels if name not in known]

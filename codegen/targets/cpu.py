@@ -38,10 +38,8 @@ class CpuTarget:
     language = TORCH_LANGUAGE
     family = "cpu"
 
-    def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
-    ) -> Sequence[Kernel]:
-        return [k for k in CPU_FLASH if k.direction == direction] if algorithm == "flash" else []
+    def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
+        return [k for k in CPU_FLASH if k.direction == signature.direction] if algorithm == "flash" else []
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""

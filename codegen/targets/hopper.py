@@ -49,6 +49,7 @@ L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads
 TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
 NARROWEST = 40  # below it tiles would be mostly zeros
 _ROWS = 64  # of a consumer
+PARTS = 2  # of a query tile's dQ, one a consumer of the backward
 _LINE = 128  # floats of a line of a part
 
 
@@ -60,14 +61,12 @@ class HopperTarget:
     language = GLUON_LANGUAGE
     family = "hopper"
 
-    def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
-    ) -> Sequence[Kernel]:
+    def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm != "flash":
             return []
         kernels: tuple[Kernel, ...] = FLASH[:1]
-        if direction == "backward":
-            kernels = two_passes(wanted) if deterministic or not is_one_pass(wanted) else ONE_PASS
+        if signature.direction == "backward":
+            kernels = ONE_PASS if is_one_pass(signature) else two_passes(signature.wanted)
         return with_measuring(kernels, facts.traits.measured)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -164,7 +163,7 @@ class HopperTarget:
         main, form = _main_form(code)
         pieces, value_pieces = pieces_of(form, own)
         part = {
-            "part_columns": part_columns(form, own), "parts": parts_of(form, own), "consumers": 2,
+            "part_columns": part_columns(form, own), "parts": PARTS, "consumers": PARTS,
             "statistics": statistics_of_a_row(facts), "pieces": pieces, "value_pieces": value_pieces,
             "boxes": boxes_of(pieces), "value_boxes": boxes_of(value_pieces),
         }  # fmt: skip
@@ -238,9 +237,15 @@ def boxes_of(pieces: Sequence[Piece]) -> list[str]:
     return list(dict.fromkeys(piece.box for piece in pieces))
 
 
-def is_one_pass(wanted: frozenset[str]) -> bool:
-    """Whether one kernel for all gradients saves products: a query's alone has three without it, others have four."""
-    return "query" in wanted and bool(wanted & {"key", "value"})
+def is_one_pass(signature: Signature) -> bool:
+    """Whether one kernel for all gradients is right, and faster.
+
+    A query's gradient alone has three products without it, others have four. Beside the sums of more than 128 columns
+    there is no room for dQ on its way out, and two passes are the faster (docs/performance.md).
+    """
+    wanted, widths = signature.wanted, signature.widths
+    both = "query" in wanted and bool(wanted & {"key", "value"})
+    return both and not signature.deterministic and max(widths.head_dim, widths.value_dim) <= 128
 
 
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
@@ -294,6 +299,8 @@ def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) 
             return "128 keys leave too few registers for D 256"
         return None
     if form.by_columns:
+        if kernel.name == "flash_backward":
+            return "one pass has no form by columns"
         if form.block_q != 64 or form.block_kv != 64 or form.stages not in (2, 3) or form.next_scores:
             return "by columns, expected 64 queries, 64 keys and 2 or 3 stages"
         return None
@@ -363,14 +370,9 @@ def statistics_of_a_row(facts: Facts) -> int:
 
 
 def part_columns(form: HopperBackwardForm, widths: Widths) -> int:
-    """Columns of a part of dQ: those of a consumer, which are half of them, or all for half of the rows; 64 by columns."""
-    columns, _ = columns_of_form(form, widths)
-    return 64 if form.by_columns else columns if form.block_q == 128 else columns // 2
-
-
-def parts_of(form: HopperBackwardForm, widths: Widths) -> int:
-    """Parts of dQ of a query tile."""
-    return form.block_q * columns_of_form(form, widths)[0] // (_ROWS * part_columns(form, widths))
+    """Columns of dQ that a consumer computes: half of them, or all for half of the rows."""
+    columns, _ = columns_of(widths)
+    return columns if form.block_q == 128 else columns // 2
 
 
 def _forward_form(code: CodePlan) -> HopperForm:
@@ -531,7 +533,7 @@ class HopperBackwardLauncher(HopperLauncher):
         tiles = batches * heads * tiles_of(q_len, self._form.block_q)
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = flat_place(tiles, self._sums_of_a_tile)
+            own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.columns)
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
@@ -546,16 +548,11 @@ class HopperBackwardLauncher(HopperLauncher):
     def _statistics_of_a_tile(self) -> int:
         return statistics_of_a_row(self.facts) * self._form.block_q
 
-    @property
-    def _sums_of_a_tile(self) -> int:
-        """Floats of the sums of dQ of a query tile."""
-        return self._form.block_q * columns_of_form(self._form, self.code.signature.widths)[0]
-
     def _made(self, mode: Mode) -> dict[str, str]:
         tiles = "batches * heads * query_tiles"
         own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = rows_of(tiles, str(self._sums_of_a_tile), dtype="float32")
+            own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.columns), dtype="float32")
         return self._made_spans(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:

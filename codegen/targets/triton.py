@@ -67,11 +67,9 @@ class TritonTarget:
     family = "triton"
     interprets = False
 
-    def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
-    ) -> Sequence[Kernel]:
-        own = [k for k in KERNELS[algorithm] if k.direction == direction]
-        if direction == "backward":
+    def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
+        own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
+        if signature.direction == "backward":
             kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
             own = [k for k in own if _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:

@@ -16,7 +16,7 @@ from .hardware import Hardware
 from .kernels import (
     Formula,
     Kernel,
-    hopper_backward_by_columns_sram,
+    hopper_by_columns_sram,
     hopper_forward_sram,
     hopper_forward_sram_in_place,
     hopper_forward_sram_two_queries,
@@ -165,7 +165,7 @@ class HopperBackwardForm:
         return f"{self.block_q}x{self.block_kv}s{self.stages}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        return hopper_backward_by_columns_sram if self.by_columns and not kernel.follows else kernel.sram
+        return hopper_by_columns_sram if self.by_columns and not kernel.follows else kernel.sram
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)

@@ -342,15 +342,19 @@ def round_dquery_sram(x: Sizes) -> float:
     return x.bq * x.C * (RUNNING + x.e) + REORDERING
 
 
+def hopper_loaded_sram(x: Sizes) -> float:
+    """K and V; Q, dO and the statistics in s slots each; barriers add less than 1 KiB."""
+    return x.bkv * (x.C + x.Cv) * x.e + x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
+
+
 def hopper_backward_sram(x: Sizes) -> float:
-    """K and V; Q, dO and the statistics in s slots each; dS twice; dQ on its way out; barriers add less than 1 KiB."""
-    ahead = x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
-    return x.bkv * (x.C + x.Cv) * x.e + ahead + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
+    """The same, dS twice, and dQ on its way out."""
+    return hopper_loaded_sram(x) + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
 
 
-def hopper_backward_by_columns_sram(x: Sizes) -> float:
-    """The same with P and dS twice, as a tile is handed on, and dQ added from registers."""
-    return hopper_backward_sram(x) + 2 * x.bq * x.bkv * x.e - x.bq * x.C * RUNNING
+def hopper_by_columns_sram(x: Sizes) -> float:
+    """What is loaded, and P and dS, twice each."""
+    return hopper_loaded_sram(x) + 4 * x.bq * x.bkv * x.e
 
 
 def hopper_backward_written(x: Sizes) -> float:

@@ -182,14 +182,9 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
     Where a program has no more keys than one consumer computes, each of two has some of the columns.
     """
     wants_dscores = t.one_pass or "key" in t.wanted
-    by_columns = t.kv == ROWS_OF_A_WARPGROUP
     consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
-    if by_columns:
+    if t.kv == ROWS_OF_A_WARPGROUP:
         consumers = "2 consumers of some columns each"
-    left = "where one consumer" if by_columns else "where all consumers"
-    leaves = "added to its sums by TMA", "registers -> SRAM -> HBM"
-    if by_columns:
-        leaves = "added to its sums", _OUT
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
     stages = [
@@ -203,9 +198,9 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         _compute("weights", f"{_weights_text(t)}{t.mask_text}", _EACH_Q),
         _compute("dscores", "dS = P * dP" + ("" if t.traits.linear else " * score'"), _EACH_Q),
         _compute("dvalue", "dV += P^T dO", _EACH_Q),
-        _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, {left} left it", _EACH_Q),
+        _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", _EACH_Q),
         _compute("dkey", "dK += dS^T Q", _EACH_Q),
-        Stage("store dquery", "store", f"share of dQ, {leaves[0]}", leaves[1], _EACH_Q),
+        Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", _EACH_Q),
         Stage("store dkey", "store", ", ".join(_key_results(t)), "registers -> SRAM -> HBM", _ONCE),
     ]
     left_out = set() if t.one_pass else {"compute dquery", "store dquery"}

@@ -111,13 +111,8 @@ class Target(Protocol):
     partial: bool  # backwards that it cannot compute are left to other targets, also where a call names it
     language: Any  # what the variant's functions are printed in: a Language of codegen
 
-    def kernels(
-        self, algorithm: Algorithm, direction: Direction, facts: Facts, wanted: frozenset[str], deterministic: bool
-    ) -> Sequence[Kernel]:
-        """The kernels of one direction, in order of execution; none where the target does not have it.
-
-        wanted, deterministic: of a backward, the gradients, and whether they must repeat bit for bit.
-        """
+    def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
+        """The kernels of one direction, in order of execution; none where the target does not have it."""
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it does not have them, in words for `explain`."""

@@ -150,7 +150,7 @@ def test_every_form_of_a_target_is_one_that_it_takes(target, algorithm, hardware
     made, facts = target_named(target), facts_of(attention)
     for width in (64, 128):
         kind = signature(shape(width, dtype_of(target)), hardware.arch)
-        for kernel in made.kernels(algorithm, "forward", facts, frozenset(), False):
+        for kernel in made.kernels(algorithm, kind, facts):
             forms = made.forms(kernel, kind, hardware, facts)
             assert len(set(forms)) == len(forms) > 0
             for form in forms:
