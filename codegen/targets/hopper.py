@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -196,41 +196,62 @@ def columns_of(widths: Widths) -> tuple[int, int]:
 class Piece:
     """Columns of a tile that lie together in SRAM, of the operands of a backward."""
 
-    name: str  # "" where it is the whole tile
+    of: Literal["key", "value"]
     columns: int
-    first: int  # column
-    box: str  # its descriptors are called <tensor><box>_desc; "" where they are those of whole tiles
+    name: str = ""  # of one of several
+    first: int = 0  # column
+    box: str = ""  # its descriptors are called <tensor><box>_desc
+
+    # What generated code calls these:
+    @property
+    def is_whole(self) -> bool:
+        return not self.name
 
     @property
-    def layout(self) -> str:
-        """The name of the layout of sums of as many columns."""
-        return f"SUMS_OF_{self.columns}"
+    def width(self) -> str:
+        return ("VALUE_COLUMNS" if self.of == "value" else "COLUMNS") if self.is_whole else str(self.columns)
+
+    @property
+    def sums(self) -> str:
+        """The layout of sums of as many columns."""
+        return f"{self.of.upper()}_GRADIENT" if self.is_whole else f"SUMS_OF_{self.columns}"
+
+    @property
+    def operand(self) -> str:
+        """The layout of what is multiplied to them, in registers."""
+        return f"{self.of.upper()}_OPERAND" if self.is_whole else f"gl.DotOperandLayout(0, {self.sums}, 2)"
 
 
 def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
-    """Columns of the tiles of a form."""
-    if not (isinstance(form, HopperBackwardForm) and form.by_columns):
-        return columns_of(widths)
-    if widths.value_dim <= 128 < widths.head_dim <= 192:
-        return 192, 128
+    """Columns of the tiles of the kernel that has a form."""
     columns, value_columns = columns_of(widths)
-    return max(128, columns), max(128, value_columns)
+    if isinstance(form, HopperBackwardForm):
+        if form.by_columns:
+            return max(128, columns), max(128, value_columns)
+        if _is_of_three_halves(widths) and form.block_q == 64:  # flash_dquery has 128 queries
+            return 192, value_columns
+    return columns, value_columns
+
+
+def _is_of_three_halves(widths: Widths) -> bool:
+    """Whether keys have 128 columns and up to 64 more, and values no more than 128."""
+    return widths.value_dim <= 128 < widths.head_dim <= 192
 
 
 def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of tiles of query and key, and of value and output; by columns, those of either consumer.
-
-    The second owns all columns of the value where the key's are 128 + 64, which gives both as much to do.
-    """
+    """The pieces of tiles of query and key, and of value and output; by columns, those of either consumer."""
     columns, value_columns = columns_of_form(form, widths)
-    if not form.by_columns:
-        return [Piece("", columns, 0, "")], [Piece("", value_columns, 0, "")]
+    if form.by_columns:
+        return _halves("key", columns), _halves("value", value_columns)
+    value = [Piece("value", value_columns)]
     if columns == 192:
-        return [Piece("_left", 128, 0, "_left"), Piece("_right", 64, 128, "_right")], [Piece("", value_columns, 0, "")]
-    keys, values = (
-        [Piece("_left", n // 2, 0, "_half"), Piece("_right", n // 2, n // 2, "_half")] for n in (columns, value_columns)
-    )
-    return keys, values
+        return [Piece("key", 128, "_left", 0, "_left"), Piece("key", 64, "_right", 128, "_right")], value
+    return [Piece("key", columns)], value
+
+
+def _halves(of: Literal["key", "value"], columns: int) -> list[Piece]:
+    half = columns // 2
+    return [Piece(of, half, "_left", 0, "_half"), Piece(of, half, "_right", half, "_half")]
 
 
 def boxes_of(pieces: Sequence[Piece]) -> list[str]:
@@ -301,14 +322,16 @@ def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) 
     if form.by_columns:
         if kernel.name == "flash_backward":
             return "one pass has no form by columns"
-        if form.block_q != 64 or form.block_kv != 64 or form.stages not in (2, 3) or form.next_scores:
-            return "by columns, expected 64 queries, 64 keys and 2 or 3 stages"
+        if form.block_q != 64 or form.block_kv != 64 or form.stages != 2 or form.next_scores:
+            return "by columns, expected 64 queries, 64 keys and 2 stages"
         return None
-    if max(columns_of(widths)) == 256:
+    if max(columns_of(widths)) == 256 and not (_is_of_three_halves(widths) and kernel.name == "flash_dkey_dvalue"):
         return "sums of 256 columns have no room but by columns"
     most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
     if form.block_kv != 128 or form.block_q not in (64, 128) or not 2 <= form.stages <= most:
         return f"expected 64 or 128 queries, 128 keys and 2{' or 3' if most == 3 else ''} stages"
+    if (form.block_q == 128 or form.next_scores) and max(columns_of(widths)) > 128:
+        return "128 queries, and scores of the next tile, leave too few registers for D 192"
     if form.block_q == 128 and max(columns_of(widths)) > 64:
         return "128 queries leave too few registers for D 128"
     return None
@@ -356,7 +379,7 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBa
     if width == 256:
         if kernel.name == "flash_dquery":
             return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)
-        return HopperBackwardForm(64, 64, by_columns=True)
+        return HopperBackwardForm(64) if _is_of_three_halves(widths) else HopperBackwardForm(64, 64, by_columns=True)
     if kernel.name == "flash_dquery":
         return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
     if width != 64 or not spare:
