@@ -49,7 +49,7 @@ L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads
 TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
 NARROWEST = 40  # below it tiles would be mostly zeros
 _ROWS = 64  # of a consumer
-PARTS = 2  # of a query tile's dQ, one a consumer of the backward
+CONSUMERS = 2  # of the backward
 _LINE = 128  # floats of a line of a part
 
 
@@ -163,7 +163,8 @@ class HopperTarget:
         main, form = _main_form(code)
         pieces, value_pieces = pieces_of(form, own)
         part = {
-            "part_columns": part_columns(form, own), "parts": PARTS, "consumers": PARTS,
+            "part_columns": part_columns(form, own), "left_parts": left_parts(form, own),
+            "parts": sums_of_a_tile(form, own) // (_ROWS * part_columns(form, own)), "consumers": CONSUMERS,
             "statistics": statistics_of_a_row(facts), "pieces": pieces, "value_pieces": value_pieces,
             "boxes": boxes_of(pieces), "value_boxes": boxes_of(value_pieces),
         }  # fmt: skip
@@ -228,14 +229,20 @@ def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
     if isinstance(form, HopperBackwardForm):
         if form.by_columns:
             return max(128, columns), max(128, value_columns)
-        if _is_of_three_halves(widths) and form.block_q == 64:  # flash_dquery has 128 queries
-            return 192, value_columns
+        if form.block_q == 64:  # flash_dquery, which has 128 queries, has whole tiles
+            return _piecewise(widths.head_dim), _piecewise(widths.value_dim)
     return columns, value_columns
 
 
-def _is_of_three_halves(widths: Widths) -> bool:
-    """Whether keys have 128 columns and up to 64 more, and values no more than 128."""
-    return widths.value_dim <= 128 < widths.head_dim <= 192
+def _piecewise(width: int) -> int:
+    """The fewest columns, of 64 or 128 and 16, 32 or 64 more."""
+    known = (64, 80, 96, 128, 144, 160, 192, 256)
+    return next(columns for columns in known if columns >= width)
+
+
+def _fits_by_rows(widths: Widths) -> bool:
+    """Whether one consumer has registers for the sums of 64 keys."""
+    return widths.value_dim <= 128 and widths.head_dim <= 192
 
 
 def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], list[Piece]]:
@@ -243,10 +250,15 @@ def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], li
     columns, value_columns = columns_of_form(form, widths)
     if form.by_columns:
         return _halves("key", columns), _halves("value", value_columns)
-    value = [Piece("value", value_columns)]
-    if columns == 192:
-        return [Piece("key", 128, "_left", 0, "_left"), Piece("key", 64, "_right", 128, "_right")], value
-    return [Piece("key", columns)], value
+    return _two("key", columns), _two("value", value_columns)
+
+
+def _two(of: Literal["key", "value"], columns: int) -> list[Piece]:
+    """One piece, or where that would not be a power of two columns, two."""
+    left = 1 << (columns.bit_length() - 1)
+    if columns == left:
+        return [Piece(of, columns)]
+    return [Piece(of, left, "_left", 0, "_left"), Piece(of, columns - left, "_right", left, "_right")]
 
 
 def _halves(of: Literal["key", "value"], columns: int) -> list[Piece]:
@@ -325,7 +337,7 @@ def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) 
         if form.block_q != 64 or form.block_kv != 64 or form.stages != 2 or form.next_scores:
             return "by columns, expected 64 queries, 64 keys and 2 stages"
         return None
-    if max(columns_of(widths)) == 256 and not (_is_of_three_halves(widths) and kernel.name == "flash_dkey_dvalue"):
+    if max(columns_of(widths)) == 256 and not (_fits_by_rows(widths) and kernel.name == "flash_dkey_dvalue"):
         return "sums of 256 columns have no room but by columns"
     most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
     if form.block_kv != 128 or form.block_q not in (64, 128) or not 2 <= form.stages <= most:
@@ -379,7 +391,7 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBa
     if width == 256:
         if kernel.name == "flash_dquery":
             return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)
-        return HopperBackwardForm(64) if _is_of_three_halves(widths) else HopperBackwardForm(64, 64, by_columns=True)
+        return HopperBackwardForm(64) if _fits_by_rows(widths) else HopperBackwardForm(64, 64, by_columns=True)
     if kernel.name == "flash_dquery":
         return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
     if width != 64 or not spare:
@@ -393,9 +405,22 @@ def statistics_of_a_row(facts: Facts) -> int:
 
 
 def part_columns(form: HopperBackwardForm, widths: Widths) -> int:
-    """Columns of dQ that a consumer computes: half of them, or all for half of the rows."""
-    columns, _ = columns_of(widths)
-    return columns if form.block_q == 128 else columns // 2
+    """Columns of a part of dQ: those of a consumer, half of them, or all for half of the rows; of two pieces, the second."""
+    keys, _ = pieces_of(form, widths)
+    if form.block_q == 128:
+        return keys[0].columns
+    return keys[-1].columns if len(keys) > 1 else keys[0].columns // 2
+
+
+def left_parts(form: HopperBackwardForm, widths: Widths) -> int:
+    """Parts of dQ that the first consumer computes; the other one computes one."""
+    keys, _ = pieces_of(form, widths)
+    return keys[0].columns // part_columns(form, widths) if len(keys) > 1 else 1
+
+
+def sums_of_a_tile(form: HopperBackwardForm, widths: Widths) -> int:
+    """Floats of the sums of dQ of a query tile."""
+    return form.block_q * columns_of_form(form, widths)[0]
 
 
 def _forward_form(code: CodePlan) -> HopperForm:
@@ -556,7 +581,7 @@ class HopperBackwardLauncher(HopperLauncher):
         tiles = batches * heads * tiles_of(q_len, self._form.block_q)
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = flat_place(tiles, self._form.block_q * self.columns)
+            own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
@@ -575,7 +600,8 @@ class HopperBackwardLauncher(HopperLauncher):
         tiles = "batches * heads * query_tiles"
         own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = rows_of(tiles, str(self._form.block_q * self.columns), dtype="float32")
+            floats = sums_of_a_tile(self._form, self.code.signature.widths)
+            own["dquery_sums"] = rows_of(tiles, str(floats), dtype="float32")
         return self._made_spans(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
