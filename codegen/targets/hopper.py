@@ -109,8 +109,10 @@ class HopperTarget:
         return None
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
-        """Each tile is one piece."""
-        return Segments((Segment(0, widths.head_dim, "key"),), (Segment(0, widths.value_dim, "value"),))
+        """Tiles of query and key are one piece or two; those of value and output one, but in backwards."""
+        keys = _two("key", _piecewise(widths.head_dim))
+        own = (Segment(p.first, min(p.columns, widths.head_dim - p.first), "key") for p in keys)
+        return Segments(tuple(own), (Segment(0, widths.value_dim, "value"),))
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
@@ -159,7 +161,8 @@ class HopperTarget:
             "loads_at_positions": facts.loads_at_positions,
         }  # fmt: skip
         if code.signature.direction == "forward":
-            return {"config": asdict(_forward_form(code)) | widths}
+            pieces = _two("key", columns_of_form(_forward_form(code), own)[0])
+            return {"config": asdict(_forward_form(code)) | widths | {"pieces": pieces}}
         main, form = _main_form(code)
         pieces, value_pieces = pieces_of(form, own)
         part = {
@@ -229,9 +232,10 @@ def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
     if isinstance(form, HopperBackwardForm):
         if form.by_columns:
             return max(128, columns), max(128, value_columns)
-        if form.block_q == 64:  # flash_dquery, which has 128 queries, has whole tiles
+        if form.block_q != 128:  # flash_dquery, which has 128 queries, has whole tiles
             return _piecewise(widths.head_dim), _piecewise(widths.value_dim)
-    return columns, value_columns
+        return columns, value_columns
+    return _piecewise(widths.head_dim), value_columns
 
 
 def _piecewise(width: int) -> int:
@@ -312,13 +316,16 @@ def _no_form(form: Form, widths: Widths) -> str | None:
         return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
     if form.query_buffers not in (1, 2):
         return "expected 1 or 2 query buffers"
-    columns, value_columns = columns_of(widths)
+    columns, value_columns = columns_of_form(form, widths)
+    left = _two("key", columns)[0].columns
     if form.consumers == 3 and value_columns > 64:
         return "three consumers have too few registers for D 128"
-    if form.output_in_query and (form.query_buffers != 1 or columns != value_columns or form.query_in_registers):
+    if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):
         return "the output takes the place of one query tile in SRAM, of as many columns"
     if value_columns == 256 and form.block_kv > 64:
         return "128 keys leave too few registers for Dv 256"
+    if columns > 128 and form.query_in_registers:
+        return "more than 128 columns of a query leave too few registers"
     return None
 
 
@@ -340,7 +347,7 @@ def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) 
     if max(columns_of(widths)) == 256 and not (_fits_by_rows(widths) and kernel.name == "flash_dkey_dvalue"):
         return "sums of 256 columns have no room but by columns"
     most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
-    if form.block_kv != 128 or form.block_q not in (64, 128) or not 2 <= form.stages <= most:
+    if form.block_kv != 128 or form.block_q not in (32, 64, 128) or not 2 <= form.stages <= most:
         return f"expected 64 or 128 queries, 128 keys and 2{' or 3' if most == 3 else ''} stages"
     if (form.block_q == 128 or form.next_scores) and max(columns_of(widths)) > 128:
         return "128 queries, and scores of the next tile, leave too few registers for D 192"
@@ -371,9 +378,14 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
     What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
     """
     spare = not facts.traits.positional  # registers
-    columns, value_columns = columns_of(widths)
+    columns, value_columns = _piecewise(widths.head_dim), columns_of(widths)[1]
     if columns == 256 or value_columns == 256:
         return HopperForm(2, 64, 2, lazy_rescale=True, output_in_query=columns == value_columns)
+    if columns > 128:
+        in_place = value_columns == 128  # as many as of the query's left piece
+        return HopperForm(
+            2, 128, 2, lazy_rescale=True, output_in_query=in_place, overlap_edges=facts.score_reads_positions
+        )
     if columns == value_columns == 64:
         return HopperForm(3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True)
     return HopperForm(
@@ -405,7 +417,7 @@ def statistics_of_a_row(facts: Facts) -> int:
 
 
 def part_columns(form: HopperBackwardForm, widths: Widths) -> int:
-    """Columns of a part of dQ: those of a consumer, half of them, or all for half of the rows; of two pieces, the second."""
+    """Columns of a part of dQ: half of a tile's, or all for half of its rows; those of the second of two pieces."""
     keys, _ = pieces_of(form, widths)
     if form.block_q == 128:
         return keys[0].columns
@@ -559,6 +571,7 @@ class HopperForwardLauncher(HopperLauncher):
         block_q = _forward_form(self.code).block_q
         return {
             **super()._rows(aligned),
+            **{f"{name}{p.box}_desc": f"box({name}, {self.columns})" for name in ("query", "key") for p in self._pieces},
             "lse_ptr": "lse",
             "n_heads": "heads",
             "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
@@ -566,11 +579,17 @@ class HopperForwardLauncher(HopperLauncher):
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip
 
+    @property
+    def _pieces(self) -> list[Piece]:
+        return _two("key", columns_of_form(_forward_form(self.code), self.code.signature.widths)[0])
+
     def _blocks(self) -> dict[str, list[int]]:
         block_kv = _forward_form(self.code).block_kv
-        rows = {"query_desc": _ROWS, "key_desc": block_kv, "value_desc": block_kv, "out_desc": _ROWS}
-        wide = {"query_desc": self.columns, "key_desc": self.columns}
-        return {name: [1, 1, count, wide.get(name, self.value_columns)] for name, count in rows.items()}
+        blocks = {"value_desc": [1, 1, block_kv, self.value_columns], "out_desc": [1, 1, _ROWS, self.value_columns]}
+        for piece in self._pieces:
+            blocks[f"query{piece.box}_desc"] = [1, 1, _ROWS, piece.columns]
+            blocks[f"key{piece.box}_desc"] = [1, 1, block_kv, piece.columns]
+        return blocks
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -660,7 +679,7 @@ class HopperBackwardLauncher(HopperLauncher):
             rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
         narrow = {"dout", "out", "value", "dvalue", "dout_rows", "seen_value"}
         blocks = {n: [1, 1, count, self.value_columns if n in narrow else self.columns] for n, count in rows.items()}
-        blocks |= {f"{name}{piece.box}": [1, 1, _ROWS, piece.columns] for name, piece in self._pieces}
+        blocks |= {f"{name}{piece.box}": [1, 1, rows[name], piece.columns] for name, piece in self._pieces}
         return {f"{name}_desc": block for name, block in blocks.items()} | {
             "dquery_desc": [1, 1, _ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],
