@@ -346,14 +346,22 @@ def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) 
         return None
     if max(columns_of(widths)) == 256 and not (_fits_by_rows(widths) and kernel.name == "flash_dkey_dvalue"):
         return "sums of 256 columns have no room but by columns"
-    most = 3 if kernel.name == "flash_backward" else 2  # slots of two kernels share hardware barriers
-    if form.block_kv != 128 or form.block_q not in (32, 64, 128) or not 2 <= form.stages <= most:
-        return f"expected 64 or 128 queries, 128 keys and 2{' or 3' if most == 3 else ''} stages"
+    one_pass = kernel.name == "flash_backward"
+    stages = (2, 3) if one_pass else (2,)  # slots of two kernels share hardware barriers
+    queries = (64, 128) if one_pass else (32, 64, 128)  # dQ's tiles have 64 rows or more
+    if form.block_kv != 128 or form.block_q not in queries or form.stages not in stages:
+        return f"expected {alternatives(queries)} queries, 128 keys and {alternatives(stages)} stages"
     if (form.block_q == 128 or form.next_scores) and max(columns_of(widths)) > 128:
         return "128 queries, and scores of the next tile, leave too few registers for D 192"
     if form.block_q == 128 and max(columns_of(widths)) > 64:
         return "128 queries leave too few registers for D 128"
     return None
+
+
+def alternatives(numbers: Sequence[int]) -> str:
+    """In words: "64 or 128"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _is_plain(scale: Expr) -> bool:
@@ -403,7 +411,9 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBa
     if width == 256:
         if kernel.name == "flash_dquery":
             return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)
-        return HopperBackwardForm(64) if _fits_by_rows(widths) else HopperBackwardForm(64, 64, by_columns=True)
+        if not _fits_by_rows(widths):
+            return HopperBackwardForm(64, 64, by_columns=True)
+        return HopperBackwardForm(32 if _piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
     if kernel.name == "flash_dquery":
         return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
     if width != 64 or not spare:

@@ -104,9 +104,9 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "softcap"])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128)])
-def test_hopper_forward_of_wide_tiles(name: str, head_dim: int, value_dim: int) -> None:
-    """256 columns of a query or key; an output of as many leaves from the query's place, or it would not fit."""
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128), (80, 80)])
+def test_hopper_forward_of_other_tiles(name: str, head_dim: int, value_dim: int) -> None:
+    """In pieces, or with an output that leaves from the query's place, or it would not fit."""
     module = compiled(VARIANTS[name], "forward", head_dim, value_dim=value_dim, target="hopper")
     (kernel,) = module.kernels.values()
     planned = module.plans["flash_forward"].sram_bytes.value
@@ -163,6 +163,30 @@ def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
         assert kernel.spilled <= HOPPER_BACKWARD_SPILLS.get((name, head_dim), 0), kernel.name
         check_wgmma(kernel)
         assert len(kernel.product_loops()) == 2  # of two consumers
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "value_dim", "products"),
+    [
+        # S and dP by 16 columns, dV and dK of two pieces by 16 queries, dQ of one piece by 16 keys
+        ("causal", 96, 96, [6 + 6 + 8 + 8 + 8] * 2), ("softcap", 80, 80, [5 + 5 + 8 + 8 + 8] * 2),
+        # without dQ, and tiles of 32 queries
+        ("causal", 192, 128, [12 + 8 + 2 + 4] * 2), ("softcap", 192, 128, [12 + 8 + 2 + 4] * 2),
+        # S or dP, dV and dK
+        ("causal", 256, 256, [16 + 4 + 4] * 2), ("softcap", 256, 256, [16 + 4 + 4] * 2), ("documents", 256, 256, [16 + 4 + 4] * 2),
+    ],
+)  # fmt: skip
+def test_hopper_backward_of_other_tiles(name: str, head_dim: int, value_dim: int, products: list[int]) -> None:
+    """No product on padding but where 200 to 248 columns are filled up."""
+    wanted = frozenset({"query", "key", "value"})
+    module = compiled(VARIANTS[name], "backward", head_dim, value_dim=value_dim, target="hopper", wanted=wanted)
+    main = "flash_backward" if head_dim <= 128 else "flash_dkey_dvalue"
+    for kernel in module.kernels.values():
+        assert kernel.sram <= by_name("h200").sram_per_block
+        assert kernel.spilled <= (16 if kernel.name != "flash_dquery" else 64), kernel.name
+    kernel = module.kernels[main]
+    check_wgmma(kernel)
+    assert [count_opcode("HGMMA", loop) for loop in kernel.product_loops()] == products
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -138,15 +138,17 @@ def test_head_dims(dim):
 
 
 @pytest.mark.parametrize(
-    "dim, value_dim", [(40, 40), (56, 48), (80, 80), (96, 96), (128, 64), (64, 128), (104, 40), (192, 128), (256, 256)]
-)
-def test_tiles_filled_up_with_zeros(dim, value_dim):
+    "dim, value_dim",
+    [(40, 40), (56, 48), (72, 96), (80, 80), (96, 96), (128, 64), (64, 128), (104, 40), (136, 64), (160, 128), (192, 128),
+     (192, 40), (256, 128), (72, 200), (256, 256)],
+)  # fmt: skip
+def test_head_dimensions_of_tiles_in_pieces_and_filled_up(dim, value_dim):
     for name, dtype in (("causal", torch.bfloat16), ("softcap", torch.float16), ("documents_of_batch", torch.bfloat16)):
         check(name, (2, 4, 300, dim), 2, 300, value_dim=value_dim, dtype=dtype, target="hopper")
     check("both_sides", (1, 4, 130, dim), 1, 257, value_dim=value_dim, target="hopper", deterministic=True)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", ["dense", "causal", "prefix", "softcap", "temperature", "nothing", "alibi"])
 def test_gradients_in_two_passes(name, dim):
     check(name, (2, 4, 300, dim), 2, 333, target="hopper", deterministic=True)
@@ -215,7 +217,7 @@ def test_determinism_is_as_torch_is_set():
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_wanted_gradients_alone(wanted):
     """Each is what it is beside the others."""
-    for dim in (64, 128):
+    for dim in (64, 96, 128, 192, 256):
         tensors = {n: torch.randn(1, 4, 300, dim, device="cuda", dtype=torch.bfloat16) for n in "qkv"}
         all_of = {n: t.clone().requires_grad_() for n, t in tensors.items()}
         out = CAUSAL(*all_of.values())

@@ -105,16 +105,45 @@ def test_own_forms_of_targets() -> None:
     ("head_dim", "value_dim", "text"),
     [
         (40, 56, "192x128s3q2+pairs"), (80, 96, "128x128s2q1+regs+lazy"), (64, 128, "128x128s2q1+regs+lazy"),
-        (192, 128, "128x64s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"), (136, 200, "128x64s2q1+lazy+inplace"),
+        (192, 128, "128x128s2q1+lazy+inplace"), (192, 64, "128x128s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"),
+        (200, 136, "128x64s2q1+lazy+inplace"), (136, 200, "128x64s2q1+lazy"),
     ],
 )  # fmt: skip
 def test_forms_are_those_of_tiles(head_dim: int, value_dim: int, text: str) -> None:
-    """Operands are filled up to tiles of 64, 128 or 256 columns; an output of 256 leaves from the query's place."""
+    """An output of as many columns as the query's, or as its left piece, may leave from its place."""
     found = resolved(Shape(1, 4, 4, 512, 512, head_dim, value_dim), H200, "hopper")
     assert str(found.code.form("flash_forward")) == text
-    (query,), (value,) = found.code.segments.qk, found.code.segments.v
-    assert (query.width, value.width) == (head_dim, value_dim)
-    assert {query.block, value.block} <= {64, 128, 256}
+    query, (value,) = found.code.segments.qk, found.code.segments.v
+    assert (sum(piece.width for piece in query), value.width) == (head_dim, value_dim)
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(40, [64]), (64, [64]), (72, [64, 16]), (80, [64, 16]), (96, [64, 32]), (104, [128]), (128, [128]),
+     (136, [128, 16]), (160, [128, 32]), (192, [128, 64]), (200, [256]), (256, [256])],
+)  # fmt: skip
+def test_pieces_of_hopper_tiles(width: int, columns: list[int]) -> None:
+    """No more columns than it takes, in one piece or two, of queries and keys; the query's pieces are the key's."""
+    qk = resolved(Shape(1, 4, 4, 512, 512, width, 64), H200, "hopper").code.segments.qk
+    assert [piece.block for piece in qk] == columns
+    assert [piece.start for piece in qk] == [0, *columns[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "kernels"),
+    [
+        (64, 64, {"flash_backward": "128x128s2+next"}), (96, 80, {"flash_backward": "64x128s2"}),
+        (192, 128, {"flash_dquery": "128x64s2", "flash_dkey_dvalue": "32x128s2"}),
+        (160, 128, {"flash_dquery": "128x64s2", "flash_dkey_dvalue": "64x128s2"}),
+        (256, 256, {"flash_dquery": "128x32s2", "flash_dkey_dvalue": "64x64s2+columns"}),
+        (64, 136, {"flash_dquery": "128x32s2", "flash_dkey_dvalue": "64x64s2+columns"}),
+    ],
+)  # fmt: skip
+def test_forms_of_backwards(head_dim: int, value_dim: int, kernels: dict[str, str]) -> None:
+    """One pass up to 128 columns, two above; 64 keys where sums of more have no registers."""
+    sizes = Shape(1, 4, 4, 512, 512, head_dim, value_dim)
+    chosen = resolved(sizes, H200, "hopper", direction="backward").code.schedule.kernels
+    assert {name: str(choice.form) for name, choice in chosen.items()} == kernels
 
 
 def test_a_score_that_reads_positions_gets_fewer_consumers() -> None:
