@@ -536,12 +536,18 @@ class HopperLauncher(TritonLauncher):
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
-        return {**super()._rows(aligned), **{f"{name}_desc": f"box({name}, {self.columns})" for name in names}}
+        names += [f"{name}{piece.box}" for name, piece in self._pieces]
+        return {**super()._rows(aligned), **{f"{n}_desc": f"box({n.partition('_')[0]}, {self.columns})" for n in names}}
 
     @property
     def _head_bytes(self) -> str:
         """K and V of one query head, whose elements have two bytes."""
         return f"{(self.columns + self.value_columns) * 2} * kv_len / group"
+
+    @property
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        """Pieces of the tensors that the main kernel reads and writes by tiles."""
+        raise NotImplementedError
 
     def _blocks(self) -> dict[str, list[int]]:
         """The tile that each descriptor is for, by its name."""
@@ -581,7 +587,6 @@ class HopperForwardLauncher(HopperLauncher):
         block_q = _forward_form(self.code).block_q
         return {
             **super()._rows(aligned),
-            **{f"{name}{p.box}_desc": f"box({name}, {self.columns})" for name in ("query", "key") for p in self._pieces},
             "lse_ptr": "lse",
             "n_heads": "heads",
             "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
@@ -590,16 +595,15 @@ class HopperForwardLauncher(HopperLauncher):
         }  # fmt: skip
 
     @property
-    def _pieces(self) -> list[Piece]:
-        return _two("key", columns_of_form(_forward_form(self.code), self.code.signature.widths)[0])
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        pieces = _two("key", columns_of_form(_forward_form(self.code), self.code.signature.widths)[0])
+        return [(name, piece) for name in ("query", "key") for piece in pieces]
 
     def _blocks(self) -> dict[str, list[int]]:
         block_kv = _forward_form(self.code).block_kv
+        rows = {"query": _ROWS, "key": block_kv}
         blocks = {"value_desc": [1, 1, block_kv, self.value_columns], "out_desc": [1, 1, _ROWS, self.value_columns]}
-        for piece in self._pieces:
-            blocks[f"query{piece.box}_desc"] = [1, 1, _ROWS, piece.columns]
-            blocks[f"key{piece.box}_desc"] = [1, 1, block_kv, piece.columns]
-        return blocks
+        return blocks | {f"{n}{piece.box}_desc": [1, 1, rows[n], piece.columns] for n, piece in self._pieces}
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -655,7 +659,6 @@ class HopperBackwardLauncher(HopperLauncher):
             "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
             "statistics_desc": "flat(statistics)",
             "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
-            **{f"{name}{piece.box}_desc": f"box({name}, {self.columns})" for name, piece in self._pieces},
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
@@ -674,7 +677,6 @@ class HopperBackwardLauncher(HopperLauncher):
 
     @property
     def _pieces(self) -> list[tuple[str, Piece]]:
-        """Tensors that the main kernel reads and writes in pieces, where they have boxes of their own."""
         of_keys, of_values = pieces_of(self._form, self.code.signature.widths)
         names = [(name, of_keys) for name in ("query", "key", "dkey")]
         names += [(name, of_values) for name in ("value", "dout", "dvalue")]

@@ -146,8 +146,9 @@ class HopperForm:
 
 @dataclass(frozen=True)
 class HopperBackwardForm:
-    """The asynchronous backward of sm_90: two warpgroups keep the sums of 64 rows each of a program's own tile, or of some
-    columns of 64 rows."""
+    """The asynchronous backward of sm_90: two warpgroups keep sums of a program's own tile, of 64 rows each, or of some
+    columns of 64 rows.
+    """
 
     block_q: int
     block_kv: int = 2 * ROWS_OF_A_WARPGROUP

@@ -173,7 +173,8 @@ def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
         # without dQ, and tiles of 32 queries
         ("causal", 192, 128, [12 + 8 + 2 + 4] * 2), ("softcap", 192, 128, [12 + 8 + 2 + 4] * 2),
         # S or dP, dV and dK
-        ("causal", 256, 256, [16 + 4 + 4] * 2), ("softcap", 256, 256, [16 + 4 + 4] * 2), ("documents", 256, 256, [16 + 4 + 4] * 2),
+        ("causal", 256, 256, [16 + 4 + 4] * 2), ("softcap", 256, 256, [16 + 4 + 4] * 2),
+        ("documents", 256, 256, [16 + 4 + 4] * 2),
     ],
 )  # fmt: skip
 def test_hopper_backward_of_other_tiles(name: str, head_dim: int, value_dim: int, products: list[int]) -> None:
