@@ -95,7 +95,7 @@ class HopperTarget:
             )
         if signature.offset == "per_row":
             return "hopper: a q_offset for each batch row is computed by the triton target"
-        return _no_backward(signature) if kernel.direction == "backward" else None
+        return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
@@ -301,11 +301,20 @@ def two_passes(wanted: frozenset[str]) -> tuple[Kernel, ...]:
     return statistics, *passes
 
 
-def _no_backward(signature: Signature) -> str | None:
+LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another
+
+
+def _no_backward(signature: Signature, facts: Facts) -> str | None:
     """Why it cannot compute these gradients."""
     operands = sorted(signature.wanted - {"query", "key", "value"})
     if operands:
         return f"hopper: gradients of operands ({', '.join(operands)}) are computed by the triton target"
+    hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
+    if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
+        return (
+            "hopper: above D 192 or Dv 128 a backward in fp16 needs a score whose derivative is known to be below "
+            f"{LARGEST_HANDED_ON:.0f}; computed by the triton target"
+        )
     return None
 
 

@@ -5,6 +5,7 @@ A warm start needs the cheap facts only; the derivatives, which need sympy, are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,7 +19,7 @@ from ...ir.walk import children, loads, substitute, symbols
 from .bounds import kv_bounds, q_bounds
 from .measured import measuring
 from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
-from .sizes import FAR, holds, is_clearly_positive, is_finite, size
+from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
 from .tiles import tile_program
 from .verify import verify_tiles
@@ -124,9 +125,14 @@ class Facts:
         return derivative(self.attention.folded_score, symbol("qk"))
 
     @cached_property
+    def largest_slope(self) -> float:
+        """A bound on d score / d qk for all run-time values; inf where none is known."""
+        return largest(self.score_derivative)
+
+    @property
     def slope_is_finite(self) -> bool:
         """Whether d score / d qk is finite for all run-time values; else 0 * inf may be NaN where a weight is 0."""
-        return self.linear_scale is not None or is_finite(self.score_derivative)
+        return self.linear_scale is not None or self.largest_slope < math.inf
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands; refuses the patterns that have no kernel yet."""

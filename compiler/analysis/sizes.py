@@ -102,16 +102,12 @@ _PRODUCT = 2.0**40  # of query and key: what is taken to be their usual size at 
 _LARGEST = 2.0**120  # a float32 below it is finite, and so are sums of a few
 
 
-def is_finite(node: Expr) -> bool:
-    """Whether a float is a number for all run-time values, and neither infinite nor NaN.
+def largest(node: Expr) -> float:
+    """A bound on the absolute value of a float and of all that it is computed from; inf where none is known.
 
-    Anything may be read from a tensor or given as a scalar. Sound where products of query and key have usual size.
+    Below inf it is a number, and not NaN. Anything may be read from a tensor or given as a scalar. Sound where products of
+    query and key have usual size.
     """
-    return _largest(node) < math.inf
-
-
-def _largest(node: Expr) -> float:
-    """A bound on the absolute value of a float and of all that it is computed from; inf where none is known."""
     found = _bound(node)
     return found if found <= _LARGEST else math.inf
 
@@ -125,19 +121,19 @@ def _bound(node: Expr) -> float:
         case _ if node.dtype == "int":
             return 2.0**63 if has_64_bits(node) else 2.0**31
         case Call("add" | "sub", args):
-            return sum(map(_largest, args))
+            return sum(map(largest, args))
         case Call("mul", (a, b)):
-            sizes = _largest(a), _largest(b)
+            sizes = largest(a), largest(b)
             return math.inf if math.inf in sizes else sizes[0] * sizes[1]
         case Call("div", (a, b)):
-            return math.inf if (known := _exponents(b)) is None else _largest(a) / 2.0 ** known[0]
+            return math.inf if (known := _exponents(b)) is None else largest(a) / 2.0 ** known[0]
         case Call("neg" | "abs", (a,)):
-            return _largest(a)
+            return largest(a)
         case Call("minimum" | "maximum", args) | Call("where", (_, *args)):
-            return max(map(_largest, args))
+            return max(map(largest, args))
         case Call("sqrt" | "rsqrt"):
             return math.inf if (known := _exponents(node)) is None else 2.0 ** known[1]
-        case Call(op, (x,)) if op in _BOUNDED and _largest(x) < math.inf:  # tanh of NaN is NaN
+        case Call(op, (x,)) if op in _BOUNDED and largest(x) < math.inf:  # tanh of NaN is NaN
             return _BOUNDED[op]
         case _:  # reads of tensors, scalars, and what may leave any bound: exp, log
             return math.inf

@@ -28,7 +28,8 @@ from weft.compiler.planning.signature import Widths
 from weft.compiler.planning.tilings import FIXED, REGISTER_LIMIT, fits, tilings
 from weft.ir.attention import Attention, Latent
 from weft.ir.errors import UnavailableError, WeftError
-from weft.ir.expr import symbol, tensor
+from weft.ir.expr import scalar, symbol, tensor
+from weft.ir.functions import tanh
 
 GPUS = [A100, H100, H200, B200, MI300X]
 WIDTHS = [16, 40, 64, 80, 96, 128, 192, 256]
@@ -161,6 +162,21 @@ def test_latent_forms_get_a_schedule() -> None:
     expanded = chosen(Shape(1, 8, 8, 64, 64, 192, 128), H200, "triton", attention=LATENT)
     assert expanded.form("flash_forward").block_q >= 64
     assert [*expanded.kernels] == [kernel.name for kernel in FLASH]
+
+
+def test_what_one_consumer_hands_to_another_fits_its_dtype() -> None:
+    """Weights times the derivative, which may be beyond the largest number of fp16."""
+    cap = scalar("cap", float)
+    variants = [Attention(c * tanh(SCORE / c), name="capped") for c in (30.0, cap)]
+    found = {
+        (width, dtype): [
+            resolved(shape(width, dtype), H200, attention=v, direction="backward").code.target for v in variants
+        ]
+        for width in (128, 256) for dtype in ("bf16", "fp16")
+    }  # fmt: skip
+    both_hopper = ["hopper", "hopper"]
+    assert found.pop((256, "fp16")) == ["hopper", "triton"]
+    assert all(targets == both_hopper for targets in found.values())
 
 
 @pytest.mark.parametrize("kernel", FLASH, ids=lambda k: k.name)
