@@ -105,8 +105,8 @@ _LARGEST = 2.0**120  # a float32 below it is finite, and so are sums of a few
 def largest(node: Expr) -> float:
     """A bound on the absolute value of a float and of all that it is computed from; inf where none is known.
 
-    Below inf it is a number, and not NaN. Anything may be read from a tensor or given as a scalar. Sound where products of
-    query and key have usual size.
+    Below inf it is a number, and not NaN. Anything may be read from a tensor or given as a scalar. Sound where products
+    of query and key have usual size.
     """
     found = _bound(node)
     return found if found <= _LARGEST else math.inf

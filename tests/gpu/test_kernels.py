@@ -179,18 +179,18 @@ def test_transposed_views_and_offsets(target):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_repeated_launches_agree_bit_for_bit(target, dim, deterministic):
-    """All results do; of the hopper target's one pass all but dQ, which is summed in any order."""
+    """All results do; of the hopper target's one pass, up to D 128, all but dQ, which is summed in any order."""
     q, k, v = (torch.randn(2, 8, 1000, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     docs = (torch.arange(1000, device="cuda") // 300).expand(2, -1)
-    one_pass = target == "hopper" and not deterministic
+    one_pass = target == "hopper" and not deterministic and dim <= 128
     for variant, given in ((CAUSAL, {}), (VARIANTS["documents_of_batch"][0], {"docs": docs})):
         out, lse = variant(q, k, v, target=target, return_lse=True, deterministic=deterministic, **given)
         dout = torch.randn_like(out)
         first = torch.autograd.grad(out, [q, k, v], dout, retain_graph=True)
-        for _ in range(200 if one_pass else 20):
+        for _ in range(200 if target == "hopper" and not deterministic else 20):
             again, again_lse = variant(q, k, v, target=target, return_lse=True, deterministic=deterministic, **given)
             assert torch.equal(again, out) and torch.equal(again_lse, lse)
             found = torch.autograd.grad(again, [q, k, v], dout)
