@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.sizes import is_finite
+from ..compiler.analysis.sizes import largest
 from ..compiler.planning.kernels import SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
@@ -66,7 +67,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "slope_is_finite": not backward or facts.slope_is_finite,
         "grads": [
-            {"i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": is_finite(g.derivative)}
+            {"i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": largest(g.derivative) < math.inf}
             for i, g in enumerate(gradients)
         ],
         "less_lse": facts.linear_scale is not None and not gradients and facts.attention.weighs.saves_lse,

@@ -93,8 +93,6 @@ class HopperTarget:
                 f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
-        if signature.offset == "per_row":
-            return "hopper: a q_offset for each batch row is computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
@@ -160,9 +158,11 @@ class HopperTarget:
             "head_dim": own.head_dim, "value_dim": own.value_dim, "columns": columns, "value_columns": value_columns,
             "loads_at_positions": facts.loads_at_positions,
         }  # fmt: skip
+        per_row = code.signature.offset == "per_row"
+        offset = {"per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset"}
         if code.signature.direction == "forward":
             pieces = _two("key", columns_of_form(_forward_form(code), own)[0])
-            return {"config": asdict(_forward_form(code)) | widths | {"pieces": pieces}}
+            return {"config": asdict(_forward_form(code)) | widths | {"pieces": pieces}, **offset}
         main, form = _main_form(code)
         pieces, value_pieces = pieces_of(form, own)
         part = {
@@ -173,6 +173,7 @@ class HopperTarget:
         }  # fmt: skip
         scale = facts.linear_scale
         return {
+            **offset,
             "main": main,
             "config": asdict(form) | widths | part,
             "query_config": asdict(_backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
@@ -535,7 +536,8 @@ class HopperLauncher(TritonLauncher):
         }  # fmt: skip
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
-        return Partition(mode=Mode(True, False, results.get("dlse") is None, call.head_dim))
+        per_row = isinstance(call.q_offset, Tensor)
+        return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim))
 
     def form(self, kernel: str, aligned: bool) -> Any:
         return self.code.form(kernel)

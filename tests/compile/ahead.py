@@ -131,7 +131,7 @@ def _writes(instruction: str, register: int) -> bool:
 def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
-    wanted: frozenset[str] | None = None, deterministic: bool = False,
+    wanted: frozenset[str] | None = None, deterministic: bool = False, q_offset: int | Tensor = 0,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
@@ -143,17 +143,19 @@ def compiled(
     signature = plan.code(direction).signature
     if wanted is not None:
         signature = replace(signature, wanted=wanted)
+    if isinstance(q_offset, Tensor):
+        signature = replace(signature, offset="per_row")
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
-        kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes)}
+        kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset)}
     return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels)
 
 
-def launched(made: Compiled, variant: Attention, sizes: Shape) -> list[Compilation]:
+def launched(made: Compiled, variant: Attention, sizes: Shape, q_offset: int | Tensor = 0) -> list[Compilation]:
     """The kernels of one call, in order."""
     query, key, value, out, dout = _rows(sizes, 5)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
-    call = Call(query, key, value, None, _operands(variant), Dense(0), Options(), sizes.head_dim)
+    call = Call(query, key, value, None, _operands(variant), Dense(q_offset), Options(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":
         gradients = {f"d{n}": torch.empty_like(t) for n, t in call.tensors.items() if n in code.signature.wanted}

@@ -8,6 +8,10 @@ from random import Random
 from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, Variant, main_names
 from .tree import symbols
 
+HOPPER_WIDTHS = (  # most often equal powers of two; each other kind of tile
+    *[(64, 64), (128, 128)] * 5, (40, 40), (80, 80), (96, 96), (128, 64), (72, 104), (136, 48), (160, 128), (192, 128),
+    (256, 256), (200, 64), (64, 256),
+)  # fmt: skip
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 96, 100, 127, 128, 129, 150, 200, 257, 300)
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
 FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
@@ -77,7 +81,7 @@ def _draw_call(random: Random, variant: Variant, target: str) -> Call:
     dtype = random.choice(CALL_DTYPES[target])
     dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)
     if target == "hopper":
-        dim = value_dim = random.choice((64, 128))
+        dim, value_dim = random.choice(HOPPER_WIDTHS)
     form = None
     if variant.latent is not None:
         kv_heads, form, dim = 1, _form(random, variant), dim + variant.latent.rope

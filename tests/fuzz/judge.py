@@ -68,10 +68,6 @@ REFUSALS = {
         r"UnavailableError: .*hopper: latent attention is computed by the triton target",
         _for_hopper(lambda built: built.variant.latent is not None),
     ),
-    "hopper: offsets by row": _refusal(
-        r"UnavailableError: .*hopper: a q_offset for each batch row is computed by the triton target",
-        _for_hopper(lambda built: isinstance(built.call.q_offset, tuple)),
-    ),
     "hopper: alignment": _refusal(
         r"UnavailableError: .*hopper: (?P<name>query|key|value): its address and strides must be multiples of 16 bytes",
         _is_unaligned,

@@ -175,7 +175,10 @@ def test_transposed_views_and_offsets(target):
     check("alibi", (2, 4, 200, 64), 2, 260, blhd=True, target=target)
     check("causal", (2, 4, 100, 64), 2, 300, target=target, q_offset=37)
     offsets = torch.tensor([5, 111], dtype=torch.int32, device="cuda")
-    check("causal", (2, 4, 100, 64), 2, 300, target="triton", q_offset=offsets)
+    for dim in (64, 128, 256):
+        check("causal", (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets)
+        check("documents_of_batch", (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets)
+    check("window", (2, 4, 100, 64), 2, 300, target=target, q_offset=offsets, deterministic=True)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
