@@ -72,6 +72,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         ],
         "less_lse": facts.linear_scale is not None and not gradients and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
+        "sequences": signature.sequences,
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,

@@ -18,7 +18,7 @@ from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import facts_of
 from ..compiler.analysis.records import OperandGradient
 from ..compiler.planning import hardware
-from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError
@@ -26,8 +26,9 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call, Dense, Options
+from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
+from .lengths import check_contents, check_ragged, rows_of
 from .torch_private import empty_on_gpu, stands_for_many
 
 _known: dict[str, Variant] = {}
@@ -94,7 +95,7 @@ class Variant:
         ready = self._found("forward", call, self._forwards, key)
         query = call.query
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
-        if 0 in (query.shape[0], query.shape[2], call.key.shape[2]):
+        if _is_empty(call):
             return out.zero_(), lse.fill_(-torch.inf)
         _run(ready.launcher, call, {"out": out, "lse": lse})
         return out, lse
@@ -112,17 +113,20 @@ class Variant:
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward_of(
         self, kind: tuple[object, ...], wanted: frozenset[str], query: Tensor, key: Tensor, value: Tensor | None,
-        operands: Mapping[str, Any], q_offset: int | Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+        operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor, dout: Tensor,
         dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """Gradients of query, key and value, without the records that `backward` takes: the shortest way, after a
-        forward with this key, `kind`. None, with nothing done, where `backward` is to be asked."""
+        forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
+
+        q_offset: of a call without lengths; else its sequences."""
         ready = self._backwards.get((kind, wanted, dlse is None))
         found = None if ready is None else getattr(ready.launcher, "backward_of", None)
         if found is None or stands_for_many(dout) or (dlse is not None and stands_for_many(dlse)):
             return None
         if self._sizes.needed:
-            self._sizes.check(Call(query, key, value, None, operands, Dense(q_offset), Options(), query.shape[3]))
+            sequences = q_offset if isinstance(q_offset, (Lengths, Packed)) else Dense(q_offset)
+            self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
         return found(query, key, value, operands, q_offset, out, lse, dout, dlse)
 
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
@@ -147,7 +151,7 @@ class Variant:
                 return self._flat(b, flat)
         ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
-        if 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2]):
+        if _is_empty(call):
             return self._nothing(call, b.wanted, gradients)
         found = {name: place.beside(call.query) for name, place in gradients.items()}
         results: dict[str, Any] = {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}
@@ -181,10 +185,14 @@ class Variant:
         self, direction: Direction, call: Call, kept: dict[object, _Ready], key: object, b: BackwardCall | None = None
     ) -> _Ready:
         """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
-        ready = kept.get(key)
+        ready, ragged = kept.get(key), call.ragged
         if ready is None or not fits(call):
             check_call(self.attention, call)
+            if ragged is not None:
+                check_ragged(self.name, call.query, call.key, ragged)
             ready = kept.get(key)
+        if ragged is not None:
+            check_contents(self.name, call.query, call.key, ragged)
         if b is not None:
             check_backward(self.name, b, self.facts.scores_lie_far)
         self._sizes.check(call)
@@ -226,7 +234,8 @@ class Variant:
             arch=hardware.for_device(call.query.device).arch,
             dtypes=Dtypes.all(DTYPES[call.query.dtype]),
             widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
-            offset="per_row" if isinstance(call.q_offset, Tensor) else "number",
+            sequences=call.sequences.kind,
+            offset=offset_kind(call.sequences.q_offset),
             wanted=wanted,
             deterministic=direction == "backward" and call.options.deterministic,
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
@@ -243,11 +252,28 @@ def key_of(call: Call) -> tuple[object, ...]:
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
+    if (sequences := call.ragged) is not None:
+        found += (sequences.kind,)
+        for t in sequences.tensors.values():
+            found += (None,) if t is None else (t.dtype, t.get_device(), t.is_meta, t.dim())
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     return found + kinds_of(call.operands) if call.operands else found
+
+
+def offset_kind(q_offset: object) -> Offset:
+    if q_offset is None:
+        return "bottom_right"
+    return "per_row" if isinstance(q_offset, Tensor) else "number"
+
+
+def _is_empty(call: Call) -> bool:
+    """Whether there is nothing to compute, whatever lengths say."""
+    ragged = call.ragged
+    none = ragged is not None and ragged.number(call.query) == 0
+    return none or 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2])
 
 
 def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
@@ -303,19 +329,24 @@ def contiguous_like(tensor: Tensor) -> Place:
 
 def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
     """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
-    batch, heads, q_len = call.query.shape[:3]
-    kv_heads, kv_len = call.key.shape[1:3]
-    device = total.device
+    heads, device = call.query.shape[1], total.device
+    kv_heads = call.key.shape[1]
     head = torch.arange(heads, device=device).view(1, -1, 1)
-    offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
-    env = {
-        "batch": torch.arange(batch, device=device).view(-1, 1, 1), "head": head,
-        "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "q_len": q_len, "kv_len": kv_len,
-        "head_dim": call.head_dim, "q_pos": torch.arange(q_len, device=device) + offset,
-        "kv_pos": torch.arange(kv_len, device=device), **call.operands,
-    }  # fmt: skip
     sums = total if total.dim() == 3 else total[..., None]
-    index = [evaluate(i, env, torch.float64, device).expand(sums.shape) for i in gradient.load.index]
+    env: dict[str, Any] = {
+        "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "head_dim": call.head_dim,
+        **call.operands,
+    }  # fmt: skip
+    ragged, exists = call.ragged, None
+    if ragged is None:
+        env |= _dense_rows(call, device)
+    else:
+        own, exists = rows_of(ragged, gradient.kind, call.query, call.key)
+        env |= own
+        sums = torch.where(exists, sums, 0.0)  # what no sequence has was not written
+    index = [evaluate(i, env, torch.float64, device, exists).expand(sums.shape) for i in gradient.load.index]
+    if exists is not None:
+        index = [torch.where(exists, places, 0) for places in index]
     if device.type == "cuda":
         result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
         return
@@ -324,6 +355,17 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
         flat = flat * extent + places
     # index_put_ adds in any order on a CPU; bincount goes through its input once, from first to last
     result += torch.bincount(flat.flatten(), sums.flatten(), result.numel()).view(result.shape).to(result.dtype)
+
+
+def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
+    """Symbols of rows, that broadcast over [B, Hq, rows]."""
+    batch, _, q_len, _ = call.query.shape
+    kv_len = call.key.shape[2]
+    offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
+    return {
+        "batch": torch.arange(batch, device=device).view(-1, 1, 1), "q_len": q_len, "kv_len": kv_len,
+        "q_pos": torch.arange(q_len, device=device) + offset, "kv_pos": torch.arange(kv_len, device=device),
+    }  # fmt: skip
 
 
 __all__ = ["Variant", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]
