@@ -13,7 +13,7 @@ from torch import Tensor
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import SPANS, Kernel
+from ...compiler.planning.kernels import LISTED, SPANS, WORK, Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
@@ -97,6 +97,7 @@ class TritonLauncher:
         self.device, self.interprets = device, interprets
         self.own_keys = [i for i, s in enumerate(code.segments.qk) if s.source == "rope"]
         self.backward = code.signature.direction == "backward"
+        self.sequences = code.signature.sequences
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
         self.direct: Callable[[Any], Any] = _nothing_yet
         self.backward_of: Callable[..., Any] = _nothing_yet  # `direct` of a backward, without the records of its call
@@ -146,11 +147,14 @@ class TritonLauncher:
                 given[f"dkey{self.own_keys[0]}"] = results.get("drope", call.rope)
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
-        offset = call.q_offset
-        if isinstance(offset, int):
-            given["q_offset"] = offset
-        else:
+        ragged = call.ragged
+        if ragged is not None:
+            given |= ragged.tensors
+        offset = call.q_offset if ragged is None else ragged.q_offset
+        if isinstance(offset, Tensor):
             given["q_offset"], given["q_offset_ptr"] = 0, offset
+        else:
+            given["q_offset"] = offset or 0
         return given
 
     def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
@@ -162,10 +166,15 @@ class TritonLauncher:
             if share is not None and "drope" in results:
                 whole = results["drope"]
                 whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
-        q_len = call.query.shape[2]
-        return [
-            _reduced(workspace[f"sum{n}"], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)
-        ]
+        q_len, ragged = call.query.shape[2], call.ragged
+        sums = {n: workspace[f"sum{n}"] for n in range(len(self.sums))}
+        if ragged is not None and ragged.kind == "packed":
+            number = ragged.number(call.query)
+            return [
+                _by_sequence(sums[n], workspace["q_work"], number) if g.kind == "total" else sums[n]
+                for n, g in enumerate(self.sums)
+            ]
+        return [_reduced(sums[n], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)]
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _operand_names(self) -> list[str]:
@@ -199,7 +208,7 @@ class TritonLauncher:
             programs = self._programs(code.kernel, constants)
             bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
             options.append(self._options(form))
-        absent = [n for n in ("q_offset_ptr", "dlse") if given.get(n) is None]
+        absent = [n for n in ("q_offset_ptr", "dlse", "q_lens", "kv_lens") if given.get(n) is None]
         tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
         sources = {n: f"given[{n!r}]" for n in given if n not in absent}
         rows = self._rows(mode.aligned)
@@ -221,6 +230,8 @@ class TritonLauncher:
 
     @property
     def _may_go_directly(self) -> bool:
+        if self.sequences != "dense":
+            return False
         return not (self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm != "flash")
 
     def _go_directly(self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]) -> None:
@@ -356,7 +367,7 @@ class TritonLauncher:
         return {
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
             "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
-            "Q_OFFSET_PER_BATCH": mode.per_row, "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
+            "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right", "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
@@ -364,6 +375,13 @@ class TritonLauncher:
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name == "row_statistics":
             text = "padded_len // {BLOCK_Q} * batches * heads"
+        elif kernel.name in WORK:
+            text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
+        elif self.sequences == "packed":
+            side, heads = ("q", "heads") if kernel.axis == "kv" else ("kv", "kv_heads")
+            if kernel.name in SPANS:
+                heads = "heads" if self.facts.mask_differs_by_head else "1"
+            text = f"{side}_slots * {heads}"
         elif kernel.name in SPANS:
             rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
             text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
@@ -372,11 +390,15 @@ class TritonLauncher:
         return text.format(**constants)
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        """Both axes call what was measured for them `spans`."""
-        return {"spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles"}
+        """Both axes call what was measured for them `spans`, and both sides the list of their tiles `work`."""
+        side = "q" if kernel.axis == "kv" else "kv"
+        return {
+            "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles", "work": f"{side}_work",
+            "n_slots": f"{side}_slots",
+        }  # fmt: skip
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        rows: dict[str, str] = {}
+        rows = self._sequence_rows(aligned)
         for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
             if self.code.has(f"{axis}_spans"):
                 form = self.form(f"{axis}_spans", aligned)
@@ -388,6 +410,31 @@ class TritonLauncher:
         if self.code.signature.widths.value_is_key:
             rows["value"] = f"key[..., :{self.code.signature.widths.value_dim}]"
         return rows
+
+    def _sequence_rows(self, aligned: bool) -> dict[str, str]:
+        """Sizes of calls with lengths: rows of the operands in memory, sequences, and slots of lists of tiles."""
+        if self.sequences == "dense":
+            return {}
+        rows = {"q_extent": "q_len", "kv_extent": "kv_len", "n_sequences": "cu_q.shape[0] - 1"}
+        for kernel in self.code.kernels:
+            if kernel.name in WORK:
+                side, block = self._listed(kernel.name, aligned)
+                # each sequence, and what lies behind all, has one tile at most that is not whole
+                rows[f"{side}_slots"] = f"{side}_len // {block} + n_sequences + 1"
+        return rows
+
+    def _listed(self, kernel: str, aligned: bool) -> tuple[str, int]:
+        """Of a kernel that lists tiles: whose, and rows of a tile."""
+        form = self.form(kernel, aligned)
+        return ("q", form.block_q) if kernel == "query_work" else ("kv", form.block_kv)
+
+    def slots(self, side: str, call: CallTensors, aligned: bool) -> int:
+        """Of the list of a side's tiles of a packed call."""
+        block = next(
+            b for k in self.code.kernels if k.name in WORK for s, b in [self._listed(k.name, aligned)] if s == side
+        )
+        rows = (call.query if side == "q" else call.key).shape[2]
+        return rows // block + call.ragged.number(call.query) + 1  # type: ignore[union-attr]
 
     def _compiled(
         self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]
@@ -432,7 +479,13 @@ def tiles_of(length: int, block: int) -> int:
 def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """What the kernels of a schedule need besides operands and results."""
     own = _backward_workspace if launcher.backward else _forward_workspace
-    return spans_of(launcher, call, mode) | own(launcher, call, mode)
+    return work_of(launcher, call, mode) | spans_of(launcher, call, mode) | own(launcher, call, mode)
+
+
+def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+    """Lists of the tiles of packed sequences, int32 [slots, 2]."""
+    sides = [side for name, side in zip(WORK, ("q", "kv")) if launcher.code.has(name)]
+    return {f"{s}_work": flat_place(launcher.slots(s, call, mode.aligned), 2, dtype=torch.int32) for s in sides}
 
 
 def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
@@ -440,6 +493,12 @@ def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[st
     batches, heads, q_len, _ = call.query.shape
     rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
     places = {}
+    if launcher.sequences == "packed":
+        for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
+            if launcher.code.has(f"{axis}_spans"):
+                slots = launcher.slots(side, call, mode.aligned)
+                places[f"{axis}_spans"] = flat_place(rows, slots, len(program.outputs), dtype=torch.int32)
+        return places
     if launcher.code.has("kv_spans"):
         tiles = tiles_of(q_len, launcher.form("kv_spans", mode.aligned).block_q)
         places["kv_spans"] = flat_place(rows, tiles, len(launcher.facts.kv_tiles.outputs), dtype=torch.int32)
@@ -489,8 +548,13 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
         places["weights"] = places["dweights"] = _matrix(call)
     for n, gradient in enumerate(launcher.sums):
         form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
-        tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
+        if launcher.sequences == "packed":
+            tiles = launcher.slots("q", call, mode.aligned) if gradient.kind == "total" else 0, 0
+        else:
+            tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
         places[f"sum{n}"] = _sum_place(algorithm, gradient.kind, (batches, heads), q_len, kv_len, padded, tiles)
+        if launcher.sequences != "dense":  # programs of what is not there write none
+            places[f"sum{n}"] = places[f"sum{n}"]._replace(fill=0.0)
     return places
 
 
@@ -535,3 +599,13 @@ def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:
     if algorithm == "standard":
         return partial.sum(2)
     return partial[..., :q_len] if algorithm == "streaming" and kind == "row" else partial
+
+
+def _by_sequence(partial: Tensor, work: Tensor, number: int) -> Tensor:
+    """Sums of tiles [1, Hq, slots] as sums of their sequences, [number, Hq], always in the same order."""
+    owner = work[:, 0].long().clamp(0, number - 1)  # tiles of none have sums of 0
+    shares = partial[0].T
+    total = shares.new_zeros(number, shares.shape[1])
+    if total.is_cuda:
+        return total.index_put_((owner,), shares, accumulate=True)  # sorts
+    return total.index_add_(0, owner, shares)
