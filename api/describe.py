@@ -285,7 +285,9 @@ def _described(attention: Attention, operands: Sequence[Tensor | Shape], options
         raise WeftError(f"{attention.name}: the option {lacking[0]} is not available; gather the pages, pass kv_lens=")
     first = operands[0] if operands else None
     if any(options.get(n) is not None for n in parts.OPTIONS):
-        return validate.described(attention, options, None, getattr(first, "device", None), _OPTIONS)
+        offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
+        rest = {n: value for n, value in options.items() if n != "q_offset"}
+        return validate.described(attention, rest, None, getattr(first, "device", None), _OPTIONS) | {"q_offset": offset}
     if isinstance(first, Tensor):
         return validate.described(attention, options, len(first), first.device, _OPTIONS)
     batch = first.batch if isinstance(first, Shape) else 1
