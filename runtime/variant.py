@@ -29,6 +29,7 @@ from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 from .lengths import check_contents, check_ragged, rows_of
+from .settings import checks_values
 from .torch_private import empty_on_gpu, stands_for_many
 
 _known: dict[str, Variant] = {}
@@ -89,7 +90,7 @@ class Variant:
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
-            found = ready.launcher.direct(call)
+            found = ready.launcher.direct(call) if type(call.sequences) is Dense or not checks_values() else None
             if found is not None:
                 return found
         ready = self._found("forward", call, self._forwards, key)

@@ -51,6 +51,8 @@ class Mode(NamedTuple):
     head_dim: int  # the value of the symbol
 
 
+WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
+_LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"), "paged": ()}
 _MAKE = "empty({}, {}, dtype)"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -65,8 +67,9 @@ def _of_records(found: Callable[..., Any], wanted: frozenset[str]) -> Callable[[
     def direct(b: Any) -> dict[str, Tensor] | None:
         call = b.call
         gradients = found(
-            call.query, call.key, call.value, call.operands, call.sequences.q_offset, b.out, b.lse, b.dout, b.dlse
-        )
+            call.query, call.key, call.value, call.operands, call.ragged or call.sequences.q_offset, b.out, b.lse,
+            b.dout, b.dlse,
+        )  # fmt: skip
         if gradients is None:
             return None
         return {n: g for n, g in zip(("query", "key", "value"), gradients) if n in wanted}
@@ -208,7 +211,7 @@ class TritonLauncher:
             programs = self._programs(code.kernel, constants)
             bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
             options.append(self._options(form))
-        absent = [n for n in ("q_offset_ptr", "dlse", "q_lens", "kv_lens") if given.get(n) is None]
+        absent = [n for n in ("q_offset_ptr", "dlse", *_LENGTHS[self.sequences]) if given.get(n) is None]
         tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
         sources = {n: f"given[{n!r}]" for n in given if n not in absent}
         rows = self._rows(mode.aligned)
@@ -216,6 +219,8 @@ class TritonLauncher:
         def packer(pointers: bool) -> Packer:
             return Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors, pointers=pointers)
 
+        self._length_dtypes = {n: str(given[n].dtype).removeprefix("torch.") for n in _LENGTHS[self.sequences]
+                               if n not in absent}  # fmt: skip
         with PARSING:
             types = packing(packer(False), bindings, self.tools)(given)
             runs = self._compiled(bindings, options, types)
@@ -230,21 +235,23 @@ class TritonLauncher:
 
     @property
     def _may_go_directly(self) -> bool:
-        if self.sequences != "dense":
-            return False
         return not (self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm != "flash")
 
     def _go_directly(self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
         names = self._given_names()
         operands = "operands" if self.backward else "call.operands"
-        offset = "offset" if self.backward else "call.sequences.q_offset"
+        record = "offset" if self.backward else "call.sequences"
+        lengths = [n for n in _LENGTHS[self.sequences] if n not in absent]
+        # of a dense call a backward is handed the offset alone
+        offset = record if self.backward and self.sequences == "dense" else f"{record}.q_offset"
         sources = {n: n if self.backward else f"call.{n}" for n in names}
         sources |= {n: f"{operands}[{n.removeprefix('arg_')!r}]" for n in self._operand_arguments()}
+        sources |= {n: f"{record}.{n}" for n in lengths}
         sources |= {"q_offset_ptr": offset} if mode.per_row else {"q_offset": offset}
-        rows = self._rows(mode.aligned) | ({"q_offset": "0"} if mode.per_row else {})
+        rows = self._rows(mode.aligned) | ({} if self._has_number(mode) else {"q_offset": "0"})
         made = self._made(mode)
-        tensors = {*names, *self.tensors, *made, "q_offset_ptr", "counter_ptr"} - {"lse2", "shift", "delta"}
+        tensors = {*names, *self.tensors, *made, *lengths, "q_offset_ptr", "counter_ptr"} - {"lse2", "shift", "delta"}
         given, returns = "call", "out, lse"
         if self.backward:
             wanted = self.code.signature.wanted
@@ -256,12 +263,12 @@ class TritonLauncher:
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
         launching = self._launching
         tools: dict[str, object] = {
-            "float32": torch.float32, "int32": torch.int32, "device": self.device, "empty": self.empty,
+            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "device": self.device, "empty": self.empty,
             "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
             "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
-        conditions, launches = self._conditions(mode), [run.shortest for run in runs]
+        conditions, launches = self._conditions(mode, lengths), [run.shortest for run in runs]
         found = direct(packer, bindings, launches, given, conditions, made, returns, tools)
         if not self.backward:
             self.direct = found
@@ -276,16 +283,24 @@ class TritonLauncher:
     def _operand_arguments(self) -> list[str]:
         return [f"arg_{p.name}" for p in self.facts.attention.parameters]
 
-    def _conditions(self, mode: Mode) -> list[str]:
+    def _has_number(self, mode: Mode) -> bool:
+        """Whether kernels take q_offset as a number of the call."""
+        return not mode.per_row and self.code.signature.offset != "bottom_right"
+
+    def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
         given = [n for n in self._given_names() if n not in ("lse", "dlse")]
         conditions = ["not is_heard()", "current_device() == device"]
         conditions += fitting(self.code.signature.widths.value_is_key)
         if self.backward:
-            conditions += self._backward_conditions(mode, given)
-        if mode.per_row:
-            conditions += ["q_offset_ptr.shape[0] == batches"]
+            conditions += self._backward_conditions(mode, given, lengths)
+        if self.sequences == "packed":
+            conditions += ["batches == 1", "n_sequences > 0", "cu_kv.shape[0] == n_sequences + 1"]
         else:
+            conditions += [f"{n}.shape[0] == batches" for n in lengths]
+        if mode.per_row:
+            conditions += [f"q_offset_ptr.shape[0] == {'n_sequences' if self.sequences == 'packed' else 'batches'}"]
+        elif self._has_number(mode):
             conditions += [f"-{2**30} < q_offset < {2**30}"]
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
@@ -294,7 +309,7 @@ class TritonLauncher:
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
 
-    def _backward_conditions(self, mode: Mode, given: Sequence[str]) -> list[str]:
+    def _backward_conditions(self, mode: Mode, given: Sequence[str], lengths: Sequence[str]) -> list[str]:
         """What autograd hands over may have gone through hooks of the user: it is what was prepared for, too."""
         statistics = ["lse", *(() if mode.no_dlse else ("dlse",))]
         conditions = [
@@ -309,6 +324,9 @@ class TritonLauncher:
         if mode.per_row:
             conditions += ["q_offset_ptr.dtype == int32", "q_offset_ptr.get_device() == device"]
             conditions += ["q_offset_ptr.is_contiguous()"]
+        for name in lengths:
+            dtype = self._length_dtypes[name]
+            conditions += [f"{name}.dtype == {dtype}", f"{name}.get_device() == device", f"{name}.is_contiguous()"]
         return conditions
 
     def _made(self, mode: Mode) -> dict[str, str]:
@@ -346,8 +364,10 @@ class TritonLauncher:
     def _made_spans(self, mode: Mode) -> dict[str, str]:
         rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
-        return {
-            f"{axis}_spans": rows_of(rows, f"{axis}_span_tiles", str(len(p.outputs)), dtype="int32")
+        made = {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
+        tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
+        return made | {
+            f"{axis}_spans": rows_of(rows, tiles.get(axis, f"{axis}_span_tiles"), str(len(p.outputs)), dtype="int32")
             for axis, p in programs if self.code.has(f"{axis}_spans")
         }  # fmt: skip
 
@@ -426,7 +446,8 @@ class TritonLauncher:
     def _listed(self, kernel: str, aligned: bool) -> tuple[str, int]:
         """Of a kernel that lists tiles: whose, and rows of a tile."""
         form = self.form(kernel, aligned)
-        return ("q", form.block_q) if kernel == "query_work" else ("kv", form.block_kv)
+        side = dict(WORK_SIDES)[kernel]
+        return side, form.block_q if side == "q" else form.block_kv
 
     def slots(self, side: str, call: CallTensors, aligned: bool) -> int:
         """Of the list of a side's tiles of a packed call."""
@@ -484,7 +505,7 @@ def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dic
 
 def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """Lists of the tiles of packed sequences, int32 [slots, 2]."""
-    sides = [side for name, side in zip(WORK, ("q", "kv")) if launcher.code.has(name)]
+    sides = [side for name, side in WORK_SIDES if launcher.code.has(name)]
     return {f"{s}_work": flat_place(launcher.slots(s, call, mode.aligned), 2, dtype=torch.int32) for s in sides}
 
 
