@@ -200,7 +200,9 @@ def _request(
     head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form)
     found = _sequences(attention, operands, sizes, options)
-    ranges = _ranges_of(sizes, options.get("q_offset")) if found is None else _ranges_of(sizes, 0) | parts.ranges_of(found)
+    ranges = (
+        _ranges_of(sizes, options.get("q_offset")) if found is None else _ranges_of(sizes, 0) | parts.ranges_of(found)
+    )
     _check_read(attention, ranges, options)
     offset = offset_kind(options.get("q_offset")) if found else "number"
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else offset
@@ -287,7 +289,9 @@ def _described(attention: Attention, operands: Sequence[Tensor | Shape], options
     if any(options.get(n) is not None for n in parts.OPTIONS):
         offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
         rest = {n: value for n, value in options.items() if n != "q_offset"}
-        return validate.described(attention, rest, None, getattr(first, "device", None), _OPTIONS) | {"q_offset": offset}
+        return validate.described(attention, rest, None, getattr(first, "device", None), _OPTIONS) | {
+            "q_offset": offset
+        }
     if isinstance(first, Tensor):
         return validate.described(attention, options, len(first), first.device, _OPTIONS)
     batch = first.batch if isinstance(first, Shape) else 1

@@ -63,7 +63,7 @@ def parts_of(sizes: Shape, q_offset: int | None, found: Described | None, by_bat
     if found is None:
         return [(Part(sizes, q_offset, 0), 1.0)]
     computed = [r for r in found.rows if r.q_len and r.kv_len]
-    first = {}
+    first: dict[tuple[int, ...], Rows] = {}
     for r in computed:
         first.setdefault(_kind(r, by_batch), r)
     times = Counter(_kind(r, by_batch) for r in computed)
@@ -73,7 +73,7 @@ def parts_of(sizes: Shape, q_offset: int | None, found: Described | None, by_bat
         chosen = [kinds[(2 * i + 1) * n // (2 * MOST_PARTS)] for i in range(MOST_PARTS)]
         share = sum(q * kv for q, kv, *_ in (k for k, m in times.items() for _ in range(m)))
         own = sum(q * kv for q, kv, *_ in chosen)
-        times = Counter({kind: share / own for kind in chosen})  # type: ignore[dict-item]
+        times = Counter({kind: share / own for kind in chosen})
         kinds = chosen
     return [
         (Part(replace(sizes, batch=1, q_len=r.q_len, kv_len=r.kv_len), r.q_offset, r.number), float(times[kind]))
@@ -134,4 +134,6 @@ def note(found: Described) -> str:
 
     q, kv = span([r.q_len for r in found.rows]), span([r.kv_len for r in found.rows])
     how = "packed one after the other" if isinstance(found.sequences, Packed) else "in padded operands"
-    return f"{len(found.rows)} sequences of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
+    return (
+        f"{len(found.rows)} sequences of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
+    )

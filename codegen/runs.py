@@ -46,7 +46,7 @@ def runs_of(rows: Sequence[Rows], packed: bool) -> Runs:
     """The runs of those that compute something: others have no query, or no key that a query could see."""
     computed = (r for r in rows if r.q_len and r.kv_len)
     found = []
-    for _, same in groupby(enumerate(computed), lambda each: _place(*each, packed)):
+    for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed)):
         members = [r for _, r in same]
         found.append(Run(members[0], len(members), packed))
     return Runs(len(rows), found)

@@ -124,8 +124,8 @@ def reference(
     """Dense attention from its definition.
 
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], operands by name; any float dtype.
-    head_dim: the value of the symbol `head_dim`, D where not given. first_batch: of `batch` in batch row 0. Returns out [B, Hq, L, Dv] and lse [B, Hq, L],
-    NaN under a normalizer that has none.
+    head_dim: the value of the symbol `head_dim`, D where not given. first_batch: that of `batch` in batch row 0.
+    Returns out [B, Hq, L, Dv] and lse [B, Hq, L], NaN under a normalizer that has none.
     A row that sees nothing gives out 0 and lse -inf, with zero gradients.
     """
     batch, heads, q_len, dim = query.shape

@@ -47,8 +47,8 @@ class Lengths:
 
     def rows(self, query: Tensor, key: Tensor) -> list[Rows]:
         """Which rows each has, within the operands. Waits for a device that holds the lengths."""
-        lens = [None if t is None else t.tolist() for t in (self.q_lens, self.kv_lens)]
-        return padded_rows(query.shape[0], query.shape[2], key.shape[2], *lens, numbers_of(self.q_offset))
+        q_lens, kv_lens = (None if t is None else t.tolist() for t in (self.q_lens, self.kv_lens))
+        return padded_rows(query.shape[0], query.shape[2], key.shape[2], q_lens, kv_lens, numbers_of(self.q_offset))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +204,8 @@ def sequences_of(
         return dense_offset(q_offset)
     q_offset = q_offset.contiguous() if isinstance(q_offset, Tensor) else q_offset
     if cu_q is None and cu_kv is None:
-        lens = [None if t is None else t.contiguous() for t in (q_lens, kv_lens)]
-        return Lengths(*lens, q_offset)
+        q_lens, kv_lens = (None if t is None else t.contiguous() for t in (q_lens, kv_lens))
+        return Lengths(q_lens, kv_lens, q_offset)
     if cu_q is None or cu_kv is None or not q_lens is kv_lens is None:
         raise WeftError("expected cu_seqlens_q and cu_seqlens_kv, or q_lens and kv_lens, got some of both")
     return Packed(cu_q.contiguous(), cu_kv.contiguous(), q_offset)

@@ -317,9 +317,7 @@ class SizeChecks:
             if not -INT32_MAX <= value <= INT32_MAX:
                 raise collected(self._name, list(range_problems(scalar, int(value))))
         offset = call.sequences.q_offset
-        if isinstance(offset, Tensor) or (
-            offset is not None and not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET
-        ):
+        if isinstance(offset, Tensor) or (offset is not None and not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET):
             check_offsets(self._name, offset)
         if not self._ranges_needed:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ _INTS = (torch.int32, torch.int64)
 LENS, STARTS = ("q_lens", "kv_lens"), ("cu_seqlens_q", "cu_seqlens_kv")
 
 
-Options = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
+Options = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]  # q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
 
 
 def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
@@ -86,8 +89,8 @@ def _problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor]) -> Iterat
     for label, operand in (("query", query), ("key", key)):
         if operand.shape[0] != 1:
             yield (
-                f"{label}: expected packed operands [1, heads, total, dim] with cu_seqlens_q, got {list(operand.shape)}; "
-                "pass padded ones with q_lens= and kv_lens="
+                f"{label}: expected packed operands [1, heads, total, dim] with cu_seqlens_q, got "
+                f"{list(operand.shape)}; pass padded ones with q_lens= and kv_lens="
             )
     sizes = {n: t.shape[0] for n, t in given.items() if isinstance(t, Tensor) and t.dim() == 1}
     if len(set(sizes.values())) > 1:
@@ -125,14 +128,12 @@ def _starts_problem(label: str, starts: list[int], most: int) -> str | None:
     operand = "query" if label == "cu_seqlens_q" else "key"
     if starts[0] != 0:
         return f"{label}[0]: expected 0, where the first sequence begins, got {starts[0]}"
-    for b, (first, end) in enumerate(zip(starts, starts[1:])):
+    for b, (first, end) in enumerate(pairwise(starts)):
         if end < first:
             return f"{label}[{b + 1}]: expected at least {first}, where sequence {b} begins, got {end}"
         if end > most:
             return f"{label}[{b + 1}]: expected at most {most}, the rows of {operand}, got {end}"
     return None
-
-
 
 
 # -- which sequence a row belongs to, on the device --------------------------------------------------------------------
@@ -162,7 +163,12 @@ def rows_of(
     exists = (rows >= first[batch]) & (rows - first[batch] < length[batch]) & (q_len[batch] > 0) & (kv_len[batch] > 0)
     at = rows - first[batch]
     position = at + offset[batch] if kind == "row" else at
-    own = {"batch": batch, "q_len": q_len[batch], "kv_len": kv_len[batch], "q_pos" if kind == "row" else "kv_pos": position}
+    own = {
+        "batch": batch,
+        "q_len": q_len[batch],
+        "kv_len": kv_len[batch],
+        "q_pos" if kind == "row" else "kv_pos": position,
+    }
     return {n: t[:, None] for n, t in own.items()}, exists[:, None]
 
 

@@ -30,8 +30,8 @@ from .variant import Variant, contiguous_like, key_of, kinds_of, rows_like, vari
 
 _CALL = (
     "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
-    "SymInt? q_offset, Tensor? q_offsets, Tensor? q_lens, Tensor? kv_lens, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, "
-    "SymInt head_dim, str variant, str options"
+    "SymInt? q_offset, Tensor? q_offsets, Tensor? q_lens, Tensor? kv_lens, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_kv, SymInt head_dim, str variant, str options"
 )
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(f"attention({_CALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))

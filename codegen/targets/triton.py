@@ -93,7 +93,7 @@ class TritonTarget:
         return self._dense_only(kernel, signature) or self._lacking(kernel, facts)
 
     def _dense_only(self, kernel: Kernel, signature: Signature) -> str | None:
-        """Why it has no such kernel for sequences of their own lengths: schedules other than flash are for comparison."""
+        """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
         if signature.sequences == "dense" or kernel in FLASH or kernel.name in (*SPANS, *WORK):
             return None
         return (

@@ -263,8 +263,8 @@ class TritonLauncher:
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
         launching = self._launching
         tools: dict[str, object] = {
-            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "device": self.device, "empty": self.empty,
-            "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
+            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "device": self.device,
+            "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
             "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
@@ -387,7 +387,8 @@ class TritonLauncher:
         return {
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
             "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
-            "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right", "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
+            "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
+            "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip

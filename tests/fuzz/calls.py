@@ -49,7 +49,9 @@ class Lens:
         """The same, cut to operands of this size."""
         if not self.packed:
             return replace(
-                self, q=tuple(min(n, q_rows) for n in self.q[:batch]), kv=tuple(min(n, kv_rows) for n in self.kv[:batch])
+                self,
+                q=tuple(min(n, q_rows) for n in self.q[:batch]),
+                kv=tuple(min(n, kv_rows) for n in self.kv[:batch]),
             )
         return replace(self, q=_cut(self.q, q_rows), kv=_cut(self.kv, kv_rows))
 

@@ -45,7 +45,10 @@ BIASES = weft.Attention(
 )
 TARGETS = ("cpu", "interpret")
 
-PADDED = {"q_lens": torch.tensor([42, 0, 3, 33, 42, 20]), "kv_lens": torch.tensor([64, 5, 3, 0, 75, 40], dtype=torch.int32)}
+PADDED = {
+    "q_lens": torch.tensor([42, 0, 3, 33, 42, 20]),
+    "kv_lens": torch.tensor([64, 5, 3, 0, 75, 40], dtype=torch.int32),
+}
 # one sequence without queries, one without keys, one of one token; rows behind the last one
 PACKED = {
     "cu_seqlens_q": torch.tensor([0, 20, 20, 53, 54, 70, 90], dtype=torch.int32),
@@ -56,7 +59,8 @@ PACKED = {
 def padded(heads=2, kv_heads=1, dim=16, value_dim=None, dtype=torch.float32, **options):
     """Operands with NaN behind every length, and around."""
     made = [
-        poisoned((6, heads, 42, dim), dtype, seed=0, **options), poisoned((6, kv_heads, 75, dim), dtype, seed=1, **options),
+        poisoned((6, heads, 42, dim), dtype, seed=0, **options),
+        poisoned((6, kv_heads, 75, dim), dtype, seed=1, **options),
         poisoned((6, kv_heads, 75, value_dim or dim), dtype, seed=2, **options),
     ]  # fmt: skip
     for tensor, lens in zip(made, (PADDED["q_lens"], PADDED["kv_lens"], PADDED["kv_lens"])):
@@ -259,7 +263,9 @@ def test_the_list_of_tiles(lens, most_sorted):
     from weft.compiler.planning.signature import Dtypes, Signature, Widths
     from weft.runtime.driver import compile_kernels
 
-    signature = Signature("forward", "cpu", Dtypes.all("fp32"), Widths(16, 16), sequences="packed", offset="bottom_right")
+    signature = Signature(
+        "forward", "cpu", Dtypes.all("fp32"), Widths(16, 16), sequences="packed", offset="bottom_right"
+    )
     module = compile_kernels(CAUSAL, signature, this_machine(), "interpret").modules[0]
     starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
     extent, number, block = int(starts[-1]) + 40, len(lens), 32

@@ -47,7 +47,8 @@ LENGTHS = {
     "padded": {"q_lens": torch.tensor([20, 3]), "kv_lens": torch.tensor([24, 3], dtype=torch.int32)},
     "packed": {"cu_seqlens_q": torch.tensor([0, 7, 7, 20], dtype=torch.int32)},
     "packed, offsets": {
-        "cu_seqlens_q": torch.tensor([0, 7, 24], dtype=torch.int32), "q_offset": torch.tensor([0, 5], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, 7, 24], dtype=torch.int32),
+        "q_offset": torch.tensor([0, 5], dtype=torch.int32),
     },
 }  # fmt: skip
 
