@@ -15,6 +15,7 @@ from ..ir.errors import WeftError, collected, shown
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from ..ir.operators import Range
+from ..ir.sequences import Rows
 from .call import BackwardCall, Call, Dense, Lengths, Packed, Ragged
 from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
@@ -331,25 +332,39 @@ class SizeChecks:
 
     def _prove_ragged(self, call: Call, sequences: Ragged) -> None:
         """Of sequences with lengths: by the ranges of these where they are known, else by all that fit."""
-        extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
-        scalars = {s.name: int(call.operands[s.name]) for s in self._ints}
-        floats = self._floats_of(call)
-        exact, far = _ragged_ranges(call, sequences)
-        exact |= {name: (value, value) for name, value in scalars.items()}
-        for env in ({name: _rounded(ends) for name, ends in exact.items()}, exact):
-            known = ("ragged", *env.values(), far, *floats.values(), *extents.values())
-            if known in self._proven:
+        rows = _known_rows(call, sequences)
+        exact, far = _ragged_ranges(call, sequences, rows)
+        ints = {s.name: int(call.operands[s.name]) for s in self._ints}
+        here = {name: (value, value) for name, value in ints.items()}
+        rounded = {name: _rounded(ends) for name, ends in exact.items()}
+        problems: list[str] = []
+        for env in (rounded | {name: _octave(value) for name, value in ints.items()}, exact | here):
+            problems = self._ragged_problems(call, env, far)
+            if not problems:
                 return
-            found = [p for expression in self._expressions for p in check_integers(expression, env, extents, floats)]
-            if far is not None:
-                anywhere = env | {"q_pos": _rounded(far)}
-                more = [p for e in self._expressions for p in check_integers(e, anywhere, extents, floats)]
-                found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not _is_of_an_index(p)]
-            if not found:
-                if len(self._proven) >= MOST_PROVEN:
-                    self._proven.clear()
-                return self._proven.add(known)
-        raise collected(self._name, list(dict.fromkeys(found)))
+        if rows is None:
+            raise collected(self._name, problems)
+        for r in rows:  # each by itself, as its lengths and positions belong together
+            if problems := self._ragged_problems(call, _ragged_ranges(call, sequences, [r])[0] | here, None):
+                raise collected(self._name, [f"sequence {r.number}: {problem}" for problem in problems])
+
+    def _ragged_problems(self, call: Call, env: Ranges, far: Range | None) -> list[str]:
+        """What is not sound in these ranges; sound ones are remembered. far: of q_pos where nobody knows it."""
+        extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
+        floats = self._floats_of(call)
+        known = ("ragged", *env.values(), far, *floats.values(), *extents.values())
+        if known in self._proven:
+            return []
+        found = [p for expression in self._expressions for p in check_integers(expression, env, extents, floats)]
+        if far is not None:
+            anywhere = env | {"q_pos": _rounded(far)}
+            more = [p for e in self._expressions for p in check_integers(e, anywhere, extents, floats)]
+            found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not _is_of_an_index(p)]
+        if not found:
+            if len(self._proven) >= MOST_PROVEN:
+                self._proven.clear()
+            self._proven.add(known)
+        return list(dict.fromkeys(found))
 
     def _prove(self, call: Call, offset: int | Tensor) -> None:
         offsets = known_offsets(offset) if isinstance(offset, Tensor) else (offset, offset)
@@ -431,34 +446,47 @@ class SizeChecks:
         return env | {scalar.name: around(value) for scalar, value in zip(self._ints, ints)}
 
 
-def _ragged_ranges(call: Call, sequences: Ragged) -> tuple[Ranges, Range | None]:
-    """Range of every symbol where something is computed; and of q_pos as it may be, where it lies on a device.
+def _known_rows(call: Call, sequences: Ragged) -> list[Rows] | None:
+    """The sequences that compute something; None where they lie on a device and no check was asked for."""
+    given = [*sequences.tensors.values(), sequences.q_offset]
+    if not (checks_values() or all(t.is_cpu for t in given if isinstance(t, Tensor))):
+        return None
+    return [r for r in sequences.rows(call.query, call.key) if r.q_len and r.kv_len]
+
+
+def _ragged_ranges(call: Call, sequences: Ragged, rows: Sequence[Rows] | None) -> tuple[Ranges, Range | None]:
+    """Range of every symbol in these sequences; and of q_pos as it may be, where nobody knows them.
 
     As for offsets on a device, an index relies on the caller's promise that positions stay inside the keys there.
     """
     heads, q_rows = call.query.shape[1:3]
     kv_heads, kv_rows = call.key.shape[1:3]
-    offset = sequences.q_offset
-    lengths = [t for t in sequences.tensors.values() if t is not None]
-    known = checks_values() or all(t.is_cpu for t in [*lengths, *([offset] if isinstance(offset, Tensor) else [])])
-    q_lens, kv_lens, far = (1, max(q_rows, 1)), (1, max(kv_rows, 1)), None
-    if known:
-        rows = [r for r in sequences.rows(call.query, call.key) if r.q_len and r.kv_len]
-        if rows:
-            q_lens = min(r.q_len for r in rows), max(r.q_len for r in rows)
-            kv_lens = min(r.kv_len for r in rows), max(r.kv_len for r in rows)
-        q_pos = min((r.q_offset for r in rows), default=0), max((r.q_offset + r.q_len - 1 for r in rows), default=0)
+    offset, far = sequences.q_offset, None
+    numbers = 0, max(sequences.number(call.query) - 1, 0)
+    q_lens, kv_lens = (1, max(q_rows, 1)), (1, max(kv_rows, 1))
+    if rows is not None:
+        rows = rows or [Rows(0, 0, 0, 1, 0, 1, 0)]
+        numbers = min(r.number for r in rows), max(r.number for r in rows)
+        q_lens = min(r.q_len for r in rows), max(r.q_len for r in rows)
+        kv_lens = min(r.kv_len for r in rows), max(r.kv_len for r in rows)
+        q_pos = min(r.q_offset for r in rows), max(r.q_offset + r.q_len - 1 for r in rows)
     elif isinstance(offset, int):
         q_pos = offset, offset + q_lens[1] - 1
     else:
         q_pos = 0, kv_lens[1] - 1
         far = (1 - q_lens[1], kv_lens[1] - 1) if offset is None else (-LARGEST_OFFSET, LARGEST_OFFSET + q_lens[1])
-    number = sequences.number(call.query)
     return {
-        "q_pos": q_pos, "kv_pos": (0, kv_lens[1] - 1), "batch": (0, max(number - 1, 0)), "head": (0, heads - 1),
+        "q_pos": q_pos, "kv_pos": (0, kv_lens[1] - 1), "batch": numbers, "head": (0, heads - 1),
         "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2, "q_len": q_lens, "kv_len": kv_lens,
         "head_dim": (call.head_dim,) * 2,
     }, far  # fmt: skip
+
+
+def _octave(value: int) -> Range:
+    """Numbers of as many bits."""
+    size = abs(value).bit_length()
+    low, high = 1 << size >> 1, (1 << size) - 1
+    return (low, high) if value >= 0 else (-high, -low)
 
 
 def _rounded(ends: Range) -> Range:

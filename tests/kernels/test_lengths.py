@@ -299,6 +299,15 @@ def test_lengths_that_were_not_checked_stay_within_the_operands(kind, monkeypatc
     assert all(torch.isfinite(x).all() for x in found)
 
 
+def test_indices_are_proved_sequence_by_sequence():
+    """What all lengths together could do, no sequence need do: positions and lengths of one belong together."""
+    last_first = weft.Attention(score + columns[batch, kv_len - 1 - kv_pos], name="last_first")
+    given = {"columns": torch.randn(6, 75)}
+    check_variant(last_first, *padded(), operands=given | PADDED, differentiate=("columns",))
+    with pytest.raises(weft.WeftError, match=r"sequence 4: .*columns"):
+        last_first(*padded(), **PADDED, columns=torch.randn(6, 70))
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 REFUSED = {
     "both kinds": ({"q_lens": torch.ones(2, dtype=torch.int32), "cu_seqlens_q": torch.zeros(3, dtype=torch.int32)},
