@@ -19,6 +19,7 @@ from .ir.attention import Attention as Declaration
 from .ir.errors import UnavailableError, WeftError
 from .ir.expr import TensorOperand
 from .ir.reference import expand_latent, ragged_reference, reference
+from .nested import are_jagged, packed
 from .runtime import ops
 from .runtime.call import (
     Call,
@@ -220,11 +221,17 @@ class Attention(Declaration):
         if q_offset is None and lengths is None:
             try:
                 q_offset = key.shape[2] - query.shape[2]
-            except RuntimeError:  # a nested tensor has no such size
+            except (RuntimeError, AttributeError):  # a nested tensor has no such size
+                if are_jagged(query, key, value):
+                    return self._jagged(
+                        query, key, value, return_lse, q_offset, target, schedule, deterministic, operands
+                    )
                 self._check(query, key, key if value is None else value, operands)
                 raise
         elif q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
+            if query.is_nested and are_jagged(query, key, value):
+                return self._jagged(query, key, value, return_lse, q_offset, target, schedule, deterministic, operands)
             if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
                 check_offsets(str(self.name), q_offset)
         given = {n: operands[n] for n in self._names} if operands else {}
@@ -246,6 +253,16 @@ class Attention(Declaration):
             validate.explain_failure(self, call, error)
             raise
         return (found[0], self._lse(found[1])) if return_lse else found[0]
+
+    def _jagged(
+        self, query: Any, key: Any, value: Any, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
+        schedule: str | Schedule | None, deterministic: bool, operands: Mapping[str, Any],
+    ) -> Result:  # fmt: skip
+        """Nested operands [B, H, j, D], packed."""
+        made = packed(str(self.name), query, key, value)
+        lengths = (None, None, *made.starts)
+        found = self._run(*made.tensors, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths)
+        return made.nested(found) if isinstance(found, Tensor) else (made.nested(found[0]), made.nested(found[1]))
 
     def _lse(self, saved: Tensor) -> Tensor:
         """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
@@ -388,6 +405,13 @@ class Attention(Declaration):
         if more:
             raise WeftError(validate.by_position(self, more))
         self._check_lse(return_lse)
+        if are_jagged(query, key, value):
+            made = packed(str(self.name), query, key, value)
+            cu_q, cu_kv = made.starts
+            out, lse = self.reference(
+                *made.tensors, return_lse=True, q_offset=q_offset, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **operands
+            )
+            return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
         lengths = None
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is None):
             lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv)

@@ -402,3 +402,43 @@ def test_sources_name_what_they_read():
     assert "q_lens, kv_lens" in padded_source and "cu_q" not in padded_source
     packed_source = CAUSAL.source(*[query[:1]] * 3, cu_seqlens_q=torch.tensor([0, 8]), target="interpret")
     assert "def query_work(" in packed_source and "cu_q, cu_kv, work" in packed_source
+
+
+# -- jagged nested tensors ---------------------------------------------------------------------------------------------
+def jagged(heads, dim, offsets, seed):
+    """A nested tensor [B, heads, j, dim] and the leaf [total, heads, dim] that it is a view of."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(int(offsets[-1]), heads, dim, generator=generator).requires_grad_()
+    return torch.nested.nested_tensor_from_jagged(rows, offsets=offsets).transpose(1, 2), rows
+
+
+@pytest.mark.parametrize("q_offset", [None, 2])
+@pytest.mark.parametrize("same", [True, False])
+def test_nested_tensors_are_packed_sequences(same, q_offset):
+    starts = torch.tensor([0, 5, 5, 14]), torch.tensor([0, 7, 10, 20])
+    starts = (starts[0], starts[0]) if same else starts
+    query, q_rows = jagged(4, 16, starts[0], 0)
+    (key, k_rows), (value, v_rows) = (jagged(2, 16, starts[1], seed) for seed in (1, 2))
+    packed_rows = [t.transpose(0, 1)[None] for t in (q_rows, k_rows, v_rows)]
+    exact, exact_lse = CAUSAL.reference(
+        *packed_rows, cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1], q_offset=q_offset, return_lse=True
+    )
+    wanted = torch.autograd.grad(exact.sum(), (q_rows, k_rows, v_rows), retain_graph=True)
+    for call in (CAUSAL, CAUSAL.reference):
+        out, lse = call(query, key, value, q_offset=q_offset, return_lse=True)
+        assert out.is_nested and (out + query).shape == query.shape  # the same ragged dimension
+        torch.testing.assert_close(out.values()[None], exact)
+        torch.testing.assert_close(lse.values()[None], exact_lse)
+        for got, right in zip(torch.autograd.grad(out.values().sum(), (q_rows, k_rows, v_rows)), wanted):
+            torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-4)
+
+
+def test_nested_tensors_that_do_not_serve():
+    starts, others = torch.tensor([0, 5, 14]), torch.tensor([0, 6, 14])
+    query, _ = jagged(2, 16, starts, 0)
+    with pytest.raises(weft.WeftError, match=r"key: expected a nested tensor .* dimension 1 ragged; pass x.transpose"):
+        CAUSAL(query, query.transpose(1, 2), query)
+    with pytest.raises(weft.WeftError, match=r"value: expected the lengths of key, made from the same offsets"):
+        CAUSAL(query, query, jagged(2, 16, others, 1)[0])
+    with pytest.raises(weft.WeftError, match=r"query: expected a dense tensor, got a nested one; pad it"):
+        CAUSAL(query, torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
