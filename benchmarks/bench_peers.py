@@ -240,8 +240,11 @@ def _fa4_varlen(row: Row, operands: Operands) -> Contender:
     )
     cu, grad_out = starts(row, operands.device), operands.grad_out.transpose(1, 2).contiguous()
 
+    known = inspect.signature(flash_attn_varlen_func).parameters
+    longest = {n: max(row.lens) for n in ("max_seqlen_q", "max_seqlen_k") if n in known}
+
     def forward() -> Tensor:
-        out = flash_attn_varlen_func(query, key, value, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+        out = flash_attn_varlen_func(query, key, value, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, **longest)
         return (out[0] if isinstance(out, tuple) else out)[None]
 
     return Contender(forward, (query, key, value), grad_out, seq_first=True, packed=True)

@@ -246,16 +246,17 @@ class Variant:
 def key_of(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
-    offset = call.sequences.q_offset
+    sequences = call.sequences
+    offset = sequences.q_offset
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
         type(offset), options.target, options.schedule, options.deterministic,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
-    if (sequences := call.ragged) is not None:
+    if type(sequences) is not Dense:  # quicker than by isinstance
         found += (sequences.kind,)
-        for t in sequences.tensors.values():
+        for t in sequences.tensors.values():  # type: ignore[union-attr]
             found += (None,) if t is None else (t.dtype, t.get_device(), t.is_meta, t.dim())
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
