@@ -78,6 +78,7 @@ def test_opcheck_with_lengths(name):
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_whole_graphs_with_lengths(name, dynamic):
+    torch._dynamo.reset()  # the calls of all names are one function to Dynamo, which compiles it a few times only
     call = ragged(name)
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (24, 31):
