@@ -155,6 +155,8 @@ def ragged_reference(
     rows in one. Returns out [B, Hq, L, Dv] and lse [B, Hq, L].
     """
     batch, q_rows, kv_rows = query.shape[0], query.shape[2], key.shape[2]
+    if batch == 0:
+        return reference(attention, query, key, value, operands, 0, head_dim)
     nothing = -math.inf if attention.weighs.saves_lse else math.nan
     outs, lses = [], []
     for b in range(batch):
@@ -165,7 +167,7 @@ def ragged_reference(
         k_parts, v_parts = key[b : b + 1].split(kv_cuts, 2), value[b : b + 1].split(kv_cuts, 2)
         row_outs, row_lses = [], []
         for i, part in enumerate(q_parts):
-            if i % 2 == 0:  # between sequences
+            if i % 2 == 0 or not (own[i // 2].q_len and own[i // 2].kv_len):  # between sequences, or nothing to see
                 row_outs.append(part.new_zeros(*part.shape[:3], value.shape[3]))
                 row_lses.append(part.new_full(part.shape[:3], nothing))
                 continue
@@ -177,7 +179,8 @@ def ragged_reference(
             row_lses.append(lse)
         outs.append(torch.cat(row_outs, 2))
         lses.append(torch.cat(row_lses, 2))
-    return torch.cat(outs), torch.cat(lses)
+    connected = sum(t[:, :, :0].sum() for t in (query, key, value))  # 0, with gradients where no sequence has any
+    return torch.cat(outs) + connected, torch.cat(lses) + connected
 
 
 def _cuts(places: Sequence[tuple[int, int]], rows: int) -> list[int]:

@@ -165,6 +165,24 @@ def test_no_sequence_at_all(target):
     assert not query.grad.any()
 
 
+@pytest.mark.parametrize("call", [CAUSAL, CAUSAL.reference], ids=["call", "reference"])
+def test_no_batch_row_at_all(call):
+    query, lens = torch.randn(0, 2, 5, 16), torch.zeros(0, dtype=torch.int32)
+    assert call(query, query, query, q_lens=lens, kv_lens=lens).shape == query.shape
+
+
+def test_sequences_that_see_nothing_read_nothing():
+    """An operand need not have what no sequence reads."""
+    table = weft.Attention(score + weft.tensor("table", 1)[batch], name="table_of_some")
+    query, key = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 3, 16)
+    starts = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_kv": torch.tensor([0, 3, 3])}
+    query.requires_grad_()
+    for call in (table, table.reference):
+        out = call(query, key, key, **starts, table=torch.ones(1))
+        assert not out[:, :, 3:].any() and out[:, :, :3].all()
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_behind_a_length_reaches_nothing(kind, target):
