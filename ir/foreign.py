@@ -236,6 +236,7 @@ _WINDOW = (
 )
 _DROPOUT = "attention dropout is not available; leave it out"
 _GQA = "leave it out: heads are grouped wherever key and value have fewer heads than the query"
+_SINK = "declare it: sinks = weft.tensor('sinks', 1), weft.Attention(sink=sinks[weft.head]), called with sinks=..."
 _LENGTHS = "lengths of sequences are not available; pass padded operands and declare a mask"
 OPTIONS = {
     "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
@@ -253,7 +254,8 @@ OPTIONS = {
     "return_aux": "write return_lse=True", "kernel_options": "write schedule=", "backend": "write target=",
     "device": "leave it out: the operands' device decides, and target= names a target",
     "cu_seqlens_k": _LENGTHS, "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
-    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS, "sinks": "not available yet",
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
+    "add_zero_attn": "declare it: weft.Attention(sink=0.0)",
 }  # fmt: skip
 
 
