@@ -135,7 +135,7 @@ def _article(value: object) -> str:
 
 # -- score= and mask= of a variant ------------------------------------------------------------------------------------
 def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | None:
-    """How a score or mask is written that was given as a tensor or as a function; None for other values.
+    """How a score, mask or sink is written that was given as a tensor or as a function; None for other values.
 
     symbols: those of the language by name, to call a score_mod or mask_mod with.
     """
@@ -146,8 +146,15 @@ def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | N
 
 def _tensor_hint(field: str, value: Any) -> str:
     shape, kind = list(value.shape), kind_of(value)
-    if field == "scale" or not 1 <= len(shape) <= 4:
+    if field == "scale" or not 1 <= len(shape) <= (2 if field == "sink" else 4):
         return f"expected an expression, got {described(value)}"
+    if field == "sink" and kind != "bool":
+        read = f"sinks[{', '.join(['weft.batch', 'weft.head'][-len(shape) :])}]"
+        return (
+            f"expected an expression, got {_article(value)} of {value.dtype} and shape {shape}; declare sinks = "
+            f'weft.tensor("sinks", {len(shape)}, {kind}) and weft.Attention(sink={read}), and give the tensor at each '
+            "call, sinks=..."
+        )
     name = "hidden" if kind == "bool" and field == "score" else "seen" if kind == "bool" else "bias"
     read = f"{name}[{', '.join(_indices(shape))}]"
     declared = f'{name} = weft.tensor("{name}", {len(shape)}, {kind})'
