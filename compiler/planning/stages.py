@@ -511,6 +511,8 @@ def _cpu_backward(t: Tiles) -> list[Stage]:
     left_out |= set() if t.sinks else {"store sinks"}
     if not ({"query", "key", "rope"} & t.wanted or t.sums):
         left_out |= {"load value", "compute dscores"}
+        if "value" not in t.wanted:  # a sink's alone
+            left_out |= {"load key", "compute scores", "compute weights"}
     return [stage for stage in stages if stage.key not in left_out]
 
 
