@@ -78,7 +78,12 @@ DENSE = (
 VARIANTS = tuple(
     Row(variant, 2, 16, 8192, 128, parameter)
     for variant, parameter in (
-        ("softcap", 20), ("alibi", 0), ("sink", 0), ("window", 1024), ("documents", 1024), ("prefix", 2048),
+        ("softcap", 20),
+        ("alibi", 0),
+        ("sink", 0),
+        ("window", 1024),
+        ("documents", 1024),
+        ("prefix", 2048),
     )
 )
 SHAPES = (  # widths that are no power of two, grouped heads, many short sequences, one short, one long

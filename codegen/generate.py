@@ -69,7 +69,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "slope_is_finite": not backward or facts.slope_is_finite,
         "grads": [
             {"i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": largest(g.derivative) < math.inf}
-            for i, g in enumerate(gradients) if g.kind != "sink"
+            for i, g in enumerate(gradients)
+            if g.kind != "sink"
         ],
         "sink": facts.attention.folded_sink is not None,
         "sink_grads": [

@@ -261,7 +261,8 @@ OPTIONS = {
     "return_aux": "write return_lse=True", "kernel_options": "write schedule=", "backend": "write target=",
     "device": "leave it out: the operands' device decides, and target= names a target",
     "cu_seqlens_k": _LENGTHS, "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
-    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS,
+    "sink": _SINK, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
     "add_zero_attn": "declare it: weft.Attention(sink=0.0)",
 }  # fmt: skip
 

@@ -136,7 +136,7 @@ class Facts:
         return self.linear_scale is not None or self.largest_slope < math.inf
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
-        """Gradients of the reads of these tensor operands, those of the sink last; refuses patterns without a kernel."""
+        """Gradients of the reads of these tensor operands, the sink's last; refuses patterns without a kernel."""
         from .symbolic import derivative  # lazy: imports sympy
 
         self.check_gradients(operands)

@@ -26,7 +26,7 @@ class Tiles:
     parts: Segments
     traits: Traits
     wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
-    sums: frozenset[str] = frozenset()  # how wanted gradients of what the score reads are summed: "total", "row", "column"
+    sums: frozenset[str] = frozenset()  # how wanted gradients of reads by the score are summed: "total", "row", ...
     sinks: bool = False  # gradients of what the sink reads are wanted
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
 

@@ -410,7 +410,6 @@ class Drawer:
         )
         return self.random.choice(kinds)
 
-
     def sink(self) -> Node | None:
         roll = self.random.random()
         if roll < 0.6:

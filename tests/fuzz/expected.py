@@ -327,7 +327,8 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     if dlse is not None:
         delta = delta + dlse.to(torch.float64).abs()[..., None]
     own = EPS[call.dtype]  # delta is a sum over the rounded output, whose own terms may cancel
-    delta_off = ROUNDINGS * own * delta + (dout.abs() * out).sum(-1, keepdim=True)
+    least = own * torch.finfo(DTYPES[call.dtype]).smallest_normal  # what comes near 0 is rounded by as much
+    delta_off = ROUNDINGS * own * delta + (dout.abs() * (out + least)).sum(-1, keepdim=True)
     dscores = share * (dweights + delta) + p * delta_off + tiny * (p > 0)
     dproducts = dscores * _slopes(dense, dense.products)
     # a slope may be what is left of terms of size 1, as 1 - tanh(x)^2 is

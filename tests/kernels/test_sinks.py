@@ -1,4 +1,4 @@
-"""Attention sinks on the targets of a CPU: out, lse and every gradient, wherever the sink lies and whatever a row sees."""
+"""Attention sinks on a CPU: out, lse and every gradient, wherever a sink lies and whatever a row sees."""
 
 from __future__ import annotations
 
