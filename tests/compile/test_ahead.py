@@ -160,10 +160,9 @@ def test_a_sink_costs_the_loops_of_hopper_nothing(head_dim: int, deterministic: 
     plain, sunk = (module.kernels for module in modules)
     assert [*plain] == [*sunk] and sunk["row_statistics"].spilled == 0
     for name in set(plain) - {"row_statistics"}:
-        assert sunk[name].spilled <= plain[name].spilled
+        assert sunk[name].spilled <= plain[name].spilled and sunk[name].sram == plain[name].sram
         loops = [[len(loop) for loop in kernel.product_loops()] for kernel in (plain[name], sunk[name])]
         assert loops[0] == loops[1], name
-    check_sram(modules[1])
 
 
 @pytest.mark.parametrize("device", ["a100", "h200"])
