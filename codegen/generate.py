@@ -74,8 +74,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         ],
         "sink": facts.attention.folded_sink is not None,
         "sink_grads": [
-            {"i": i, "is_finite": largest(g.derivative) < math.inf}
-            for i, g in enumerate(gradients) if g.kind == "sink"
+            {"i": i, "is_finite": largest(g.derivative) < math.inf} for i, g in enumerate(gradients) if g.kind == "sink"
         ],
         "less_lse": facts.linear_scale is not None and not sums_reads and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
