@@ -135,7 +135,7 @@ def _article(value: object) -> str:
 
 # -- score= and mask= of a variant ------------------------------------------------------------------------------------
 def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | None:
-    """How a score or mask is written that was given as a tensor or as a function; None for other values.
+    """How a score, mask or sink is written that was given as a tensor or as a function; None for other values.
 
     symbols: those of the language by name, to call a score_mod or mask_mod with.
     """
@@ -146,8 +146,15 @@ def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | N
 
 def _tensor_hint(field: str, value: Any) -> str:
     shape, kind = list(value.shape), kind_of(value)
-    if field == "scale" or not 1 <= len(shape) <= 4:
+    if field == "scale" or not 1 <= len(shape) <= (2 if field == "sink" else 4):
         return f"expected an expression, got {described(value)}"
+    if field == "sink" and kind != "bool":
+        read = f"sinks[{', '.join(['weft.batch', 'weft.head'][-len(shape) :])}]"
+        return (
+            f"expected an expression, got {_article(value)} of {value.dtype} and shape {shape}; declare sinks = "
+            f'weft.tensor("sinks", {len(shape)}, {kind}) and weft.Attention(sink={read}), and give the tensor at each '
+            "call, sinks=..."
+        )
     name = "hidden" if kind == "bool" and field == "score" else "seen" if kind == "bool" else "bias"
     read = f"{name}[{', '.join(_indices(shape))}]"
     declared = f'{name} = weft.tensor("{name}", {len(shape)}, {kind})'
@@ -236,6 +243,7 @@ _WINDOW = (
 )
 _DROPOUT = "attention dropout is not available; leave it out"
 _GQA = "leave it out: heads are grouped wherever key and value have fewer heads than the query"
+_SINK = "declare it: sinks = weft.tensor('sinks', 1), weft.Attention(sink=sinks[weft.head]), called with sinks=..."
 _LENGTHS = "lengths of sequences are not available; pass padded operands and declare a mask"
 OPTIONS = {
     "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
@@ -253,7 +261,9 @@ OPTIONS = {
     "return_aux": "write return_lse=True", "kernel_options": "write schedule=", "backend": "write target=",
     "device": "leave it out: the operands' device decides, and target= names a target",
     "cu_seqlens_k": _LENGTHS, "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
-    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS, "sinks": "not available yet",
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS,
+    "sink": _SINK, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
+    "add_zero_attn": "declare it: weft.Attention(sink=0.0)",
 }  # fmt: skip
 
 

@@ -122,8 +122,8 @@ def reference(
 
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], operands by name; any float dtype.
     head_dim: the value of the symbol `head_dim`, D where not given. Returns out [B, Hq, L, Dv] and lse [B, Hq, L],
-    NaN under a normalizer that has none.
-    A row that sees nothing gives out 0 and lse -inf, with zero gradients.
+    NaN under a normalizer that has none. A sink is one more logit of every row, whose weight meets no value.
+    A row that sees nothing gives out 0 and lse -inf, or the sink, with zero gradients.
     """
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -138,8 +138,13 @@ def reference(
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
     score = evaluate(attention.folded_score, env, dtype, device, mask).to(dtype).expand(shape)
     score = torch.where(mask, score, -math.inf)
-    weights, lse = _weights(attention.weighs, score, mask)
-    return weights @ value, lse
+    if attention.folded_sink is None:
+        weights, lse = _weights(attention.weighs, score, mask)
+        return weights @ value, lse
+    sink = evaluate(attention.folded_sink, env, dtype, device).expand(*shape[:-1], 1)
+    weights, lse = _weights(attention.weighs, torch.cat([score, sink], -1), torch.cat([mask, sink > -math.inf], -1))
+    # infinity less infinity is NaN in the weights, as in torch.softmax; so it is here
+    return weights[..., :-1] @ value, torch.where(sink[..., 0] == math.inf, math.nan, lse)
 
 
 def _weights(normalizer: Normalizer, score: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

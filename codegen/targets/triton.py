@@ -45,12 +45,14 @@ if TYPE_CHECKING:
 _SERVES = {
     "flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value", "rope"}, "standard_dquery": {"query"},
     "standard_dkey": {"key", "rope"}, "standard_dvalue": {"value"}, "standard_dweights": {"query", "key", "rope"},
-    "standard_dscores": {"query", "key", "rope"},
+    "standard_dscores": {"query", "key", "rope"}, "standard_weights": {"query", "key", "value", "rope"},
+    "streaming_backward": {"query", "key", "value", "rope"},
 }  # fmt: skip
-# Which of them also sum gradients of operands, by how these are reduced.
+# Which of them also sum gradients of operands, by how these are reduced; those of a sink are row_statistics' own.
 _SUMS = {
     "flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}, "standard_dweights": {"total", "row", "column"},
-    "standard_dscores": {"total", "row", "column"},
+    "standard_dscores": {"total", "row", "column"}, "standard_weights": {"total", "row", "column"},
+    "streaming_backward": {"total", "row", "column"},
 }  # fmt: skip
 
 

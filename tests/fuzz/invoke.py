@@ -39,6 +39,7 @@ NAMED_FILLS = {
     "keep": ("bits",),
     "lens": ("signed", "ints"),
     "pair": ("normal", "small", "some -inf", "some least", "quarters"),
+    "sinks": ("normal", "normal", "zero", "some -inf", "some -1e9", "quarters"),
     "slopes": ("normal", "positive", "quarters", "small"),
 }
 KIND_FILLS = {

@@ -176,6 +176,11 @@ _ON_CPU = {
     "key_gradient_of_last_tile": _in_text(r"(dk\[:, first:end\])\.add_\(", r"\1.copy_("),
     "small_ints_wrap": _in_text(r"(arg_\w+\[[^\n\]]*\])\.long\(\)", r"\1"),
     "one_hidden_key_overlooked": _in_text(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
+    "sink_beside_the_output": _in_text(r"return keys / total", "return torch.ones_like(total)"),
+    "sink_of_another_head": _in_text(r"x\.transpose\(1, 2\)\.reshape", "x.transpose(1, 2).flip(1).reshape"),
+    "sink_gradient_without_dlse": _in_text(
+        r"dsink = \(sink_weights \* minus_delta\)", "dsink = (sink_weights * -(douts * out[:, :, :, here]).sum(-1))"
+    ),
     "rsqrt_of_one_more": _operator("rsqrt", number="(1.0 / math.sqrt({0} + 1))"),
 }
 _IN_THE_INTERPRETER = {
@@ -183,6 +188,8 @@ _IN_THE_INTERPRETER = {
     "last_partial_tile_unmasked": _in_text(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
     "sign_of_scale_trusted": _instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
     "offsets_not_by_batch": _in_text(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),
+    "sink_left_out_of_lse": _in_text(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
+    "sink_gradient_of_the_other_sign": _in_text(r"dsink = -tl\.sum", "dsink = tl.sum"),
     "floor_div_truncates_on_gpu": _in_text(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
 _ON_A_GPU = {
