@@ -132,8 +132,8 @@ class Attention(Declaration):
         [B, 1, T, rank + rope] in place of key, `uk` [H, rank, nope] and `uv` [H, rank, Dv]; without uk and uv the
         query is latent already and the output is [B, H, L, rank].
 
-        return_lse: also give the log-sum-exp of the visible scores, [B, Hq, L], natural log, float32. Refused under a
-          normalizer that has none.
+        return_lse: also give the log-sum-exp of the visible scores, and of the sink, [B, Hq, L], natural log,
+          float32. Refused under a normalizer that has none.
         q_offset: position of query row 0, an int or int32 [B] on the device (which must keep positions within
           0 .. T - 1 where operands are indexed by q_pos); T - L where not given.
         q_lens, kv_lens: lengths of the sequences in padded operands, int32 or int64 [B] on the operands' device; all
@@ -147,8 +147,8 @@ class Attention(Declaration):
         deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set.
         form: "expanded" or "absorbed", for latent attention.
 
-        A row that sees no key gives 0 and lse -inf, with zero gradients. Raises WeftError for operands that do not
-        fit, listing every problem, and UnavailableError where a target cannot compute the call.
+        A row that sees no key gives 0 and lse -inf (or the sink), with zero gradients. Raises WeftError for operands
+        that do not fit, listing every problem, and UnavailableError where a target cannot compute the call.
         """
         if more:
             raise WeftError(validate.by_position(self, more))

@@ -660,7 +660,7 @@ def _check_read(attention: Attention, ranges: Ranges, options: Mapping[str, Any]
     ints = {s.name: (options[s.name],) * 2 for s in attention.scalars if s.dtype == "int" and s.name in options}
     floats = {s.name: options[s.name] for s in attention.scalars if s.dtype == "float" and s.name in options}
     problems: list[str] = []
-    for root in (attention.folded_score, attention.folded_mask):
+    for root in attention.expressions:
         read = {t.name for t in tensors(root)}
         if read and read <= extents.keys() and {s.name for s in scalars(root) if s.dtype == "int"} <= ints.keys():
             problems += check_integers(root, ranges | ints, extents, floats)

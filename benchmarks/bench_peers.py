@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from bench_rows import Row
-from bench_variants import starts, torch_variant, weft_variant
+from bench_variants import sink_logits, starts, torch_variant, weft_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
@@ -112,6 +112,9 @@ def _math(row: Row, operands: Operands) -> Contender:
             scores = variant.score_mod(scores, *where).to(scores.dtype)
         if variant.mask_mod:
             scores = scores.masked_fill(~variant.mask_mod(*where), float("-inf"))
+        if variant.sinks is not None:
+            more = variant.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            return torch.cat([scores, more], -1).softmax(-1)[..., :-1] @ value
         return scores.softmax(-1) @ value
 
     return _contender(operands, forward)
@@ -169,11 +172,11 @@ def start_row() -> None:
 
 def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         if backend == "FLASH":
             _import_fa4()
-            if row.variant in ("full", "causal"):
+            if row.variant in ("full", "causal", "sink"):
                 raise NotOffered("the kernels of FA4, which has its own column here")
         _refuse_dense(row)
         variant = torch_variant(row, operands.device)
@@ -189,10 +192,17 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
 
         def forward() -> Tensor:
             query, key, value = operands.query, operands.key, operands.value
-            return attend(
-                query, key, value, variant.score_mod, block_mask, kernel_options=options,
-                enable_gqa=row.kv_heads < row.heads,
+            grouped = row.kv_heads < row.heads
+            if variant.sinks is None:
+                return attend(
+                    query, key, value, variant.score_mod, block_mask, kernel_options=options, enable_gqa=grouped
+                )  # fmt: skip
+            # Flex has no sinks: models scale its output by what they leave to the keys
+            out, rows = attend(
+                query, key, value, variant.score_mod, block_mask, kernel_options=options, enable_gqa=grouped,
+                return_aux=AuxRequest(lse=True),
             )  # fmt: skip
+            return (out * torch.sigmoid(rows.lse - variant.sinks[:, None])[..., None]).to(out.dtype)
 
         leaves = (operands.query, operands.key, operands.value)
         return Contender(forward, leaves, operands.grad_out, setup=build_mask if variant.mask_mod else None)
@@ -215,15 +225,18 @@ def _fa4(row: Row, operands: Operands) -> Contender:
     attend = _import_fa4()
     if row.lens:
         return _fa4_varlen(row, operands)
-    if row.variant not in ("full", "causal"):
+    if row.variant not in ("full", "causal", "sink"):
         raise NotOffered("FA4 takes variants through FlexAttention: see Flex (FLASH)")
     query, key, value = (
         x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (operands.query, operands.key, operands.value)
     )
     grad_out = operands.grad_out.transpose(1, 2).contiguous()
+    options: dict[str, Tensor] = {}
+    if row.variant == "sink":  # in bf16, and without a gradient of its own there
+        options["learnable_sink"] = sink_logits(row.heads, operands.device).detach().to(torch.bfloat16)
 
     def forward() -> Tensor:
-        out = attend(query, key, value, causal=row.variant == "causal")
+        out = attend(query, key, value, causal=row.variant in ("causal", "sink"), **options)
         return out[0] if isinstance(out, tuple) else out
 
     return Contender(forward, (query, key, value), grad_out, seq_first=True)

@@ -57,7 +57,7 @@ class Row:
         match self.variant:
             case "full":
                 return s * s
-            case "causal" | "softcap" | "alibi":
+            case "causal" | "softcap" | "alibi" | "sink":
                 return causal
             case "window":
                 return causal - (s - n) * (s - n + 1) // 2
@@ -94,7 +94,14 @@ DENSE = (
 )
 VARIANTS = tuple(
     Row(variant, 2, 16, 8192, 128, parameter)
-    for variant, parameter in (("softcap", 20), ("alibi", 0), ("window", 1024), ("documents", 1024), ("prefix", 2048))
+    for variant, parameter in (
+        ("softcap", 20),
+        ("alibi", 0),
+        ("sink", 0),
+        ("window", 1024),
+        ("documents", 1024),
+        ("prefix", 2048),
+    )
 )
 SHAPES = (  # widths that are no power of two, grouped heads, many short sequences, one short, one long
     _dense(80, 4096, "causal"),

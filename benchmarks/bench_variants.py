@@ -23,11 +23,17 @@ class TorchVariant:
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+    sinks: Tensor | None = None  # [heads], a leaf: one more logit of every row, without a value
 
 
 def alibi_slopes(heads: int, device: str) -> Tensor:
     """2 ** (-8 (h + 1) / heads), float32 [heads] (Press et al., 2021)."""
     return torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device, dtype=torch.float32) / heads)
+
+
+def sink_logits(heads: int, device: str) -> Tensor:
+    """A learned sink for each head, float32 [heads], with a gradient (GPT-OSS, arXiv 2508.10925)."""
+    return torch.linspace(-2.0, 4.0, heads, device=device).requires_grad_()
 
 
 def document_ids(row: Row, device: str) -> Tensor:
@@ -63,6 +69,8 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
         case "alibi":
             slopes = alibi_slopes(row.heads, device)
             return TorchVariant(lambda score, _b, h, q, kv: score + slopes[h] * (kv - q), causal)
+        case "sink":
+            return TorchVariant(mask_mod=causal, sinks=sink_logits(row.heads, device))
         case "window":
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (q - kv < n))
         case "documents":
@@ -96,6 +104,9 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
             slopes = weft.tensor("slopes", 1)
             declared = weft.Attention(score + slopes[head] * (kv_pos - q_pos), causal, name="alibi")
             return declared, {"slopes": alibi_slopes(row.heads, device)}
+        case "sink":
+            sinks = weft.tensor("sinks", 1)
+            return weft.Attention(mask=causal, sink=sinks[head], name="sunk"), {"sinks": sink_logits(row.heads, device)}
         case "window":
             window = weft.scalar("window", int)
             return weft.Attention(mask=causal & (q_pos - kv_pos < window), name="window"), {"window": n}

@@ -78,7 +78,7 @@ class FunctionPrinter:
 
     def forward(self, algorithm: str = "flash") -> str:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
-        parts = [*self._scores([]), *self._mask_parts()]
+        parts = [*self._scores([]), *self._mask_parts(), *self._sink_parts()]
         match algorithm:
             case "flash":
                 parts += self._tiles_and_lookups(self.facts.kv_tiles)
@@ -91,8 +91,12 @@ class FunctionPrinter:
         derivatives = [] if self.facts.linear_scale is not None else [
             ("dscores", self.facts.score_derivative, "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
-        derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in enumerate(gradients)]
+        numbered = list(enumerate(gradients))
+        of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
+        derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in numbered if g.kind != "sink"]
         parts = [*self._scores(derivatives), *self._mask_parts()]
+        if of_sink:
+            parts += [*self._sink_parts(), *(self.elementwise(*each, tile=False) for each in of_sink)]
         if algorithm == "flash":
             parts += self._prefixed_tiles(self.facts.kv_tiles)
         if algorithm != "standard" and self.language.is_gpu:
@@ -164,6 +168,12 @@ class FunctionPrinter:
         if not self.facts.attention.is_masked:
             return []
         return [self.elementwise("visible", mask, "True where the query at q_pos sees the key at kv_pos.", qk=False)]
+
+    def _sink_parts(self) -> list[str]:
+        sink = self.facts.attention.folded_sink
+        if sink is None:
+            return []
+        return [self.elementwise("sink_logit", sink, f"The sink of a head, in natural units: {sink}", tile=False)]
 
     def elementwise(
         self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = ""

@@ -23,7 +23,7 @@ from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from .functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
-from .normalizers import SCORES, Blocks, Terms, blocks_of
+from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
+    sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
     found = printer.survey_of_torch
     context: Context = {
@@ -69,14 +70,19 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "grads": [
             {"i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": largest(g.derivative) < math.inf}
             for i, g in enumerate(gradients)
+            if g.kind != "sink"
         ],
-        "less_lse": facts.linear_scale is not None and not gradients and facts.attention.weighs.saves_lse,
+        "sink": facts.attention.folded_sink is not None,
+        "sink_grads": [
+            {"i": i, "is_finite": largest(g.derivative) < math.inf} for i, g in enumerate(gradients) if g.kind == "sink"
+        ],
+        "less_lse": facts.linear_scale is not None and not sums_reads and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
         "sequences": signature.sequences,
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "texts": _normalizer_texts(facts, code, target.family, printer.env, bool(gradients)),
+        "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads),
         **_segment_context(code.segments),
         **target.context(code, facts),
     }
@@ -96,7 +102,10 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
     terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse)
-    return blocks_of(facts.attention.weighs, family, terms)
+    blocks = blocks_of(facts.attention.weighs, family, terms)
+    if family == "triton" and code.signature.direction == "forward" and facts.attention.folded_sink is not None:
+        return with_sink(blocks, facts.scores_lie_far, env)
+    return blocks
 
 
 def _verify(text: str, template: str, kernels: Sequence[str]) -> None:

@@ -24,10 +24,12 @@ from __future__ import annotations
 import hashlib
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.errors import InternalError
 from ..ir.normalizer import SOFTMAX, Normalizer
+
+SINK_AND_LENGTHS = "a sink in sequences of their own lengths is not available; use .reference(...)"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,14 @@ def blocks_of(normalizer: Normalizer, family: str, terms: Terms) -> Blocks:
     if (normalizer.name, family) not in _texts:
         raise InternalError(f"normalizers: {family} has no texts of {normalizer.name}")
     return _texts[normalizer.name, family](terms)
+
+
+def with_sink(blocks: Blocks, far: bool, env: str) -> Blocks:
+    """The texts of a forward of family triton whose rows have one more logit: `with_sink` of its parts joins it."""
+    statistics = "row_max, row_log_sum" if far else "row_lse"
+    joined = f"{statistics}, share = with_sink({statistics}, sink_logit({env}))"
+    finish = "\n".join(filter(None, [blocks.finish, blocks.save, joined]))
+    return replace(blocks, finish=finish, save="", factor=f"{blocks.factor} * share[:, None]")
 
 
 def _lines(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,7 +96,10 @@ class Attention:
     score: expression of `score` (= scale * q.k), positions, heads and operands; what the softmax is taken of.
     mask: bool expression of positions, heads and operands; True where a query may see a key.
     scale: expression of lengths, heads and operands; 1 / sqrt(head_dim) when not given.
-    sink, dropout: reserved; anything but the default is refused for now.
+    sink: expression of lengths, heads, batch and operands: one more logit in the softmax's denominator, which no value
+        belongs to ("attention is off by one", softmax1, is sink=0.0; one learned for each head: GPT-OSS, arXiv
+        2508.10925; the sinks that StreamingLLM found, arXiv 2309.17453). The log-sum-exp has it too; -inf is none.
+    dropout: reserved; anything but the default is refused for now.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
     normalizer: what takes the place of the softmax, by the name of its record (ir/normalizer.py).
@@ -122,9 +126,9 @@ class Attention:
 
     def __post_init__(self) -> None:
         where = source_line()
-        for item in ("score", "mask", "scale"):
+        for item in ("score", "mask", "scale", "sink"):
             value = getattr(self, item)
-            if value is not None or item != "scale":
+            if value is not None or item in ("score", "mask"):
                 object.__setattr__(self, item, _field(item, value))
         if self.name is None:
             object.__setattr__(self, "name", "attention")
@@ -143,6 +147,15 @@ class Attention:
         """The canonical mask; Const(True) where nothing is masked."""
         return canonical(self._of_own_keys(expression(self.mask)))
 
+    @cached_property
+    def folded_sink(self) -> Expr | None:
+        """The canonical sink, a float; None where there is none."""
+        if self.sink is None:
+            return None
+        sink = self._of_own_keys(expression(self.sink))
+        folded = canonical(sink if sink.dtype == "float" else call("mul", sink, expression(1.0)))
+        return None if isinstance(folded, Const) and folded.value == -math.inf else folded
+
     def _of_own_keys(self, node: Expr) -> Expr:
         """In latent attention every query head has keys of its own, also where they are never written out."""
         return node if self.latent is None else substitute(node, {"kv_head": symbol("head"), "group": expression(1)})
@@ -159,13 +172,13 @@ class Attention:
     @cached_property
     def scalars(self) -> tuple[Scalar, ...]:
         """Scalar operands of the call, by name."""
-        found = {s.name: s for e in self._expressions for s in scalars(e)}
+        found = {s.name: s for e in self.expressions for s in scalars(e)}
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
     def tensors(self) -> tuple[TensorOperand, ...]:
         """Tensor operands of the call, by name."""
-        found = {t.name: t for e in self._expressions for t in tensors(e)}
+        found = {t.name: t for e in self.expressions for t in tensors(e)}
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
@@ -178,7 +191,7 @@ class Attention:
     @cached_property
     def unread(self) -> frozenset[str]:
         """Names of operands that were declared, but that nothing depends on: `0 * x`. A call may bring them along."""
-        declared = [expression(e) for e in (self.score, self.mask, self.scale) if e is not None]
+        declared = [expression(e) for e in (self.score, self.mask, self.scale, self.sink) if e is not None]
         names = {s.name for e in declared for s in scalars(e)} | {t.name for e in declared for t in tensors(e)}
         return frozenset(names - {p.name for p in self.parameters})
 
@@ -187,9 +200,16 @@ class Attention:
         """The reads of float tensors in the score: where gradients of operands come from."""
         return tuple(load for load in loads(self.folded_score) if load.dtype == "float")
 
+    @cached_property
+    def sink_loads(self) -> tuple[Load, ...]:
+        """The reads of float tensors in the sink."""
+        sink = self.folded_sink
+        return () if sink is None else tuple(load for load in loads(sink) if load.dtype == "float")
+
     @property
-    def _expressions(self) -> tuple[Expr, ...]:
-        return (self.folded_score, self.folded_mask)
+    def expressions(self) -> tuple[Expr, ...]:
+        """All that kernels evaluate."""
+        return (self.folded_score, self.folded_mask, *(() if self.folded_sink is None else (self.folded_sink,)))
 
     # -- identity ---------------------------------------------------------------------------------------------------
     def _declarations(self, expressions: tuple[Expr, ...]) -> list[str]:
@@ -214,9 +234,10 @@ class Attention:
     def __str__(self) -> str:
         score, mask = expression(self.score), expression(self.mask)
         scale = () if self.scale is None else (expression(self.scale),)
-        lines = self._declarations((score, mask, *scale))
-        scaled = f", scale={scale[0]}" if scale else ""
-        return "\n".join([*lines, f"weft.Attention(score={score}, mask={mask}{scaled}{self._options()})"])
+        sink = () if self.sink is None else (expression(self.sink),)
+        lines = self._declarations((score, mask, *scale, *sink))
+        more = "".join(f", {field}={given[0]}" for field, given in (("scale", scale), ("sink", sink)) if given)
+        return "\n".join([*lines, f"weft.Attention(score={score}, mask={mask}{more}{self._options()})"])
 
     def __repr__(self) -> str:
         return str(self).splitlines()[-1]
@@ -228,9 +249,10 @@ class Attention:
         The scale is folded into the score, so that `scale` is 1 here.
         """
         score = substitute(self.folded_score, {"qk": symbol("score")})
-        lines = self._declarations(self._expressions)
+        lines = self._declarations(self.expressions)
+        sink = "" if self.folded_sink is None else f", sink={self.folded_sink}"
         return "\n".join(
-            [*lines, f"weft.Attention(score={score}, mask={self.folded_mask}, scale=1.0{self._options()})"]
+            [*lines, f"weft.Attention(score={score}, mask={self.folded_mask}, scale=1.0{sink}{self._options()})"]
         )
 
     @cached_property

@@ -135,7 +135,7 @@ def _article(value: object) -> str:
 
 # -- score= and mask= of a variant ------------------------------------------------------------------------------------
 def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | None:
-    """How a score or mask is written that was given as a tensor or as a function; None for other values.
+    """How a score, mask or sink is written that was given as a tensor or as a function; None for other values.
 
     symbols: those of the language by name, to call a score_mod or mask_mod with.
     """
@@ -146,8 +146,15 @@ def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | N
 
 def _tensor_hint(field: str, value: Any) -> str:
     shape, kind = list(value.shape), kind_of(value)
-    if field == "scale" or not 1 <= len(shape) <= 4:
+    if field == "scale" or not 1 <= len(shape) <= (2 if field == "sink" else 4):
         return f"expected an expression, got {described(value)}"
+    if field == "sink" and kind != "bool":
+        read = f"sinks[{', '.join(['weft.batch', 'weft.head'][-len(shape) :])}]"
+        return (
+            f"expected an expression, got {_article(value)} of {value.dtype} and shape {shape}; declare sinks = "
+            f'weft.tensor("sinks", {len(shape)}, {kind}) and weft.Attention(sink={read}), and give the tensor at each '
+            "call, sinks=..."
+        )
     name = "hidden" if kind == "bool" and field == "score" else "seen" if kind == "bool" else "bias"
     read = f"{name}[{', '.join(_indices(shape))}]"
     declared = f'{name} = weft.tensor("{name}", {len(shape)}, {kind})'
@@ -242,6 +249,7 @@ _STARTS = (
 )
 _LENGTHS = "write kv_lens=: lengths of the keys, int32 [batch], where the cache is longer than what was written"
 _PAGES = "paged caches are not available; gather the pages, and pass kv_lens="
+_SINK = "declare it: sinks = weft.tensor('sinks', 1), weft.Attention(sink=sinks[weft.head]), called with sinks=..."
 OPTIONS = {
     "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
     "mask_mod": _MASK, "block_mask": _MASK, "key_padding_mask": _MASK, "bias": _BIAS, "attn_bias": _BIAS,
@@ -260,7 +268,9 @@ OPTIONS = {
     "cu_seqlens_k": _STARTS, "cu_seq_q": _STARTS.replace("_kv", "_q"), "cu_seq_k": _STARTS,
     "cu_seqlens": _STARTS.replace("_kv", "_q"), "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
     "max_seqlen": "leave it out", "max_q": "leave it out", "max_k": "leave it out",
-    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _PAGES, "sinks": "not available yet",
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _PAGES,
+    "sink": _SINK, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
+    "add_zero_attn": "declare it: weft.Attention(sink=0.0)",
 }  # fmt: skip
 
 

@@ -100,6 +100,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
     score: Operand = symbol("score")
     mask: Operand = True
     scale: Operand | None = None
+    sink: Operand | None = None
     latent: Latent | None = None
     name: str | None = None
     normalizer = SOFTMAX.name
@@ -111,6 +112,8 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 mask = _node(value, operands)
             case ast.keyword("scale", value):
                 scale = _node(value, operands)
+            case ast.keyword("sink", value):
+                sink = _node(value, operands)
             case ast.keyword("name", ast.Constant(value=str() as name)):
                 pass
             case ast.keyword("normalizer", ast.Constant(value=str() as normalizer)):
@@ -127,7 +130,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 latent = Latent(rank, rope)
             case _:
                 raise WeftError(f"weft.Attention: cannot read {ast.unparse(item)}")
-    return Attention(score, mask, scale=scale, latent=latent, name=name, normalizer=normalizer)
+    return Attention(score, mask, scale=scale, sink=sink, latent=latent, name=name, normalizer=normalizer)
 
 
 def _declaration(line: ast.stmt) -> Declared:

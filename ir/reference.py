@@ -141,8 +141,13 @@ def reference(
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
     score = evaluate(attention.folded_score, env, dtype, device, mask).to(dtype).expand(shape)
     score = torch.where(mask, score, -math.inf)
-    weights, lse = _weights(attention.weighs, score, mask)
-    return weights @ value, lse
+    if attention.folded_sink is None:
+        weights, lse = _weights(attention.weighs, score, mask)
+        return weights @ value, lse
+    sink = evaluate(attention.folded_sink, env, dtype, device).expand(*shape[:-1], 1)
+    weights, lse = _weights(attention.weighs, torch.cat([score, sink], -1), torch.cat([mask, sink > -math.inf], -1))
+    # infinity less infinity is NaN in the weights, as in torch.softmax; so it is here
+    return weights[..., :-1] @ value, torch.where(sink[..., 0] == math.inf, math.nan, lse)
 
 
 def ragged_reference(
@@ -167,11 +172,12 @@ def ragged_reference(
         k_parts, v_parts = key[b : b + 1].split(kv_cuts, 2), value[b : b + 1].split(kv_cuts, 2)
         row_outs, row_lses = [], []
         for i, part in enumerate(q_parts):
-            if i % 2 == 0 or not (own[i // 2].q_len and own[i // 2].kv_len):  # between sequences, or nothing to see
+            r = own[i // 2] if i % 2 else None
+            sees = r is not None and r.q_len and (r.kv_len or attention.folded_sink is not None)
+            if r is None or not sees:  # between sequences, or nothing to see
                 row_outs.append(part.new_zeros(*part.shape[:3], value.shape[3]))
                 row_lses.append(part.new_full(part.shape[:3], nothing))
                 continue
-            r = own[i // 2]
             out, lse = reference(
                 attention, part, k_parts[i], v_parts[i], operands, r.q_offset, head_dim or query.shape[3], r.number
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .errors import WeftError, collected
 from .expr import SMALLER, Const, Expr, Load, Scalar, _check_name, expression
-from .normalizer import normalizer_named
+from .normalizer import normalizer_named, normalizers
 from .walk import extent, nodes, symbols
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def verify(attention: Attention, where: str) -> None:
 
 
 def _size_problems(attention: Attention) -> Iterator[str]:
-    for label in ("score", "mask", "scale"):
+    for label in ("score", "mask", "scale", "sink"):
         value = getattr(attention, label)
         if value is None:
             continue
@@ -60,6 +60,10 @@ def _problems(attention: Attention) -> Iterator[str]:
         scale = expression(attention.scale)
         expressions.append(("scale", scale))
         yield from _scale_problems(scale)
+    if attention.sink is not None:
+        sink = expression(attention.sink)
+        expressions.append(("sink", sink))
+        yield from _sink_problems(attention, sink)
     for label, root in expressions:
         yield from _index_problems(label, root)
     yield from _conflicts([root for _, root in expressions])
@@ -77,6 +81,20 @@ def _scale_problems(scale: Expr) -> Iterator[str]:
         yield _at(f"scale: expected a finite number, got {scale}", scale)
     for name in sorted(symbols(scale) & (_POSITIONS | {"score"})):
         yield _at(f"scale: expected lengths, heads and operands, got `{name}`; write it into score=", scale)
+
+
+def _sink_problems(attention: Attention, sink: Expr) -> Iterator[str]:
+    if sink.dtype == "bool":
+        yield _at("sink: expected a number, got a bool; write weft.where(c, 0.0, -inf), where -inf is no sink", sink)
+    if isinstance(sink, Const) and sink.value == math.inf:
+        yield _at("sink: expected a finite number, or -inf for none, got inf", sink)
+    for name in sorted(symbols(sink) & (_POSITIONS | {"score"})):
+        yield _at(f"sink: expected lengths, heads, batch and operands, got `{name}`; a row has one sink, whatever it "
+                  "sees: index its operand by heads and batch", sink)  # fmt: skip
+    if attention.normalizer in normalizers() and not normalizer_named(attention.normalizer).saves_lse:
+        yield _at(
+            f"sink: the normalizer {attention.normalizer} has no denominator that it could join; leave sink=None", sink
+        )
 
 
 def _index_problems(label: str, root: Expr) -> Iterator[str]:
@@ -101,7 +119,5 @@ def _conflicts(roots: list[Expr]) -> Iterator[str]:
 
 
 def _refused(attention: Attention) -> Iterator[str]:
-    if attention.sink is not None:
-        yield "sink: attention sinks are not available yet; leave sink=None"
     if attention.dropout != 0.0:
         yield "dropout: attention dropout is not available yet; leave dropout=0.0"

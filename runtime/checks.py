@@ -300,7 +300,7 @@ class SizeChecks:
     def __init__(self, facts: Facts, parameters: Sequence[Scalar | TensorOperand]) -> None:
         attention = facts.attention
         self._name = str(attention.name)
-        self._expressions: tuple[Expr, ...] = (attention.folded_score, attention.folded_mask)
+        self._expressions: tuple[Expr, ...] = attention.expressions
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
         self._floats = sorted(frozenset().union(*map(floats_in_ints, self._expressions)))
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]

@@ -50,7 +50,7 @@ def check_offsets(name: str, offset: int | Tensor) -> None:
 def computed_with(attention: Attention) -> tuple[str, ...]:
     """The int tensors whose entries take part in int arithmetic: beyond comparing, choosing and turning into floats."""
     found: set[str] = set()
-    for root in (attention.folded_score, attention.folded_mask):
+    for root in attention.expressions:
         for node in nodes(root):
             if isinstance(node, Call) and node.dtype == "int" and not OPERATORS[node.op].chooses:
                 found |= {n.tensor.name for n in nodes(node) if isinstance(n, Load) and n.dtype == "int"}
@@ -90,6 +90,8 @@ def check_reads(
     env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device, first_batch)
     env |= {"head_dim": head_dim, **operands}
     _check_loads(attention, attention.folded_mask, env, None)
+    if attention.folded_sink is not None:
+        _check_loads(attention, attention.folded_sink, env, None)
     if loads(attention.folded_score):
         mask = dense_mask(attention, env, (batch, heads, q_len, kv_len), query.dtype, query.device)
         _check_loads(attention, attention.folded_score, env, mask)

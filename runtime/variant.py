@@ -97,7 +97,7 @@ class Variant:
         query = call.query
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if _is_empty(call):
-            return out.zero_(), lse.fill_(-torch.inf)
+            return out.zero_(), self._lse_of_nothing(call, lse)
         _run(ready.launcher, call, {"out": out, "lse": lse})
         return out, lse
 
@@ -153,7 +153,7 @@ class Variant:
         ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if _is_empty(call):
-            return self._nothing(call, b.wanted, gradients)
+            return self._nothing(call, b.wanted, gradients, b.dlse)
         found = {name: place.beside(call.query) for name, place in gradients.items()}
         results: dict[str, Any] = {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}
         results |= {f"d{name}": tensor for name, tensor in found.items()}
@@ -169,10 +169,38 @@ class Variant:
         operands = {n: t for n, t in b.call.operands.items() if n in names and isinstance(t, Tensor)}
         return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in operands.items()}
 
-    def _nothing(self, call: Call, wanted: frozenset[str], gradients: Mapping[str, Place]) -> dict[str, Tensor]:
+    def _lse_of_nothing(self, call: Call, lse: Tensor) -> Tensor:
+        """The log-sum-exp of rows where there is no key at all: the sink, if there is one."""
+        sink = self.attention.folded_sink
+        if sink is None or 0 in lse.shape:
+            return lse.fill_(-torch.inf)
+        value = evaluate(sink, _env(call), lse.dtype, lse.device)
+        if not self.facts.scores_lie_far:
+            return lse.copy_(value.expand(lse.shape))
+        lse[0].copy_(value.expand(lse.shape[1:]))
+        lse[1].zero_()
+        return lse
+
+    def _nothing(
+        self, call: Call, wanted: frozenset[str], gradients: Mapping[str, Place], dlse: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Gradients where there are no pairs: 0, but for what a sink reads, which is all of the log-sum-exp."""
         found = {name: place.beside(call.query).zero_() for name, place in gradients.items()}
         tensors = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
-        return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in tensors.items()}
+        if not tensors or dlse is None or 0 in dlse.shape:
+            return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in tensors.items()}
+        if self.facts.scores_lie_far:
+            dlse = dlse[0]  # of the sum of both statistics, which is what callers see
+        batch, heads, q_len = dlse.shape
+        env, sums = _env(call), []
+        for gradient in self.facts.operand_gradients(wanted):
+            length = {"row": (q_len,), "column": (0,)}.get(gradient.kind, ())
+            if gradient.kind == "sink":
+                slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device).expand(batch, heads, 1)
+                sums.append(dlse.sum(-1) * slope[..., 0])
+            else:
+                sums.append(dlse.new_zeros(batch, heads, *length))
+        return found | self._operand_gradients(call, wanted, sums)
 
     def _operand_gradients(self, call: Call, wanted: frozenset[str], sums: Sequence[Tensor]) -> dict[str, Tensor]:
         operands = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
@@ -329,16 +357,28 @@ def contiguous_like(tensor: Tensor) -> Place:
     return Place(tuple(tensor.shape), tuple(reversed(strides)), tensor.dtype)
 
 
-def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
-    """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
-    heads, device = call.query.shape[1], total.device
-    kv_heads = call.key.shape[1]
-    head = torch.arange(heads, device=device).view(1, -1, 1)
-    sums = total if total.dim() == 3 else total[..., None]
-    env: dict[str, Any] = {
+def _env(call: Call) -> dict[str, Any]:
+    """Values of the symbols and operands of a dense call, to broadcast over [B, Hq, L] or [B, Hq, T]."""
+    return _heads(call) | _dense_rows(call, call.query.device)
+
+
+def _heads(call: Call) -> dict[str, Any]:
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    head = torch.arange(heads, device=call.query.device).view(1, -1, 1)
+    return {
         "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "head_dim": call.head_dim,
         **call.operands,
     }  # fmt: skip
+
+
+def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
+    """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
+    if total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]:  # the usual one, in few launches
+        result[: total.shape[1]] += total.sum(0)
+        return
+    device = total.device
+    sums = total if total.dim() == 3 else total[..., None]
+    env = _heads(call)
     ragged, exists = call.ragged, None
     if ragged is None:
         env |= _dense_rows(call, device)

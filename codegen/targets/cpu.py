@@ -26,7 +26,7 @@ from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
-from ..normalizers import lacks
+from ..normalizers import SINK_AND_LENGTHS, lacks
 from ..runs import runs_of
 
 FORM = CpuForm(256, 256)  # measured: smaller tiles are slower products, of larger ones more pairs are hidden
@@ -49,6 +49,8 @@ class CpuTarget:
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         if signature.arch != "cpu":
             return "cpu: the operands are on a GPU"
+        if signature.sequences != "dense" and facts.attention.folded_sink is not None:
+            return f"cpu: {SINK_AND_LENGTHS}"
         lacking = lacks(facts.attention.weighs, self.family)
         return None if lacking is None else f"cpu: {lacking}"
 

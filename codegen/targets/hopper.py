@@ -308,8 +308,10 @@ LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one 
 
 
 def _no_backward(signature: Signature, facts: Facts) -> str | None:
-    """Why it cannot compute these gradients."""
-    operands = sorted(signature.wanted - {"query", "key", "value"})
+    """Why it cannot compute these gradients. Those of a sink need statistics of rows alone."""
+    main = {"query", "key", "value"}
+    of_score = {load.tensor.name for load, kind in facts.gradient_kinds if kind != "sink"}
+    operands = sorted(signature.wanted - main if signature.wanted.isdisjoint(main) else signature.wanted & of_score)
     if operands:
         return f"hopper: gradients of operands ({', '.join(operands)}) are computed by the triton target"
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
@@ -628,6 +630,8 @@ class HopperBackwardLauncher(HopperLauncher):
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
+        for n, _ in enumerate(self.sums):  # of what a sink reads
+            own[f"sum{n}"] = flat_place(batches, heads, tiles // (batches * heads))
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:

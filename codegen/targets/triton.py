@@ -36,7 +36,7 @@ from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
-from ..normalizers import lacks, softmax_only
+from ..normalizers import SINK_AND_LENGTHS, lacks, softmax_only
 from .triton_launcher import TritonLauncher
 
 if TYPE_CHECKING:
@@ -47,12 +47,14 @@ if TYPE_CHECKING:
 _SERVES = {
     "flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value", "rope"}, "standard_dquery": {"query"},
     "standard_dkey": {"key", "rope"}, "standard_dvalue": {"value"}, "standard_dweights": {"query", "key", "rope"},
-    "standard_dscores": {"query", "key", "rope"},
+    "standard_dscores": {"query", "key", "rope"}, "standard_weights": {"query", "key", "value", "rope"},
+    "streaming_backward": {"query", "key", "value", "rope"},
 }  # fmt: skip
-# Which of them also sum gradients of operands, by how these are reduced.
+# Which of them also sum gradients of operands, by how these are reduced; those of a sink are row_statistics' own.
 _SUMS = {
     "flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}, "standard_dweights": {"total", "row", "column"},
-    "standard_dscores": {"total", "row", "column"},
+    "standard_dscores": {"total", "row", "column"}, "standard_weights": {"total", "row", "column"},
+    "streaming_backward": {"total", "row", "column"},
 }  # fmt: skip
 
 
@@ -90,11 +92,15 @@ class TritonTarget:
             return f"{self.name}: needs Triton; pip install triton"
         if signature.dtype == "fp64":
             return f"{self.name}: expected fp32, fp16 or bf16 operands, got fp64; use .reference(...) for float64"
-        return self._dense_only(kernel, signature) or self._lacking(kernel, facts)
+        return self._dense_only(kernel, signature, facts) or self._lacking(kernel, facts)
 
-    def _dense_only(self, kernel: Kernel, signature: Signature) -> str | None:
+    def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
-        if signature.sequences == "dense" or kernel in FLASH or kernel.name in (*SPANS, *WORK):
+        if signature.sequences == "dense":
+            return None
+        if facts.attention.folded_sink is not None:
+            return f"{self.name}: {SINK_AND_LENGTHS}"
+        if kernel in FLASH or kernel.name in (*SPANS, *WORK):
             return None
         return (
             f"{self.name}: schedule {_algorithm(kernel)} computes sequences of one length, got {signature.sequences} "
@@ -159,7 +165,7 @@ class InterpretTarget(TritonTarget):
             return "interpret: needs Triton; pip install triton"
         if signature.dtype not in ("fp32", "fp16"):
             return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {signature.dtype}"
-        return self._dense_only(kernel, signature) or self._lacking(kernel, facts)
+        return self._dense_only(kernel, signature, facts) or self._lacking(kernel, facts)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         return [FIXED.get(kernel.name, Tiling(32, 32, 4, 1))]  # small: short test problems have several tiles

@@ -569,6 +569,10 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
     if algorithm == "standard":
         places["weights"] = places["dweights"] = _matrix(call)
     for n, gradient in enumerate(launcher.sums):
+        if gradient.kind == "sink":
+            of_tiles = padded // launcher.form("row_statistics", mode.aligned).block_q
+            places[f"sum{n}"] = flat_place(batches, heads, of_tiles)
+            continue
         form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
         if launcher.sequences == "packed":
             tiles = launcher.slots("q", call, mode.aligned) if gradient.kind == "total" else 0, 0
@@ -615,8 +619,8 @@ def _sum_place(
 
 
 def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:
-    """The sums of one read: total [B, Hq], row [B, Hq, L], column [B, Hq, T]."""
-    if kind == "total":
+    """The sums of one read: total and sink [B, Hq], row [B, Hq, L], column [B, Hq, T]."""
+    if kind in ("total", "sink"):
         return partial.sum(-1)
     if algorithm == "standard":
         return partial.sum(2)

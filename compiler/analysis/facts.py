@@ -24,7 +24,7 @@ from .survey import Survey, survey
 from .tiles import tile_program
 from .verify import verify_tiles
 
-GradientKind = Literal["total", "row", "column", "mixed"]
+GradientKind = Literal["total", "row", "column", "mixed", "sink"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class Facts:
 
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Load, GradientKind], ...]:
-        """Each read of a float tensor in the score, and how its gradient is reduced."""
-        return tuple((load, _gradient_kind(load)) for load in self.attention.gradient_loads)
+        """Each read of a float tensor in the score, and then in the sink, and how its gradient is reduced."""
+        of_score: list[tuple[Load, GradientKind]] = [(r, _gradient_kind(r)) for r in self.attention.gradient_loads]
+        return (*of_score, *((load, "sink") for load in self.attention.sink_loads))
 
     @cached_property
     def score_derivative(self) -> Expr:
@@ -135,20 +136,22 @@ class Facts:
         return self.linear_scale is not None or self.largest_slope < math.inf
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
-        """Gradients of the reads of these tensor operands; refuses the patterns that have no kernel yet."""
+        """Gradients of the reads of these tensor operands, the sink's last; refuses patterns without a kernel."""
         from .symbolic import derivative  # lazy: imports sympy
 
         self.check_gradients(operands)
-        score, known = self.attention.folded_score, self._load_derivatives
+        known = self._load_derivatives
         found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands and kind != "mixed"]
-        for load, _ in found:
-            if load.text not in known:
-                known[load.text] = derivative(score, load)
-        return tuple(OperandGradient(load, kind, known[load.text]) for load, kind in found)
+        for load, kind in found:
+            if (load.text, kind) not in known:
+                root = self.attention.folded_sink if kind == "sink" else self.attention.folded_score
+                assert root is not None
+                known[load.text, kind] = derivative(root, load)
+        return tuple(OperandGradient(load, kind, known[load.text, kind]) for load, kind in found)
 
     @cached_property
-    def _load_derivatives(self) -> dict[str, Expr]:
-        """d score / d load, by the text of the load: each is asked for in every backward."""
+    def _load_derivatives(self) -> dict[tuple[str, GradientKind], Expr]:
+        """d score / d load or d sink / d load, by the load's text and kind: each is asked for in every backward."""
         return {}
 
     def check_gradients(self, operands: frozenset[str]) -> None:
@@ -195,6 +198,7 @@ class Facts:
             positional=self.score_reads_positions or self.loads_at_positions,
             pair_bytes=self.pair_bytes,
             normalizer=self.attention.weighs,
+            sink=self.attention.folded_sink is not None,
             measured=self._measuring(),
         )
 

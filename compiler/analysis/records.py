@@ -73,7 +73,7 @@ class Measuring:
     kv_reads: int  # reads of tensors at the position of a key
 
 
-GradientKind: TypeAlias = Literal["total", "row", "column"]
+GradientKind: TypeAlias = Literal["total", "row", "column", "sink"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class OperandGradient:
     """How the gradient of one read of a float tensor is reduced inside the kernels."""
 
     load: Load
-    kind: GradientKind  # indexed by heads and batch only; by q too; by kv too
-    derivative: Expr  # d score' / d load, over qk
+    kind: GradientKind  # indexed by heads and batch only; by q too; by kv too; of the sink
+    derivative: Expr  # d score' / d load, over qk; d sink / d load
 
 
 @dataclass(frozen=True)
@@ -108,4 +108,5 @@ class Traits:
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
     pair_bytes: int = 0  # of what score and mask read for each pair of a query and a key
     normalizer: Normalizer = SOFTMAX
+    sink: bool = False  # each row has one more logit, without a value
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit

@@ -104,6 +104,8 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
     if attention is not None:
         table.add_row("score", Text(str(attention.score)))
         table.add_row("mask", Text(str(attention.mask)))
+        if attention.sink is not None:
+            table.add_row("sink", Text(str(attention.sink)))
     sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
     table.add_row("problem", Text(f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"))
     parts = plan.segments

@@ -80,7 +80,7 @@ def code_plan(
     """The plan of the kernels that `schedule` gives to `target`, each with its stages.
 
     family: of the target, whose stages its kernels have.
-    sums: how wanted gradients of operands are summed: "total", "row", "column".
+    sums: how wanted gradients of operands are summed: "total", "row", "column", "sink".
     measured_by: the target whose kernels measure tiles for it. These have no form of their own: their tiles are those
     of the kernel that visits what they find.
     """
@@ -94,7 +94,8 @@ def code_plan(
             visitor = schedule.form(name if name in schedule.kernels else _ONE_PASS)
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
-        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, sums, one_pass)
+        of_score, sinks = sums - {"sink"}, "sink" in sums
+        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, one_pass)
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))

@@ -26,7 +26,8 @@ class Tiles:
     parts: Segments
     traits: Traits
     wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
-    sums: frozenset[str] = frozenset()  # how wanted gradients of operands are summed: "total", "row", "column"
+    sums: frozenset[str] = frozenset()  # how wanted gradients of reads by the score are summed: "total", "row", ...
+    sinks: bool = False  # gradients of what the sink reads are wanted
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
 
     def query(self, what: str = "Q") -> str:
@@ -67,6 +68,10 @@ class Tiles:
         return "scale * Q K^T" if self.traits.linear else "score(Q K^T)"
 
     @property
+    def sink_text(self) -> str:
+        return "; the sink is in both" if self.traits.sink else ""
+
+    @property
     def running(self) -> list[str]:
         """What a forward keeps of each row besides the output."""
         return [self.rows("max"), self.rows("sum")] if self.traits.normalizer.saves_lse else []
@@ -75,7 +80,7 @@ class Tiles:
     def results(self) -> str:
         """What a forward stores."""
         if self.traits.normalizer.saves_lse:
-            return f"{self.output('O / sum')}, {self.rows('lse = max + log(sum)')}"
+            return f"{self.output('O / sum')}, {self.rows('lse = max + log(sum)')}{self.sink_text}"
         return self.output("O")
 
     def saved(self, *names: str) -> list[str]:
@@ -150,7 +155,7 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
         "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in registers for its "
         "V; sum and O rescaled"
     )
-    results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}"
+    results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
     return [
         _load("work", f"number of the next query tile, from an atomic counter{order}", _EACH_Q, "HBM -> registers"),
         _load("query", f"{t.query()}, for {consumers}", _EACH_Q, _AHEAD),
@@ -166,13 +171,14 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
 
 def _hopper_row_statistics(t: Tiles) -> list[Stage]:
     """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
-    load, compute, _ = _row_statistics(t)
+    load, compute, *_ = _row_statistics(t)
     zeros = Stage("store zeros", "store", f"{t.query('zeros for sums of dQ')} float32", "SRAM -> HBM", _ONCE)
     return [
         load,
         *([zeros] if t.one_pass else []),
         compute,
         _store("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),
+        *_sink_sums(t),
     ]
 
 
@@ -244,7 +250,15 @@ def _row_statistics(t: Tiles) -> list[Stage]:
         _load("rows", "rows of O, dO and lse", _ONCE, "HBM -> registers"),
         _compute("delta", "delta = rowsum(O * dO) - dlse", _ONCE),
         _store("statistics", "delta and lse in base 2 of these rows"),
+        *_sink_sums(t),
     ]
+
+
+_SINK_SUMS = "sums over these rows for what the sink reads: -exp(sink - lse) * delta"
+
+
+def _sink_sums(t: Tiles) -> list[Stage]:
+    return [_store("sinks", _SINK_SUMS)] if t.sinks else []
 
 
 def _flash_dquery(t: Tiles) -> list[Stage]:
@@ -324,7 +338,7 @@ def _streaming_forward(t: Tiles) -> list[Stage]:
         _load("running", running, _EACH_Q, "HBM -> registers"),
         _compute("weights", "new max; P = exp2(S - max); sum and O rescaled; O += P V", _EACH_Q),
         _store("running", running, _EACH_Q),
-        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}, from the running values", _EACH_Q),
+        _store("output", f"{t.output('O / sum')}, {t.rows('lse')}, from the running values{t.sink_text}", _EACH_Q),
     ]
 
 
@@ -398,7 +412,7 @@ def _standard_softmax(t: Tiles) -> list[Stage]:
         _keep("columns", "a max and a sum of every column of a tile of S"),
         _load("scores", "rows of S, in the first of two sweeps", _ONCE, "HBM -> registers"),
         _compute("sums", "max and sum of each row, joined from those of the columns", _ONCE),
-        _store("weights", "P = exp2(S - max) / sum over S, in the second sweep; lse"),
+        _store("weights", f"P = exp2(S - max) / sum over S, in the second sweep; lse{t.sink_text}"),
     ]
 
 
@@ -492,6 +506,7 @@ def _cpu_backward(t: Tiles) -> list[Stage]:
     stages = [
         Stage("load query", "load", f"{rows} of each head of the chunk", _RAM, _EACH_Q),
         _compute("delta", "delta = rowsum(O * dO) - dlse", _EACH_Q),
+        Stage("store sinks", "store", _SINK_SUMS, _CACHE, _EACH_Q),
         Stage("keep dquery", "keep", t.query("dQ"), "cache", _EACH_Q),
         Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
         _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
@@ -509,8 +524,11 @@ def _cpu_backward(t: Tiles) -> list[Stage]:
     left_out |= set() if saves_lse else {"compute delta"}
     left_out |= set() if t.wants_dkey else {"store dkey"}
     left_out |= set() if t.sums else {"store sums"}
+    left_out |= set() if t.sinks else {"store sinks"}
     if not ({"query", "key", "rope"} & t.wanted or t.sums):
         left_out |= {"load value", "compute dscores"}
+        if "value" not in t.wanted:  # a sink's alone
+            left_out |= {"load key", "compute scores", "compute weights"}
     return [stage for stage in stages if stage.key not in left_out]
 
 

@@ -27,6 +27,8 @@ VARIANTS = {
     "softcap_window": weft.Attention(score=capped, mask=recent, name="softcap_window"),
     "alibi": weft.Attention(score=score + slopes[head] * (kv_pos - q_pos), mask=causal, name="alibi"),
     "prefix": weft.Attention(mask=causal | (kv_pos < prefix), name="prefix"),  # two intervals
+    "sink": weft.Attention(mask=causal, sink=weft.tensor("sinks", 1)[head], name="sunk"),
+    "softmax1": weft.Attention(mask=causal, sink=0.0, name="softmax1"),
     "documents": weft.Attention(mask=causal & weft.masks.document(weft.tensor("doc", 2, int)), name="documents"),
 }
 SM90 = [(name, width) for name in ("dense", "causal", "softcap_window", "alibi", "prefix") for width in (64, 128)]
@@ -93,7 +95,7 @@ def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: Direction)
             assert kernel.spills_in_loops() == 0, kernel.name
 
 
-@pytest.mark.parametrize("name", ["dense", "causal", "window", "softcap", "alibi", "prefix"])
+@pytest.mark.parametrize("name", ["dense", "causal", "window", "softcap", "alibi", "prefix", "sink", "softmax1"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_forward(name: str, head_dim: int) -> None:
     (kernel,) = compiled(VARIANTS[name], "forward", head_dim, target="hopper").kernels.values()
@@ -144,6 +146,36 @@ def test_hopper_backward(name: str, head_dim: int) -> None:
         assert count_opcode("HGMMA", loop) == products
         assert count_opcode("(?:@!?UP\\d )?UTMAREDG", loop) == 1  # dQ leaves once a tile
         assert count_opcode("MUFU.EX2", loop) == 64 * block_q // 128  # a thread's scores, once each
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_sink_costs_the_loops_of_hopper_nothing(head_dim: int, deterministic: bool) -> None:
+    """Its gradient is row_statistics' own; the other kernels have the machine code of the variant without."""
+    main = frozenset({"query", "key", "value"})
+    modules = [
+        compiled(VARIANTS[name], "backward", head_dim, target="hopper", wanted=wanted, deterministic=deterministic)
+        for name, wanted in (("causal", main), ("sink", main | {"sinks"}))
+    ]
+    plain, sunk = (module.kernels for module in modules)
+    assert [*plain] == [*sunk] and sunk["row_statistics"].spilled == 0
+    for name in set(plain) - {"row_statistics"}:
+        assert sunk[name].spilled <= plain[name].spilled and sunk[name].sram == plain[name].sram
+        loops = [[len(loop) for loop in kernel.product_loops()] for kernel in (plain[name], sunk[name])]
+        assert loops[0] == loops[1], name
+
+
+@pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
+def test_sinks_of_the_portable_kernels(schedule: str, device: str) -> None:
+    for direction in ("forward", "backward"):
+        plain, sunk = (
+            compiled(VARIANTS[name], direction, 64, target="triton", schedule=schedule, device=device).kernels
+            for name in ("causal", "sink")
+        )
+        assert [*plain] == [*sunk]
+        for name, kernel in sunk.items():
+            assert kernel.spilled <= plain[name].spilled, name
 
 
 @pytest.mark.parametrize("name", ["dense", "causal", "softcap", "alibi"])

@@ -81,10 +81,11 @@ class Variant:
     mask: Node
     scale: Node | None = None
     latent: Latent | None = None
+    sink: Node | None = None
 
     @property
     def trees(self) -> tuple[Node, ...]:
-        return (self.score, self.mask) if self.scale is None else (self.score, self.mask, self.scale)
+        return tuple(tree for tree in (self.score, self.mask, self.scale, self.sink) if tree is not None)
 
     @property
     def reads(self) -> tuple[Read, ...]:

@@ -410,6 +410,26 @@ class Drawer:
         )
         return self.random.choice(kinds)
 
+    def sink(self) -> Node | None:
+        roll = self.random.random()
+        if roll < 0.6:
+            return None
+        if roll < 0.7:
+            return Num(self.random.choice((0.0, 0, 1.5, -2.0, 30.0, 1e4, -1e9, float("-inf"))))
+        own = Read("sinks", "float", (self.random.choice((HEAD, HEAD, Sym("kv_head"))),))
+        kinds = (
+            own,
+            own,
+            make("mul", self.scalar("float"), own),
+            make("log", make("add", make("abs", own), Num(0.25))),
+            Read("sinks2", "float", (BATCH, HEAD)),
+            make("sub", Read("slopes", "float", (HEAD,)), own),
+            make("where", make("lt", HEAD, Num(2)), own, Num(float("-inf"))),
+            self.floats(2),
+            self.ints(1),
+        )
+        return self.random.choice(kinds)
+
 
 def draw_variant(random: Random) -> Variant:
     """A declaration; some of what is drawn has no call that is defined, and is given up by whoever draws calls."""
@@ -422,9 +442,11 @@ def draw_variant(random: Random) -> Variant:
         if random.random() < 0.08:
             mask, score = make("and", make("le", K, Q), mask), scorer.past(score)
         scale = Drawer(random, "scale", tensors).scale()
+        sink = Drawer(random, "scale", tensors).sink()
         latent = Latent(random.choice((8, 16, 20)), random.choice((0, 4, 8))) if random.random() < 0.08 else None
-        if max(size(mask), size(score)) <= LARGEST and _consistent(Variant(score, mask, scale, latent)):
-            return Variant(score, mask, scale, latent)
+        variant = Variant(score, mask, scale, latent, sink)
+        if max(size(mask), size(score)) <= LARGEST and _consistent(variant):
+            return variant
         tensors.clear()
 
 

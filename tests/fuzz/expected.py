@@ -49,6 +49,17 @@ class Dense:
     out: Tensor
     lse: Tensor
     gathers: list[Gather]
+    sink: Sink | None
+
+
+@dataclass
+class Sink:
+    """The logit of each head that no value belongs to."""
+
+    logits: Tensor  # [B, H]
+    bound: Tensor | None  # of its rounding, [B, H]
+    weights: Tensor  # [B, H, L]
+    gathers: list[Gather]  # of entries of `logits`
 
 
 def precision_of(call: Call) -> Precision:
@@ -109,9 +120,39 @@ def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precisio
     env.score = _scaled(built, Value(products, bound), env)
     scores = evaluate(built.variant.score, env)
     scores = scores if scores.value.is_floating_point() else Value(scores.value.to(dtype), _zeros(scores, precision))
-    weights, lse = _softmax(scores.value, pairs, (call.batch, call.heads, call.q_len, call.kv_len))
+    logits, sink_env = _sinks(built, leaves, dtype, precision)
+    shape = (call.batch, call.heads, call.q_len, call.kv_len)
+    weights, lse = _softmax(scores.value, pairs, shape, None if logits is None else logits.value)
+    sink = None
+    if logits is not None:
+        of_sink = torch.exp((logits.value[..., None] - lse).detach().nan_to_num(nan=-math.inf, neginf=-math.inf))
+        sink = Sink(logits.value, logits.bound, of_sink, sink_env.gathers)
     return Dense(leaves, query, key, value, pairs, products, scores.value, scores.bound, weights, weights @ value, lse,
-                 env.gathers)  # fmt: skip
+                 env.gathers, sink)  # fmt: skip
+
+
+def _sinks(
+    built: Built, leaves: dict[str, Tensor], dtype: torch.dtype, precision: Precision | None
+) -> tuple[Value | None, Environment]:
+    """The sink of every head of every batch row, [B, H], and the environment that it was evaluated in."""
+    call, device = built.call, built.tensors["query"].device
+    rows, heads = (torch.arange(n, device=device) for n in (call.batch, call.heads))
+    group = 1 if built.variant.latent is not None else call.heads // call.kv_heads
+    head = heads.repeat(call.batch)
+    symbols = {
+        "batch": rows.repeat_interleave(call.heads), "head": head, "kv_head": head // group, "group": group,
+        "q_len": call.q_len, "kv_len": call.kv_len, "head_dim": call.dim,
+    }  # fmt: skip
+    env = Environment(symbols, None, dict(call.scalars), leaves, len(head), dtype, precision)
+    if built.variant.sink is None:
+        return None, env
+    found = evaluate(built.variant.sink, env)
+    if not found.value.is_floating_point():
+        found = Value(found.value.to(dtype), _zeros(found, precision))
+    if bool((found.value.isnan() | (found.value == math.inf)).any()):
+        raise Undefined("a sink is NaN or infinite")
+    shape = (call.batch, call.heads)
+    return Value(found.value.view(shape), None if found.bound is None else found.bound.view(shape)), env
 
 
 def _zeros(x: Value, precision: Precision | None) -> Tensor | None:
@@ -196,9 +237,19 @@ def _scaled(built: Built, products: Value, env: Environment) -> Value:
     )
 
 
-def _softmax(scores: Tensor, pairs: tuple[Tensor, ...], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Weights [B, H, L, T] and lse [B, H, L]; 0 and -inf for a row whose scores are all -inf, or that sees nothing."""
+def _softmax(
+    scores: Tensor, pairs: tuple[Tensor, ...], shape: tuple[int, ...], sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, H, L, T] and lse [B, H, L]; 0 and -inf for a row whose scores are all -inf, or that sees nothing.
+
+    sink: [B, H], one more logit of every row, whose weight is left out.
+    """
     dense = torch.full(shape, -math.inf, dtype=scores.dtype, device=scores.device).index_put(pairs, scores)
+    if sink is not None:
+        more = torch.cat([dense, sink[..., None, None].expand(*shape[:-1], 1)], -1)
+        places = torch.isfinite(more).nonzero(as_tuple=True)
+        weights, lse = _softmax(more[places], places, tuple(more.shape), None)
+        return weights[..., :-1], lse
     if shape[-1] == 0:
         return dense, dense.new_full(shape[:-1], -math.inf)
     top = dense.detach().amax(-1, keepdim=True)
@@ -259,13 +310,15 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     coarse = rounds_keys(built) or precision_of(call) is FAST_TANH
     off = _off(dense, eps, call, COARSEST if coarse else HOPELESS)
     terms = max(call.q_len * (call.heads // call.kv_heads), call.kv_len)  # a sum of equal ones drifts
-    share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off.expm1() + (p * off.expm1()).sum(-1, keepdim=True))
+    sink_p, sink_off = _of_sink(dense, eps)
+    of_sum = ((p * off.expm1()).sum(-1) + sink_p * sink_off.expm1())[..., None]
+    share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off.expm1() + of_sum)
     # kernels take what comes near the smallest normal numbers for 0
     tiny = 2.0**-120 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
     out = share @ value + _of_projected_values(built, dense, eps)
-    found = {"out": out, "lse": (p * off).sum(-1) + 4 * eps * (1 + _finite(dense.lse).abs())}
+    found = {"out": out, "lse": (p * off).sum(-1) + sink_p * sink_off + 4 * eps * (1 + _finite(dense.lse).abs())}
     if call.target == "cpu" and "16" in call.dtype:  # torch's own attention has short exponentials: off by 6.3e-5
         found["lse"] = found["lse"] + 2.0**-13
     if precision_of(call) is FAST_TANH:  # a factor of scores that lie far from 0 may have its error too
@@ -278,7 +331,8 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     if dlse is not None:
         delta = delta + dlse.to(torch.float64).abs()[..., None]
     own = EPS[call.dtype]  # delta is a sum over the rounded output, whose own terms may cancel
-    delta_off = ROUNDINGS * own * delta + (dout.abs() * out).sum(-1, keepdim=True)
+    least = own * torch.finfo(DTYPES[call.dtype]).smallest_normal  # what comes near 0 is rounded by as much
+    delta_off = ROUNDINGS * own * delta + (dout.abs() * (out + least)).sum(-1, keepdim=True)
     dscores = share * (dweights + delta) + p * delta_off + tiny * (p > 0)
     dproducts = dscores * _slopes(dense, dense.products)
     # a slope may be what is left of terms of size 1, as 1 - tanh(x)^2 is
@@ -291,7 +345,37 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
             eps_of_sums = EPS[dict(call.tensors)[name].dtype] if call.target == "reference" else 0.0
             summed = ROUNDINGS * eps_of_sums * p * (dweights + delta)
             found[f"d{name}"] = _of_operand(name, dense, dscores + summed)
+            if dense.sink is not None:
+                rows = sink_p * (ROUNDINGS * (eps + eps_of_sums) + eps * terms / 4 + sink_off.expm1() + of_sum[..., 0])
+                dsinks = (rows + tiny * (sink_p > 0)) * delta[..., 0] + sink_p * delta_off[..., 0]
+                found[f"d{name}"] = found[f"d{name}"] + _of_sinks_operand(name, dense, dsinks.sum(-1))
     return found
+
+
+def _of_sink(dense: Dense, eps: float) -> tuple[Tensor, Tensor]:
+    """The weight of the sink in each row, and how far its exponent may be off, [B, H, L]."""
+    if dense.sink is None:
+        return torch.zeros_like(dense.lse.detach()), torch.zeros_like(dense.lse.detach())
+    assert dense.sink.bound is not None
+    own = dense.sink.bound.detach() + 2 * eps * _finite(dense.sink.logits.detach()).abs().clamp(max=LARGEST)
+    of_lse = 2 * eps * (1 + torch.clamp(_finite(dense.lse.detach()).abs(), max=LARGEST))
+    return dense.sink.weights, own.clamp(max=8.0)[..., None] + of_lse
+
+
+def _of_sinks_operand(name: str, dense: Dense, dsinks: Tensor) -> Tensor:
+    """The allowance of a gradient through the sink, [B, H], scattered to the places that were read."""
+    leaf, sink = dense.leaves[name], dense.sink
+    assert sink is not None
+    total = torch.zeros(leaf.numel(), dtype=torch.float64, device=leaf.device)
+    reads = [g for g in sink.gathers if g.name == name and len(g.pairs)]
+    if reads and sink.logits.requires_grad:
+        finite = torch.where(sink.logits.detach().isfinite(), 1.0, 0.0)
+        values = [g.values for g in reads]
+        slopes = torch.autograd.grad(sink.logits, values, finite, allow_unused=True, retain_graph=True)
+        for gather, slope in zip(reads, slopes):
+            if slope is not None:
+                total.index_add_(0, gather.places, dsinks.flatten()[gather.pairs] * slope.abs())
+    return total.view(leaf.shape)
 
 
 def _finite(x: Tensor) -> Tensor:

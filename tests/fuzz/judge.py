@@ -109,6 +109,8 @@ def declaration(variant: Variant) -> str:
     parts = [f"score={text(variant.score)}", f"mask={text(variant.mask)}"]
     if variant.scale is not None:
         parts.append(f"scale={text(variant.scale)}")
+    if variant.sink is not None:
+        parts.append(f"sink={text(variant.sink)}")
     if variant.latent is not None:
         parts.append(f"latent=weft.Latent({variant.latent.rank}, {variant.latent.rope})")
     names = sorted(variant.tensors, key=len, reverse=True)

@@ -197,6 +197,11 @@ _ON_CPU = {
     "one_hidden_key_overlooked": _in_text(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
     "equal_queries_equal_keys": _instead("codegen.runs", "_place", _whatever_the_keys),
     "read_gradient_to_first_sequence": _instead("runtime.variant", "rows_of", _whosever),
+    "sink_beside_the_output": _in_text(r"return keys / total", "return torch.ones_like(total)"),
+    "sink_of_another_head": _in_text(r"x\.transpose\(1, 2\)\.reshape", "x.transpose(1, 2).flip(1).reshape"),
+    "sink_gradient_without_dlse": _in_text(
+        r"dsink = \(sink_weights \* minus_delta\)", "dsink = (sink_weights * -(douts * out[:, :, :, here]).sum(-1))"
+    ),
     "rsqrt_of_one_more": _operator("rsqrt", number="(1.0 / math.sqrt({0} + 1))"),
 }
 _IN_THE_INTERPRETER = {
@@ -207,6 +212,8 @@ _IN_THE_INTERPRETER = {
     "rows_behind_a_length_kept": _in_text(r"tl\.where\(\(q_rows < q_len\)\[:, None\], (.*), 0\.0\)", r"\1"),
     "first_sequence_bottom_right": _in_text(r"q_offset = kv_len - q_len", "q_offset = 0"),
     "packed_keys_of_the_queries": _in_text(r"rows_of\(cu_kv, batch, n_sequences", "rows_of(cu_q, batch, n_sequences"),
+    "sink_left_out_of_lse": _in_text(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
+    "sink_gradient_of_the_other_sign": _in_text(r"dsink = -tl\.sum", "dsink = tl.sum"),
     "floor_div_truncates_on_gpu": _in_text(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
 _ON_A_GPU = {

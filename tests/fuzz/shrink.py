@@ -60,11 +60,11 @@ def _cause(verdict: Verdict) -> str:
 def _smaller(variant: Variant, call: Call) -> Iterator[tuple[Variant, Call]]:
     """Cases that are simpler in one way, the greatest steps first."""
     yield from ((variant, smaller) for smaller in _smaller_calls(call))
-    for name in ("mask", "score", "scale"):
+    for name in ("mask", "score", "scale", "sink"):
         tree = getattr(variant, name)
         if tree is None:
             continue
-        plain = {"mask": Num(True), "score": SCORE, "scale": None}[name]
+        plain = {"mask": Num(True), "score": SCORE}.get(name)
         if tree != plain:
             yield replace(variant, **{name: plain}), call
         for simpler in _simpler(tree):

@@ -397,6 +397,17 @@ def test_other_schedules_and_targets_say_what_they_lack():
         CAUSAL.plan(sizes, device="h100", target="hopper", q_lens=lens)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_sinks_are_refused_but_defined(target):
+    variant = weft.Attention(mask=masks.causal, sink=1.0, name="with_a_sink")
+    query, lens = torch.randn(2, 2, 8, 16), {"q_lens": torch.tensor([3, 8]), "kv_lens": torch.tensor([0, 8])}
+    with pytest.raises(weft.UnavailableError, match=r"a sink in sequences of their own lengths is not available"):
+        variant(query, query, query, **lens, target=target)
+    out, lse = variant.reference(query, query, query, **lens, return_lse=True)
+    assert not out[0].any() and bool((lse[0, :, :3] == 1.0).all()) and bool((lse[0, :, 3:] == -torch.inf).all())
+    torch.testing.assert_close(out[1:], variant.reference(*[query[1:]] * 3))
+
+
 def test_pages_are_not_there_yet():
     query = torch.randn(2, 2, 8, 16)
     with pytest.raises(weft.UnavailableError, match=r"the option block_table is not available; gather the pages"):

@@ -285,6 +285,11 @@ def test_there_is_no_lse_to_return() -> None:
             call(*tensors(), return_lse=True)
 
 
+def test_there_is_no_denominator_for_a_sink() -> None:
+    with pytest.raises(weft.WeftError, match="sink: the normalizer toy_relu has no denominator that it could"):
+        toy(sink=0.0)
+
+
 @pytest.mark.parametrize("name", ["toy_rule", None, ["softmax"]])
 def test_an_unknown_name_is_refused_with_the_known_ones(name) -> None:
     with pytest.raises(weft.WeftError, match="normalizer: expected one of softmax, toy_relu, toy_sigmoid, got"):

@@ -31,6 +31,7 @@ SMALL = [
     Row("softcap", 1, 2, 24, 16, 20),
     Row("alibi", 1, 4, 24, 16),
     Row("window", 1, 2, 24, 16, 7),
+    Row("sink", 1, 4, 24, 16),
     Row("documents", 1, 2, 24, 16, 8),
     Row("prefix", 1, 2, 24, 16, 6),
     Row("packed", 1, 2, 24, 16, 6),
@@ -65,8 +66,8 @@ def test_the_dense_rows_are_those_of_the_published_table():
 def test_the_variant_rows_are_those_of_the_published_table():
     assert {(r.batch, r.heads, r.length, r.dim) for r in VARIANTS} == {(2, 16, 8192, 128)}
     found = {r.variant: r.parameter for r in VARIANTS}
-    assert found == {"softcap": 20, "alibi": 0, "window": 1024, "documents": 1024, "prefix": 2048}
-    assert len({r.name for r in ROWS}) == len(ROWS) == 26 and set(QUICK) <= set(ROWS)
+    assert found == {"softcap": 20, "alibi": 0, "sink": 0, "window": 1024, "documents": 1024, "prefix": 2048}
+    assert len({r.name for r in ROWS}) == len(ROWS) == 27 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)

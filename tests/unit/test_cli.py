@@ -84,6 +84,13 @@ def test_explain_says_what_the_method_says() -> None:
     assert output == variant.explain(shape, device="h100", window=64) + "\n"
 
 
+def test_explain_of_a_sink() -> None:
+    written = ("--mask", "kv_pos <= q_pos", "--sink", "sinks[head]", "--tensor", "sinks:1", "--name", "learned")
+    output = succeeds("explain", *written, *SHAPE, "--device", "h100")
+    assert "sink          sinks[head]" in output and "hopper" in output
+    assert "sink_logit" in succeeds("source", *written, *SHAPE, "--device", "h100")
+
+
 def test_explain_takes_a_schedule_in_part() -> None:
     wide = ["--head-dim", "64", "--device", "h200"]
     text = succeeds("explain", "--mask", "True", *wide, "--schedule", "flash/flash_dquery=triton:64x32w4s2")
@@ -332,6 +339,8 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["--mask", "t[q_pos] < 1", "--tensor", "t:2"], "--mask: t: expected 2 indices, got 1$"),
         (["--mask", "True", "--name", "a b"], "--name: expected a Python identifier as a name, got 'a b'$"),
         (["--scale", "1.0"], "expected --score or --mask, got --scale alone"),
+        (["--sink", "0.0"], "expected --score or --mask, got --sink alone"),
+        (["--sink", "kv_pos", "--mask", "True"], "--sink: expected lengths, heads, batch and operands, got `kv_pos`"),
         (["--scale", "q_pos", "--mask", "True"], "--scale: expected lengths, heads and operands, got `q_pos`"),
         ([*LOCAL, "--set", "window=3"], "--set: expected each operand once, got window several times"),
         (
@@ -342,7 +351,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["--mask", "True", "--set", "window=3"], "--set: window: unknown operand or option; .* operands are: none"),
         (
             ["--mask", "True", "--scalar", "w:int", "--set", "w=3"],
-            "--set: w: declared, but neither score, mask nor scale",
+            "--set: w: declared, but neither score, mask, scale nor sink",
         ),
         (
             ["--score", "score + t[q_pos]", "--tensor", "t:1", "--set", "t=3"],

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from weft.ir import functions as fn
 from weft.ir.attention import Attention, Latent
@@ -181,7 +182,18 @@ def test_declarations_of_operands(make: Callable[[], object], match: str) -> Non
             lambda: Attention(score=slopes[fn.floor(score)]),
             r"score: `slopes\[floor\(score\)\]` is indexed by the score",
         ),
-        (lambda: Attention(sink=1.0), "sink: attention sinks are not available yet; leave sink=None"),
+        (lambda: Attention(sink=True), "sink: expected a number, got a bool"),
+        (lambda: Attention(sink=head < 2), r"sink: expected a number, got a bool; write weft.where\(c, 0.0, -inf\)"),
+        (lambda: Attention(sink=float("inf")), "sink: expected a finite number, or -inf for none, got inf"),
+        (lambda: Attention(sink=float("nan")), "expected a number, got NaN"),
+        (lambda: Attention(sink=slopes[q_pos]), "sink: expected lengths, heads, batch and operands, got `q_pos`"),
+        (lambda: Attention(sink=0.1 * kv_pos), "sink: expected lengths, heads, batch and operands, got `kv_pos`"),
+        (lambda: Attention(sink=score), "got `score`; a row has one sink, whatever it sees: index its operand by"),
+        (lambda: Attention(sink=slopes), r"slopes is a tensor: index it, e.g. slopes\[head\]"),
+        (
+            lambda: Attention(sink=torch.zeros(4)),
+            r'declare sinks = weft.tensor\("sinks", 1, float\) and weft.Attention\(sink=sinks\[weft.head\]\)',
+        ),
         (lambda: Attention(dropout=0.1), "dropout: attention dropout is not available yet; leave dropout=0.0"),
         (
             lambda: Attention(score=score * scalar("n") + scalar("n", int)),

@@ -29,7 +29,7 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
-    assert with_main == {"quickstart", "custom_score", "latent", "packed_documents", "ragged_batch", "demo"}
+    assert with_main == {"quickstart", "custom_score", "latent", "packed_documents", "ragged_batch", "sinks", "demo"}
 
 
 def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +69,15 @@ def test_packed_documents_stay_apart(capsys: pytest.CaptureFixture[str]) -> None
     assert "216 empty, 16 edge" in output
     difference = re.search(r"packed against alone: largest difference (\S+)", output)
     assert difference is not None and float(difference[1]) < (1e-5 if not torch.cuda.is_available() else 0.1)
+
+
+def test_sinks_are_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    load("sinks").main(length=48, size=16, steps=30)
+    output = capsys.readouterr().out
+    error = re.search(r"by hand (\S+)", output)
+    assert error is not None and float(error[1]) < (1e-5 if not torch.cuda.is_available() else 0.1)
+    losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
+    assert losses[-1] < 0.1 * losses[0]
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

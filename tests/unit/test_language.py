@@ -262,6 +262,25 @@ def test_attention_defaults_and_replace() -> None:
     assert str(causal) == 'weft.Attention(score=score, mask=kv_pos <= q_pos, name="causal")'
 
 
+def test_a_sink_is_part_of_the_variant() -> None:
+    learned = Attention(mask=kv_pos <= q_pos, sink=slopes[head] + 1, name="learned")
+    assert str(learned).endswith('sink=slopes[head] + 1, name="learned")')
+    for same in (
+        parse_attention(str(learned)), parse_attention(learned.canonical_text), pickle.loads(pickle.dumps(learned)),
+        Attention(mask=q_pos >= kv_pos, sink=1 + slopes[head], name="learned"),
+    ):  # fmt: skip
+        assert same == learned and same.digest == learned.digest
+    plain = learned.replace(sink=None)
+    assert plain != learned and plain.tensors == () and [t.name for t in learned.tensors] == ["slopes"]
+    assert "sink" not in plain.canonical_text and plain.digest == Attention(mask=kv_pos <= q_pos, name="learned").digest
+    assert plain.replace(sink=-float("inf")) == plain  # none, and no kernel of its own
+    assert plain.replace(sink=0) == plain.replace(sink=0.0) != plain
+    assert plain.replace(sink=head).canonical_text.endswith('sink=1.0 * head, name="learned")')
+    latent = Attention(latent=Latent(32, 8), sink=slopes[symbol("kv_head")])
+    assert str(latent.folded_sink) == "slopes[head]"
+    assert Attention(sink=0.0 * slopes[head]).unread <= {"slopes"}
+
+
 def test_operands_of_a_variant_are_listed_by_name() -> None:
     variant = Attention(score=score * cap + slopes[head], mask=(q_pos - kv_pos < window) & allowed[kv_pos])
     assert [s.name for s in variant.scalars] == ["cap", "window"]

@@ -278,7 +278,7 @@ def test_options_of_others(name: str) -> None:
 
 
 def test_every_hint_is_for_a_name_that_is_no_option_of_the_call() -> None:
-    known = {"mask", "score", "scale", "dropout", "device"}  # of a variant's fields and of other methods
+    known = {"mask", "score", "scale", "sink", "dropout", "device"}  # of a variant's fields and of other methods
     assert not (foreign.OPTIONS.keys() & weft.ir.expr.CALL_OPTIONS) - known
 
 
