@@ -373,7 +373,8 @@ def _heads(call: Call) -> dict[str, Any]:
 
 def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
     """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
-    if total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]:  # the usual one, in few launches
+    by_head = total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]
+    if by_head and result.shape[0] >= total.shape[1]:  # the usual one, in few launches; nobody reads a shorter operand
         result[: total.shape[1]] += total.sum(0)
         return
     device = total.device
