@@ -86,11 +86,9 @@ def check(
     key = poisoned((batch, kv_heads, kv_len, dim), dtype, "cuda", blhd, seed=1)
     value = poisoned((batch, kv_heads, kv_len, value_dim or dim), dtype, "cuda", blhd, seed=2)
     given = operands_of(spec, shape, kv_len)
-    # gradients of operands are the triton target's: without them hopper computes the others itself
-    wanted = gradients and target != "hopper"
     floats = tuple(n for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
     check_variant(
-        variant, query, key, value, target=target, operands=given, differentiate=floats if wanted else (),
+        variant, query, key, value, target=target, operands=given, differentiate=floats if gradients else (),
         gradients=gradients, label=f"{name} {target} {shape} {kv_heads} {kv_len} {dtype}", **options,
     )  # fmt: skip
 
