@@ -386,6 +386,22 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
     ]
 
 
+def _query_work(t: Tiles) -> list[Stage]:
+    return _work(f"[{t.q} queries]", "keys")
+
+
+def _key_work(t: Tiles) -> list[Stage]:
+    return _work(f"[{t.kv} keys]", "queries")
+
+
+def _work(tile: str, others: str) -> list[Stage]:
+    return [
+        _load("lengths", "first rows and lengths of sequences", _ONCE, "HBM -> registers"),
+        _compute("places", f"first slot of each sequence: those with more {others} come first", _ONCE),
+        _store("work", f"sequence and number of each tile {tile}"),
+    ]
+
+
 def _standard_scores(t: Tiles) -> list[Stage]:
     return [
         _load("query", f"{t.query()}, {t.key()}", _ONCE),
@@ -537,6 +553,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
+    ("", "query_work"): _query_work,
+    ("", "key_work"): _key_work,
     ("", "flash_forward"): _flash_forward,
     ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,

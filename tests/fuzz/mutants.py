@@ -137,6 +137,25 @@ def _to_the_next_head(scatter: Any) -> Any:
     return lambda gradient, total, call, result: scatter(gradient, total.roll(1, 1), call, result)
 
 
+def _whatever_the_keys(place: Any) -> Any:
+    """Sequences with as many queries count as equal, however many keys they have."""
+
+    def wrong(i: int, r: Any, packed: bool) -> tuple[int, ...]:
+        return (r.q_len, r.number - i, r.row - i * (not packed), r.q_first - i * r.q_len * packed)
+
+    return wrong
+
+
+def _whosever(rows_of: Any) -> Any:
+    """Gradients of reads are added up for the first sequence."""
+
+    def wrong(*arguments: Any) -> Any:
+        own, exists = rows_of(*arguments)
+        return own | {"batch": own["batch"] * 0}, exists
+
+    return wrong
+
+
 def _downward(upward: Any) -> Any:
     """Tiles are rounded down at both ends."""
     return tiles._downward
@@ -176,6 +195,8 @@ _ON_CPU = {
     "key_gradient_of_last_tile": _in_text(r"(dk\[:, first:end\])\.add_\(", r"\1.copy_("),
     "small_ints_wrap": _in_text(r"(arg_\w+\[[^\n\]]*\])\.long\(\)", r"\1"),
     "one_hidden_key_overlooked": _in_text(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
+    "equal_queries_equal_keys": _instead("codegen.runs", "_place", _whatever_the_keys),
+    "read_gradient_to_first_sequence": _instead("runtime.variant", "rows_of", _whosever),
     "sink_beside_the_output": _in_text(r"return keys / total", "return torch.ones_like(total)"),
     "sink_of_another_head": _in_text(r"x\.transpose\(1, 2\)\.reshape", "x.transpose(1, 2).flip(1).reshape"),
     "sink_gradient_without_dlse": _in_text(
@@ -188,6 +209,9 @@ _IN_THE_INTERPRETER = {
     "last_partial_tile_unmasked": _in_text(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
     "sign_of_scale_trusted": _instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
     "offsets_not_by_batch": _in_text(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),
+    "rows_behind_a_length_kept": _in_text(r"tl\.where\(\(q_rows < q_len\)\[:, None\], (.*), 0\.0\)", r"\1"),
+    "first_sequence_bottom_right": _in_text(r"q_offset = kv_len - q_len", "q_offset = 0"),
+    "packed_keys_of_the_queries": _in_text(r"rows_of\(cu_kv, batch, n_sequences", "rows_of(cu_q, batch, n_sequences"),
     "sink_left_out_of_lse": _in_text(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
     "sink_gradient_of_the_other_sign": _in_text(r"dsink = -tl\.sum", "dsink = tl.sum"),
     "floor_div_truncates_on_gpu": _in_text(r"quotient - 1, quotient\)", "quotient, quotient)"),
