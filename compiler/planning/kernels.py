@@ -316,6 +316,9 @@ def streaming_backward_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (3 * x.C + 2 * x.Cv)
 
 
+HANDSHAKES = 512  # bytes of cards and mbarriers, each aligned to 16
+
+
 # -- the hopper target's one backward pass ---------------------------------------------------------------------------
 def sums_of_dquery(x: Sizes) -> float:
     """The sums of dQ, float32, of all columns of tiles."""
@@ -343,8 +346,9 @@ def round_dquery_sram(x: Sizes) -> float:
 
 
 def hopper_loaded_sram(x: Sizes) -> float:
-    """K and V; Q, dO and the statistics in s slots each; barriers add less than 1 KiB."""
-    return x.bkv * (x.C + x.Cv) * x.e + x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
+    """K and V; Q, dO and the statistics in s slots each; cards and barriers."""
+    ahead = x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
+    return x.bkv * (x.C + x.Cv) * x.e + ahead + HANDSHAKES
 
 
 def hopper_backward_sram(x: Sizes) -> float:
