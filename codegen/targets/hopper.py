@@ -320,9 +320,9 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
     of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
     if not wanted & ({"query", "key", "value"} | of_score):
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
-    by_key = sorted({load.tensor.name for load, kind in kinds if kind == "column"} & wanted)
-    if by_key:
-        return f"hopper: gradients of operands read by key ({', '.join(by_key)}) are computed by the triton target"
+    by_row = sorted({load.tensor.name for load, kind in kinds if kind in ("row", "column")} & wanted)
+    if by_row:
+        return f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
         return (
@@ -651,8 +651,6 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _sums_of_a_head(self, kind: str, q_len: int) -> int:
         """How many partial sums of an operand's gradient a query head has."""
-        if kind == "row":
-            return q_len
         if kind == "sink":
             return tiles_of(q_len, self._form.block_q)
         return tiles_of(q_len, self._query_form.block_q) * CONSUMERS

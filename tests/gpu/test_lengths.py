@@ -120,7 +120,7 @@ def test_ten_thousand_sequences_and_one_of_a_hundred_thousand_tokens():
             part = slice(starts[b], starts[b + 1])
             if lens[b] > 3000:  # the last rows of a long one, against dense
                 dense = CAUSAL(*(t.detach()[:, :, part] for t in leaves))
-                torch.testing.assert_close(out[:, :, part], dense)
+                torch.testing.assert_close(out[:, :, part], dense, atol=4e-3, rtol=2e-2)  # of another target
                 continue
             own = [t.detach()[:, :, part].double().requires_grad_() for t in leaves]
             exact = CAUSAL.reference(*own)
@@ -130,6 +130,7 @@ def test_ten_thousand_sequences_and_one_of_a_hundred_thousand_tokens():
                 torch.testing.assert_close(got[:, :, part].double(), right, atol=6e-2, rtol=4e-2)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_a_graph_is_replayed_with_other_lengths(kind):
     """Nothing waits for the device, and no size is taken from what lies there."""
@@ -181,6 +182,7 @@ def test_new_lengths_compile_nothing():
     assert compiled_kernels() == before
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_no_call_waits_for_the_device(kind):
     made, lengths = given(kind)
@@ -188,8 +190,8 @@ def test_no_call_waits_for_the_device(kind):
     out = CAUSAL(*leaves, **lengths)
     torch.autograd.grad(out, leaves, torch.ones_like(out))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         out = CAUSAL(*leaves, **lengths)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
     finally:

@@ -315,7 +315,7 @@ def test_tiles_are_measured_before_they_are_visited(target, wanted, deterministi
 
 
 def test_gradients_of_operands_are_summed_by_the_pass_that_owns_queries() -> None:
-    """Those that a key reads alone are left to the target that has them, also where the call names another."""
+    """Those that are read by position are left to the target that has them, also where the call names another."""
     by_head, by_key = tensor("slopes", 1), tensor("biases", 1)
     alibi = Attention(SCORE + by_head[symbol("head")] * (KV_POS - Q_POS), name="alibi")
     biased = Attention(SCORE + by_key[KV_POS], name="biased")
@@ -326,12 +326,12 @@ def test_gradients_of_operands_are_summed_by_the_pass_that_owns_queries() -> Non
         assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", passes)
         found = driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target)
         assert found.target.name == "triton"
-        assert found.notes == ("hopper: gradients of operands read by key (biases) are computed by the triton target",)
+        assert found.notes == ("hopper: gradients of operands read by position (biases) are computed by the triton target",)
     assert [k.name for k in driver.resolve(alibi, kind, H200).code.kernels][1] == "flash_backward"
     alone = driver.resolve(alibi, replace(kind, wanted=frozenset({"slopes"})), H200)
     assert [k.name for k in alone.code.kernels] == passes[:2]
     for target in (None, "hopper"):  # a form that is asked for is used, or refused
-        with pytest.raises(UnavailableError, match=r"target hopper: gradients of operands read by key \(biases\)"):
+        with pytest.raises(UnavailableError, match=r"target hopper: gradients of operands read by position \(biases\)"):
             text = "flash/flash_dkey_dvalue=hopper:64x128s2"
             driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target, text)
 
