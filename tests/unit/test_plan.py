@@ -326,7 +326,8 @@ def test_gradients_of_operands_are_summed_by_the_pass_that_owns_queries() -> Non
         assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", passes)
         found = driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target)
         assert found.target.name == "triton"
-        assert found.notes == ("hopper: gradients of operands read by position (biases) are computed by the triton target",)
+        said = "hopper: gradients of operands read by position (biases) are computed by the triton target"
+        assert found.notes == (said,)
     assert [k.name for k in driver.resolve(alibi, kind, H200).code.kernels][1] == "flash_backward"
     alone = driver.resolve(alibi, replace(kind, wanted=frozenset({"slopes"})), H200)
     assert [k.name for k in alone.code.kernels] == passes[:2]
