@@ -118,17 +118,22 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_performance_page() -> None:
-    """Also that the best peer is the best, and that the machine is the same."""
-    measured = {next(iter(row.values())): row for row in tables(page("docs/performance.md"))[0]}
+    """Also that the best peer is the best: of the last run where it was in it, else of the run with all peers."""
+    found = tables(page("docs/performance.md"))
+    with_all_peers = next(table for table in found if "Flex (FLASH)" in table[0])
+    measured: dict[str, dict[str, str]] = {}
+    for row in (*with_all_peers, *found[0]):
+        name, *_ = row.values()
+        measured.setdefault(name.removesuffix(" (e)"), {}).update({c: v for c, v in row.items() if "/" in v})
     shown = next(t for t in tables(page("README.md")) if "best peer" in t[0])
     assert len(shown) == 6
     peers = {"FA2": "FA2 (SDPA)", "cuDNN": "cuDNN (SDPA)", "FLASH": "Flex (FLASH)", "FA4": "FA4"}
     for row in shown:
-        full = measured[re.sub(r" \(.\)$", "", row[""])] if row[""] in measured else measured[f"{row['']} (e)"]
-        ours = full["Weft hopper"] if "/" in full["Weft hopper"] else full["Weft triton"]
+        full = measured[row[""]]
         figures, name = re.fullmatch(r"(.+) \((\w+)\)", row["best peer"]).groups()  # type: ignore[union-attr]
-        assert (row["Weft"], figures, row["FlexAttention"]) == (ours, full[peers[name]], full["Flex (Triton)"])
-        forwards = {peer: int(full[c].split(" / ")[0]) for peer, c in peers.items() if "/" in full[c]}
+        shown_of_row = row["Weft"], figures, row["FlexAttention"]
+        assert shown_of_row == (full["Weft hopper"], full[peers[name]], full["Flex (Triton)"])
+        forwards = {peer: int(full[column].split(" / ")[0]) for peer, column in peers.items() if column in full}
         assert max(forwards, key=lambda peer: forwards[peer]) == name
 
 
