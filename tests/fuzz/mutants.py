@@ -175,7 +175,7 @@ _TRUNCATED = "torch.div(torch.as_tensor({0}), torch.as_tensor({1}), rounding_mod
 _ON_CPU: dict[str, Defect] = {
     "tile_bound_rounded_down": Instead(_TILES, "_upward", _downward),
     "full_tile_too_early": Instead(_TILES, "_rows", _full_too_early),
-    "kv_head_of_another_group": InText(r"all_heads // group,", "(all_heads // group).flip(1),"),
+    "kv_head_of_another_group": InText(r"all_heads // group,", "(all_heads // group).flip(0),"),
     "floor_div_truncates": Instead("codegen.dialects", "Printer._division", _truncating),
     "lse_in_base_2": InText(r"(mantissa\.log2\(\)\)) \* LN_2", r"\1"),
     "dlse_added": InText(r"minus_delta \+ dlse", "minus_delta - dlse"),
@@ -193,6 +193,7 @@ _ON_CPU: dict[str, Defect] = {
         r"add_product\(total, dscore, queries\.mT\)", "total.copy_(product(dscore, queries.mT))"
     ),
     "small_ints_wrap": InText(r"(arg_\w+\[[^\n\]]*\])\.long\(\)", r"\1"),
+    "heads_of_a_long_call": InText(r"slice\(first, end \* group,", "slice(kv * group, end * group,"),
     "one_hidden_key_overlooked": InText(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
     "sink_beside_the_output": InText(r"return keys / total", "return torch.ones_like(total)"),
     "sink_of_another_head": InText(r"x\.transpose\(1, 2\)\.reshape", "x.transpose(1, 2).flip(1).reshape"),

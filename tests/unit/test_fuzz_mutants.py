@@ -46,6 +46,7 @@ FOUND = {
     "hidden_gradient_kept": (0, 0, 0, 1),
     "key_gradient_of_last_tile": (0, 1, 0, 1),
     "small_ints_wrap": (0, 0, 2, 4),  # one for each read
+    "heads_of_a_long_call": (1, 1, 1, 1),
     "one_hidden_key_overlooked": (1, 0, 0, 0),
     "sink_beside_the_output": (1, 0, 0, 0),
     "sink_of_another_head": (1, 1, 0, 0),
