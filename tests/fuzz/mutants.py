@@ -32,7 +32,7 @@ from weft.ir.operators import OPERATORS
 
 from .run import Plan, fuzz, variant_calls
 
-MOST = {"cpu": 2000, "interpret": 150, "triton": 600}  # calls before a mutant counts as missed
+MOST = {"cpu": 2000, "interpret": 300, "triton": 600}  # calls before a mutant counts as missed
 SEEDS = (1, 2, 3)
 _changed = 0  # how often generated text was changed in this process
 
