@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, SupportsFloat, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat, overload
 
 import torch
 from torch import Tensor
@@ -18,10 +18,22 @@ from .compiler.planning.schedule import Schedule
 from .ir.attention import Attention as Declaration
 from .ir.errors import UnavailableError, WeftError
 from .ir.expr import TensorOperand
-from .ir.reference import expand_latent, reference
+from .ir.reference import expand_latent, ragged_reference, reference
+from .nested import are_jagged, packed
 from .runtime import ops
-from .runtime.call import Call, dense_offset, float_tensor, options_of, options_text
+from .runtime.call import (
+    Call,
+    Lengths,
+    Packed,
+    Sequences,
+    dense_offset,
+    float_tensor,
+    options_of,
+    options_text,
+    sequences_of,
+)
 from .runtime.checks import check_call, check_q_offset, check_tensors
+from .runtime.lengths import Options, check_contents, checked, cleared
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
 from .runtime.values import check_offsets, check_reads
@@ -124,6 +136,12 @@ class Attention(Declaration):
           float32. Refused under a normalizer that has none.
         q_offset: position of query row 0, an int or int32 [B] on the device (which must keep positions within
           0 .. T - 1 where operands are indexed by q_pos); T - L where not given.
+        q_lens, kv_lens: lengths of the sequences in padded operands, int32 or int64 [B] on the operands' device; all
+          rows where one is not given.
+        cu_seqlens_q, cu_seqlens_kv: the first row of each sequence in packed operands [1, heads, total, dim], and the
+          end, int32 or int64 [sequences + 1]; one may be left out where both are the same. With lengths, the symbols
+          batch, q_len, kv_len and positions are those of a sequence, q_offset is kv_len - q_len of each (or an int, or
+          int32 [sequences]), and rows that no sequence has give 0, lse -inf and zero gradients, whatever lies there.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
         schedule: "flash", "streaming", "standard", or a Schedule or its text.
         deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set.
@@ -134,9 +152,9 @@ class Attention(Declaration):
         """
         if more:
             raise WeftError(validate.by_position(self, more))
+        lengths = None
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
-            self._refuse(kv_lens=kv_lens, q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-                         block_table=block_table)  # fmt: skip
+            lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         if return_lse is not False:
             self._check_lse(return_lse)
         if deterministic is None:
@@ -147,16 +165,24 @@ class Attention(Declaration):
             operands = self._read(operands)
         if self.latent is not None:
             tail = (return_lse, q_offset, target, schedule, deterministic, operands)
-            return self._latent(query, key, value, uk, uv, form, tail)
+            return self._latent(query, key, value, uk, uv, form, tail, lengths)
         if uk is not None or uv is not None or form is not None:
             validate.check_no_latent(self, uk, uv, form)
         if torch.compiler.is_compiling() or may_autocast():
             query, key, value = _autocast(query, key, value)
-        return self._run(query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands)
+        return self._run(
+            query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths
+        )
 
-    def _refuse(self, **options: Tensor | None) -> NoReturn:
-        names = [name for name, option in options.items() if option is not None]
-        raise UnavailableError(f"{self.name}: the option {names[0]} is not available; pass padded operands and a mask")
+    def _lengths(
+        self, q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
+        block_table: Tensor | None = None,
+    ) -> Options:  # fmt: skip
+        if block_table is not None:
+            raise UnavailableError(
+                f"{self.name}: the option block_table is not available; gather the pages, and pass kv_lens="
+            )
+        return q_lens, kv_lens, cu_q, cu_kv
 
     def _check_lse(self, return_lse: bool) -> None:
         validate.check_flag(str(self.name), "return_lse", return_lse)
@@ -168,13 +194,16 @@ class Attention(Declaration):
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool,
-        operands: Mapping[str, Any], head_dim: int | None = None,
+        operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
+        """lengths: q_lens, kv_lens, cu_seqlens_q and cu_seqlens_kv, where one of them is given."""
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
             validate.check_target(str(self.name), target)
         if torch.compiler.is_compiling():
-            out, lse = self._traced(query, key, value, rope, q_offset, target, text, deterministic, operands, head_dim)
+            out, lse = self._traced(
+                query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
+            )
             return (out, self._lse(lse)) if return_lse else out
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and (value is None or isinstance(value, Tensor))
         if (
@@ -189,22 +218,32 @@ class Attention(Declaration):
             self._check(query, key, value, operands)
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
-        if q_offset is None:
+        if q_offset is None and lengths is None:
             try:
                 q_offset = key.shape[2] - query.shape[2]
-            except RuntimeError:  # a nested tensor has no such size
+            except (RuntimeError, AttributeError):  # a nested tensor has no such size
+                if are_jagged(query, key, value):
+                    return self._jagged(
+                        query, key, value, return_lse, q_offset, target, schedule, deterministic, operands
+                    )
                 self._check(query, key, key if value is None else value, operands)
                 raise
-        else:
+        elif q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
+            if query.is_nested and are_jagged(query, key, value):
+                return self._jagged(query, key, value, return_lse, q_offset, target, schedule, deterministic, operands)
             if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
                 check_offsets(str(self.name), q_offset)
         given = {n: operands[n] for n in self._names} if operands else {}
         for name, kind in self._numbers:
             if type(given[name]) is not kind:
                 given[name] = validate.as_number(given[name], kind)
+        if lengths is None:
+            sequences: Sequences = dense_offset(q_offset)  # type: ignore[arg-type]
+        else:
+            sequences = sequences_of(q_offset, *checked(str(self.name), query, key, lengths, q_offset))
         call = Call(
-            query, key, value, rope, given, dense_offset(q_offset),
+            query, key, value, rope, given, sequences,
             options_of(default_target() if target is None else target, text, deterministic), head_dim or query.shape[3],
         )  # fmt: skip
         try:
@@ -214,6 +253,16 @@ class Attention(Declaration):
             validate.explain_failure(self, call, error)
             raise
         return (found[0], self._lse(found[1])) if return_lse else found[0]
+
+    def _jagged(
+        self, query: Any, key: Any, value: Any, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
+        schedule: str | Schedule | None, deterministic: bool, operands: Mapping[str, Any],
+    ) -> Result:  # fmt: skip
+        """Nested operands [B, H, j, D], packed."""
+        made = packed(str(self.name), query, key, value)
+        lengths = (None, None, *made.starts)
+        found = self._run(*made.tensors, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths)
+        return made.nested(found) if isinstance(found, Tensor) else (made.nested(found[0]), made.nested(found[1]))
 
     def _lse(self, saved: Tensor) -> Tensor:
         """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
@@ -232,7 +281,7 @@ class Attention(Declaration):
     def _traced(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
         target: str | None, schedule: str | None, deterministic: bool, operands: Mapping[str, Any],
-        head_dim: int | None,
+        lengths: Options | None, head_dim: int | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
         if self.latent is None:
@@ -256,12 +305,16 @@ class Attention(Declaration):
                 floats.append(float_tensor(given))
             else:
                 ints.append(given)
-        offset = key.shape[2] - query.shape[2] if q_offset is None else q_offset
+        offset = key.shape[2] - query.shape[2] if q_offset is None and lengths is None else q_offset
         if isinstance(offset, (bool, float)):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
-        number, per_row = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+        number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
+        if lengths is None:
+            lengths = (None, None, None, None)
+        else:
+            lengths = checked(str(self.name), query, key, lengths, offset)
         return ops.FORWARD(
-            query, key, value, rope, tensors, floats, ints, number, per_row, head_dim or query.shape[3],
+            query, key, value, rope, tensors, floats, ints, number, per_row, *lengths, head_dim or query.shape[3],
             self.canonical_text, options_text(traced_target() if target is None else target, schedule, deterministic),
         )  # fmt: skip
 
@@ -269,6 +322,7 @@ class Attention(Declaration):
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
         form: Form | None,
         tail: tuple[bool, int | Tensor | None, str | None, str | Schedule | None, bool, Mapping[str, Any]],
+        lengths: Options | None,
     ) -> Result:  # fmt: skip
         """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders.
 
@@ -288,17 +342,20 @@ class Attention(Declaration):
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
-            return self._run(query, cache, None, None, *tail)
+            return self._run(query, cache, None, None, *tail, lengths)
         nope = query.shape[3] - rope_dim
         form = form or describe.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
+            if lengths is not None:  # what lies behind a length must not reach gradients of uk and uv
+                sequences = sequences_of(tail[1], *checked(str(self.name), query, cache, lengths, tail[1]))
+                cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
             latent = cache[..., :rank]
             rope = cache[..., rank:] if rope_dim else None
-            return self._run(query, latent @ uk, latent @ uv, rope, *tail)
+            return self._run(query, latent @ uk, latent @ uv, rope, *tail, lengths)
         if form != "absorbed":
             raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
         absorbed = torch.cat([query[..., :nope] @ uk.transpose(1, 2), query[..., nope:]], dim=-1)
-        result = self._run(absorbed, cache, None, None, *tail, head_dim=query.shape[3])
+        result = self._run(absorbed, cache, None, None, *tail, lengths, head_dim=query.shape[3])
         if return_lse:
             return result[0] @ uv, result[1]
         assert isinstance(result, Tensor)
@@ -307,17 +364,23 @@ class Attention(Declaration):
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
-        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None, **operands: Own,
+        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
+        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, **operands: Own,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
-        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None, **operands: Own,
+        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
+        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, **operands: Own,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
-        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None, **operands: Own,
+        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
+        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None, **operands: Own,
     ) -> Result: ...  # fmt: skip
     def reference(
         self,
@@ -329,15 +392,35 @@ class Attention(Declaration):
         q_offset: int | Tensor | None = None,
         uk: Tensor | None = None,
         uv: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        q_lens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
         **operands: Any,
     ) -> Result:
-        """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow."""
+        """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow.
+
+        With lengths, each sequence by itself; their values are read, on whatever device they are.
+        """
         if more:
             raise WeftError(validate.by_position(self, more))
         self._check_lse(return_lse)
+        if are_jagged(query, key, value):
+            made = packed(str(self.name), query, key, value)
+            cu_q, cu_kv = made.starts
+            out, lse = self.reference(
+                *made.tensors, return_lse=True, q_offset=q_offset, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **operands
+            )
+            return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
+        lengths = None
+        if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is None):
+            lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv)
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv)
             head_dim = query.shape[3]
+            if lengths is not None:
+                sequences = sequences_of(q_offset, *checked(str(self.name), query, key, lengths, q_offset))
+                key = cleared(key, sequences, query)  # type: ignore[arg-type]
             if uk is not None and uv is not None:
                 query, key, value = expand_latent(self, query, key, uk, uv)
             else:
@@ -352,10 +435,30 @@ class Attention(Declaration):
         validate.check_operands(self, operands, query.device)
         if q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
-            check_q_offset(q_offset, query.shape[0], query.device)
+            if lengths is None:
+                check_q_offset(q_offset, query.shape[0], query.device)
+        if lengths is not None:
+            result = self._ragged_reference(query, key, value, operands, q_offset, head_dim, lengths)
+            return result if return_lse else result[0]
         check_reads(self, query, key, operands, q_offset, head_dim)
         result = reference(self, query, key, value, operands, q_offset, head_dim)
         return result if return_lse else result[0]
+
+    def _ragged_reference(
+        self, query: Tensor, key: Tensor, value: Tensor, operands: Mapping[str, Any], q_offset: int | Tensor | None,
+        head_dim: int, lengths: Options,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        name = str(self.name)
+        sequences = sequences_of(q_offset, *checked(name, query, key, lengths, q_offset))
+        assert isinstance(sequences, (Lengths, Packed))
+        check_contents(name, query, key, sequences)
+        rows = sequences.rows(query, key)
+        for r in rows:
+            q_part = query[r.row : r.row + 1, :, r.q_first : r.q_first + r.q_len]
+            kv_part = key[r.row : r.row + 1, :, r.kv_first : r.kv_first + r.kv_len]
+            if r.q_len and r.kv_len:
+                check_reads(self, q_part, kv_part, operands, r.q_offset, head_dim, r.number)
+        return ragged_reference(self, query, key, value, operands, rows, head_dim)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
     def plan(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import validate
+from . import parts, validate
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement, Table, visited
@@ -41,6 +41,7 @@ from .runtime.checks import (
     tensor_problems,
 )
 from .runtime.settings import default_target
+from .runtime.variant import offset_kind
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -127,8 +128,8 @@ def _check_sizes(attention: Attention, sizes: Shape) -> None:
 
 
 # What a call takes besides operands, as far as it is available; a plan is the same for every value of most of these.
-_OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic")
-_NOT_AVAILABLE = ("kv_lens", "q_lens", "cu_seqlens_q", "cu_seqlens_kv", "block_table")
+_OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic", *parts.OPTIONS)
+_NOT_AVAILABLE = ("block_table",)
 
 
 def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
@@ -137,7 +138,7 @@ def _check_options(attention: Attention, sizes: Shape, form: Form | None, option
     given = {n: value for n, value in options.items() if n not in (*_OPTIONS, *_NOT_AVAILABLE)}
     check_operands(name, attention, given)
     offset = options.get("q_offset")
-    if offset is not None:
+    if offset is not None and not any(options.get(n) is not None for n in parts.OPTIONS):
         device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
         check_q_offset(offset, sizes.batch, device)
     if attention.latent is None:
@@ -175,6 +176,7 @@ def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
 class _Request(NamedTuple):
     """What a plan is asked of."""
 
+    sequences: parts.Described | None  # those of their own lengths
     sizes: Shape  # as kernels see them
     head_dim: int  # the value of the symbol: of the call, which latent forms change
     machine: hardware.Hardware
@@ -197,8 +199,13 @@ def _request(
         form = _form_of_call(attention, operands, options)
     head_dim = sizes.head_dim
     sizes, widths = _seen(attention, sizes, form)
-    _check_read(attention, _ranges_of(sizes, options.get("q_offset")), options)
-    offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else "number"
+    found = _sequences(attention, operands, sizes, options)
+    ranges = (
+        _ranges_of(sizes, options.get("q_offset")) if found is None else _ranges_of(sizes, 0) | parts.ranges_of(found)
+    )
+    _check_read(attention, ranges, options)
+    offset = offset_kind(options.get("q_offset")) if found else "number"
+    offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else offset
     target = default_target() if target is None else target
     asked = options.get("deterministic")
     repeats = torch.are_deterministic_algorithms_enabled() if asked is None else asked
@@ -206,18 +213,29 @@ def _request(
     def resolved(direction: Direction, wanted: frozenset[str]) -> driver.Resolved:
         dtypes = Dtypes.all(sizes.dtype)
         signature = Signature(
-            direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,  # type: ignore[arg-type]
+            direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
+            sequences="dense" if found is None else found.sequences.kind,
             deterministic=direction == "backward" and repeats,
         )  # fmt: skip
         return driver.resolve(attention, signature, machine, target, schedule)
 
     forward = resolved("forward", frozenset())
     if widths.value_is_key:
-        return _Request(sizes, head_dim, machine, forward, None, (*forward.notes, _NO_BACKWARD))
+        return _Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, _NO_BACKWARD))
     given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
     backward = resolved("backward", _everything(attention, widths) - given)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
-    return _Request(sizes, head_dim, machine, forward, backward, notes)
+    return _Request(found, sizes, head_dim, machine, forward, backward, notes)
+
+
+def _sequences(
+    attention: Attention, operands: Sequence[Tensor | Shape], sizes: Shape, options: Mapping[str, Any]
+) -> parts.Described | None:
+    """The sequences of a call that gives lengths. sizes: of all rows."""
+    rows: tuple[Any, Any] = operands[:2]  # type: ignore[assignment]
+    if isinstance(operands[0], Shape):
+        rows = [(sizes.batch, sizes.heads, length, sizes.head_dim) for length in (sizes.q_len, sizes.kv_len)]  # type: ignore[assignment]
+    return parts.described(str(attention.name), *rows, options)
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
@@ -262,15 +280,18 @@ def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mappin
 
 
 # -- the methods -------------------------------------------------------------------------------------------------------
-_OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic")
-
-
 def _described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
     """The operands and options of a call that is planned, checked as far as they are given."""
     lacking = [option for option in _NOT_AVAILABLE if options.get(option) is not None]
     if lacking:
-        raise WeftError(f"{attention.name}: the option {lacking[0]} is not available; pass padded operands and a mask")
+        raise WeftError(f"{attention.name}: the option {lacking[0]} is not available; gather the pages, pass kv_lens=")
     first = operands[0] if operands else None
+    if any(options.get(n) is not None for n in parts.OPTIONS):
+        offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
+        rest = {n: value for n, value in options.items() if n != "q_offset"}
+        return validate.described(attention, rest, None, getattr(first, "device", None), _OPTIONS) | {
+            "q_offset": offset
+        }
     if isinstance(first, Tensor):
         return validate.described(attention, options, len(first), first.device, _OPTIONS)
     batch = first.batch if isinstance(first, Shape) else 1
@@ -335,29 +356,33 @@ def _to_give(attention: Attention, options: Mapping[str, Any]) -> str:
 
 
 def _counter(
-    attention: Attention, sizes: Shape, head_dim: int, code: CodePlan, options: Mapping[str, Any]
+    attention: Attention, r: _Request, options: Mapping[str, Any]
 ) -> tuple[CountTiles | None, tuple[str, ...]]:
     """Tile counts of the whole problem, with a note where they are not those of a call.
 
     None where they depend on operands that were not given.
     """
-    facts, missing = facts_of(attention), _to_give(attention, options)
+    facts, missing, code = facts_of(attention), _to_give(attention, options), r.forward.code
     measured = _measures(code)
     survey = facts.survey if measured and not missing else None
     lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
     decisive = [attention.folded_mask] if survey else [line.value for line in lines]
     read = {name for value in decisive for name in symbols(value)}
     offset = options.get("q_offset")
-    count = counter(
-        facts.kv_tiles,
-        facts.q_tiles,
-        sizes,
-        q_offset=offset if isinstance(offset, int) else None,
-        env={"head_dim": head_dim, **_environment(attention, options)},
-        by_head=bool(read & {"head", "kv_head"}),
-        by_batch="batch" in read,
-        survey=survey,
-    )
+    env = {"head_dim": r.head_dim, **_environment(attention, options)}
+    found = parts.parts_of(r.sizes, offset if isinstance(offset, int) else None, r.sequences, "batch" in read)
+    counters = [
+        (
+            counter(
+                facts.kv_tiles, facts.q_tiles, part.sizes, q_offset=part.q_offset, env=env,
+                by_head=bool(read & {"head", "kv_head"}), by_batch="batch" in read, survey=survey,
+                first_batch=part.number,
+            ),
+            times,
+        )
+        for part, times in found
+    ]  # fmt: skip
+    count = parts.summed_counts(counters, r.sizes)
     if survey is not None:
         return count, ()
     try:
@@ -388,13 +413,15 @@ def plan(
     options = _described(attention, operands, options)
     r = _request(attention, operands, device, target, schedule, form, options)
     facts = facts_of(attention)
-    count, counted = _counter(attention, r.sizes, r.head_dim, r.forward.code, options)
+    count, counted = _counter(attention, r, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
     if any(code.target == "interpret" for code in codes):
         notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
     notes = (*notes, *_computed_whole(facts, r.forward))
-    if isinstance(options.get("q_offset"), Tensor):
+    if r.sequences is not None:
+        notes = (*notes, parts.note(r.sequences))
+    elif isinstance(options.get("q_offset"), Tensor):
         notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
     if facts.traits.pair_bytes:
         most = facts.traits.pair_bytes
@@ -405,7 +432,10 @@ def plan(
         return make_plan(name, r.sizes, r.machine, codes, facts.traits, count=count, notes=notes, visible=visible)
 
     try:
-        return made(_visible_pairs(attention, r.sizes, r.head_dim, options))
+        offset = options.get("q_offset") if r.sequences is None else None
+        by_batch = "batch" in symbols(attention.folded_mask)
+        found = parts.parts_of(r.sizes, offset, r.sequences, by_batch)
+        return made(parts.summed_pairs([(_visible_pairs(attention, p, r.head_dim, options), n) for p, n in found]))
     except WeftError:
         made()  # counting tiles says more of operands that do not fit
         raise
@@ -416,14 +446,14 @@ SOME_PAIRS = 1 << 21  # and beyond it evenly spaced rows with so many pairs stan
 
 
 def _visible_pairs(
-    attention: Attention, sizes: Shape, head_dim: int, options: Mapping[str, Any]
+    attention: Attention, part: parts.Part, head_dim: int, options: Mapping[str, Any]
 ) -> VisiblePairs | None:
     """Pairs that see each other, by the mask itself; None where operands that it reads are missing."""
+    sizes, offset = part.sizes, part.q_offset
     heads, rows = sizes.batch * sizes.heads, sizes.q_len
     if not attention.is_masked:
         return VisiblePairs(heads * rows * sizes.kv_len, heads * rows, heads * rows)
     values = {operand.name: options.get(operand.name) for operand in _mask_operands(attention)}
-    offset = options.get("q_offset")
     if isinstance(offset, Tensor) or not all(isinstance(v, (int, float, Tensor)) for v in values.values()):
         return None
     values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in values.items()}
@@ -436,7 +466,7 @@ def _visible_pairs(
     env = {**values, "q_len": rows, "kv_len": sizes.kv_len, "group": sizes.group, "head_dim": head_dim}
     seen = 0
     for batch, head in of:
-        own = {**env, "batch": batch, "head": head, "kv_head": head // sizes.group}
+        own = {**env, "batch": part.number + batch, "head": head, "kv_head": head // sizes.group}
         seen += _seen_by(attention, own, [first + row for row in chosen], sizes.kv_len)
     looked = len(of) * len(chosen)
     return VisiblePairs(round(seen * heads * rows / looked), looked, batches * different * rows)

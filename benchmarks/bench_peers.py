@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from bench_rows import Row
-from bench_variants import sink_logits, torch_variant, weft_variant
+from bench_variants import sink_logits, starts, torch_variant, weft_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Contender:
     leaves: tuple[Tensor, Tensor, Tensor]  # what `forward` reads: query, key, value
     grad_out: Tensor  # in the layout of what `forward` returns
     seq_first: bool = False  # [B, S, H, D] instead of [B, H, S, D]
+    packed: bool = False  # leaves have no batch dimension
     setup: Callable[[], object] | None = None  # timed apart: Flex's mask build
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
 
@@ -56,7 +58,8 @@ class Contender:
         """Output and gradients, [B, H, S, D], for comparison."""
         with self.context():
             out = self.forward()
-            found = (out, *self.backward(out))
+            gradients = self.backward(out)
+            found = (out, *(g[None] if self.packed else g for g in gradients))
         return tuple((x.transpose(1, 2) if self.seq_first else x).detach() for x in found)
 
 
@@ -79,10 +82,19 @@ def _contender(operands: Operands, forward: Callable[[], Tensor]) -> Contender:
     return Contender(forward, (operands.query, operands.key, operands.value), operands.grad_out)
 
 
+MOST_DENSE = 1 << 17  # tokens of a row of which some columns make a mask of all pairs
+
+
+def _refuse_dense(row: Row) -> None:
+    if row.lens and row.length > MOST_DENSE:
+        raise NotOffered("a mask of all pairs of tokens is too large")
+
+
 # --- plain torch --------------------------------------------------------------------------------------------------
 
 
 def _math(row: Row, operands: Operands) -> Contender:
+    _refuse_dense(row)
     variant = torch_variant(row, operands.device)
     scale = 1 / math.sqrt(row.dim)
 
@@ -113,6 +125,8 @@ def _math(row: Row, operands: Operands) -> Contender:
 
 def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
+        if row.lens and backend == SDPBackend.FLASH_ATTENTION:
+            return _varlen(row, operands)
         if row.variant not in ("full", "causal"):
             raise NotOffered("SDPA has no such variant")
         causal = row.variant == "causal"
@@ -126,6 +140,23 @@ def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
         return Contender(forward, leaves, operands.grad_out, context=lambda: sdpa_kernel(backend))
 
     return build
+
+
+def _varlen(row: Row, operands: Operands) -> Contender:
+    """torch's kernels of FlashAttention 2 for packed sequences."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise NotOffered(f"torch.nn.attention.varlen cannot be imported: {error}") from error
+    cu, longest = starts(row, operands.device), max(row.lens)
+    known = inspect.signature(varlen_attn).parameters
+    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+
+    def forward() -> Tensor:
+        rows = [x[0].transpose(0, 1) for x in (operands.query, operands.key, operands.value)]
+        return varlen_attn(*rows, cu, cu, longest, longest, **causal).transpose(0, 1)[None]
+
+    return _contender(operands, forward)
 
 
 # --- FlexAttention ------------------------------------------------------------------------------------------------
@@ -147,6 +178,7 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
             _import_fa4()
             if row.variant in ("full", "causal", "sink"):
                 raise NotOffered("the kernels of FA4, which has its own column here")
+        _refuse_dense(row)
         variant = torch_variant(row, operands.device)
 
         def build_mask() -> BlockMask | None:
@@ -191,6 +223,8 @@ def _import_fa4() -> Callable[..., Tensor | tuple[Tensor, ...]]:
 
 def _fa4(row: Row, operands: Operands) -> Contender:
     attend = _import_fa4()
+    if row.lens:
+        return _fa4_varlen(row, operands)
     if row.variant not in ("full", "causal", "sink"):
         raise NotOffered("FA4 takes variants through FlexAttention: see Flex (FLASH)")
     query, key, value = (
@@ -206,6 +240,27 @@ def _fa4(row: Row, operands: Operands) -> Contender:
         return out[0] if isinstance(out, tuple) else out
 
     return Contender(forward, (query, key, value), grad_out, seq_first=True)
+
+
+def _fa4_varlen(row: Row, operands: Operands) -> Contender:
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ImportError as error:
+        raise NotOffered(f"flash_attn.cute has no varlen function: {error}") from error
+    query, key, value = (
+        x.detach()[0].transpose(0, 1).contiguous().requires_grad_()
+        for x in (operands.query, operands.key, operands.value)
+    )
+    cu, grad_out = starts(row, operands.device), operands.grad_out.transpose(1, 2).contiguous()
+
+    known = inspect.signature(flash_attn_varlen_func).parameters
+    longest = {n: max(row.lens) for n in ("max_seqlen_q", "max_seqlen_k") if n in known}
+
+    def forward() -> Tensor:
+        out = flash_attn_varlen_func(query, key, value, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, **longest)
+        return (out[0] if isinstance(out, tuple) else out)[None]
+
+    return Contender(forward, (query, key, value), grad_out, seq_first=True, packed=True)
 
 
 # --- Weft ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The rows of the benchmark: shapes, variants, and the work that their masks leave visible."""
 
+import random
 from dataclasses import dataclass
 
 TOKENS = 16384  # of a row, unless its name says otherwise
@@ -14,7 +15,7 @@ class Row:
     heads: int  # H
     length: int  # S
     dim: int  # D
-    parameter: int = 0  # window, prefix, length of a document or the cap; 0 where the variant has none
+    parameter: int = 0  # window, prefix, length of a document or of a sequence, the cap, how many sequences; 0: none
     own_kv_heads: int = 0  # heads of key and value; 0: H
     own_value_dim: int = 0  # Dv; 0: D
 
@@ -35,6 +36,20 @@ class Row:
         return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}"
 
     @property
+    def lens(self) -> tuple[int, ...]:
+        """Lengths of the sequences that the row's tokens are packed of; () where every batch row is one."""
+        n = self.parameter
+        if self.variant == "packed":
+            return (n,) * (self.length // n)
+        if self.variant != "ragged":
+            return ()
+        longest = 2 * self.length // n  # evenly from 1 on, in no order
+        found = [1 + i * (longest - 1) // (n - 1) for i in range(n)]
+        found[n // 2] += self.length - sum(found)
+        random.Random(0).shuffle(found)
+        return tuple(found)
+
+    @property
     def visible_pairs(self) -> int:
         """Pairs of a query and a key that the mask leaves, in one head."""
         s, n = self.length, self.parameter
@@ -46,6 +61,8 @@ class Row:
                 return causal
             case "window":
                 return causal - (s - n) * (s - n + 1) // 2
+            case "packed" | "ragged":
+                return sum(length * (length + 1) // 2 for length in self.lens)
             case "documents":
                 return s // n * (n * (n + 1) // 2)
             case "prefix":
@@ -97,5 +114,10 @@ SHAPES = (  # widths that are no power of two, grouped heads, many short sequenc
     Row("causal", 1, 16, 1024, 128),
     Row("causal", 1, 8, 131072, 128),
 )
-ROWS = DENSE + VARIANTS + SHAPES
+PACKED = (  # causal, with cu_seqlens; sequences of 1 to 16k tokens beside equal ones of as much work
+    Row("packed", 1, 16, TOKENS, 128, 1024),
+    Row("ragged", 1, 8, 64 * 8192, 128, 64),
+    Row("packed", 1, 8, 64 * 9475, 128, 9475),
+)
+ROWS = DENSE + VARIANTS + SHAPES + PACKED
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

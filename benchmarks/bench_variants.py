@@ -41,6 +41,17 @@ def document_ids(row: Row, device: str) -> Tensor:
     return torch.arange(row.length, device=device, dtype=torch.int32) // row.parameter
 
 
+def starts(row: Row, device: str) -> Tensor:
+    """int32 [sequences + 1]: the first token of each packed sequence, and the end."""
+    return torch.tensor([0, *row.lens], device=device).cumsum(0).to(torch.int32)
+
+
+def sequence_numbers(row: Row, device: str) -> Tensor:
+    """int32 [length]: of the sequence of each token."""
+    numbers = torch.arange(len(row.lens), dtype=torch.int32)
+    return torch.repeat_interleave(numbers, torch.tensor(row.lens)).to(device)
+
+
 def torch_variant(row: Row, device: str) -> TorchVariant:
     """The row's variant for FlexAttention and for plain torch."""
     n = row.parameter
@@ -65,6 +76,9 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
         case "documents":
             doc = document_ids(row, device)
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (doc[kv] == doc[q]))
+        case "packed" | "ragged":
+            number = sequence_numbers(row, device)
+            return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (number[kv] == number[q]))
         case "prefix":
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) | (kv < n))
         case other:
@@ -82,6 +96,8 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
             return weft.Attention(name="full"), {}
         case "causal":
             return weft.Attention(mask=causal, name="causal"), {}
+        case "packed" | "ragged":
+            return weft.Attention(mask=causal, name="causal"), {"cu_seqlens_q": starts(row, device)}
         case "softcap":
             return weft.Attention(float(n) * weft.tanh(score / float(n)), causal, name="softcap"), {}
         case "alibi":

@@ -17,7 +17,7 @@ from ..compiler.planning.kernels import SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
-from ..compiler.planning.signature import Signature
+from ..compiler.planning.signature import SequenceKind, Signature
 from ..compiler.planning.stages import Tiles, stages_of
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
@@ -78,6 +78,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         ],
         "less_lse": facts.linear_scale is not None and not sums_reads and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
+        "sequences": signature.sequences,
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
@@ -121,7 +122,7 @@ def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
 
 
-def generate_spans(facts: Facts, wide: bool) -> str:
+def generate_spans(facts: Facts, wide: bool, sequences: SequenceKind = "dense") -> str:
     """Source of the module that measures which tiles a call must visit, for kernels of any GPU target."""
     found = facts.survey
     if found is None:
@@ -135,6 +136,7 @@ def generate_spans(facts: Facts, wide: bool) -> str:
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, strides=True)),
         "by_head": facts.mask_differs_by_head,
+        "sequences": sequences,
         "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
         "finds_full": not is_bool(found.certain, False),
         "axes": [

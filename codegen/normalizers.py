@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from ..ir.errors import InternalError
 from ..ir.normalizer import SOFTMAX, Normalizer
 
+SINK_AND_LENGTHS = "a sink in sequences of their own lengths is not available; use .reference(...)"
+
 
 @dataclass(frozen=True)
 class Terms:

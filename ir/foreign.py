@@ -243,8 +243,13 @@ _WINDOW = (
 )
 _DROPOUT = "attention dropout is not available; leave it out"
 _GQA = "leave it out: heads are grouped wherever key and value have fewer heads than the query"
+_STARTS = (
+    "write cu_seqlens_kv=, with operands packed as [1, heads, total, dim]: x.transpose(0, 1)[None] of [total, heads, "
+    "dim]"
+)
+_LENGTHS = "write kv_lens=: lengths of the keys, int32 [batch], where the cache is longer than what was written"
+_PAGES = "paged caches are not available; gather the pages, and pass kv_lens="
 _SINK = "declare it: sinks = weft.tensor('sinks', 1), weft.Attention(sink=sinks[weft.head]), called with sinks=..."
-_LENGTHS = "lengths of sequences are not available; pass padded operands and declare a mask"
 OPTIONS = {
     "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
     "mask_mod": _MASK, "block_mask": _MASK, "key_padding_mask": _MASK, "bias": _BIAS, "attn_bias": _BIAS,
@@ -260,8 +265,10 @@ OPTIONS = {
     "need_weights": "weights are never computed as a whole; return_lse=True gives their normalizer",
     "return_aux": "write return_lse=True", "kernel_options": "write schedule=", "backend": "write target=",
     "device": "leave it out: the operands' device decides, and target= names a target",
-    "cu_seqlens_k": _LENGTHS, "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
-    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _LENGTHS,
+    "cu_seqlens_k": _STARTS, "cu_seq_q": _STARTS.replace("_kv", "_q"), "cu_seq_k": _STARTS,
+    "cu_seqlens": _STARTS.replace("_kv", "_q"), "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
+    "max_seqlen": "leave it out", "max_q": "leave it out", "max_k": "leave it out",
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _PAGES,
     "sink": _SINK, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
     "add_zero_attn": "declare it: weft.Attention(sink=0.0)",
 }  # fmt: skip

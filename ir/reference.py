@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 
@@ -16,6 +16,7 @@ from .expr import Call, Const, Expr, Load, Scalar, Symbol
 from .normalizer import Normalizer
 from .operators import LARGEST_FLOOR, OPERATORS
 from .parse import parse
+from .sequences import Rows
 
 Value = Tensor | int | float | bool
 
@@ -93,9 +94,10 @@ def dense_mask(
 
 
 def positions(
-    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | Tensor | None, device: torch.device
-) -> dict[str, Value]:
-    """Values of the symbols, shaped to broadcast over [B, Hq, L, T]."""
+    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | Tensor | None, device: torch.device,
+    first_batch: int = 0,
+) -> dict[str, Value]:  # fmt: skip
+    """Values of the symbols, shaped to broadcast over [B, Hq, L, T]. first_batch: number of the first batch row."""
     offset = kv_len - q_len if q_offset is None else q_offset
     if isinstance(offset, Tensor):
         offset = offset.to(device=device, dtype=torch.int64).view(-1, 1, 1, 1)
@@ -103,7 +105,7 @@ def positions(
     return {
         "q_pos": torch.arange(q_len, device=device).view(1, 1, -1, 1) + offset,
         "kv_pos": torch.arange(kv_len, device=device).view(1, 1, 1, -1),
-        "batch": torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        "batch": torch.arange(first_batch, first_batch + batch, device=device).view(-1, 1, 1, 1),
         "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads,
         "q_len": q_len, "kv_len": kv_len,
     }  # fmt: skip
@@ -117,18 +119,19 @@ def reference(
     operands: Mapping[str, Value],
     q_offset: int | Tensor | None = None,
     head_dim: int | None = None,
+    first_batch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention from its definition.
 
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], operands by name; any float dtype.
-    head_dim: the value of the symbol `head_dim`, D where not given. Returns out [B, Hq, L, Dv] and lse [B, Hq, L],
-    NaN under a normalizer that has none. A sink is one more logit of every row, whose weight meets no value.
-    A row that sees nothing gives out 0 and lse -inf, or the sink, with zero gradients.
+    head_dim: the value of the symbol `head_dim`, D where not given. first_batch: that of `batch` in batch row 0.
+    Returns out [B, Hq, L, Dv] and lse [B, Hq, L], NaN under a normalizer that has none.
+    A row that sees nothing gives out 0 and lse -inf, with zero gradients.
     """
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     dtype, device = query.dtype, query.device
-    env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, device)
+    env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, device, first_batch)
     env |= {"head_dim": head_dim or dim, **operands}
     key = key.repeat_interleave(heads // kv_heads, dim=1)
     value = value.repeat_interleave(heads // kv_heads, dim=1)
@@ -145,6 +148,54 @@ def reference(
     weights, lse = _weights(attention.weighs, torch.cat([score, sink], -1), torch.cat([mask, sink > -math.inf], -1))
     # infinity less infinity is NaN in the weights, as in torch.softmax; so it is here
     return weights[..., :-1] @ value, torch.where(sink[..., 0] == math.inf, math.nan, lse)
+
+
+def ragged_reference(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, operands: Mapping[str, Value],
+    rows: Sequence[Rows], head_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition of a call with lengths: each sequence by itself, and 0 and lse -inf (NaN) in rows of none.
+
+    query [B, Hq, L, D], key and value likewise; rows: of all sequences, in the order of their batch rows, and of first
+    rows in one. Returns out [B, Hq, L, Dv] and lse [B, Hq, L].
+    """
+    batch, q_rows, kv_rows = query.shape[0], query.shape[2], key.shape[2]
+    if batch == 0:
+        return reference(attention, query, key, value, operands, 0, head_dim)
+    nothing = -math.inf if attention.weighs.saves_lse else math.nan
+    outs, lses = [], []
+    for b in range(batch):
+        own = [r for r in rows if r.row == b]
+        # split and cat, so that a gradient is put together once and not once a sequence
+        q_parts = query[b : b + 1].split(_cuts([(r.q_first, r.q_len) for r in own], q_rows), 2)
+        kv_cuts = _cuts([(r.kv_first, r.kv_len) for r in own], kv_rows)
+        k_parts, v_parts = key[b : b + 1].split(kv_cuts, 2), value[b : b + 1].split(kv_cuts, 2)
+        row_outs, row_lses = [], []
+        for i, part in enumerate(q_parts):
+            r = own[i // 2] if i % 2 else None
+            sees = r is not None and r.q_len and (r.kv_len or attention.folded_sink is not None)
+            if r is None or not sees:  # between sequences, or nothing to see
+                row_outs.append(part.new_zeros(*part.shape[:3], value.shape[3]))
+                row_lses.append(part.new_full(part.shape[:3], nothing))
+                continue
+            out, lse = reference(
+                attention, part, k_parts[i], v_parts[i], operands, r.q_offset, head_dim or query.shape[3], r.number
+            )
+            row_outs.append(out)
+            row_lses.append(lse)
+        outs.append(torch.cat(row_outs, 2))
+        lses.append(torch.cat(row_lses, 2))
+    connected = sum(t[:, :, :0].sum() for t in (query, key, value))  # 0, with gradients where no sequence has any
+    return torch.cat(outs) + connected, torch.cat(lses) + connected
+
+
+def _cuts(places: Sequence[tuple[int, int]], rows: int) -> list[int]:
+    """Sizes of parts of an axis of this many rows: rows between places (first, length), then those of one, in turn."""
+    cuts, at = [], 0
+    for first, length in places:
+        cuts += [first - at, length]
+        at = first + length
+    return [*cuts, rows - at]
 
 
 def _weights(normalizer: Normalizer, score: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

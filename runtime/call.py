@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..compiler.planning.signature import SequenceKind
 from ..ir.errors import InternalError, WeftError
+from ..ir.sequences import Rows, packed_rows, padded_rows
 
 Operand = Tensor | int | float
 MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant's own operands
@@ -21,30 +23,64 @@ MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant
 class Dense:
     """Every sequence fills its [L, D] rows of query and its [T, D] rows of key and value."""
 
+    kind: ClassVar[SequenceKind] = "dense"
     q_offset: int | Tensor  # position of query row 0: a number, or int32 [B]
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Padded operands: sequence b has q_lens[b] queries and kv_lens[b] keys. No target computes it yet."""
+    """Padded operands [B, H, L, D]: sequence b has the first q_lens[b] queries and kv_lens[b] keys of batch row b."""
 
-    q_lens: Tensor | None  # int32 [B]; None: all L rows
-    kv_lens: Tensor | None  # int32 [B]; None: all T rows
+    kind: ClassVar[SequenceKind] = "lengths"
+    q_lens: Tensor | None  # int32 or int64 [B]; None: all L rows
+    kv_lens: Tensor | None  # the same; None: all T rows
     q_offset: int | Tensor | None  # None: kv_len - q_len of each sequence
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What kernels read, by the names that they have for it."""
+        return {"q_lens": self.q_lens, "kv_lens": self.kv_lens}
+
+    def number(self, query: Tensor) -> int:
+        """How many sequences there are."""
+        return query.shape[0]
+
+    def rows(self, query: Tensor, key: Tensor) -> list[Rows]:
+        """Which rows each has, within the operands. Waits for a device that holds the lengths."""
+        q_lens, kv_lens = (None if t is None else t.tolist() for t in (self.q_lens, self.kv_lens))
+        return padded_rows(query.shape[0], query.shape[2], key.shape[2], q_lens, kv_lens, numbers_of(self.q_offset))
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Operands [1, heads, total, dim] with sequences one after the other. No target computes it yet."""
+    """Operands [1, heads, total, dim] with sequences one after the other: rows cu[b] to cu[b + 1] are those of b.
 
-    cu_q: Tensor  # int32 [B + 1], the first row of each sequence, and the end
-    cu_kv: Tensor  # int32 [B + 1]
-    q_offset: int | Tensor | None
+    Rows behind the last sequence belong to none.
+    """
+
+    kind: ClassVar[SequenceKind] = "packed"
+    cu_q: Tensor  # int32 or int64 [B + 1], the first row of each sequence, and the end
+    cu_kv: Tensor  # the same of keys
+    q_offset: int | Tensor | None  # as of Lengths
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"cu_q": self.cu_q, "cu_kv": self.cu_kv}
+
+    def number(self, query: Tensor) -> int:
+        return self.cu_q.shape[0] - 1
+
+    def rows(self, query: Tensor, key: Tensor) -> list[Rows]:
+        """As of Lengths."""
+        starts = self.cu_q.tolist(), self.cu_kv.tolist()
+        return packed_rows(query.shape[2], key.shape[2], *starts, numbers_of(self.q_offset))
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
     """Keys and values in pools [blocks, Hkv, page, D]. No target computes it yet."""
+
+    kind: ClassVar[SequenceKind] = "paged"
 
     kv_lens: Tensor  # int32 [B]
     table: Tensor  # int32 [B, pages], the block of each page
@@ -52,7 +88,12 @@ class Paged:
     q_offset: int | Tensor | None
 
 
+Ragged = Lengths | Packed  # sequences of their own lengths
 Sequences = Dense | Lengths | Packed | Paged
+
+
+def numbers_of(q_offset: int | Tensor | None) -> int | list[int] | None:
+    return q_offset.tolist() if isinstance(q_offset, Tensor) else q_offset
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -119,12 +160,17 @@ class Call:
 
     @property
     def q_offset(self) -> int | Tensor:
+        """Of a dense call."""
         sequences = self.sequences
         if isinstance(sequences, Dense):
             return sequences.q_offset
-        raise InternalError(
-            f"call: sequences of kind {type(sequences).__name__} reached a target that has only dense ones"
-        )
+        raise InternalError(f"call: sequences of kind {sequences.kind} reached what knows only dense ones")
+
+    @property
+    def ragged(self) -> Ragged | None:
+        """The sequences where they have lengths of their own."""
+        sequences = self.sequences
+        return sequences if isinstance(sequences, (Lengths, Packed)) else None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -148,6 +194,23 @@ class BackwardCall:
     wanted: frozenset[str]  # "query", "key", "value", "rope" and names of operands
 
 
+def sequences_of(
+    q_offset: int | Tensor | None, q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None,
+    cu_kv: Tensor | None,
+) -> Sequences:  # fmt: skip
+    """The record of these options of a call. Kernels read what is one number a sequence one after the other."""
+    if q_lens is kv_lens is cu_q is cu_kv is None:
+        assert q_offset is not None
+        return dense_offset(q_offset)
+    q_offset = q_offset.contiguous() if isinstance(q_offset, Tensor) else q_offset
+    if cu_q is None and cu_kv is None:
+        q_lens, kv_lens = (None if t is None else t.contiguous() for t in (q_lens, kv_lens))
+        return Lengths(q_lens, kv_lens, q_offset)
+    if cu_q is None or cu_kv is None or not q_lens is kv_lens is None:
+        raise WeftError("expected cu_seqlens_q and cu_seqlens_kv, or q_lens and kv_lens, got some of both")
+    return Packed(cu_q.contiguous(), cu_kv.contiguous(), q_offset)
+
+
 def dense_offset(q_offset: int | Tensor) -> Dense:
     """Rows from this position on; kernels read an offset a row one after the other."""
     if isinstance(q_offset, Tensor) and not q_offset.is_contiguous():
@@ -169,21 +232,38 @@ def flat(call: Call, kinds: Sequence[str], text: str) -> tuple[Any, ...]:
     values: dict[str, list[Any]] = {"tensor": [], "float": [], "int": []}
     for kind, value in zip(kinds, call.operands.values()):
         values[kind].append(float_tensor(float(value)) if kind == "float" else value)
-    offset = call.q_offset
-    number, tensor = (0, offset) if isinstance(offset, Tensor) else (offset, None)
+    offset = call.sequences.q_offset
+    number, tensor = (None, offset) if isinstance(offset, Tensor) else (offset, None)
     return (
         call.query, call.key, call.value, call.rope, values["tensor"], values["float"], values["int"], number, tensor,
-        call.head_dim, text, call.options.text,
+        *sequence_tensors(call.sequences), call.head_dim, text, call.options.text,
     )  # fmt: skip
+
+
+def sequence_tensors(sequences: Sequences) -> tuple[Tensor | None, ...]:
+    """q_lens, kv_lens, cu_seqlens_q and cu_seqlens_kv, as the op takes them."""
+    match sequences:
+        case Dense():
+            return None, None, None, None
+        case Lengths(q_lens, kv_lens):
+            return q_lens, kv_lens, None, None
+        case Packed(cu_q, cu_kv):
+            return None, None, cu_q, cu_kv
+        case _:
+            raise InternalError(f"call: sequences of kind {sequences.kind} have no place in the op")
 
 
 def call_of(
     names: Sequence[str], kinds: Sequence[str], options: str, query: Tensor, key: Tensor, value: Tensor | None,
-    rope: Tensor | None, operands: Sequence[Tensor], floats: Sequence[Tensor], ints: Sequence[int], q_offset: int,
-    q_offsets: Tensor | None, head_dim: int,
+    rope: Tensor | None, operands: Sequence[Tensor], floats: Sequence[Tensor], ints: Sequence[int],
+    q_offset: int | None, q_offsets: Tensor | None, q_lens: Tensor | None, kv_lens: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None, head_dim: int,
 ) -> Call:  # fmt: skip
     """The call that an op's arguments stand for."""
     of_kind = {"tensor": iter(operands), "float": (f.item() for f in floats), "int": iter(ints)}
     named: dict[str, Operand] = {name: next(of_kind[kind]) for name, kind in zip(names, kinds)}
-    sequences = dense_offset(q_offset if q_offsets is None else q_offsets)
-    return Call(query, key, value, rope, named, sequences, parse_options(options), head_dim)
+    offset = q_offset if q_offsets is None else q_offsets
+    lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv)
+    if offset is None and lengths == (None,) * 4:
+        raise WeftError("weft::attention: q_offset: expected a number or q_offsets, where no lengths are given")
+    return Call(query, key, value, rope, named, sequences_of(offset, *lengths), parse_options(options), head_dim)

@@ -15,7 +15,8 @@ from ..ir.errors import WeftError, collected, shown
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from ..ir.operators import Range
-from .call import BackwardCall, Call
+from ..ir.sequences import Rows
+from .call import BackwardCall, Call, Dense, Lengths, Packed, Ragged
 from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
@@ -143,12 +144,29 @@ def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
 
 def fits(call: Call) -> bool:
     """Whether the main tensors fit each other: what may vary between calls that share what is prepared."""
-    offset = call.q_offset
-    if isinstance(offset, Tensor) and offset.shape[0] != call.query.shape[0]:
+    sequences = call.sequences
+    if isinstance(sequences, Dense):
+        if isinstance(sequences.q_offset, Tensor) and sequences.q_offset.shape[0] != call.query.shape[0]:
+            return False
+    elif not _rows_fit(call):
         return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
     return _fit(call.query, call.key, call.value)
+
+
+def _rows_fit(call: Call) -> bool:
+    """Whether lengths are those of these operands, as far as shapes tell."""
+    sequences, batches = call.sequences, (call.query.shape[0], call.key.shape[0])
+    match sequences:
+        case Lengths(q_lens, kv_lens):
+            fit = all(t is None or t.shape[0] == batches[0] for t in (q_lens, kv_lens))
+        case Packed(cu_q, cu_kv):
+            fit = batches == (1, 1) and cu_q.shape == cu_kv.shape
+        case _:
+            return False
+    offset = sequences.q_offset
+    return fit and (not isinstance(offset, Tensor) or offset.shape[0] == sequences.number(call.query))
 
 
 def _latent_fits(call: Call) -> bool:
@@ -179,7 +197,8 @@ def check_call(attention: Attention, call: Call) -> None:
     elif not _latent_fits(call):
         shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in call.tensors.items())
         raise WeftError(f"{name}: the operands of latent attention do not fit each other: {shapes}")
-    check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
+    if isinstance(call.sequences, Dense):
+        check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
     problems = check_operand_kinds(attention, call.operands, call.query.device)
     if problems:
         raise collected(name, problems)
@@ -298,14 +317,54 @@ class SizeChecks:
             assert not isinstance(value, Tensor)
             if not -INT32_MAX <= value <= INT32_MAX:
                 raise collected(self._name, list(range_problems(scalar, int(value))))
-        offset = call.q_offset
-        if isinstance(offset, Tensor) or not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET:
+        offset = call.sequences.q_offset
+        if isinstance(offset, Tensor) or (offset is not None and not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET):
             check_offsets(self._name, offset)
         if not self._ranges_needed:
             return
         if self._computed and checks_values():
             check_entries(self._name, call.operands, self._computed)
+        sequences = call.ragged
+        if sequences is not None:
+            return self._prove_ragged(call, sequences)
+        assert offset is not None
         self._prove(call, offset)
+
+    def _prove_ragged(self, call: Call, sequences: Ragged) -> None:
+        """Of sequences with lengths: by the ranges of these where they are known, else by all that fit."""
+        rows = _known_rows(call, sequences)
+        exact, far = _ragged_ranges(call, sequences, rows)
+        ints = {s.name: int(call.operands[s.name]) for s in self._ints}
+        here = {name: (value, value) for name, value in ints.items()}
+        rounded = {name: _rounded(ends) for name, ends in exact.items()}
+        problems: list[str] = []
+        for env in (rounded | {name: _octave(value) for name, value in ints.items()}, exact | here):
+            problems = self._ragged_problems(call, env, far)
+            if not problems:
+                return
+        if rows is None:
+            raise collected(self._name, problems)
+        for r in rows:  # each by itself, as its lengths and positions belong together
+            if problems := self._ragged_problems(call, _ragged_ranges(call, sequences, [r])[0] | here, None):
+                raise collected(self._name, [f"sequence {r.number}: {problem}" for problem in problems])
+
+    def _ragged_problems(self, call: Call, env: Ranges, far: Range | None) -> list[str]:
+        """What is not sound in these ranges; sound ones are remembered. far: of q_pos where nobody knows it."""
+        extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
+        floats = self._floats_of(call)
+        known = ("ragged", *env.values(), far, *floats.values(), *extents.values())
+        if known in self._proven:
+            return []
+        found = [p for expression in self._expressions for p in check_integers(expression, env, extents, floats)]
+        if far is not None:
+            anywhere = env | {"q_pos": _rounded(far)}
+            more = [p for e in self._expressions for p in check_integers(e, anywhere, extents, floats)]
+            found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not _is_of_an_index(p)]
+        if not found:
+            if len(self._proven) >= MOST_PROVEN:
+                self._proven.clear()
+            self._proven.add(known)
+        return list(dict.fromkeys(found))
 
     def _prove(self, call: Call, offset: int | Tensor) -> None:
         offsets = known_offsets(offset) if isinstance(offset, Tensor) else (offset, offset)
@@ -385,6 +444,63 @@ class SizeChecks:
             "q_len": q_lens, "kv_len": kv_lens, "head_dim": (call.head_dim, call.head_dim),
         }  # fmt: skip
         return env | {scalar.name: around(value) for scalar, value in zip(self._ints, ints)}
+
+
+def _known_rows(call: Call, sequences: Ragged) -> list[Rows] | None:
+    """The sequences that compute something; None where they lie on a device and no check was asked for."""
+    given = [*sequences.tensors.values(), sequences.q_offset]
+    if not (checks_values() or all(t.is_cpu for t in given if isinstance(t, Tensor))):
+        return None
+    return [r for r in sequences.rows(call.query, call.key) if r.q_len and r.kv_len]
+
+
+def _ragged_ranges(call: Call, sequences: Ragged, rows: Sequence[Rows] | None) -> tuple[Ranges, Range | None]:
+    """Range of every symbol in these sequences; and of q_pos as it may be, where nobody knows them.
+
+    As for offsets on a device, an index relies on the caller's promise that positions stay inside the keys there.
+    """
+    heads, q_rows = call.query.shape[1:3]
+    kv_heads, kv_rows = call.key.shape[1:3]
+    offset, far = sequences.q_offset, None
+    numbers = 0, max(sequences.number(call.query) - 1, 0)
+    q_lens, kv_lens = (1, max(q_rows, 1)), (1, max(kv_rows, 1))
+    if rows is not None:
+        rows = rows or [Rows(0, 0, 0, 1, 0, 1, 0)]
+        numbers = min(r.number for r in rows), max(r.number for r in rows)
+        q_lens = min(r.q_len for r in rows), max(r.q_len for r in rows)
+        kv_lens = min(r.kv_len for r in rows), max(r.kv_len for r in rows)
+        q_pos = min(r.q_offset for r in rows), max(r.q_offset + r.q_len - 1 for r in rows)
+    elif isinstance(offset, int):
+        q_pos = offset, offset + q_lens[1] - 1
+    else:
+        q_pos = 0, kv_lens[1] - 1
+        far = (1 - q_lens[1], kv_lens[1] - 1) if offset is None else (-LARGEST_OFFSET, LARGEST_OFFSET + q_lens[1])
+    return {
+        "q_pos": q_pos, "kv_pos": (0, kv_lens[1] - 1), "batch": numbers, "head": (0, heads - 1),
+        "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2, "q_len": q_lens, "kv_len": kv_lens,
+        "head_dim": (call.head_dim,) * 2,
+    }, far  # fmt: skip
+
+
+def _octave(value: int) -> Range:
+    """Numbers of as many bits."""
+    size = abs(value).bit_length()
+    low, high = 1 << size >> 1, (1 << size) - 1
+    return (low, high) if value >= 0 else (-high, -low)
+
+
+def _rounded(ends: Range) -> Range:
+    """A range around this one that many calls share: ends are 0, 1, or a power of 2 less 1."""
+    low, high = ends
+    if low == high and low >= 0 and low < 512:
+        return ends  # numbers of heads and the like
+    return (min(low, 1) if low >= 0 else 1 - (1 << (-low).bit_length())), (1 << max(high, 0).bit_length()) - 1
+
+
+_UNKNOWN_LENGTHS = (
+    "lengths lie on the device, where positions may be any that fit the operands: give them on the host, or have them "
+    "looked at with weft.settings(check=True)"
+)
 
 
 def _is_of_an_index(problem: str) -> bool:

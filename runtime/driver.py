@@ -266,9 +266,9 @@ def _spans_module(facts: Facts, code: CodePlan) -> ModuleType:
     target = target_named(next(k.target for k in code.kernels if k.name in SPANS))
     key = cache.Key(
         name=str(facts.attention.name), kernel="tile_spans", target=target.name, layout=code.signature.arch,
-        variant=facts.attention.canonical_text, schedule="wide" if code.signature.wide else "",
+        variant=facts.attention.canonical_text, schedule=_spans_kind(code),
     )  # fmt: skip
-    entry = cache.load_or_build(key, lambda: _generate_spans(facts, code.signature.wide))
+    entry = cache.load_or_build(key, lambda: _generate_spans(facts, code.signature))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)
 
@@ -279,10 +279,16 @@ def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
     return generate(facts, code, target)
 
 
-def _generate_spans(facts: Facts, wide: bool) -> str:
+def _spans_kind(code: CodePlan) -> str:
+    """What the text of such a module depends on besides the variant."""
+    sequences = code.signature.sequences
+    return " ".join([*(["wide"] if code.signature.wide else []), *([] if sequences == "dense" else [sequences])])
+
+
+def _generate_spans(facts: Facts, signature: Signature) -> str:
     from ..codegen.generate import generate_spans  # lazy: as above
 
-    return generate_spans(facts, wide)
+    return generate_spans(facts, signature.wide, signature.sequences)
 
 
 def _load(target: Target, entry: cache.Entry) -> ModuleType:

@@ -1,6 +1,7 @@
 """The two torch ops of Weft, one a direction for all variants, registered when this module is imported.
 
-    weft::attention(query, key, value, rope, operands, floats, ints, q_offset, q_offsets, head_dim, variant, options)
+    weft::attention(query, key, value, rope, operands, floats, ints, q_offset, q_offsets, q_lens, kv_lens, cu_seqlens_q,
+                    cu_seqlens_kv, head_dim, variant, options)
     weft::attention_backward(dout, dlse, out, lse, <the same>, wanted)
 
 `variant` is the canonical text of the variant, which reads back: declaring registers nothing, an exported program runs
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import UnavailableError, WeftError, collected
-from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat
+from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset
 from .settings import default_target
 from .torch_private import below_autograd, has_tangent, is_traced, named, under_functional_gradient, unwatched
@@ -29,7 +30,8 @@ from .variant import Variant, contiguous_like, key_of, kinds_of, rows_like, vari
 
 _CALL = (
     "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
-    "SymInt q_offset, Tensor? q_offsets, SymInt head_dim, str variant, str options"
+    "SymInt? q_offset, Tensor? q_offsets, Tensor? q_lens, Tensor? kv_lens, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_kv, SymInt head_dim, str variant, str options"
 )
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(f"attention({_CALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -58,7 +60,8 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     problems = check_operand_kinds(variant.attention, call.operands, query.device)
     if problems:
         raise collected(variant.name, problems)
-    check_q_offset(call.q_offset, query.shape[0], query.device)
+    if isinstance(call.sequences, Dense):
+        check_q_offset(call.q_offset, query.shape[0], query.device)
     arguments = flat(call, variant.kinds, variant.text)
     if recorded:
         return FORWARD(*arguments)
@@ -130,9 +133,13 @@ class _Recorded(torch.autograd.Function):
             kind = variant.recorded[key, needed] = _kind_of(variant, call, key, needed)
         out, lse = variant.forward(call, key)
         ctx.set_materialize_grads(False)
-        offset = call.sequences.q_offset
+        sequences = call.sequences
+        offset = sequences.q_offset
         operands = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
-        if isinstance(offset, int):
+        if not isinstance(sequences, Dense):
+            ctx.save_for_backward(out, lse, *tensors, *sequence_tensors(sequences), _tensor_in(offset))
+            ctx.rest = kind, _Ragged(None if isinstance(offset, Tensor) else offset), operands
+        elif isinstance(offset, int):
             ctx.save_for_backward(out, lse, *tensors)
             ctx.rest = kind, offset, operands
         else:
@@ -144,8 +151,14 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         kind, offset, operands = ctx.rest
         out, lse, *tensors = ctx.saved_tensors
+        sequences = None
         if offset is None:
             offset = tensors.pop()
+        elif isinstance(offset, _Ragged):
+            *tensors, q_lens, kv_lens, cu_q, cu_kv, offsets = tensors
+            offset = sequences = sequences_of(
+                offset.number if offsets is None else offsets, q_lens, kv_lens, cu_q, cu_kv
+            )
         if operands:
             named = dict(zip(kind.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
@@ -161,12 +174,22 @@ class _Recorded(torch.autograd.Function):
             )
             if found is not None:
                 return None, None, *found, *kind.nothing
-        call = Call(query, key, value, rope, operands, Dense(offset), kind.options, kind.head_dim)
+        call = Call(query, key, value, rope, operands, sequences or Dense(offset), kind.options, kind.head_dim)
         if watched or _negated((dout, dlse, *tensors)):
             gradients = _through_op(kind, call, out, lse, dout, dlse)
         else:
             gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted))
         return None, None, *[gradients.get(n) for n in kind.names]
+
+
+class _Ragged(NamedTuple):
+    """In the place of a q_offset: the call has lengths, whose tensors autograd keeps."""
+
+    number: int | None  # its q_offset, where that is no tensor
+
+
+def _tensor_in(offset: int | Tensor | None) -> Tensor | None:
+    return offset if isinstance(offset, Tensor) else None
 
 
 # Autograd's own entry: torch's unwraps what no plain tensor can be wrapped in.
@@ -234,12 +257,12 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
 
 # -- autograd --------------------------------------------------------------------------------------------------------
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, rope, operands, floats, ints, q_offset, q_offsets, head_dim, text, options = inputs
+    query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text, options = inputs
     flags = list(ctx.needs_input_grad[: len(MAIN) + len(operands)])  # flat here, nested in a backward
     variant = variant_of_text(text)
     check_trainable(variant, value is not None, [n for n, flag in zip(variant.tensor_names, flags) if flag])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, query, key, value, rope, q_offsets, *operands, *floats)
+    ctx.save_for_backward(*output, query, key, value, rope, *lengths, *operands, *floats)
     target = default_target()  # of the caller's thread; a backward runs in another
     if target and "target=" not in options:
         options = f"target={target};{options}" if options else f"target={target}"
@@ -249,19 +272,20 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Of every input of the op; that of a list is a list."""
     flags, n_operands, ints, q_offset, head_dim, text, options = ctx.rest
-    out, lse, query, key, value, rope, q_offsets, *more = ctx.saved_tensors
+    out, lse, query, key, value, rope, *more = ctx.saved_tensors
+    lengths, more = more[:5], more[5:]  # q_offsets, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
     operands, floats = more[:n_operands], more[n_operands:]
     dout = torch.zeros_like(out) if dout is None else dout
     found = iter(
         BACKWARD(
-            dout, dlse, out, lse, query, key, value, rope, operands, floats, ints, q_offset, q_offsets, head_dim, text,
+            dout, dlse, out, lse, query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text,
             options, flags,
         )
     )  # fmt: skip
     gradients = [next(found) if flag else None for flag in flags]
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
     return (
-        *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, None, None, None, None, None
+        *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, *(None,) * 9
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def check_entries(name: str, operands: Mapping[str, object], computed: Iterable[
 # -- the reference, which reads wherever its index leads ---------------------------------------------------------------
 def check_reads(
     attention: Attention, query: Tensor, key: Tensor, operands: Mapping[str, Any], q_offset: int | Tensor | None,
-    head_dim: int,
+    head_dim: int, first_batch: int = 0,
 ) -> None:  # fmt: skip
     """Raise WeftError where the mask, or the score of a visible pair, reads outside of an operand.
 
@@ -87,7 +87,7 @@ def check_reads(
         return
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device)
+    env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device, first_batch)
     env |= {"head_dim": head_dim, **operands}
     _check_loads(attention, attention.folded_mask, env, None)
     if attention.folded_sink is not None:

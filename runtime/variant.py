@@ -18,7 +18,7 @@ from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import facts_of
 from ..compiler.analysis.records import OperandGradient
 from ..compiler.planning import hardware
-from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError
@@ -26,8 +26,10 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call, Dense, Options
+from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
+from .lengths import check_contents, check_ragged, rows_of
+from .settings import checks_values
 from .torch_private import empty_on_gpu, stands_for_many
 
 _known: dict[str, Variant] = {}
@@ -88,13 +90,13 @@ class Variant:
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
-            found = ready.launcher.direct(call)
+            found = ready.launcher.direct(call) if type(call.sequences) is Dense or not checks_values() else None
             if found is not None:
                 return found
         ready = self._found("forward", call, self._forwards, key)
         query = call.query
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
-        if 0 in (query.shape[0], query.shape[2], call.key.shape[2]):
+        if _is_empty(call):
             return out.zero_(), self._lse_of_nothing(call, lse)
         _run(ready.launcher, call, {"out": out, "lse": lse})
         return out, lse
@@ -112,17 +114,20 @@ class Variant:
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward_of(
         self, kind: tuple[object, ...], wanted: frozenset[str], query: Tensor, key: Tensor, value: Tensor | None,
-        operands: Mapping[str, Any], q_offset: int | Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+        operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor, dout: Tensor,
         dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """Gradients of query, key and value, without the records that `backward` takes: the shortest way, after a
-        forward with this key, `kind`. None, with nothing done, where `backward` is to be asked."""
+        forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
+
+        q_offset: of a call without lengths; else its sequences."""
         ready = self._backwards.get((kind, wanted, dlse is None))
         found = None if ready is None else getattr(ready.launcher, "backward_of", None)
         if found is None or stands_for_many(dout) or (dlse is not None and stands_for_many(dlse)):
             return None
         if self._sizes.needed:
-            self._sizes.check(Call(query, key, value, None, operands, Dense(q_offset), Options(), query.shape[3]))
+            sequences = q_offset if isinstance(q_offset, (Lengths, Packed)) else Dense(q_offset)
+            self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
         return found(query, key, value, operands, q_offset, out, lse, dout, dlse)
 
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
@@ -147,7 +152,7 @@ class Variant:
                 return self._flat(b, flat)
         ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
-        if 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2]):
+        if _is_empty(call):
             return self._nothing(call, b.wanted, gradients, b.dlse)
         found = {name: place.beside(call.query) for name, place in gradients.items()}
         results: dict[str, Any] = {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}
@@ -209,10 +214,14 @@ class Variant:
         self, direction: Direction, call: Call, kept: dict[object, _Ready], key: object, b: BackwardCall | None = None
     ) -> _Ready:
         """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
-        ready = kept.get(key)
+        ready, ragged = kept.get(key), call.ragged
         if ready is None or not fits(call):
             check_call(self.attention, call)
+            if ragged is not None:
+                check_ragged(self.name, call.query, call.key, ragged)
             ready = kept.get(key)
+        if ragged is not None:
+            check_contents(self.name, call.query, call.key, ragged)
         if b is not None:
             check_backward(self.name, b, self.facts.scores_lie_far)
         self._sizes.check(call)
@@ -254,7 +263,8 @@ class Variant:
             arch=hardware.for_device(call.query.device).arch,
             dtypes=Dtypes.all(DTYPES[call.query.dtype]),
             widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
-            offset="per_row" if isinstance(call.q_offset, Tensor) else "number",
+            sequences=call.sequences.kind,
+            offset=offset_kind(call.sequences.q_offset),
             wanted=wanted,
             deterministic=direction == "backward" and call.options.deterministic,
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
@@ -264,18 +274,36 @@ class Variant:
 def key_of(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
-    offset = call.sequences.q_offset
+    sequences = call.sequences
+    offset = sequences.q_offset
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
         type(offset), options.target, options.schedule, options.deterministic,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
+    if type(sequences) is not Dense:  # quicker than by isinstance
+        found += (sequences.kind,)
+        for t in sequences.tensors.values():  # type: ignore[union-attr]
+            found += (None,) if t is None else (t.dtype, t.get_device(), t.is_meta, t.dim())
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     return found + kinds_of(call.operands) if call.operands else found
+
+
+def offset_kind(q_offset: object) -> Offset:
+    if q_offset is None:
+        return "bottom_right"
+    return "per_row" if isinstance(q_offset, Tensor) else "number"
+
+
+def _is_empty(call: Call) -> bool:
+    """Whether there is nothing to compute, whatever lengths say."""
+    ragged = call.ragged
+    none = ragged is not None and ragged.number(call.query) == 0
+    return none or 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2])
 
 
 def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
@@ -330,28 +358,38 @@ def contiguous_like(tensor: Tensor) -> Place:
 
 
 def _env(call: Call) -> dict[str, Any]:
-    """Values of the symbols and operands of a call, to broadcast over [B, Hq, L] or [B, Hq, T]."""
-    batch, heads, q_len = call.query.shape[:3]
-    kv_heads, kv_len = call.key.shape[1:3]
-    device = call.query.device
-    head = torch.arange(heads, device=device).view(1, -1, 1)
-    offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
+    """Values of the symbols and operands of a dense call, to broadcast over [B, Hq, L] or [B, Hq, T]."""
+    return _heads(call) | _dense_rows(call, call.query.device)
+
+
+def _heads(call: Call) -> dict[str, Any]:
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    head = torch.arange(heads, device=call.query.device).view(1, -1, 1)
     return {
-        "batch": torch.arange(batch, device=device).view(-1, 1, 1), "head": head,
-        "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "q_len": q_len, "kv_len": kv_len,
-        "head_dim": call.head_dim, "q_pos": torch.arange(q_len, device=device) + offset,
-        "kv_pos": torch.arange(kv_len, device=device), **call.operands,
+        "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "head_dim": call.head_dim,
+        **call.operands,
     }  # fmt: skip
 
 
 def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
     """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
-    if total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]:  # the usual one, in few launches
+    by_head = total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]
+    if by_head and result.shape[0] >= total.shape[1]:  # the usual one, in few launches; nobody reads a shorter operand
         result[: total.shape[1]] += total.sum(0)
         return
-    device, env = total.device, _env(call)
+    device = total.device
     sums = total if total.dim() == 3 else total[..., None]
-    index = [evaluate(i, env, torch.float64, device).expand(sums.shape) for i in gradient.load.index]
+    env = _heads(call)
+    ragged, exists = call.ragged, None
+    if ragged is None:
+        env |= _dense_rows(call, device)
+    else:
+        own, exists = rows_of(ragged, gradient.kind, call.query, call.key)
+        env |= own
+        sums = torch.where(exists, sums, 0.0)  # what no sequence has was not written
+    index = [evaluate(i, env, torch.float64, device, exists).expand(sums.shape) for i in gradient.load.index]
+    if exists is not None:
+        index = [torch.where(exists, places, 0) for places in index]
     if device.type == "cuda":
         result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
         return
@@ -360,6 +398,17 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
         flat = flat * extent + places
     # index_put_ adds in any order on a CPU; bincount goes through its input once, from first to last
     result += torch.bincount(flat.flatten(), sums.flatten(), result.numel()).view(result.shape).to(result.dtype)
+
+
+def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
+    """Symbols of rows, that broadcast over [B, Hq, rows]."""
+    batch, _, q_len, _ = call.query.shape
+    kv_len = call.key.shape[2]
+    offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
+    return {
+        "batch": torch.arange(batch, device=device).view(-1, 1, 1), "q_len": q_len, "kv_len": kv_len,
+        "q_pos": torch.arange(q_len, device=device) + offset, "kv_pos": torch.arange(kv_len, device=device),
+    }  # fmt: skip
 
 
 __all__ = ["Variant", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]

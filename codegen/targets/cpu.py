@@ -26,7 +26,8 @@ from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
-from ..normalizers import lacks
+from ..normalizers import SINK_AND_LENGTHS, lacks
+from ..runs import runs_of
 
 FORM = CpuForm(256, 256)  # measured: smaller tiles are slower products, of larger ones more pairs are hidden
 
@@ -48,6 +49,8 @@ class CpuTarget:
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         if signature.arch != "cpu":
             return "cpu: the operands are on a GPU"
+        if signature.sequences != "dense" and facts.attention.folded_sink is not None:
+            return f"cpu: {SINK_AND_LENGTHS}"
         lacking = lacks(facts.attention.weighs, self.family)
         return None if lacking is None else f"cpu: {lacking}"
 
@@ -104,7 +107,8 @@ class _CpuLauncher:
         form = code.kernels[-1].form
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         widths = code.signature.widths
-        plain = code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
+        dense = code.signature.sequences == "dense"
+        plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
         self.direct = self._direct() if plain else _never
 
     def _direct(self) -> Callable[[Any], Any]:
@@ -142,7 +146,12 @@ class _CpuLauncher:
 
     def _run(self, call: CallTensors, results: Any) -> list[Any]:
         operands = list(call.operands.values())
-        arguments = (call.query, call.keys, call.value, operands, call.q_offset, call.head_dim)
+        ragged = call.ragged
+        if ragged is None:
+            where: Any = call.q_offset
+        else:
+            where = runs_of(ragged.rows(call.query, call.key), ragged.kind == "packed")
+        arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)
             return []

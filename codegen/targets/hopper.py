@@ -66,7 +66,8 @@ class HopperTarget:
             return []
         kernels: tuple[Kernel, ...] = FLASH[:1]
         if signature.direction == "backward":
-            kernels = ONE_PASS if is_one_pass(signature) else two_passes(signature.wanted)
+            summed = sums_of_queries(signature, facts)
+            kernels = ONE_PASS if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
         return with_measuring(kernels, facts.traits.measured)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -93,6 +94,8 @@ class HopperTarget:
                 f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
+        if signature.sequences != "dense":
+            return "hopper: sequences of their own lengths are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
@@ -116,7 +119,7 @@ class HopperTarget:
         widths = signature.widths
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
-            best = best_backward_form(kernel, widths, facts)
+            best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
         others = [
             form for form in best.neighbours()
             if form != best and self._why_not(kernel, form, signature, hardware) is None
@@ -289,13 +292,19 @@ def is_one_pass(signature: Signature) -> bool:
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
 
 
-def two_passes(wanted: frozenset[str]) -> tuple[Kernel, ...]:
-    """The kernels of wanted gradients, each sum with one owner; of both sides where only operands have one.
+def sums_of_queries(signature: Signature, facts: Facts) -> bool:
+    """Whether operands of the score have gradients, which the pass that owns queries sums."""
+    return any(load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds if kind != "sink")
 
-    Statistics are as the keys' pass wants them, if it runs.
+
+def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ...]:
+    """The kernels of wanted gradients, each sum with one owner; of both sides where only a sink has one.
+
+    Statistics are as the keys' pass wants them, if it runs. summed: gradients of the score's operands are wanted too.
     """
     _, _, dquery, dkey_dvalue = FLASH
-    passes = [*([dquery] if "query" in wanted else []), *([dkey_dvalue] if wanted & {"key", "value"} else [])]
+    owns_queries = "query" in wanted or summed
+    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if wanted & {"key", "value"} else [])]
     passes = passes or [dquery, dkey_dvalue]
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
@@ -307,11 +316,13 @@ LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one 
 
 def _no_backward(signature: Signature, facts: Facts) -> str | None:
     """Why it cannot compute these gradients. Those of a sink need statistics of rows alone."""
-    main = {"query", "key", "value"}
-    of_score = {load.tensor.name for load, kind in facts.gradient_kinds if kind != "sink"}
-    operands = sorted(signature.wanted - main if signature.wanted.isdisjoint(main) else signature.wanted & of_score)
-    if operands:
-        return f"hopper: gradients of operands ({', '.join(operands)}) are computed by the triton target"
+    wanted, kinds = signature.wanted, facts.gradient_kinds
+    of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
+    if not wanted & ({"query", "key", "value"} | of_score):
+        return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
+    by_row = sorted({load.tensor.name for load, kind in kinds if kind in ("row", "column")} & wanted)
+    if by_row:
+        return f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
         return (
@@ -413,10 +424,11 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
     )  # fmt: skip
 
 
-def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBackwardForm:
+def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:
     """The form that measured best for tiles of these widths (docs/performance.md).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
+    summed: gradients of the score's operands are wanted, for which the same holds.
     """
     width = max(columns_of(widths))
     spare = facts.linear_scale is not None and not facts.loads_at_positions  # registers
@@ -427,7 +439,8 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts) -> HopperBa
             return HopperBackwardForm(64, 64, by_columns=True)
         return HopperBackwardForm(32 if _piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
     if kernel.name == "flash_dquery":
-        return HopperBackwardForm(128, 128 if spare or (width == 64 and not facts.loads_at_positions) else 64)
+        wide = spare or (width == 64 and not facts.loads_at_positions)
+        return HopperBackwardForm(128, 128 if wide and not summed else 64)
     if width != 64 or not spare:
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")
@@ -628,13 +641,19 @@ class HopperBackwardLauncher(HopperLauncher):
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
-        for n, _ in enumerate(self.sums):  # of what a sink reads
-            own[f"sum{n}"] = flat_place(batches, heads, tiles // (batches * heads))
+        for n, gradient in enumerate(self.sums):
+            own[f"sum{n}"] = flat_place(batches, heads, self._sums_of_a_head(gradient.kind, q_len))
         return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         read = {name: readable(results[name]) for name in ("out", "dout")}  # hooks of the user may have made them
         return super().__call__(call, {**results, **read}, workspace, partition)
+
+    def _sums_of_a_head(self, kind: str, q_len: int) -> int:
+        """How many partial sums of an operand's gradient a query head has."""
+        if kind == "sink":
+            return tiles_of(q_len, self._form.block_q)
+        return tiles_of(q_len, self._query_form.block_q) * CONSUMERS
 
     @property
     def _form(self) -> HopperBackwardForm:

@@ -20,9 +20,11 @@ from ...compiler.planning.kernels import (
     KERNELS,
     ROW_STATISTICS,
     SPANS,
+    WORK,
     Algorithm,
     Kernel,
     with_measuring,
+    with_work,
 )
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
@@ -34,7 +36,7 @@ from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
-from ..normalizers import lacks, softmax_only
+from ..normalizers import SINK_AND_LENGTHS, lacks, softmax_only
 from .triton_launcher import TritonLauncher
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ class TritonTarget:
             own = [k for k in own if _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
                 own.remove(ROW_STATISTICS)
-        return with_measuring(own, facts.traits.measured)
+        found = with_measuring(own, facts.traits.measured)
+        return with_work(found) if signature.sequences == "packed" else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm: it has all."""
@@ -89,11 +92,24 @@ class TritonTarget:
             return f"{self.name}: needs Triton; pip install triton"
         if signature.dtype == "fp64":
             return f"{self.name}: expected fp32, fp16 or bf16 operands, got fp64; use .reference(...) for float64"
-        return self._lacking(kernel, facts)
+        return self._dense_only(kernel, signature, facts) or self._lacking(kernel, facts)
+
+    def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+        """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
+        if signature.sequences == "dense":
+            return None
+        if facts.attention.folded_sink is not None:
+            return f"{self.name}: {SINK_AND_LENGTHS}"
+        if kernel in FLASH or kernel.name in (*SPANS, *WORK):
+            return None
+        return (
+            f"{self.name}: schedule {_algorithm(kernel)} computes sequences of one length, got {signature.sequences} "
+            "ones; use schedule='flash'"
+        )
 
     def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
-        if kernel in FLASH or kernel.name in SPANS:
+        if kernel in FLASH or kernel.name in (*SPANS, *WORK):
             where, lacking = "", lacks(facts.attention.weighs, self.family)
         else:
             where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.weighs)
@@ -149,7 +165,7 @@ class InterpretTarget(TritonTarget):
             return "interpret: needs Triton; pip install triton"
         if signature.dtype not in ("fp32", "fp16"):
             return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {signature.dtype}"
-        return self._lacking(kernel, facts)
+        return self._dense_only(kernel, signature, facts) or self._lacking(kernel, facts)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         return [FIXED.get(kernel.name, Tiling(32, 32, 4, 1))]  # small: short test problems have several tiles

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import SPANS, Kernel
+from ...compiler.planning.kernels import LISTED, SPANS, WORK, Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
@@ -51,6 +51,8 @@ class Mode(NamedTuple):
     head_dim: int  # the value of the symbol
 
 
+WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
+_LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"), "paged": ()}
 _MAKE = "empty({}, {}, dtype)"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -65,8 +67,9 @@ def _of_records(found: Callable[..., Any], wanted: frozenset[str]) -> Callable[[
     def direct(b: Any) -> dict[str, Tensor] | None:
         call = b.call
         gradients = found(
-            call.query, call.key, call.value, call.operands, call.sequences.q_offset, b.out, b.lse, b.dout, b.dlse
-        )
+            call.query, call.key, call.value, call.operands, call.ragged or call.sequences.q_offset, b.out, b.lse,
+            b.dout, b.dlse,
+        )  # fmt: skip
         if gradients is None:
             return None
         return {n: g for n, g in zip(("query", "key", "value"), gradients) if n in wanted}
@@ -97,6 +100,7 @@ class TritonLauncher:
         self.device, self.interprets = device, interprets
         self.own_keys = [i for i, s in enumerate(code.segments.qk) if s.source == "rope"]
         self.backward = code.signature.direction == "backward"
+        self.sequences = code.signature.sequences
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
         self.direct: Callable[[Any], Any] = _nothing_yet
         self.backward_of: Callable[..., Any] = _nothing_yet  # `direct` of a backward, without the records of its call
@@ -146,11 +150,14 @@ class TritonLauncher:
                 given[f"dkey{self.own_keys[0]}"] = results.get("drope", call.rope)
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
-        offset = call.q_offset
-        if isinstance(offset, int):
-            given["q_offset"] = offset
-        else:
+        ragged = call.ragged
+        if ragged is not None:
+            given |= ragged.tensors
+        offset = call.q_offset if ragged is None else ragged.q_offset
+        if isinstance(offset, Tensor):
             given["q_offset"], given["q_offset_ptr"] = 0, offset
+        else:
+            given["q_offset"] = offset or 0
         return given
 
     def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
@@ -162,10 +169,15 @@ class TritonLauncher:
             if share is not None and "drope" in results:
                 whole = results["drope"]
                 whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
-        q_len = call.query.shape[2]
-        return [
-            _reduced(workspace[f"sum{n}"], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)
-        ]
+        q_len, ragged = call.query.shape[2], call.ragged
+        sums = {n: workspace[f"sum{n}"] for n in range(len(self.sums))}
+        if ragged is not None and ragged.kind == "packed":
+            number = ragged.number(call.query)
+            return [
+                _by_sequence(sums[n], workspace["q_work"], number) if g.kind == "total" else sums[n]
+                for n, g in enumerate(self.sums)
+            ]
+        return [_reduced(sums[n], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)]
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _operand_names(self) -> list[str]:
@@ -199,7 +211,7 @@ class TritonLauncher:
             programs = self._programs(code.kernel, constants)
             bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
             options.append(self._options(form))
-        absent = [n for n in ("q_offset_ptr", "dlse") if given.get(n) is None]
+        absent = [n for n in ("q_offset_ptr", "dlse", *_LENGTHS[self.sequences]) if given.get(n) is None]
         tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
         sources = {n: f"given[{n!r}]" for n in given if n not in absent}
         rows = self._rows(mode.aligned)
@@ -207,6 +219,8 @@ class TritonLauncher:
         def packer(pointers: bool) -> Packer:
             return Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors, pointers=pointers)
 
+        self._length_dtypes = {n: str(given[n].dtype).removeprefix("torch.") for n in _LENGTHS[self.sequences]
+                               if n not in absent}  # fmt: skip
         with PARSING:
             types = packing(packer(False), bindings, self.tools)(given)
             runs = self._compiled(bindings, options, types)
@@ -227,13 +241,17 @@ class TritonLauncher:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
         names = self._given_names()
         operands = "operands" if self.backward else "call.operands"
-        offset = "offset" if self.backward else "call.sequences.q_offset"
+        record = "offset" if self.backward else "call.sequences"
+        lengths = [n for n in _LENGTHS[self.sequences] if n not in absent]
+        # of a dense call a backward is handed the offset alone
+        offset = record if self.backward and self.sequences == "dense" else f"{record}.q_offset"
         sources = {n: n if self.backward else f"call.{n}" for n in names}
         sources |= {n: f"{operands}[{n.removeprefix('arg_')!r}]" for n in self._operand_arguments()}
+        sources |= {n: f"{record}.{n}" for n in lengths}
         sources |= {"q_offset_ptr": offset} if mode.per_row else {"q_offset": offset}
-        rows = self._rows(mode.aligned) | ({"q_offset": "0"} if mode.per_row else {})
+        rows = self._rows(mode.aligned) | ({} if self._has_number(mode) else {"q_offset": "0"})
         made = self._made(mode)
-        tensors = {*names, *self.tensors, *made, "q_offset_ptr", "counter_ptr"} - {"lse2", "shift", "delta"}
+        tensors = {*names, *self.tensors, *made, *lengths, "q_offset_ptr", "counter_ptr"} - {"lse2", "shift", "delta"}
         given, returns = "call", "out, lse"
         if self.backward:
             wanted = self.code.signature.wanted
@@ -245,12 +263,12 @@ class TritonLauncher:
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
         launching = self._launching
         tools: dict[str, object] = {
-            "float32": torch.float32, "int32": torch.int32, "device": self.device, "empty": self.empty,
-            "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
+            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "device": self.device,
+            "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
             "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
-        conditions, launches = self._conditions(mode), [run.shortest for run in runs]
+        conditions, launches = self._conditions(mode, lengths), [run.shortest for run in runs]
         found = direct(packer, bindings, launches, given, conditions, made, returns, tools)
         if not self.backward:
             self.direct = found
@@ -265,16 +283,24 @@ class TritonLauncher:
     def _operand_arguments(self) -> list[str]:
         return [f"arg_{p.name}" for p in self.facts.attention.parameters]
 
-    def _conditions(self, mode: Mode) -> list[str]:
+    def _has_number(self, mode: Mode) -> bool:
+        """Whether kernels take q_offset as a number of the call."""
+        return not mode.per_row and self.code.signature.offset != "bottom_right"
+
+    def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
         given = [n for n in self._given_names() if n not in ("lse", "dlse")]
         conditions = ["not is_heard()", "current_device() == device"]
         conditions += fitting(self.code.signature.widths.value_is_key)
         if self.backward:
-            conditions += self._backward_conditions(mode, given)
-        if mode.per_row:
-            conditions += ["q_offset_ptr.shape[0] == batches"]
+            conditions += self._backward_conditions(mode, given, lengths)
+        if self.sequences == "packed":
+            conditions += ["batches == 1", "n_sequences > 0", "cu_kv.shape[0] == n_sequences + 1"]
         else:
+            conditions += [f"{n}.shape[0] == batches" for n in lengths]
+        if mode.per_row:
+            conditions += [f"q_offset_ptr.shape[0] == {'n_sequences' if self.sequences == 'packed' else 'batches'}"]
+        elif self._has_number(mode):
             conditions += [f"-{2**30} < q_offset < {2**30}"]
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
@@ -283,7 +309,7 @@ class TritonLauncher:
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
 
-    def _backward_conditions(self, mode: Mode, given: Sequence[str]) -> list[str]:
+    def _backward_conditions(self, mode: Mode, given: Sequence[str], lengths: Sequence[str]) -> list[str]:
         """What autograd hands over may have gone through hooks of the user: it is what was prepared for, too."""
         statistics = ["lse", *(() if mode.no_dlse else ("dlse",))]
         conditions = [
@@ -298,6 +324,9 @@ class TritonLauncher:
         if mode.per_row:
             conditions += ["q_offset_ptr.dtype == int32", "q_offset_ptr.get_device() == device"]
             conditions += ["q_offset_ptr.is_contiguous()"]
+        for name in lengths:
+            dtype = self._length_dtypes[name]
+            conditions += [f"{name}.dtype == {dtype}", f"{name}.get_device() == device", f"{name}.is_contiguous()"]
         return conditions
 
     def _made(self, mode: Mode) -> dict[str, str]:
@@ -335,8 +364,10 @@ class TritonLauncher:
     def _made_spans(self, mode: Mode) -> dict[str, str]:
         rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
-        return {
-            f"{axis}_spans": rows_of(rows, f"{axis}_span_tiles", str(len(p.outputs)), dtype="int32")
+        made = {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
+        tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
+        return made | {
+            f"{axis}_spans": rows_of(rows, tiles.get(axis, f"{axis}_span_tiles"), str(len(p.outputs)), dtype="int32")
             for axis, p in programs if self.code.has(f"{axis}_spans")
         }  # fmt: skip
 
@@ -356,7 +387,8 @@ class TritonLauncher:
         return {
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
             "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
-            "Q_OFFSET_PER_BATCH": mode.per_row, "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
+            "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
+            "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
@@ -364,6 +396,13 @@ class TritonLauncher:
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name == "row_statistics":
             text = "padded_len // {BLOCK_Q} * batches * heads"
+        elif kernel.name in WORK:
+            text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
+        elif self.sequences == "packed":
+            side, heads = ("q", "heads") if kernel.axis == "kv" else ("kv", "kv_heads")
+            if kernel.name in SPANS:
+                heads = "heads" if self.facts.mask_differs_by_head else "1"
+            text = f"{side}_slots * {heads}"
         elif kernel.name in SPANS:
             rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
             text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
@@ -372,11 +411,15 @@ class TritonLauncher:
         return text.format(**constants)
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        """Both axes call what was measured for them `spans`."""
-        return {"spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles"}
+        """Both axes call what was measured for them `spans`, and both sides the list of their tiles `work`."""
+        side = "q" if kernel.axis == "kv" else "kv"
+        return {
+            "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles", "work": f"{side}_work",
+            "n_slots": f"{side}_slots",
+        }  # fmt: skip
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        rows: dict[str, str] = {}
+        rows = self._sequence_rows(aligned)
         for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
             if self.code.has(f"{axis}_spans"):
                 form = self.form(f"{axis}_spans", aligned)
@@ -388,6 +431,32 @@ class TritonLauncher:
         if self.code.signature.widths.value_is_key:
             rows["value"] = f"key[..., :{self.code.signature.widths.value_dim}]"
         return rows
+
+    def _sequence_rows(self, aligned: bool) -> dict[str, str]:
+        """Sizes of calls with lengths: rows of the operands in memory, sequences, and slots of lists of tiles."""
+        if self.sequences == "dense":
+            return {}
+        rows = {"q_extent": "q_len", "kv_extent": "kv_len", "n_sequences": "cu_q.shape[0] - 1"}
+        for kernel in self.code.kernels:
+            if kernel.name in WORK:
+                side, block = self._listed(kernel.name, aligned)
+                # each sequence, and what lies behind all, has one tile at most that is not whole
+                rows[f"{side}_slots"] = f"{side}_len // {block} + n_sequences + 1"
+        return rows
+
+    def _listed(self, kernel: str, aligned: bool) -> tuple[str, int]:
+        """Of a kernel that lists tiles: whose, and rows of a tile."""
+        form = self.form(kernel, aligned)
+        side = dict(WORK_SIDES)[kernel]
+        return side, form.block_q if side == "q" else form.block_kv
+
+    def slots(self, side: str, call: CallTensors, aligned: bool) -> int:
+        """Of the list of a side's tiles of a packed call."""
+        block = next(
+            b for k in self.code.kernels if k.name in WORK for s, b in [self._listed(k.name, aligned)] if s == side
+        )
+        rows = (call.query if side == "q" else call.key).shape[2]
+        return rows // block + call.ragged.number(call.query) + 1  # type: ignore[union-attr]
 
     def _compiled(
         self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]
@@ -432,7 +501,13 @@ def tiles_of(length: int, block: int) -> int:
 def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """What the kernels of a schedule need besides operands and results."""
     own = _backward_workspace if launcher.backward else _forward_workspace
-    return spans_of(launcher, call, mode) | own(launcher, call, mode)
+    return work_of(launcher, call, mode) | spans_of(launcher, call, mode) | own(launcher, call, mode)
+
+
+def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+    """Lists of the tiles of packed sequences, int32 [slots, 2]."""
+    sides = [side for name, side in WORK_SIDES if launcher.code.has(name)]
+    return {f"{s}_work": flat_place(launcher.slots(s, call, mode.aligned), 2, dtype=torch.int32) for s in sides}
 
 
 def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
@@ -440,6 +515,12 @@ def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[st
     batches, heads, q_len, _ = call.query.shape
     rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
     places = {}
+    if launcher.sequences == "packed":
+        for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
+            if launcher.code.has(f"{axis}_spans"):
+                slots = launcher.slots(side, call, mode.aligned)
+                places[f"{axis}_spans"] = flat_place(rows, slots, len(program.outputs), dtype=torch.int32)
+        return places
     if launcher.code.has("kv_spans"):
         tiles = tiles_of(q_len, launcher.form("kv_spans", mode.aligned).block_q)
         places["kv_spans"] = flat_place(rows, tiles, len(launcher.facts.kv_tiles.outputs), dtype=torch.int32)
@@ -493,8 +574,13 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
             places[f"sum{n}"] = flat_place(batches, heads, of_tiles)
             continue
         form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
-        tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
+        if launcher.sequences == "packed":
+            tiles = launcher.slots("q", call, mode.aligned) if gradient.kind == "total" else 0, 0
+        else:
+            tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
         places[f"sum{n}"] = _sum_place(algorithm, gradient.kind, (batches, heads), q_len, kv_len, padded, tiles)
+        if launcher.sequences != "dense":  # programs of what is not there write none
+            places[f"sum{n}"] = places[f"sum{n}"]._replace(fill=0.0)
     return places
 
 
@@ -539,3 +625,13 @@ def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:
     if algorithm == "standard":
         return partial.sum(2)
     return partial[..., :q_len] if algorithm == "streaming" and kind == "row" else partial
+
+
+def _by_sequence(partial: Tensor, work: Tensor, number: int) -> Tensor:
+    """Sums of tiles [1, Hq, slots] as sums of their sequences, [number, Hq], always in the same order."""
+    owner = work[:, 0].long().clamp(0, number - 1)  # tiles of none have sums of 0
+    shares = partial[0].T
+    total = shares.new_zeros(number, shares.shape[1])
+    if total.is_cuda:
+        return total.index_put_((owner,), shares, accumulate=True)  # sorts
+    return total.index_add_(0, owner, shares)

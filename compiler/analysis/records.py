@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ...ir.expr import Expr, Load
 from ...ir.normalizer import SOFTMAX, Normalizer
@@ -73,12 +73,15 @@ class Measuring:
     kv_reads: int  # reads of tensors at the position of a key
 
 
+GradientKind: TypeAlias = Literal["total", "row", "column", "sink"]
+
+
 @dataclass(frozen=True)
 class OperandGradient:
     """How the gradient of one read of a float tensor is reduced inside the kernels."""
 
     load: Load
-    kind: Literal["total", "row", "column", "sink"]  # indexed by heads and batch only; by q too; by kv too; of the sink
+    kind: GradientKind  # indexed by heads and batch only; by q too; by kv too; of the sink
     derivative: Expr  # d score' / d load, over qk; d sink / d load
 
 

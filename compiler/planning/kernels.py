@@ -316,6 +316,9 @@ def streaming_backward_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (3 * x.C + 2 * x.Cv)
 
 
+HANDSHAKES = 512  # bytes of cards and mbarriers, each aligned to 16
+
+
 # -- the hopper target's one backward pass ---------------------------------------------------------------------------
 def sums_of_dquery(x: Sizes) -> float:
     """The sums of dQ, float32, of all columns of tiles."""
@@ -343,8 +346,9 @@ def round_dquery_sram(x: Sizes) -> float:
 
 
 def hopper_loaded_sram(x: Sizes) -> float:
-    """K and V; Q, dO and the statistics in s slots each; barriers add less than 1 KiB."""
-    return x.bkv * (x.C + x.Cv) * x.e + x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
+    """K and V; Q, dO and the statistics in s slots each; cards and barriers."""
+    ahead = x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
+    return x.bkv * (x.C + x.Cv) * x.e + ahead + HANDSHAKES
 
 
 def hopper_backward_sram(x: Sizes) -> float:
@@ -642,3 +646,36 @@ def with_measuring(kernels: Sequence[Kernel], measuring: Measuring | None) -> li
             found.append(spans_kernel(kernel.axis, kernel.direction, kernel.slot, measuring))
         found.append(kernel)
     return found
+
+
+# -- what lists the tiles of packed sequences ------------------------------------------------------------------------
+WORK = ("query_work", "key_work")
+LISTED = 16  # sequences that a program of them lists
+_LISTS, _ALL_SEQUENCES = 8, "all sequences, many at a time"  # bytes of a tile's place in a list
+
+
+@lru_cache(maxsize=64)
+def work_kernel(follows: str) -> Kernel:
+    """query_work or key_work: the tiles of all sequences, for the kernel whose programs own them.
+
+    A sequence is as good as nothing beside its rows, so that formulas have the lists alone.
+    """
+    visitor = next(k for k in FLASH if k.name == follows)
+    owns_queries = visitor.axis == "kv"
+    name = WORK[0] if owns_queries else WORK[1]
+
+    def programs(x: Sizes) -> float:
+        return x.B
+
+    def written(x: Sizes) -> float:
+        return _LISTS * x.B * (x.nq if owns_queries else x.nkv)
+
+    return Kernel(
+        name, visitor.direction, visitor.slot, visitor.axis, _ALL_SEQUENCES, programs, none, none, written, none, none,
+        visitor.again, follows,
+    )  # fmt: skip
+
+
+def with_work(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """The kernels of a packed call: before all others those that list tiles for the ones that own them."""
+    return [*(work_kernel(k.name) for k in kernels if k in FLASH and k != ROW_STATISTICS), *kernels]

@@ -318,19 +318,21 @@ def counter(
     by_head: bool = False,
     by_batch: bool = False,
     survey: Survey | None = None,
+    first_batch: int = 0,
 ) -> CountTiles:
     """The tiles that kernels of a variant visit, over all heads and batches, from the programs that they run.
 
     env: values of the scalars and tensors that the mask reads, and of the symbol head_dim where a call's differs from
     the kernels'. by_head, by_batch: tiles differ from head to head, from
     batch row to batch row; some are counted and stand for the others. survey: the kernels measure what the mask reads,
-    and visit what is left then. Raises WeftError, at the latest when tiles are counted, naming a missing value.
+    and visit what is left then. first_batch: number of the
+    first batch row. Raises WeftError, at the latest when tiles are counted, naming a missing value.
     """
     length = shape.q_len + shape.kv_len
     most = max(1, min(HEADS_COUNTED, MOST_POSITIONS // length)) if survey else HEADS_COUNTED
     own = {"head_dim": shape.head_dim, **(env or {})}
     heads = [
-        {**own, "batch": batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
+        {**own, "batch": first_batch + batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
         for batch, head in some_heads(shape.batch if by_batch else 1, shape.heads if by_head else 1, most)
     ]
     sizes = {"q_len": shape.q_len, "kv_len": shape.kv_len}

@@ -221,17 +221,20 @@ def _hopper_flash_dquery(t: Tiles) -> list[Stage]:
     """A producer warp loads; two consumers of ROWS_OF_A_WARPGROUP queries compute."""
     consumers = f"{t.q // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} rows"
     slot = "into a slot of its ring, by the producer's TMA"
+    results = [t.query("dQ")] if "query" in t.wanted else []
+    product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if results else []
+    results += ["sums for operands"] if t.sums else []
     return [
         _load("query", f"{t.query()}, {t.output('dO')}, for {consumers}", _ONCE),
         _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
         _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
-        _keep("dquery", f"{t.query('dQ')} float32, by {consumers}; {', '.join(t.saved('lse', 'delta'))}"),
+        _keep("dquery", f"{', '.join(results)} float32, by {consumers}; {', '.join(t.saved('lse', 'delta'))}"),
         _compute("scores", f"{t.scores()} = Q K^T, asynchronous", _EACH_KV),
         _compute("dweights", f"{t.scores('dP')} = dO V^T, asynchronous", _EACH_KV),
         _compute("weights", f"{_weights_text(t)}{t.mask_text}", _EACH_KV),
         _compute("dscores", f"dS = {_dscore(t)}", _EACH_KV),
-        _compute("dquery", "dQ += dS K", _EACH_KV),
-        Stage("store dquery", "store", t.query("dQ"), "registers -> SRAM -> HBM", _ONCE),
+        *product,
+        Stage("store dquery", "store", ", ".join(results), "registers -> SRAM -> HBM", _ONCE),
     ]
 
 
@@ -380,6 +383,22 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
         _load("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
         _compute("matches", "by least and greatest: can any pair match, must every pair", each),
         _store("ranges", "first and last tile to visit, run of full ones; for each range"),
+    ]
+
+
+def _query_work(t: Tiles) -> list[Stage]:
+    return _work(f"[{t.q} queries]", "keys")
+
+
+def _key_work(t: Tiles) -> list[Stage]:
+    return _work(f"[{t.kv} keys]", "queries")
+
+
+def _work(tile: str, others: str) -> list[Stage]:
+    return [
+        _load("lengths", "first rows and lengths of sequences", _ONCE, "HBM -> registers"),
+        _compute("places", f"first slot of each sequence: those with more {others} come first", _ONCE),
+        _store("work", f"sequence and number of each tile {tile}"),
     ]
 
 
@@ -534,6 +553,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
+    ("", "query_work"): _query_work,
+    ("", "key_work"): _key_work,
     ("", "flash_forward"): _flash_forward,
     ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,

@@ -11,13 +11,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...ir.attention import Attention
+from ...ir.sequences import Rows
 from ..analysis.facts import Facts
 from .forms import Form
 from .hardware import Hardware
 from .kernels import Algorithm, Kernel
 from .plan import CodePlan
 from .segments import Segments
-from .signature import Direction, Signature, Widths
+from .signature import Direction, SequenceKind, Signature, Widths
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,19 @@ class Partition(NamedTuple):
 WHOLE = Partition()
 
 
+class RaggedRows(Protocol):
+    """Sequences of their own lengths as targets see them."""
+
+    @property
+    def kind(self) -> SequenceKind: ...
+    @property
+    def q_offset(self) -> int | Tensor | None: ...
+    @property
+    def tensors(self) -> Mapping[str, Tensor | None]: ...
+    def number(self, query: Tensor) -> int: ...
+    def rows(self, query: Tensor, key: Tensor) -> list[Rows]: ...
+
+
 class CallTensors(Protocol):
     """A call as targets see it (runtime/call.py has the record)."""
 
@@ -65,6 +79,8 @@ class CallTensors(Protocol):
     def operands(self) -> Mapping[str, Tensor | int | float]: ...
     @property
     def q_offset(self) -> int | Tensor: ...
+    @property
+    def ragged(self) -> RaggedRows | None: ...
     @property
     def head_dim(self) -> int: ...
     @property

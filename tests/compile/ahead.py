@@ -28,8 +28,9 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import Hardware, by_name
 from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
+from weft.compiler.planning.signature import SequenceKind
 from weft.ir.attention import Attention
-from weft.runtime.call import Call, Dense, Operand, Options
+from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed
 from weft.runtime.driver import Compiled, compile_kernels
 
 Direction = Literal["forward", "backward"]
@@ -132,10 +133,12 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool = False, q_offset: int | Tensor = 0,
+    sequences: SequenceKind = "dense",
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, whether they must repeat bit for bit.
+    sequences: of the call; "lengths" and "packed" ones are bottom right.
     """
     sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, value_dim=value_dim or head_dim, dtype=dtype)
     machine = by_name(device)
@@ -145,6 +148,8 @@ def compiled(
         signature = replace(signature, wanted=wanted)
     if isinstance(q_offset, Tensor):
         signature = replace(signature, offset="per_row")
+    if sequences != "dense":
+        signature = replace(signature, sequences=sequences, offset="bottom_right")
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
         kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset)}
@@ -155,7 +160,10 @@ def launched(made: Compiled, variant: Attention, sizes: Shape, q_offset: int | T
     """The kernels of one call, in order."""
     query, key, value, out, dout = _rows(sizes, 5)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
-    call = Call(query, key, value, None, _operands(variant), Dense(q_offset), Options(), sizes.head_dim)
+    lens = torch.zeros(query.shape[0] + 1, dtype=torch.int32)
+    kinds = {"dense": Dense(q_offset), "lengths": Lengths(None, lens[1:], None), "packed": Packed(lens, lens, None)}
+    sequences = kinds[made.resolved.code.signature.sequences]
+    call = Call(query, key, value, None, _operands(variant), sequences, Options(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":
         gradients = {f"d{n}": torch.empty_like(t) for n, t in call.tensors.items() if n in code.signature.wanted}

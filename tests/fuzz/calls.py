@@ -32,6 +32,48 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Lens:
+    """Sequences of their own lengths: padded, one in each batch row, or packed one after the other in a single one."""
+
+    packed: bool
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+    dtype: str = "int32"
+
+    def starts(self, side: str) -> list[int]:
+        """First row of each sequence, and the end."""
+        lens: tuple[int, ...] = getattr(self, side)
+        return [sum(lens[:n]) for n in range(len(lens) + 1)] if self.packed else [0] * (len(lens) + 1)
+
+    def fitted(self, batch: int, q_rows: int, kv_rows: int) -> Lens:
+        """The same, cut to operands of this size."""
+        if not self.packed:
+            return replace(
+                self,
+                q=tuple(min(n, q_rows) for n in self.q[:batch]),
+                kv=tuple(min(n, kv_rows) for n in self.kv[:batch]),
+            )
+        return replace(self, q=_cut(self.q, q_rows), kv=_cut(self.kv, kv_rows))
+
+    def options(self, device: str) -> dict[str, str]:
+        """Texts of the call's options, by name."""
+        place = f"dtype=torch.{self.dtype}" + ("" if device == "cpu" else f", device={device!r}")
+        if self.packed:
+            given = {"cu_seqlens_q": self.starts("q"), "cu_seqlens_kv": self.starts("kv")}
+        else:
+            given = {"q_lens": list(self.q), "kv_lens": list(self.kv)}
+        return {name: f"torch.tensor({values}, {place})" for name, values in given.items()}
+
+
+def _cut(lens: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    found = []
+    for length in lens:
+        found.append(min(length, rows))
+        rows -= found[-1]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class Variant:
     """A declaration."""
 
@@ -98,6 +140,7 @@ class Call:
     scalars: tuple[tuple[str, int | float], ...] = ()
     tensors: tuple[tuple[str, Given], ...] = ()
     q_offset: int | tuple[int, ...] | None = None
+    lens: Lens | None = None
     target: str = "cpu"  # or "reference", which is no target of Weft but its own definition
     schedule: str | None = None
     form: str | None = None
@@ -204,6 +247,8 @@ def _make(
     values = FILLS[given.fill].format(seed=given.seed, shape=", ".join(map(str, shape)), dtype=f"torch.{least}")
     place = "" if device == "cpu" else f"{device!r}, "
     lines = [f"{name} = ({values}).to({place}torch.{dtype})"]
+    if given.layout != "one batch":  # which repeats the first batch row, whatever its length
+        lines += _behind_lengths(name, built.call.lens)
     layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
     lines += [layout] if layout else []
     exec("\n".join(lines), space)
@@ -213,6 +258,16 @@ def _make(
         raise Undefined(f"{name}: the layout {given.layout} does not serve shape {shape}")
     built.tensors[name] = tensor
     built.lines += lines
+
+
+def _behind_lengths(name: str, lens: Lens | None) -> list[str]:
+    """Lines that put NaN in rows of no sequence."""
+    side = {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}.get(name)
+    if lens is None or side is None:
+        return []
+    if lens.packed:
+        return [f"{name}[:, :, {lens.starts(side)[-1]} :] = nan"]
+    return [f"for b, n in enumerate({list(getattr(lens, side))}): {name}[b, :, n:] = nan"]
 
 
 def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int, ...]:
@@ -238,6 +293,8 @@ def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int
 
 def symbol_values(variant: Variant, call: Call, device: torch.device) -> dict[str, Tensor | int]:
     """Every symbol but the score, a vector over all pairs [B, H, L, T] or a number."""
+    if call.lens is not None:
+        return _ragged_symbols(variant, call, call.lens, device)
     shape = (call.batch, call.heads, call.q_len, call.kv_len)
     group, heads = call.heads // call.kv_heads, torch.arange(call.heads, device=device).view(1, -1, 1, 1)
     if variant.latent is not None:
@@ -257,12 +314,74 @@ def symbol_values(variant: Variant, call: Call, device: torch.device) -> dict[st
     return values
 
 
+def _rows_of(call: Call, lens: Lens, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of every row [B, rows] of a side: the number of its sequence, -1 of none, and its place in it."""
+    rows = call.q_len if side == "q" else call.kv_len
+    owner = torch.full((call.batch, rows), -1, dtype=torch.int64, device=device)
+    place = torch.zeros_like(owner)
+    for number, (first, length) in enumerate(zip(lens.starts(side), getattr(lens, side))):
+        b = 0 if lens.packed else number
+        owner[b, first : first + length] = number
+        place[b, first : first + length] = torch.arange(length, device=device)
+    return owner, place
+
+
+def existing(call: Call, device: torch.device) -> Tensor:
+    """Which pairs are of one sequence, a vector over all pairs [B, H, L, T]."""
+    shape = (call.batch, call.heads, call.q_len, call.kv_len)
+    if call.lens is None:
+        return torch.ones(shape, dtype=torch.bool, device=device).flatten()
+    q, kv = (_rows_of(call, call.lens, side, device)[0] for side in ("q", "kv"))
+    same = (q[:, None, :, None] == kv[:, None, None, :]) & (q >= 0)[:, None, :, None]
+    return same.expand(shape).flatten()
+
+
+def _ragged_symbols(variant: Variant, call: Call, lens: Lens, device: torch.device) -> dict[str, Tensor | int]:
+    """Symbols of pairs of one sequence; what others have means nothing."""
+    shape = (call.batch, call.heads, call.q_len, call.kv_len)
+    group = 1 if variant.latent is not None else call.heads // call.kv_heads
+    heads = torch.arange(call.heads, device=device).view(1, -1, 1, 1)
+    owner, row = _rows_of(call, lens, "q", device)
+    _, column = _rows_of(call, lens, "kv", device)
+    of = owner.clamp(min=0)
+    q_len, kv_len = (torch.tensor([*x, 0], device=device)[of] for x in (lens.q, lens.kv))
+    offset = kv_len - q_len
+    if isinstance(call.q_offset, int):
+        offset = torch.full_like(offset, call.q_offset)
+    elif call.q_offset is not None:
+        offset = torch.tensor([*call.q_offset, 0], device=device)[of]
+    grid = {
+        "q_pos": (row + offset)[:, None, :, None], "kv_pos": column[:, None, None, :], "batch": of[:, None, :, None],
+        "q_len": q_len[:, None, :, None], "kv_len": kv_len[:, None, :, None], "head": heads, "kv_head": heads // group,
+    }  # fmt: skip
+    values: dict[str, Tensor | int] = {n: v.expand(shape).flatten() for n, v in grid.items()}
+    values |= {"group": group, "head_dim": call.dim}
+    assert values.keys() == set(INTS)
+    return values
+
+
 def environment(built: Built, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Environment:
-    """Of all pairs, for expressions without the score."""
+    """Of all pairs that exist, for expressions without the score."""
     call = built.call
     device = built.tensors["query"].device
-    symbols = symbol_values(built.variant, call, device)
-    return Environment(symbols, None, dict(call.scalars), tensors, call.pairs, dtype, None)
+    symbols, number = symbol_values(built.variant, call, device), call.pairs
+    if call.lens is not None:
+        exist = existing(call, device)
+        symbols, number = {n: v[exist] if isinstance(v, Tensor) else v for n, v in symbols.items()}, int(exist.sum())
+    return Environment(symbols, None, dict(call.scalars), tensors, number, dtype, None)
+
+
+def cleaned(built: Built) -> Built:
+    """The call with 0 in place of what lies behind lengths: nothing may depend on it."""
+    lens = built.call.lens
+    if lens is None:
+        return built
+    tensors = dict(built.tensors)
+    for name, side in {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}.items():
+        if name in tensors:
+            owner, _ = _rows_of(built.call, lens, side, tensors[name].device)
+            tensors[name] = torch.where((owner >= 0)[:, None, :, None], tensors[name], 0.0)
+    return replace(built, tensors=tensors)
 
 
 def offset_text(q_offset: int | Sequence[int], device: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .calls import DTYPES, Built, Call, environment, symbol_values
+from .calls import DTYPES, Built, Call, cleaned, environment, existing, symbol_values
 from .dense import FAST_TANH, FP32, FP64, Environment, Gather, Precision, Undefined, Value, evaluate
 from .tree import Node, Num
 
@@ -74,11 +74,15 @@ def visible_pairs(built: Built, tensors: dict[str, Tensor]) -> tuple[Tensor, ...
     env = environment(built, tensors)
     env.precision = precision_of(call)
     seen = evaluate(built.variant.mask, env).value
+    if call.lens is not None:
+        exist = existing(call, seen.device)
+        seen = torch.zeros_like(exist).masked_scatter(exist, seen)
     return seen.view(call.batch, call.heads, call.q_len, call.kv_len).nonzero(as_tuple=True)
 
 
 def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]:
     """What the call must give, by name: out, lse where asked for, and d<name> for each gradient that is wanted."""
+    built = cleaned(built)
     call = built.call
     exact64 = {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in built.tensors.items()}
     pairs = visible_pairs(built, exact64)

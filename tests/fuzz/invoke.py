@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, Variant, main_names
+from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, Lens, Variant, main_names
 from .tree import symbols
 
 HOPPER_WIDTHS = (  # most often equal powers of two; each other kind of tile
@@ -33,6 +33,7 @@ CALL_DTYPES = {
     "triton": ("float32", "bfloat16", "bfloat16", "float16"),
     "hopper": ("bfloat16", "float16"),
 }
+KINDS = ("dense", "dense", "dense", "dense", "dense", "padded", "padded", "packed", "packed")  # of sequences
 DOUT = ("plain", "plain", "rows first", "padded", "one row", "one batch")
 # What an operand of a name, or of a kind where its name is not here, is filled with.
 NAMED_FILLS = {
@@ -62,13 +63,23 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
 
     like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
     """
-    call = _draw_call(random, variant, target)
+    kind = random.choice(KINDS if target != "hopper" else ("dense",))
+    if variant.sink is not None:
+        kind = "dense"  # sequences with lengths have none yet
+    if like is not None:
+        kind = "dense" if like.lens is None else "packed" if like.lens.packed else "padded"
+    call = _draw_call(random, variant, target, kind)
     if like is None:
         return call
+    if like.lens is not None and call.lens is not None:
+        call = replace(call, lens=replace(call.lens, dtype=like.lens.dtype))
+        if isinstance(call.q_offset, tuple) != isinstance(like.q_offset, tuple):
+            offset = None if like.q_offset is None else 0 if isinstance(like.q_offset, int) else (0,) * len(call.lens.q)
+            call = replace(call, q_offset=offset)
     dtypes = {name: given.dtype for name, given in like.tensors}
     tensors = tuple((name, replace(given, dtype=dtypes[name])) for name, given in call.tensors)
     offset = call.q_offset if isinstance(call.q_offset, tuple) == isinstance(like.q_offset, tuple) else None
-    if isinstance(like.q_offset, tuple) and offset is None:
+    if isinstance(like.q_offset, tuple) and offset is None and call.lens is None:
         offset = (max(0, call.kv_len - call.q_len),) * call.batch
     dout = call.dout if like.lse or call.dout != "none" else "plain"
     return replace(
@@ -78,13 +89,15 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     )  # fmt: skip
 
 
-def _draw_call(random: Random, variant: Variant, target: str) -> Call:
+def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call:
     heads, kv_heads = random.choice(FEW_HEADS if target == "interpret" else HEADS)
     batch = random.choice((1, 1, 2) if target == "interpret" else (1, 1, 2, 3))
+    batch = 1 if kind == "packed" else batch
     if target == "cpu" and random.random() < LONG:
         q_len, kv_len = _lengths(random, batch * heads, MOST_LONG_PAIRS, LONG_LENGTHS)
     else:
         q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS)
+    lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, kind == "packed", batch, q_len, kv_len)
     dtype = random.choice(CALL_DTYPES[target])
     dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)
     if target == "hopper":
@@ -103,7 +116,8 @@ def _draw_call(random: Random, variant: Variant, target: str) -> Call:
         main=tuple(_main(random, name, target) for name in names),
         scalars=tuple((n, random.choice(NUMBERS[kind])) for n, kind in variant.scalars.items()),
         tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
-        q_offset=_offset(random, variant, batch, q_len, kv_len), target=target, schedule=_schedule(random, target),
+        q_offset=_offset(random, variant, batch if lens is None else len(lens.q), q_len, kv_len), lens=lens,
+        target=target, schedule=_schedule(random, target, flash=lens is not None),
         form=form, lse=lse, wanted=_wanted(random, variant, names, form),
         dout=random.choice((*DOUT, "none" if lse else "plain")),
         seed=random.randrange(10**6),
@@ -118,6 +132,25 @@ def _lengths(random: Random, rows: int, most: int, lengths: tuple[int, ...]) -> 
             q_len, kv_len = random.choice(((0, kv_len), (q_len, 0), (0, 0)))
         if rows * q_len * kv_len <= most:
             return q_len, kv_len
+
+
+def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -> Lens:
+    """Lengths that fit operands; some are 0, and some as long as there is room."""
+
+    def one(rows: int) -> int:
+        return random.choice((0, rows, random.randint(0, rows), random.randint(0, rows), min(rows, 1)))
+
+    def many(rows: int, number: int) -> tuple[int, ...]:
+        if not packed:
+            return tuple(one(rows) for _ in range(number))
+        end = rows if random.random() < 0.6 else random.randint(0, rows)
+        cuts = sorted([random.randint(0, end) for _ in range(number - 1)])
+        return tuple(b - a for a, b in zip([0, *cuts], [*cuts, end]))
+
+    number = random.choice((1, 2, 3, 5, 9)) if packed else batch
+    q = many(q_rows, number)
+    kv = q if q_rows == kv_rows and random.random() < 0.5 else many(kv_rows, number)
+    return Lens(packed, q, kv, random.choice(("int32", "int64")))
 
 
 def _form(random: Random, variant: Variant) -> str | None:
@@ -158,7 +191,7 @@ def _offset(random: Random, variant: Variant, batch: int, q_len: int, kv_len: in
     return tuple(random.choice(choices) for _ in range(batch))
 
 
-def _schedule(random: Random, target: str) -> str | None:
+def _schedule(random: Random, target: str, flash: bool) -> str | None:
     if random.random() < 0.3:
         return None
     if target == "cpu":
@@ -166,7 +199,7 @@ def _schedule(random: Random, target: str) -> str | None:
         return f"flash/flash_forward=cpu:{forward}/flash_backward=cpu:{backward}"
     if target in ("hopper", "reference"):
         return None
-    if random.random() < 0.45:
+    if random.random() < 0.45 and not flash:
         return random.choice(("streaming", "standard"))
     if target == "triton":
         return random.choice((None, "flash"))

@@ -148,6 +148,9 @@ def options_of(built: Built) -> dict[str, Any]:
         device = built.tensors["query"].device
         given = call.q_offset
         options["q_offset"] = given if isinstance(given, int) else torch.tensor(given, dtype=torch.int32, device=device)
+    if call.lens is not None:
+        for name, text_of in call.lens.options(built.tensors["query"].device.type).items():
+            options[name] = eval(text_of, {"torch": torch})
     return options
 
 

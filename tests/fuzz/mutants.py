@@ -153,6 +153,25 @@ def _to_the_next_head(scatter: Any) -> Any:
     return lambda gradient, total, call, result: scatter(gradient, total.roll(1, 1), call, result)
 
 
+def _whatever_the_keys(place: Any) -> Any:
+    """Sequences with as many queries count as equal, however many keys they have."""
+
+    def wrong(i: int, r: Any, packed: bool) -> tuple[int, ...]:
+        return (r.q_len, r.number - i, r.row - i * (not packed), r.q_first - i * r.q_len * packed)
+
+    return wrong
+
+
+def _whosever(rows_of: Any) -> Any:
+    """Gradients of reads are added up for the first sequence."""
+
+    def wrong(*arguments: Any) -> Any:
+        own, exists = rows_of(*arguments)
+        return own | {"batch": own["batch"] * 0}, exists
+
+    return wrong
+
+
 def _downward(upward: Any) -> Any:
     """Tiles are rounded down at both ends."""
     return tiles._downward
@@ -195,6 +214,8 @@ _ON_CPU: dict[str, Defect] = {
     "small_ints_wrap": InText(r"(arg_\w+\[[^\n\]]*\])\.long\(\)", r"\1"),
     "heads_of_a_long_call": InText(r"slice\(first, end \* group,", "slice(kv * group, end * group,"),
     "one_hidden_key_overlooked": InText(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
+    "equal_queries_equal_keys": Instead("codegen.runs", "_place", _whatever_the_keys),
+    "read_gradient_to_first_sequence": Instead("runtime.variant", "rows_of", _whosever),
     "sink_beside_the_output": InText(r"return keys / total", "return torch.ones_like(total)"),
     "sink_of_another_head": InText(r"x\.transpose\(1, 2\)\.reshape", "x.transpose(1, 2).flip(1).reshape"),
     "sink_gradient_without_dlse": InText(
@@ -207,6 +228,9 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "last_partial_tile_unmasked": InText(r"kv_rows\[None, :\] < kv_len", "kv_rows[None, :] <= kv_len"),
     "sign_of_scale_trusted": Instead("compiler.analysis.facts", "Facts.scale_sign_unknown", _never),
     "offsets_not_by_batch": InText(r"tl\.load\(q_offset_ptr \+ batch\)", "tl.load(q_offset_ptr)"),
+    "rows_behind_a_length_kept": InText(r"tl\.where\(\(q_rows < q_len\)\[:, None\], (.*), 0\.0\)", r"\1"),
+    "first_sequence_bottom_right": InText(r"q_offset = kv_len - q_len", "q_offset = 0"),
+    "packed_keys_of_the_queries": InText(r"rows_of\(cu_kv, batch, n_sequences", "rows_of(cu_q, batch, n_sequences"),
     "sink_left_out_of_lse": InText(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
     "sink_gradient_of_the_other_sign": InText(r"dsink = -tl\.sum", "dsink = tl.sum"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),

@@ -39,6 +39,7 @@ def _failing(variant: Variant, call: Call, before: Built, verdict: Verdict) -> t
         call, scalars=tuple(s for s in call.scalars if s[0] in variant.scalars),
         tensors=tuple(t for t in call.tensors if t[0] in variant.tensors),
         wanted=tuple(n for n in call.wanted if n in (*names, *variant.tensors)),
+        lens=None if call.lens is None else call.lens.fitted(call.batch, call.q_len, call.kv_len),
     )  # fmt: skip
     device = before.tensors["query"].device.type
     try:
@@ -76,6 +77,7 @@ def _smaller_calls(call: Call) -> Iterator[Call]:
         if getattr(call, field) != least:
             yield replace(call, **{field: least})
     yield from (replace(call, wanted=(name,)) for name in call.wanted if len(call.wanted) > 1)
+    yield from _fewer_sequences(call)
     if call.batch > 1 and not isinstance(call.q_offset, tuple):
         yield replace(call, batch=1)
     if isinstance(call.q_offset, tuple) and call.batch > 1:
@@ -89,6 +91,22 @@ def _smaller_calls(call: Call) -> Iterator[Call]:
         yield from (replace(call, **{field: n}) for n in (1, 2, 6, length // 2, length - 1) if 0 < n < length)
     if len(call.main) == 3:
         yield from (replace(call, **{f: 4}) for f in ("dim", "value_dim") if getattr(call, f) > 4)
+
+
+def _fewer_sequences(call: Call) -> Iterator[Call]:
+    lens = call.lens
+    if lens is None:
+        return
+    offsets = call.q_offset if isinstance(call.q_offset, tuple) else None
+    if offsets is None:
+        yield replace(call, lens=None)
+    if lens.packed and len(lens.q) > 1:
+        for n in range(len(lens.q)):
+            fewer = replace(lens, q=lens.q[:n] + lens.q[n + 1 :], kv=lens.kv[:n] + lens.kv[n + 1 :])
+            yield replace(
+                call, lens=fewer, q_len=max(1, sum(fewer.q)), kv_len=max(1, sum(fewer.kv)),
+                q_offset=call.q_offset if offsets is None else offsets[:n] + offsets[n + 1 :],
+            )  # fmt: skip
 
 
 def _plainer_calls(call: Call) -> Iterator[Call]:

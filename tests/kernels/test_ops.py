@@ -30,7 +30,7 @@ def attend(query, key, value, slopes):
 
 def test_opcheck():
     query, key, value, table = operands()
-    arguments = (query, key, value, None, [table], [], [9], 0, None, 16, VARIANT.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * 5, 16, VARIANT.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():
@@ -41,6 +41,66 @@ def test_opcheck():
     backward = (torch.randn_like(out), torch.randn_like(lse), out, lse, *plain, wanted)
     found = torch.library.opcheck(torch.ops.weft.attention_backward.default, backward)
     assert set(found.values()) == {"SUCCESS"}, found
+
+
+LENGTHS = {
+    "padded": {"q_lens": torch.tensor([20, 3]), "kv_lens": torch.tensor([24, 3], dtype=torch.int32)},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 7, 7, 20], dtype=torch.int32)},
+    "packed, offsets": {
+        "cu_seqlens_q": torch.tensor([0, 7, 24], dtype=torch.int32),
+        "q_offset": torch.tensor([0, 5], dtype=torch.int32),
+    },
+}  # fmt: skip
+
+
+def ragged(name):
+    return lambda query, key, value, slopes: VARIANT(query, key, value, window=9, slopes=slopes, **LENGTHS[name])
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_opcheck_with_lengths(name):
+    given = LENGTHS[name]
+    query, key, value, table = operands(batch=2 if name == "padded" else 1)
+    starts = [given.get("cu_seqlens_q")] * 2
+    lengths = (given.get("q_offset"), given.get("q_lens"), given.get("kv_lens"), *starts)
+    arguments = (query, key, value, None, [table], [], [9], None, *lengths, 16, VARIANT.canonical_text, "")
+    found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
+    assert set(found.values()) == {"SUCCESS"}, found
+    with torch.no_grad():
+        out, lse = torch.ops.weft.attention(*arguments)
+    plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    plain[4] = [table.detach()]
+    backward = (torch.randn_like(out), torch.randn_like(lse), out, lse, *plain, [True, True, True, False, True])
+    found = torch.library.opcheck(torch.ops.weft.attention_backward.default, backward)
+    assert set(found.values()) == {"SUCCESS"}, found
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_whole_graphs_with_lengths(name, dynamic):
+    torch._dynamo.reset()  # the calls of all names are one function to Dynamo, which compiles it a few times only
+    call = ragged(name)
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length in (24, 31):
+        inputs = operands(length, batch=2 if name == "padded" else 1)
+        out, wanted = compiled(*inputs), call(*inputs)
+        assert torch.equal(out, wanted)
+        for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_lengths_are_inputs_of_a_compiled_graph_and_of_an_exported_program():
+    class Ragged(torch.nn.Module):
+        def forward(self, query, key, value, slopes, starts):
+            return VARIANT(query, key, value, window=9, slopes=slopes, cu_seqlens_q=starts)
+
+    module, inputs = Ragged(), operands(batch=1, requires_grad=False)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(module, (*inputs, torch.tensor([0, 5, 9, 24]))).module()
+    for starts in ([0, 5, 9, 24], [0, 24, 24, 24], [0, 1, 2, 3]):
+        wanted = module(*inputs, torch.tensor(starts))
+        assert torch.equal(compiled(*inputs, torch.tensor(starts)), wanted)
+        assert torch.equal(exported(*inputs, torch.tensor(starts)), wanted)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

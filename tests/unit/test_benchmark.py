@@ -22,7 +22,7 @@ from bench_first_call import FirstCall
 from bench_measure import Ceilings, Cell, Effort, HostTime, RowResult, launch_times, measure_row, relative_error
 from bench_peers import COLUMNS, TITLES, NotOffered
 from bench_report import Report, as_markdown, print_report, speed_grid
-from bench_rows import DENSE, QUICK, ROWS, SHAPES, VARIANTS, Row
+from bench_rows import DENSE, PACKED, QUICK, ROWS, SHAPES, VARIANTS, Row
 from bench_variants import torch_variant, weft_variant
 
 SMALL = [
@@ -34,6 +34,8 @@ SMALL = [
     Row("sink", 1, 4, 24, 16),
     Row("documents", 1, 2, 24, 16, 8),
     Row("prefix", 1, 2, 24, 16, 6),
+    Row("packed", 1, 2, 24, 16, 6),
+    Row("ragged", 1, 2, 24, 16, 4),
     Row("causal", 1, 4, 24, 16, own_kv_heads=2),
     Row("full", 1, 2, 24, 24, own_value_dim=16),
 ]
@@ -65,7 +67,7 @@ def test_the_variant_rows_are_those_of_the_published_table():
     assert {(r.batch, r.heads, r.length, r.dim) for r in VARIANTS} == {(2, 16, 8192, 128)}
     found = {r.variant: r.parameter for r in VARIANTS}
     assert found == {"softcap": 20, "alibi": 0, "sink": 0, "window": 1024, "documents": 1024, "prefix": 2048}
-    assert len({r.name for r in ROWS}) == len(ROWS) == 24 and set(QUICK) <= set(ROWS)
+    assert len({r.name for r in ROWS}) == len(ROWS) == 27 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -95,6 +97,14 @@ def test_rows_of_other_shapes_say_what_is_other():
     assert names[5:] == [
         "D64 H16 S512 B64 causal", "D64 H16 S1024 B64 causal", "D128 H16 S1024 B1 causal", "D128 H8 S131072 B1 causal",
     ]  # fmt: skip
+
+
+def test_ragged_rows_are_as_much_work_as_equal_ones():
+    documents, ragged, equal = PACKED
+    assert documents.lens == (1024,) * 16
+    assert len(ragged.lens) == 64 and sum(ragged.lens) == ragged.length
+    assert (min(ragged.lens), max(ragged.lens)) == (1, 16384)
+    assert equal.flops("forward") == pytest.approx(ragged.flops("forward"), rel=0.01)
 
 
 def test_an_unknown_variant_has_no_work():

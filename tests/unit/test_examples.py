@@ -29,7 +29,15 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
-    assert with_main == {"quickstart", "custom_score", "latent", "packed_documents", "sinks", "demo"}
+    assert with_main == {"quickstart", "custom_score", "latent", "packed_documents", "ragged_batch", "sinks", "demo"}
+
+
+def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    load("ragged_batch").main(lengths=(40, 3, 1, 30), heads=2, dim=16)
+    output = capsys.readouterr().out
+    assert "gradients stay in the sequence that the loss reads: True" in output
+    assert "what lies behind a length reaches nothing: True" in output
+    assert "three tokens decoded: [[4, 2, 1, 16]" in output
 
 
 def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import pytest
+import torch
 from sympy.core.cache import clear_cache
 
 import weft
@@ -25,50 +26,66 @@ bias, slopes, sinks = weft.tensor("bias", 2), weft.tensor("slopes", 1), weft.ten
 reach, sharpness, width = weft.tensor("reach", 1, int), weft.scalar("sharpness", float), weft.scalar("width", float)
 grown = weft.exp(bias[head, q_pos])
 bent = weft.tanh(score)
-# What is linear in q.k, and what is not: between them they have every text that a defect replaces.
-VARIANTS = {
-    "scaled": weft.Attention(mask=masks.causal, scale=weft.rsqrt(width) * sharpness, sink=sinks[head], name="scaled"),
-    "biased": weft.Attention(
+SCALED, BIASED = (
+    weft.Attention(mask=masks.causal, scale=weft.rsqrt(width) * sharpness, sink=sinks[head], name="scaled"),
+    weft.Attention(
         weft.where(kv_pos < reach[head], abs(score) * grown, score) + grown * slopes[head] + bent * bent,
         (kv_pos // 3 <= q_pos // 3) & (q_pos - kv_pos <= reach[head]), name="biased",
     ),
-}  # fmt: skip
+)  # fmt: skip
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 SIZES = weft.shape(heads=2, q_len=256, head_dim=64, dtype="fp32")
-# How often each text is found: scaled forward and backward, biased forward and backward.
+ONE, TWO = torch.tensor([256], dtype=torch.int32), torch.tensor([0, 100, 256], dtype=torch.int32)
+# Linear in q.k, not linear, and sequences with lengths: between them they have every text that a defect replaces.
+SAMPLES: tuple[tuple[weft.Attention, dict[str, torch.Tensor]], ...] = (
+    (SCALED, {}),
+    (BIASED, {}),
+    (CAUSAL, {"q_lens": ONE, "kv_lens": ONE}),
+    (CAUSAL, {"cu_seqlens_q": TWO, "cu_seqlens_kv": TWO}),
+)
+# How often each text is found, forward and backward: scaled, biased, padded, packed.
 FOUND = {
-    "kv_head_of_another_group": (1, 1, 1, 1),
-    "lse_in_base_2": (1, 0, 0, 0),
-    "dlse_added": (0, 1, 0, 1),
-    "delta_forgotten": (0, 1, 0, 1),
-    "offset_of_the_first_row": (1, 1, 1, 1),
-    "scale_missing_in_dquery": (0, 1, 0, 0),
-    "hidden_nan_kept": (1, 1, 1, 1),
-    "hidden_gradient_kept": (0, 0, 0, 1),
-    "key_gradient_of_last_tile": (0, 1, 0, 1),
-    "small_ints_wrap": (0, 0, 2, 4),  # one for each read
-    "heads_of_a_long_call": (1, 1, 1, 1),
-    "one_hidden_key_overlooked": (1, 0, 0, 0),
-    "sink_beside_the_output": (1, 0, 0, 0),
-    "sink_of_another_head": (1, 1, 0, 0),
-    "sink_gradient_without_dlse": (0, 1, 0, 0),
-    "stride_of_another_dimension": (0, 0, 1, 4),
-    "last_partial_tile_unmasked": (1, 1, 1, 1),
-    "offsets_not_by_batch": (1, 2, 1, 2),  # one for each kernel
-    "sink_left_out_of_lse": (1, 0, 0, 0),
-    "sink_gradient_of_the_other_sign": (0, 1, 0, 0),
-    "floor_div_truncates_on_gpu": (0, 0, 1, 1),
+    "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1),
+    "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0),
+    "dlse_added": (0, 1, 0, 1, 0, 1, 0, 1),
+    "delta_forgotten": (0, 1, 0, 1, 0, 1, 0, 1),
+    "offset_of_the_first_row": (1, 1, 1, 1, 1, 1, 1, 1),
+    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1),
+    "hidden_nan_kept": (1, 1, 1, 1, 1, 1, 1, 1),
+    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0),
+    "key_gradient_of_last_tile": (0, 1, 0, 1, 0, 1, 0, 1),
+    "small_ints_wrap": (0, 0, 2, 4, 0, 0, 0, 0),  # one for each read
+    "heads_of_a_long_call": (1, 1, 1, 1, 1, 1, 1, 1),
+    "one_hidden_key_overlooked": (1, 0, 0, 0, 1, 0, 1, 0),
+    "sink_beside_the_output": (1, 0, 0, 0, 0, 0, 0, 0),
+    "sink_of_another_head": (1, 1, 0, 0, 0, 0, 0, 0),
+    "sink_gradient_without_dlse": (0, 1, 0, 0, 0, 0, 0, 0),
+    "stride_of_another_dimension": (0, 0, 1, 4, 0, 0, 0, 0),
+    "last_partial_tile_unmasked": (1, 1, 1, 1, 1, 1, 1, 1),
+    "offsets_not_by_batch": (1, 2, 1, 2, 1, 2, 0, 0),  # one for each kernel; that of packed ones is masked
+    "rows_behind_a_length_kept": (0, 0, 0, 0, 1, 1, 0, 0),
+    "first_sequence_bottom_right": (0, 0, 0, 0, 1, 2, 1, 2),
+    "packed_keys_of_the_queries": (0, 0, 0, 0, 0, 0, 1, 2),
+    "sink_left_out_of_lse": (1, 0, 0, 0, 0, 0, 0, 0),
+    "sink_gradient_of_the_other_sign": (0, 1, 0, 0, 0, 0, 0, 0),
+    "floor_div_truncates_on_gpu": (0, 0, 1, 1, 0, 0, 0, 0),
 }
-AT_RUN_TIME = {"read_gradient_to_next_head", "mixed_alignment_ignored"}  # they change no generated text
+AT_RUN_TIME = {  # they change no generated text
+    "read_gradient_to_next_head",
+    "equal_queries_equal_keys",
+    "read_gradient_to_first_sequence",
+    "mixed_alignment_ignored",
+}
 
 
 def sources(target: str) -> list[str]:
-    """The modules of both variants, forward and backward."""
+    """The modules of all samples, forward and backward."""
     if target == "interpret":
         pytest.importorskip("triton")
     options = {"device": "cpu", "target": target, "schedule": "flash"}
     return [
-        variant.source(SIZES, direction=direction, **options)
-        for variant in VARIANTS.values()
+        variant.source(SIZES, direction=direction, **options, **lengths)
+        for variant, lengths in SAMPLES
         for direction in ("forward", "backward")
     ]
 

@@ -152,7 +152,8 @@ REFUSED = [  # sizes, options and the words of the message, which are those of a
     ({}, {"window": 1 << 40}, "local: window: integer overflow: expected a value within 32 bits"),
     ({}, {"q_offset": 0.5}, "q_offset: expected an int or an int32 tensor .1., got 0.5"),
     ({}, {"q_offset": torch.zeros(3, dtype=torch.int32)}, r"q_offset: expected an int or an int32 tensor .1., got"),
-    ({}, {"kv_lens": torch.zeros(1)}, "local: the option kv_lens is not available; pass padded operands and a mask"),
+    ({}, {"kv_lens": torch.zeros(1)}, r"local: kv_lens: expected a tensor int32 or int64 .1., got torch.float32 .1."),
+    ({}, {"block_table": torch.zeros(1)}, "local: the option block_table is not available; gather the pages"),
     ({}, {"form": "absorbed"}, "local: form: uk, uv and form belong to variants declared with latent=weft.Latent"),
     ({}, {"target": "abacus"}, "abacus"),
     ({}, {"device": "abacus"}, "hardware: expected one of a100, .*got 'abacus'"),
@@ -302,7 +303,7 @@ def test_tiles_are_measured_before_they_are_visited(target, wanted, deterministi
     of = signature(GPT2, "sm_90", "backward", variant)
     kind = replace(of, wanted=frozenset(names[n] for n in wanted), deterministic=deterministic)
     found = driver.resolve(variant, kind, H200, target)
-    assert found.target.name == ("triton" if "t" in wanted else target)
+    assert found.target.name == target
     kernels = [k.name for k in found.code.kernels]
     visitors = {"flash_dquery": "kv_spans", "flash_dkey_dvalue": "q_spans", "flash_backward": "q_spans"}
     visiting = [name for name in kernels if name in visitors]
@@ -313,19 +314,27 @@ def test_tiles_are_measured_before_they_are_visited(target, wanted, deterministi
     assert set(wanted) - {"t"} <= set().union(*(gives[name] for name in visiting))
 
 
-def test_gradients_of_operands_are_left_to_the_target_that_has_them() -> None:
-    slopes = tensor("slopes", 1)
-    alibi = Attention(SCORE + slopes[symbol("head")] * (KV_POS - Q_POS), name="alibi")
+def test_gradients_of_operands_are_summed_by_the_pass_that_owns_queries() -> None:
+    """Those that are read by position are left to the target that has them, also where the call names another."""
+    by_head, by_key = tensor("slopes", 1), tensor("biases", 1)
+    alibi = Attention(SCORE + by_head[symbol("head")] * (KV_POS - Q_POS), name="alibi")
+    biased = Attention(SCORE + by_key[KV_POS], name="biased")
     kind = signature(GPT2, "sm_90", "backward")
-    for target in (None, "hopper"):  # also where the call names a target that lacks them
+    passes = ["row_statistics", "flash_dquery", "flash_dkey_dvalue"]
+    for target in (None, "hopper"):
         found = driver.resolve(alibi, replace(kind, wanted=kind.wanted | {"slopes"}), H200, target)
+        assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", passes)
+        found = driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target)
         assert found.target.name == "triton"
-        assert found.notes == ("hopper: gradients of operands (slopes) are computed by the triton target",)
-    assert driver.resolve(alibi, kind, H200).target.name == "hopper"
+        said = "hopper: gradients of operands read by position (biases) are computed by the triton target"
+        assert found.notes == (said,)
+    assert [k.name for k in driver.resolve(alibi, kind, H200).code.kernels][1] == "flash_backward"
+    alone = driver.resolve(alibi, replace(kind, wanted=frozenset({"slopes"})), H200)
+    assert [k.name for k in alone.code.kernels] == passes[:2]
     for target in (None, "hopper"):  # a form that is asked for is used, or refused
-        with pytest.raises(UnavailableError, match=r"target hopper: gradients of operands \(slopes\)"):
-            text = "flash/flash_backward=hopper:64x128s2"
-            driver.resolve(alibi, replace(kind, wanted=kind.wanted | {"slopes"}), H200, target, text)
+        with pytest.raises(UnavailableError, match=r"target hopper: gradients of operands read by position \(biases\)"):
+            text = "flash/flash_dkey_dvalue=hopper:64x128s2"
+            driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target, text)
 
 
 def test_a_kernel_that_follows_another_has_no_form_of_its_own() -> None:

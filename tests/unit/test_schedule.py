@@ -410,10 +410,10 @@ def test_algorithms_that_a_target_does_not_have() -> None:
 
 
 def test_choosing_is_quick_and_needs_no_sympy() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     for width in (72, 88, 136, 168):
         chosen(shape(width), B200, "triton")
-    assert time.perf_counter() - started < 0.2
+    assert time.process_time() - started < 0.2
     code = (
         "import sys; sys.path.insert(0, '.'); from tests import planned; from weft.compiler.planning import records; "
         "planned.chosen(records.Shape(1, 1, 1, 8, 8, 64, 64)); print('sympy' in sys.modules)"

@@ -1,0 +1,47 @@
+"""torch's jagged nested tensors as operands: the rows of [B, heads, j, dim] lie one after the other, and are packed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .ir.errors import WeftError, collected
+
+
+class Packed(NamedTuple):
+    """A call's operands as packed ones."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]  # query, key and value, [1, heads, total, dim]: views
+    starts: tuple[Tensor, Tensor]  # cu_seqlens_q, cu_seqlens_kv
+
+    def nested(self, rows: Tensor) -> Tensor:
+        """[1, heads, total, ...] with a row for each query, as a nested tensor like the query."""
+        return torch.nested.nested_tensor_from_jagged(rows[0].transpose(0, 1), offsets=self.starts[0]).transpose(1, 2)
+
+
+def are_jagged(*tensors: Any) -> bool:
+    return all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged for t in tensors)
+
+
+def packed(name: str, query: Any, key: Any, value: Any) -> Packed:
+    """Operands that are all jagged, packed. Raises WeftError for other ragged dimensions, holes, and other lengths."""
+    named = {"query": query, "key": key, "value": value}
+    problems = []
+    for label, tensor in named.items():
+        ragged = [n for n, size in enumerate(tensor.shape) if not isinstance(size, int)]
+        if tensor.dim() != 4 or ragged != [2]:
+            problems.append(
+                f"{label}: expected a nested tensor [batch, heads, length, dim] whose lengths differ, got one of "
+                f"{tensor.dim()} dimensions with dimension {ragged[0]} ragged; pass x.transpose(1, 2) of "
+                "[batch, length, heads, dim]"
+            )
+        elif tensor.lengths() is not None:
+            problems.append(f"{label}: expected a nested tensor without holes, got one with lengths; copy it")
+    if problems:
+        raise collected(name, problems)
+    if key.offsets() is not value.offsets() and key.shape[2] != value.shape[2]:
+        raise WeftError(f"{name}: value: expected the lengths of key, made from the same offsets, got others")
+    rows = (query.values()[None], key.values()[None], value.values()[None])
+    return Packed(rows, (query.offsets(), key.offsets()))

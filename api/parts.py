@@ -1,0 +1,139 @@
+"""A described call as parts of equal lengths, each of which is counted as a dense one: its sequences, or all of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .compiler.analysis.ranges import Ranges
+from .compiler.analysis.records import TileCounts
+from .compiler.planning.cost import CountTiles
+from .compiler.planning.plan import VisiblePairs
+from .compiler.planning.records import Shape
+from .ir.sequences import Rows
+from .runtime.call import Lengths, Packed, Ragged, sequences_of
+from .runtime.lengths import LENS, STARTS, check_contents, checked
+
+OPTIONS = (*LENS, *STARTS)
+MOST_PARTS = 64  # kinds of sequences that are counted; of more, some stand for all
+
+
+class Part(NamedTuple):
+    """Sequences of one kind."""
+
+    sizes: Shape  # of them all, as batch rows
+    q_offset: int | None
+    number: int  # of the first one
+
+
+class Described(NamedTuple):
+    """The sequences of a call that is planned."""
+
+    sequences: Ragged
+    rows: list[Rows]
+
+
+def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> Described | None:
+    """The sequences that options of a call give, checked as a call checks them; None where they give none.
+
+    query, key: tensors, or sizes [batch, heads, length, dim] of these.
+    """
+    given = tuple(options.get(n) for n in OPTIONS)
+    lengths = [t for t in given if t is not None]
+    if not lengths:
+        return None
+    if not isinstance(query, Tensor):
+        device = next((t.device for t in lengths if isinstance(t, Tensor)), torch.device("cpu"))
+        query, key = (torch.empty(1, device=device).expand(size) for size in (query, key))
+    q_offset = options.get("q_offset")
+    sequences = sequences_of(q_offset, *checked(name, query, key, given, q_offset))  # type: ignore[arg-type]
+    assert isinstance(sequences, (Lengths, Packed))
+    check_contents(name, query, key, sequences)
+    return Described(sequences, sequences.rows(query, key))
+
+
+def parts_of(sizes: Shape, q_offset: int | None, found: Described | None, by_batch: bool) -> list[tuple[Part, float]]:
+    """Parts, and how many such there are. by_batch: sequences differ by their numbers too."""
+    if found is None:
+        return [(Part(sizes, q_offset, 0), 1.0)]
+    computed = [r for r in found.rows if r.q_len and r.kv_len]
+    first: dict[tuple[int, ...], Rows] = {}
+    for r in computed:
+        first.setdefault(_kind(r, by_batch), r)
+    times = Counter(_kind(r, by_batch) for r in computed)
+    kinds = sorted(times)
+    if len(kinds) > MOST_PARTS:  # sorted by length: each stands for those near it
+        n = len(kinds)
+        chosen = [kinds[(2 * i + 1) * n // (2 * MOST_PARTS)] for i in range(MOST_PARTS)]
+        share = sum(q * kv for q, kv, *_ in (k for k, m in times.items() for _ in range(m)))
+        own = sum(q * kv for q, kv, *_ in chosen)
+        times = Counter({kind: share / own for kind in chosen})
+        kinds = chosen
+    return [
+        (Part(replace(sizes, batch=1, q_len=r.q_len, kv_len=r.kv_len), r.q_offset, r.number), float(times[kind]))
+        for kind in kinds for r in [first[kind]]
+    ]  # fmt: skip
+
+
+def _kind(r: Rows, by_batch: bool) -> tuple[int, ...]:
+    return r.q_len, r.kv_len, r.q_offset, r.number if by_batch else 0
+
+
+def summed_counts(counters: Sequence[tuple[CountTiles, float]], sizes: Shape) -> CountTiles:
+    """Tiles of all parts, of a call with these sizes: pairs of rows of different sequences are empty ones too."""
+    if len(counters) == 1 and counters[0][1] == 1.0:
+        return counters[0][0]
+
+    def count(axis: Any, block_q: int, block_kv: int) -> TileCounts:
+        found = [(each(axis, block_q, block_kv), times) for each, times in counters]
+        edge, full = (round(sum(times * getattr(c, n) for c, times in found)) for n in ("edge", "full"))
+        tiles = sizes.batch * sizes.heads * ceil(sizes.q_len / block_q) * ceil(sizes.kv_len / block_kv)
+        return TileCounts(max(0, tiles - edge - full), edge, full)
+
+    return count
+
+
+def summed_pairs(found: Sequence[tuple[VisiblePairs | None, float]]) -> VisiblePairs | None:
+    """Visible pairs of all parts; None where those of one are not known."""
+    if len(found) == 1 and found[0][1] == 1.0:
+        return found[0][0]
+    known = [(pairs, times) for pairs, times in found if pairs is not None]
+    if len(known) < len(found):
+        return None
+    return VisiblePairs(
+        round(sum(times * p.count for p, times in known)), sum(p.looked_at for p, _ in known),
+        round(sum(times * p.rows for p, times in known)),
+    )  # fmt: skip
+
+
+def ranges_of(found: Described) -> Ranges:
+    """Of the symbols that lengths decide, where something is computed."""
+    rows = [r for r in found.rows if r.q_len and r.kv_len] or [Rows(0, 0, 0, 1, 0, 1, 0)]
+    return {
+        "q_pos": (min(r.q_offset for r in rows), max(r.q_offset + r.q_len - 1 for r in rows)),
+        "kv_pos": (0, max(r.kv_len for r in rows) - 1), "batch": (0, max(r.number for r in rows)),
+        "q_len": (min(r.q_len for r in rows), max(r.q_len for r in rows)),
+        "kv_len": (min(r.kv_len for r in rows), max(r.kv_len for r in rows)),
+    }  # fmt: skip
+
+
+def note(found: Described) -> str:
+    """What a plan says of its sequences."""
+    if not found.rows:
+        return "no sequence is there"
+
+    def span(lengths: list[int]) -> str:
+        low, high = min(lengths), max(lengths)
+        return str(low) if low == high else f"{low} to {high}"
+
+    q, kv = span([r.q_len for r in found.rows]), span([r.kv_len for r in found.rows])
+    how = "packed one after the other" if isinstance(found.sequences, Packed) else "in padded operands"
+    return (
+        f"{len(found.rows)} sequences of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
+    )

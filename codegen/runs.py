@@ -1,0 +1,58 @@
+"""Sequences of their own lengths on a CPU: runs of equal ones are dense calls on views of the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..ir.sequences import Rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sequences of equal lengths and offsets, one after the other."""
+
+    first: Rows  # of the first one
+    count: int
+    packed: bool  # they lie one after the other in one batch row, and not in batch rows of their own
+
+    def queries(self, tensor: Tensor) -> Tensor:
+        """Their rows of [B, Hq, L, ...], or of packed [1, Hq, total, ...]: a view [count, Hq, q_len, ...]."""
+        return self._view(tensor, self.first.q_first, self.first.q_len)
+
+    def keys(self, tensor: Tensor) -> Tensor:
+        """The same of keys, values and their gradients."""
+        return self._view(tensor, self.first.kv_first, self.first.kv_len)
+
+    def _view(self, tensor: Tensor, first: int, length: int) -> Tensor:
+        if not self.packed:
+            return tensor[self.first.row : self.first.row + self.count, :, :length]
+        rows = tensor[0].narrow(1, first, self.count * length)
+        return rows.unflatten(1, (self.count, length)).transpose(0, 1)
+
+
+class Runs(NamedTuple):
+    """All sequences of a call."""
+
+    number: int
+    runs: list[Run]
+
+
+def runs_of(rows: Sequence[Rows], packed: bool) -> Runs:
+    """The runs of those that compute something: others have no query, or no key that a query could see."""
+    computed = (r for r in rows if r.q_len and r.kv_len)
+    found = []
+    for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed)):
+        members = [r for _, r in same]
+        found.append(Run(members[0], len(members), packed))
+    return Runs(len(rows), found)
+
+
+def _place(i: int, r: Rows, packed: bool) -> tuple[int, ...]:
+    """What neighbours in a run have in common: numbers and rows go on where those of the one before end."""
+    starts = (r.q_first - i * r.q_len, r.kv_first - i * r.kv_len) if packed else (r.row - i,)
+    return (r.q_len, r.kv_len, r.q_offset, r.number - i, *starts)

@@ -1,0 +1,193 @@
+"""What the lengths of a call must satisfy: `q_lens` and `kv_lens`, or `cu_seqlens_q` and `cu_seqlens_kv`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.analysis.records import GradientKind
+from ..ir.errors import WeftError, collected
+from .call import Lengths, Packed, Ragged
+from .checks import check_q_offset
+from .settings import checks_values
+
+_INTS = (torch.int32, torch.int64)
+LENS, STARTS = ("q_lens", "kv_lens"), ("cu_seqlens_q", "cu_seqlens_kv")
+
+
+Options = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]  # q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
+
+
+def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
+    """The options of a call that has lengths, of which kinds and shapes are checked; one cu_seqlens stands for both.
+
+    query and key must have four dimensions. torch.compile traces this.
+    """
+    q_lens, kv_lens, cu_q, cu_kv = given
+    if not (q_lens is kv_lens is None or cu_q is cu_kv is None):
+        got = [n for n, t in zip((*LENS, *STARTS), given) if t is not None]
+        raise WeftError(
+            f"{name}: expected lengths of one kind, got {', '.join(got)}: q_lens and kv_lens are for padded "
+            "operands [B, heads, length, dim], cu_seqlens_q and cu_seqlens_kv for packed ones [1, heads, total, dim]"
+        )
+    packed = q_lens is kv_lens is None
+    if packed and (cu_q is None or cu_kv is None):
+        if query.shape[2] != key.shape[2]:
+            missing, other = STARTS if cu_q is None else reversed(STARTS)
+            raise WeftError(
+                f"{name}: {missing}: missing; it may be left out where it is {other}, but query has "
+                f"{query.shape[2]} rows and key {key.shape[2]}"
+            )
+        cu_q = cu_kv = cu_kv if cu_q is None else cu_q
+    options = (q_lens, kv_lens, cu_q, cu_kv)
+    problems = list(_problems(query, key, {n: t for n, t in zip((*LENS, *STARTS), options) if t is not None}))
+    if problems:
+        raise collected(name, problems)
+    if q_offset is not None:
+        check_q_offset(q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
+    return options
+
+
+def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
+    """Raise WeftError where the lengths of a call do not fit its operands; what a device holds is not looked at."""
+    problems = list(_problems(query, key, named(sequences)))
+    if problems:
+        raise collected(name, problems)
+    if sequences.q_offset is not None:
+        check_q_offset(sequences.q_offset, sequences.number(query), query.device)
+
+
+def named(sequences: Ragged) -> dict[str, Tensor]:
+    """The lengths that there are, by the names of their options."""
+    names = LENS if isinstance(sequences, Lengths) else STARTS
+    return {n: t for n, t in zip(names, sequences.tensors.values(), strict=True) if t is not None}
+
+
+def _problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor]) -> Iterator[str]:
+    packed = any(n in STARTS for n in given)
+    for label, tensor in given.items():
+        expected = "a tensor int32 or int64 " + ("[sequences + 1]" if packed else f"[{query.shape[0]}]")
+        if not isinstance(tensor, Tensor):
+            made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(tensor, "__len__") else ""
+            yield f"{label}: expected {expected}, got {type(tensor).__name__}{made}"
+        elif tensor.dtype not in _INTS or tensor.dim() != 1:
+            yield f"{label}: expected {expected}, got {tensor.dtype} {list(tensor.shape)}"
+        elif tensor.device != query.device:
+            yield f"{label}: expected device {query.device} as in query, got {tensor.device}"
+        elif packed and tensor.shape[0] < 1:
+            yield f"{label}: expected {expected}, the first row of each sequence and the end, got no entry"
+        elif not packed and tensor.shape[0] != query.shape[0]:
+            yield f"{label}: expected {expected}, one for each batch row, got {list(tensor.shape)}"
+    if not packed:
+        return
+    for label, operand in (("query", query), ("key", key)):
+        if operand.shape[0] != 1:
+            yield (
+                f"{label}: expected packed operands [1, heads, total, dim] with cu_seqlens_q, got "
+                f"{list(operand.shape)}; pass padded ones with q_lens= and kv_lens="
+            )
+    sizes = {n: t.shape[0] for n, t in given.items() if isinstance(t, Tensor) and t.dim() == 1}
+    if len(set(sizes.values())) > 1:
+        got = ", ".join(f"{size} in {n}" for n, size in sizes.items())
+        yield f"cu_seqlens_kv: expected as many entries as in cu_seqlens_q, one a sequence and the end, got {got}"
+
+
+# -- what lies in them -------------------------------------------------------------------------------------------------
+def check_contents(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
+    """Raise WeftError, naming the place, for lengths that no operands can have.
+
+    Looked at on a CPU, and on a device where that is asked for: unasked, kernels cut them to what there is.
+    """
+    problems: list[str] = []
+    rows = (query.shape[2], key.shape[2])
+    names = LENS if isinstance(sequences, Lengths) else STARTS
+    for label, tensor, most in zip(names, sequences.tensors.values(), rows, strict=True):
+        if tensor is not None and (tensor.is_cpu or checks_values()):
+            find = _lens_problem if isinstance(sequences, Lengths) else _starts_problem
+            problem = find(label, tensor.tolist(), most)
+            problems += [] if problem is None else [problem]
+    if problems:
+        raise collected(name, problems)
+
+
+def _lens_problem(label: str, lens: list[int], most: int) -> str | None:
+    operand = "query" if label == "q_lens" else "key"
+    for b, length in enumerate(lens):
+        if not 0 <= length <= most:
+            return f"{label}[{b}]: expected a length from 0 to {most}, the rows of {operand}, got {length}"
+    return None
+
+
+def _starts_problem(label: str, starts: list[int], most: int) -> str | None:
+    operand = "query" if label == "cu_seqlens_q" else "key"
+    if starts[0] != 0:
+        return f"{label}[0]: expected 0, where the first sequence begins, got {starts[0]}"
+    for b, (first, end) in enumerate(pairwise(starts)):
+        if end < first:
+            return f"{label}[{b + 1}]: expected at least {first}, where sequence {b} begins, got {end}"
+        if end > most:
+            return f"{label}[{b + 1}]: expected at most {most}, the rows of {operand}, got {end}"
+    return None
+
+
+# -- which sequence a row belongs to, on the device --------------------------------------------------------------------
+def rows_of(
+    sequences: Ragged, kind: GradientKind, query: Tensor, key: Tensor
+) -> tuple[dict[str, Any], Tensor]:  # fmt: skip
+    """Symbols of what a read's gradient was summed for, and which of it exists; both broadcast over [B, Hq, rows].
+
+    kind "total": one for each sequence; "row": for each query; "column": for each key. Nothing waits for the device.
+    """
+    device, number = query.device, sequences.number(query)
+    (q_first, q_len), (kv_first, kv_len) = _extents(sequences, query, key)
+    offset = sequences.q_offset
+    if not isinstance(offset, Tensor):
+        offset = kv_len - q_len if offset is None else torch.full_like(q_len, offset)
+    batch = torch.arange(number, device=device)
+    if kind == "total":
+        own = {"batch": batch, "q_len": q_len, "kv_len": kv_len}
+        return {n: t.view(-1, 1, 1) for n, t in own.items()}, ((q_len > 0) & (kv_len > 0)).view(-1, 1, 1)
+    first, length = (q_first, q_len) if kind == "row" else (kv_first, kv_len)
+    rows = torch.arange((query if kind == "row" else key).shape[2], device=device)
+    if isinstance(sequences, Packed):
+        # the last sequence that begins at a row or before it, past those without rows; then [1, 1, rows]
+        batch = torch.searchsorted(first + length, rows, right=True).clamp(max=number - 1)[None]
+    else:
+        batch = batch[:, None]
+    exists = (rows >= first[batch]) & (rows - first[batch] < length[batch]) & (q_len[batch] > 0) & (kv_len[batch] > 0)
+    at = rows - first[batch]
+    position = at + offset[batch] if kind == "row" else at
+    own = {
+        "batch": batch,
+        "q_len": q_len[batch],
+        "kv_len": kv_len[batch],
+        "q_pos" if kind == "row" else "kv_pos": position,
+    }
+    return {n: t[:, None] for n, t in own.items()}, exists[:, None]
+
+
+def cleared(tensor: Tensor, sequences: Ragged, query: Tensor) -> Tensor:
+    """Rows of keys [B, heads, T, width] with 0 in place of what no sequence has, which no product may then spread."""
+    _, exists = rows_of(sequences, "column", query, tensor)
+    return torch.where(exists[..., None], tensor, 0.0)
+
+
+def _extents(sequences: Ragged, query: Tensor, key: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(first row, length) of the queries and of the keys of all sequences, int64 on the device, within the operands."""
+    found = []
+    for tensor, operand in zip(sequences.tensors.values(), (query, key), strict=True):
+        rows = operand.shape[2]
+        if isinstance(sequences, Packed):
+            assert tensor is not None
+            starts = tensor.long().clamp(0, rows)
+            found.append((starts[:-1], (starts[1:] - starts[:-1]).clamp(min=0)))
+        else:
+            zeros = torch.zeros(operand.shape[0], dtype=torch.int64, device=operand.device)
+            found.append((zeros, zeros + rows if tensor is None else tensor.long().clamp(0, rows)))
+    return found

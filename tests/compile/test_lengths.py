@@ -1,0 +1,47 @@
+"""Kernels of sequences with lengths compile for GPUs that are not here, and are as good as those of dense calls."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from weft import kv_pos, q_pos
+
+pytest.importorskip("triton")
+from .ahead import compiled
+
+CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
+DOCUMENTS = weft.Attention(mask=(kv_pos <= q_pos) & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
+LISTS = {"query_work", "key_work"}  # before the others, of packed calls
+PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+def test_loops_are_those_of_dense_kernels(sequences, direction):
+    """The same products, the same copies ahead and as much SRAM: what a sequence is, is settled before the loops."""
+    dense = compiled(CAUSAL, direction, 128).kernels
+    made = compiled(CAUSAL, direction, 128, sequences=sequences).kernels
+    assert made.keys() - LISTS == dense.keys()
+    assert bool(made.keys() & LISTS) == (sequences == "packed")
+    for name, kernel in dense.items():
+        own = made[name]
+        assert own.sram == kernel.sram, name
+        for pattern in ("wgmma.mma_async", "cp.async.c"):
+            assert own.count(pattern) == kernel.count(pattern), f"{name}: {pattern}"
+        assert own.spilled <= kernel.spilled + 16, name
+        assert not own.serialised, name
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("device", ["a100", "mi300x"])
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+def test_other_gpus(sequences, device, direction):
+    module = compiled(CAUSAL, direction, 64, device=device, sequences=sequences)
+    for name, kernel in module.kernels.items():
+        assert bool(kernel.count(PRODUCTS[device])) == name.startswith("flash_"), name
+
+
+def test_measured_tiles_of_packed_sequences():
+    module = compiled(DOCUMENTS, "backward", 64, sequences="packed")
+    assert {"query_work", "key_work", "kv_spans", "q_spans"} <= module.kernels.keys()

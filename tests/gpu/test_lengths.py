@@ -1,0 +1,257 @@
+"""Sequences of their own lengths on a GPU: padded and packed, against float64, under graphs, and what is checked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import batch, head, kv_pos, masks, q_pos, score
+
+from ..support import check_variant, poisoned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+slopes, rows, columns = weft.tensor("slopes", 2), weft.tensor("rows", 2), weft.tensor("columns", 2)
+doc, pad = weft.tensor("doc", 2, int), weft.tensor("pad", 2)
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+BIASES = weft.Attention(
+    score * (1.0 + 0.1 * slopes[batch, head]) + rows[head, q_pos] + columns[batch, kv_pos], masks.causal, name="biases"
+)
+VARIANTS = {
+    "dense": weft.Attention(name="dense"),
+    "causal": CAUSAL,
+    "window": weft.Attention(mask=masks.sliding_window(100), name="window_of_100"),
+    "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
+    "documents": weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
+    "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
+}
+PADDED = ([300, 0, 1, 129, 257], [400, 5, 1, 200, 0])
+PACKED = ([300, 0, 1, 129, 257, 5], [400, 7, 1, 200, 300, 0])
+
+
+def cumulated(lens, device="cuda"):
+    return torch.tensor([0, *lens], device=device).cumsum(0).to(torch.int32)
+
+
+def given(kind, dim=64, dtype=torch.bfloat16, heads=4, kv_heads=2, value_dim=None):
+    """(query, key, value) with NaN behind lengths and around, and the options of the call."""
+    q_lens, kv_lens = PADDED if kind == "padded" else PACKED
+    number = len(q_lens)
+    sizes = (number, max(q_lens) + 3, max(kv_lens)) if kind == "padded" else (1, sum(q_lens) + 20, sum(kv_lens) + 9)
+    widths = ((heads, sizes[1], dim), (kv_heads, sizes[2], dim), (kv_heads, sizes[2], value_dim or dim))
+    made = [poisoned((sizes[0], *w), dtype, "cuda", blhd=True, seed=n) for n, w in enumerate(widths)]
+    for tensor, lens in zip(made, (q_lens, kv_lens, kv_lens)):
+        if kind == "packed":
+            tensor[:, :, sum(lens) :] = torch.nan
+        else:
+            for b, length in enumerate(lens):
+                tensor[b, :, length:] = torch.nan
+    if kind == "packed":
+        return made, {"cu_seqlens_q": cumulated(q_lens), "cu_seqlens_kv": cumulated(kv_lens)}
+    lens = {"q_lens": torch.tensor(q_lens, device="cuda"), "kv_lens": torch.tensor(kv_lens, device="cuda")}
+    return made, lens | {"kv_lens": lens["kv_lens"].to(torch.int32)}
+
+
+def operands_of(name):
+    if name == "documents":
+        return {"doc": (torch.arange(1000, device="cuda") // 70).repeat(6, 1)}
+    if name == "far":
+        return {"pad": torch.where(torch.arange(1000, device="cuda") % 7 == 3, -1e9, 0.0).repeat(6, 1)}
+    return {}
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name, dim, kind):
+    made, lengths = given(kind, dim)
+    check_variant(VARIANTS[name], *made, operands=operands_of(name) | lengths)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dtypes(dtype, kind):
+    made, lengths = given(kind, dtype=dtype)
+    check_variant(CAUSAL, *made, operands=lengths)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("dim, value_dim", [(20, 40), (80, 64), (192, 128), (256, 256)])
+def test_widths(dim, value_dim, kind):
+    made, lengths = given(kind, dim, value_dim=value_dim)
+    check_variant(CAUSAL, *made, operands=lengths)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_gradients_of_operands(kind):
+    made, lengths = given(kind, dtype=torch.float32)
+    tables = {"slopes": torch.rand(6, 4), "rows": torch.randn(4, 1000), "columns": torch.randn(6, 1000)}
+    tables = {n: t.cuda() for n, t in tables.items()}
+    check_variant(BIASES, *made, operands=tables | lengths, differentiate=tuple(tables))
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_repeated_calls_agree_bit_for_bit(kind):
+    made, lengths = given(kind)
+    leaves = [t.requires_grad_() for t in made]
+    found = []
+    for _ in range(3):
+        out = CAUSAL(*leaves, **lengths)
+        found.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
+
+
+def test_ten_thousand_sequences_and_one_of_a_hundred_thousand_tokens():
+    generator = torch.Generator().manual_seed(0)
+    many = torch.randint(0, 21, (10_000,), generator=generator).tolist()
+    for lens in (many, [100_000], [3, 100_000, 0, 5], [7] * 20_000):
+        total = sum(lens)
+        query, key, value = (torch.randn(1, 2, total, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        leaves = [t.requires_grad_() for t in (query, key, value)]
+        out = CAUSAL(*leaves, cu_seqlens_q=cumulated(lens))
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
+        picked = [b for b, length in enumerate(lens) if 0 < length < 3000][::500] or [
+            b for b, n in enumerate(lens) if n
+        ]
+        for b in picked:
+            part = slice(starts[b], starts[b + 1])
+            if lens[b] > 3000:  # the last rows of a long one, against dense
+                dense = CAUSAL(*(t.detach()[:, :, part] for t in leaves))
+                torch.testing.assert_close(out[:, :, part], dense, atol=4e-3, rtol=2e-2)  # of another target
+                continue
+            own = [t.detach()[:, :, part].double().requires_grad_() for t in leaves]
+            exact = CAUSAL.reference(*own)
+            torch.testing.assert_close(out[:, :, part].double(), exact, atol=2e-2, rtol=2e-2)
+            wanted = torch.autograd.grad(exact, own, torch.ones_like(exact))
+            for got, right in zip(found, wanted):
+                torch.testing.assert_close(got[:, :, part].double(), right, atol=6e-2, rtol=4e-2)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_a_graph_is_replayed_with_other_lengths(kind):
+    """Nothing waits for the device, and no size is taken from what lies there."""
+    (query, key, value), lengths = given(kind)
+    query, key, value = (torch.nan_to_num(t).requires_grad_() for t in (query, key, value))
+    lengths = {n: t.clone() for n, t in lengths.items()}
+    dout = torch.randn_like(query)
+
+    def step():
+        out, lse = CAUSAL(query, key, value, **lengths, return_lse=True)
+        return (out, lse, *torch.autograd.grad(out, (query, key, value), dout))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    others = [lengths, {n: t // 2 for n, t in lengths.items()}, {n: t // 5 for n, t in lengths.items()},
+              {n: torch.zeros_like(t) for n, t in lengths.items()}]  # fmt: skip
+    others = [{n: t.clone() for n, t in o.items()} for o in others]
+    for other in others:
+        for name, tensor in other.items():
+            lengths[name].copy_(tensor)
+        graph.replay()
+        for got, wanted in zip(captured, step()):
+            assert torch.equal(got, wanted)
+
+
+def compiled_kernels():
+    """How many GPU kernels this process has compiled."""
+    import gc
+
+    from triton.runtime.jit import JITFunction
+
+    made = [o for o in gc.get_objects() if type(o) is JITFunction]
+    return sum(len(cache[0]) for kernel in made for cache in kernel.device_caches.values())
+
+
+def test_new_lengths_compile_nothing():
+    (query, key, value), lengths = given("packed")
+    CAUSAL(query, key, value, **lengths)
+    before = compiled_kernels()
+    for lens in ([5, 6, 7], [200], [1] * 100):
+        CAUSAL(query, key, value, cu_seqlens_q=cumulated(lens), cu_seqlens_kv=cumulated(lens))
+    assert compiled_kernels() == before
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_no_call_waits_for_the_device(kind):
+    made, lengths = given(kind)
+    leaves = [t.requires_grad_() for t in made]
+    out = CAUSAL(*leaves, **lengths)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        out = CAUSAL(*leaves, **lengths)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_contents_are_looked_at_on_request_and_cut_otherwise(kind):
+    bad = {"padded": {"q_lens": [-5, 43, 1000], "kv_lens": [2**30, -1, 76]},
+           "packed": {"cu_seqlens_q": [-7, 30, 20, 2**30], "cu_seqlens_kv": [0, 500, 3, 40]}}[kind]  # fmt: skip
+    shape = (3, 2, 42, 64) if kind == "padded" else (1, 2, 60, 64)
+    made = [poisoned(shape, torch.bfloat16, "cuda", seed=n).requires_grad_() for n in range(3)]
+    lengths = {n: torch.tensor(x, device="cuda") for n, x in bad.items()}
+    with weft.settings(check=True), pytest.raises(weft.WeftError, match=r"expected (a length from 0|0, where)"):
+        CAUSAL(*made, **lengths)
+    out = CAUSAL(*made, **lengths)
+    found = torch.autograd.grad(out, made, torch.ones_like(out))
+    torch.cuda.synchronize()  # nothing was read or written outside
+    assert all(torch.isfinite(g).all() for g in found)
+
+
+def test_lengths_on_another_device_are_refused():
+    (query, key, value), lengths = given("padded")
+    with pytest.raises(weft.WeftError, match=r"q_lens: expected device cuda:0 as in query, got cpu"):
+        CAUSAL(query, key, value, q_lens=lengths["q_lens"].cpu())
+
+
+def test_hopper_leaves_them_to_triton():
+    (query, key, value), lengths = given("padded")
+    said = CAUSAL.explain(query, key, value, **lengths)
+    assert "sequences of their own lengths are computed by the triton target" in said or "hopper" not in said
+
+
+def test_torch_compile():
+    (query, key, value), lengths = given("packed")
+    query, key, value = (torch.nan_to_num(t) for t in (query, key, value))
+    compiled = torch.compile(lambda q, k, v, lens: CAUSAL(q, k, v, **lens) * 2, fullgraph=True)
+    for lens in (lengths, {n: t // 2 for n, t in lengths.items()}):
+        assert torch.equal(compiled(query, key, value, lens), CAUSAL(query, key, value, **lens) * 2)
+
+
+def test_work_is_balanced():
+    """64 sequences of 1 to 16k tokens take little longer than equal ones of as much visible work."""
+    lens = [1 + i * 16383 // 63 for i in range(64)]
+    equal = round((sum(n * n for n in lens) / 64) ** 0.5)
+
+    def milliseconds(lens):
+        query, key, value = (torch.randn(1, 4, sum(lens), 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        starts = cumulated(lens)
+        CAUSAL(query, key, value, cu_seqlens_q=starts)
+        times = []
+        for _ in range(5):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            CAUSAL(query, key, value, cu_seqlens_q=starts)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return sorted(times)[2]
+
+    generator = torch.Generator().manual_seed(1)
+    shuffled = [lens[i] for i in torch.randperm(64, generator=generator).tolist()]
+    assert milliseconds(shuffled) <= 1.1 * milliseconds([equal] * 64)
