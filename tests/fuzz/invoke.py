@@ -13,6 +13,8 @@ HOPPER_WIDTHS = (  # most often equal powers of two; each other kind of tile
     (256, 256), (200, 64), (64, 256),
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 96, 100, 127, 128, 129, 150, 200, 257, 300)
+LONG_LENGTHS = (129, 150, 200, 257, 300, 400, 600)
+LONG = 0.02  # share of the cpu's calls that are long: most have tiles where others are computed in one piece
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
 FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
 WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
@@ -22,6 +24,7 @@ NUMBERS = {
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
 TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
+MOST_LONG_PAIRS = 300_000
 MOST_PAIRS = {"cpu": 40_000, "reference": 10_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
 CALL_DTYPES = {
     "cpu": ("float32", "float32", "float32", "float64", "float16", "bfloat16"),
@@ -90,7 +93,10 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     heads, kv_heads = random.choice(FEW_HEADS if target == "interpret" else HEADS)
     batch = random.choice((1, 1, 2) if target == "interpret" else (1, 1, 2, 3))
     batch = 1 if kind == "packed" else batch
-    q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target])
+    if target == "cpu" and random.random() < LONG:
+        q_len, kv_len = _lengths(random, batch * heads, MOST_LONG_PAIRS, LONG_LENGTHS)
+    else:
+        q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS)
     lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, kind == "packed", batch, q_len, kv_len)
     dtype = random.choice(CALL_DTYPES[target])
     dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)
@@ -118,10 +124,10 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     )  # fmt: skip
 
 
-def _lengths(random: Random, rows: int, most: int) -> tuple[int, int]:
+def _lengths(random: Random, rows: int, most: int, lengths: tuple[int, ...]) -> tuple[int, int]:
     while True:
-        q_len = random.choice(LENGTHS)
-        kv_len = q_len if random.random() < 0.4 else random.choice(LENGTHS)
+        q_len = random.choice(lengths)
+        kv_len = q_len if random.random() < 0.4 else random.choice(lengths)
         if random.random() < 0.02:
             q_len, kv_len = random.choice(((0, kv_len), (q_len, 0), (0, 0)))
         if rows * q_len * kv_len <= most:
