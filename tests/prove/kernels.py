@@ -31,7 +31,7 @@ class Step:
 
 ROWS, SPANS, SEEN = "triton/parts/rows.py.jinja", "triton/tile_spans.py.jinja", "hopper/parts/tiles_seen.py.jinja"
 STEPS = (
-    Step(ROWS, "n_q_tiles = tl.cdiv({{ q_rows_of }}, BLOCK_Q)", (length + block - 1,)),  # of the operand where it is padded
+    Step(ROWS, "n_q_tiles = tl.cdiv({{ q_rows_of }}, BLOCK_Q)", (length + block - 1,)),
     Step(ROWS, "n_kv_tiles = tl.cdiv(kv_len, BLOCK_KV)", (length + block - 1,)),
     Step(ROWS, "q_first = q_tile * BLOCK_Q", (start,)),
     Step(ROWS, "kv_first = kv_tile * BLOCK_KV", (start,)),
