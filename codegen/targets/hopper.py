@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, Tiling
+from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
     ROUND_DQUERY,
-    SPANS,
     Algorithm,
     Kernel,
     hopper_statistics_sram,
@@ -32,25 +28,37 @@ from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Segment, Shape
 from ...compiler.planning.segments import Segments, for_heads
 from ...compiler.planning.signature import Direction, Signature, Widths
-from ...compiler.planning.target import CallTensors, Context, Launcher, Named, Partition, Place
+from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ...ir.expr import Call, Const, Expr, Load, Symbol
 from ...ir.reference import evaluate
 from ...ir.walk import nodes
-from ..binding import Binding, rows_of
 from ..functions import GLUON_LANGUAGE
 from ..loader import load
 from ..normalizers import softmax_only
+from .hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_readable
+from .hopper_tiles import (
+    CONSUMERS,
+    ROWS,
+    TILE_COLUMNS,
+    backward_form,
+    boxes_of,
+    columns_of,
+    columns_of_form,
+    forward_form,
+    left_parts,
+    main_form,
+    part_columns,
+    pieces_of,
+    piecewise,
+    statistics_of_a_row,
+    sums_of_a_tile,
+    two_pieces,
+)
 from .triton import has_triton
-from .triton_launcher import Mode, TritonLauncher, flat_place, spans_of, tiles_of
 
-L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
-TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
 NARROWEST = 40  # below it tiles would be mostly zeros
-_ROWS = 64  # of a consumer
-CONSUMERS = 2  # of the backward
-_LINE = 128  # floats of a line of a part
 
 
 class HopperTarget:
@@ -102,7 +110,7 @@ class HopperTarget:
         """Tensors that the tensor memory accelerator cannot read in place."""
         assert call.value is not None
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-            if not _is_readable(tensor):
+            if not is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
                     "accelerator"
@@ -111,7 +119,7 @@ class HopperTarget:
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
         """Tiles of query and key are one piece or two; those of value and output one, but in backwards."""
-        keys = _two("key", _piecewise(widths.head_dim))
+        keys = two_pieces("key", piecewise(widths.head_dim))
         own = (Segment(p.first, min(p.columns, widths.head_dim - p.first), "key") for p in keys)
         return Segments(tuple(own), (Segment(0, widths.value_dim, "value"),))
 
@@ -164,13 +172,13 @@ class HopperTarget:
         per_row = code.signature.offset == "per_row"
         offset = {"per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset"}
         if code.signature.direction == "forward":
-            pieces = _two("key", columns_of_form(_forward_form(code), own)[0])
-            return {"config": asdict(_forward_form(code)) | widths | {"pieces": pieces}, **offset}
-        main, form = _main_form(code)
+            pieces = two_pieces("key", columns_of_form(forward_form(code), own)[0])
+            return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, **offset}
+        main, form = main_form(code)
         pieces, value_pieces = pieces_of(form, own)
         part = {
             "part_columns": part_columns(form, own), "left_parts": left_parts(form, own),
-            "parts": sums_of_a_tile(form, own) // (_ROWS * part_columns(form, own)), "consumers": CONSUMERS,
+            "parts": sums_of_a_tile(form, own) // (ROWS * part_columns(form, own)), "consumers": CONSUMERS,
             "statistics": statistics_of_a_row(facts), "pieces": pieces, "value_pieces": value_pieces,
             "boxes": boxes_of(pieces), "value_boxes": boxes_of(value_pieces),
         }  # fmt: skip
@@ -179,7 +187,7 @@ class HopperTarget:
             **offset,
             "main": main,
             "config": asdict(form) | widths | part,
-            "query_config": asdict(_backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
+            "query_config": asdict(backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
             "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
             "factor_at_end": scale is not None and not _differs_by_head(scale),
         }
@@ -192,90 +200,9 @@ class HopperTarget:
         return kind(modules, code, facts, device.index or 0, False)
 
 
-def columns_of(widths: Widths) -> tuple[int, int]:
-    """Columns of tiles of query and key, and of value and output."""
-    columns, value_columns = (
-        next((n for n in TILE_COLUMNS if n >= width), TILE_COLUMNS[-1]) for width in (widths.head_dim, widths.value_dim)
-    )
-    return columns, value_columns
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Columns of a tile that lie together in SRAM, of the operands of a backward."""
-
-    of: Literal["key", "value"]
-    columns: int
-    name: str = ""  # of one of several
-    first: int = 0  # column
-    box: str = ""  # its descriptors are called <tensor><box>_desc
-
-    # What generated code calls these:
-    @property
-    def is_whole(self) -> bool:
-        return not self.name
-
-    @property
-    def width(self) -> str:
-        return ("VALUE_COLUMNS" if self.of == "value" else "COLUMNS") if self.is_whole else str(self.columns)
-
-    @property
-    def sums(self) -> str:
-        """The layout of sums of as many columns."""
-        return f"{self.of.upper()}_GRADIENT" if self.is_whole else f"SUMS_OF_{self.columns}"
-
-    @property
-    def operand(self) -> str:
-        """The layout of what is multiplied to them, in registers."""
-        return f"{self.of.upper()}_OPERAND" if self.is_whole else f"gl.DotOperandLayout(0, {self.sums}, 2)"
-
-
-def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
-    """Columns of the tiles of the kernel that has a form."""
-    columns, value_columns = columns_of(widths)
-    if isinstance(form, HopperBackwardForm):
-        if form.by_columns:
-            return max(128, columns), max(128, value_columns)
-        if form.block_q != 128:  # flash_dquery, which has 128 queries, has whole tiles
-            return _piecewise(widths.head_dim), _piecewise(widths.value_dim)
-        return columns, value_columns
-    return _piecewise(widths.head_dim), value_columns
-
-
-def _piecewise(width: int) -> int:
-    """The fewest columns, of 64 or 128 and 16, 32 or 64 more."""
-    known = (64, 80, 96, 128, 144, 160, 192, 256)
-    return next(columns for columns in known if columns >= width)
-
-
 def _fits_by_rows(widths: Widths) -> bool:
     """Whether one consumer has registers for the sums of 64 keys."""
     return widths.value_dim <= 128 and widths.head_dim <= 192
-
-
-def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of tiles of query and key, and of value and output; by columns, those of either consumer."""
-    columns, value_columns = columns_of_form(form, widths)
-    if form.by_columns:
-        return _halves("key", columns), _halves("value", value_columns)
-    return _two("key", columns), _two("value", value_columns)
-
-
-def _two(of: Literal["key", "value"], columns: int) -> list[Piece]:
-    """One piece, or where that would not be a power of two columns, two."""
-    left = 1 << (columns.bit_length() - 1)
-    if columns == left:
-        return [Piece(of, columns)]
-    return [Piece(of, left, "_left", 0, "_left"), Piece(of, columns - left, "_right", left, "_right")]
-
-
-def _halves(of: Literal["key", "value"], columns: int) -> list[Piece]:
-    half = columns // 2
-    return [Piece(of, half, "_left", 0, "_half"), Piece(of, half, "_right", half, "_half")]
-
-
-def boxes_of(pieces: Sequence[Piece]) -> list[str]:
-    return list(dict.fromkeys(piece.box for piece in pieces))
 
 
 def is_one_pass(signature: Signature) -> bool:
@@ -340,7 +267,7 @@ def _no_form(form: Form, widths: Widths) -> str | None:
     if form.query_buffers not in (1, 2):
         return "expected 1 or 2 query buffers"
     columns, value_columns = columns_of_form(form, widths)
-    left = _two("key", columns)[0].columns
+    left = two_pieces("key", columns)[0].columns
     if form.consumers == 3 and value_columns > 64:
         return "three consumers have too few registers for D 128"
     if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):
@@ -409,7 +336,7 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
     What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
     """
     spare = not facts.traits.positional  # registers
-    columns, value_columns = _piecewise(widths.head_dim), columns_of(widths)[1]
+    columns, value_columns = piecewise(widths.head_dim), columns_of(widths)[1]
     if columns == 256 or value_columns == 256:
         return HopperForm(2, 64, 2, lazy_rescale=True, output_in_query=columns == value_columns)
     if columns > 128:
@@ -437,303 +364,10 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
             return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)
         if not _fits_by_rows(widths):
             return HopperBackwardForm(64, 64, by_columns=True)
-        return HopperBackwardForm(32 if _piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
+        return HopperBackwardForm(32 if piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
     if kernel.name == "flash_dquery":
         wide = spare or (width == 64 and not facts.loads_at_positions)
         return HopperBackwardForm(128, 128 if wide and not summed else 64)
     if width != 64 or not spare:
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")
-
-
-def statistics_of_a_row(facts: Facts) -> int:
-    """-lse and -delta, and where scores may lie far from 0 the maximum that lse leaves out: a power of two for TMA."""
-    return 4 if facts.scores_lie_far else 2
-
-
-def part_columns(form: HopperBackwardForm, widths: Widths) -> int:
-    """Columns of a part of dQ: half of a tile's, or all for half of its rows; those of the second of two pieces."""
-    keys, _ = pieces_of(form, widths)
-    if form.block_q == 128:
-        return keys[0].columns
-    return keys[-1].columns if len(keys) > 1 else keys[0].columns // 2
-
-
-def left_parts(form: HopperBackwardForm, widths: Widths) -> int:
-    """Parts of dQ that the first consumer computes; the other one computes one."""
-    keys, _ = pieces_of(form, widths)
-    return keys[0].columns // part_columns(form, widths) if len(keys) > 1 else 1
-
-
-def sums_of_a_tile(form: HopperBackwardForm, widths: Widths) -> int:
-    """Floats of the sums of dQ of a query tile."""
-    return form.block_q * columns_of_form(form, widths)[0]
-
-
-def _forward_form(code: CodePlan) -> HopperForm:
-    form = code.form("flash_forward")
-    assert isinstance(form, HopperForm)
-    return form
-
-
-def _backward_form(code: CodePlan, kernel: str) -> HopperBackwardForm:
-    form = code.form(kernel)
-    assert isinstance(form, HopperBackwardForm)
-    return form
-
-
-def _main_form(code: CodePlan) -> tuple[str, HopperBackwardForm]:
-    """The kernel that owns keys, "" where there is none, and the form that statistics of rows lie by."""
-    main = next((name for name in ("flash_backward", "flash_dkey_dvalue") if code.has(name)), "")
-    return main, _backward_form(code, main or "flash_dquery")
-
-
-# -- launching ---------------------------------------------------------------------------------------------------------
-class Box:
-    """What a launch needs of a tensor descriptor: far cheaper to build than the checked one, at every call."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, tensor: Tensor, width: int) -> None:
-        self.base = tensor
-        self.shape = sizes = list(tensor.shape)
-        # multiples of 16 bytes even where, the size being 1, they are never used
-        batch, head, row, _ = tensor.stride()
-        self.strides = [
-            batch if sizes[0] > 1 else width,
-            head if sizes[1] > 1 else width,
-            row if sizes[2] > 1 else width,
-            1,
-        ]
-
-
-def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
-    """Query heads whose K and V fit L2 together, of as many equal groups as it takes."""
-    groups = -(-batch_heads // max(1, int(L2_BYTES / max(1.0, kv_bytes))))
-    return -(-batch_heads // groups)
-
-
-class FlatBox:
-    """The same of memory of our own: rows of `width` floats, or one row of all of them."""
-
-    __slots__ = ("base", "shape", "strides")
-    padding = "zero"
-    round_f32_to_tf32 = False
-
-    def __init__(self, tensor: Tensor, width: int = 0) -> None:
-        self.base = tensor
-        self.shape = [tensor.numel() // width, width] if width else [tensor.numel()]
-        self.strides = [width, 1] if width else [1]
-
-
-def readable(tensor: Tensor) -> Tensor:
-    """The tensor [B, H, rows, D], or a copy that the tensor memory accelerator can read."""
-    return tensor if _is_readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether address and strides are multiples of 16 bytes."""
-    # a stride in a dimension of one entry leads nowhere: Box gives another in its place
-    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
-    return not any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides)))
-
-
-class HopperLauncher(TritonLauncher):
-    """What launches of both directions share: tensor descriptors, and forms of this target."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.columns, self.value_columns = columns_of(self.code.signature.widths)
-        self.tools = {
-            "box": Box, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter,
-        }  # fmt: skip
-
-    def partition(self, call: CallTensors, results: Named) -> Partition:
-        per_row = isinstance(call.q_offset, Tensor)
-        return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim))
-
-    def form(self, kernel: str, aligned: bool) -> Any:
-        return self.code.form(kernel)
-
-    def _options(self, form: Any) -> dict[str, int]:
-        return super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4, **self._rounding()}
-
-    def _rows(self, aligned: bool) -> dict[str, str]:
-        names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
-        names += [f"{name}{piece.box}" for name, piece in self._pieces]
-        return {**super()._rows(aligned), **{f"{n}_desc": f"box({n.partition('_')[0]}, {self.columns})" for n in names}}
-
-    @property
-    def _head_bytes(self) -> str:
-        """K and V of one query head, whose elements have two bytes."""
-        return f"{(self.columns + self.value_columns) * 2} * kv_len / group"
-
-    @property
-    def _pieces(self) -> list[tuple[str, Piece]]:
-        """Pieces of the tensors that the main kernel reads and writes by tiles."""
-        raise NotImplementedError
-
-    def _blocks(self) -> dict[str, list[int]]:
-        """The tile that each descriptor is for, by its name."""
-        raise NotImplementedError
-
-    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
-        blocks, types = self._blocks(), super()._types(binding, arguments)
-        return [
-            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | FlatBox) else value
-            for name, value in zip([*binding.parameters, *binding.constants], types)
-        ]
-
-
-class HopperForwardLauncher(HopperLauncher):
-    """Launches of the persistent forward: a counter for the work, and a grid of one program an SM."""
-
-    def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
-        given = super()._given(call, results)
-        given["counter_ptr"] = self._counter()
-        return given
-
-    def _made(self, mode: Mode) -> dict[str, str]:
-        return {**super()._made(mode), "counter_ptr": "counter(device)"}
-
-    def _counter(self) -> Tensor:
-        return self._launching.counter(self.device)
-
-    def _processors(self) -> int:
-        return processors(self.device)
-
-    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in SPANS:
-            return super()._programs(kernel, constants)
-        return f"least({self._processors()}, query_tiles * batch_heads)"
-
-    def _rows(self, aligned: bool) -> dict[str, str]:
-        block_q = _forward_form(self.code).block_q
-        return {
-            **super()._rows(aligned),
-            "lse_ptr": "lse",
-            "n_heads": "heads",
-            "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
-            "kv_bytes": self._head_bytes,
-            "heads_together": "sharing_l2(batch_heads, kv_bytes)",
-        }  # fmt: skip
-
-    @property
-    def _pieces(self) -> list[tuple[str, Piece]]:
-        pieces = _two("key", columns_of_form(_forward_form(self.code), self.code.signature.widths)[0])
-        return [(name, piece) for name in ("query", "key") for piece in pieces]
-
-    def _blocks(self) -> dict[str, list[int]]:
-        block_kv = _forward_form(self.code).block_kv
-        rows = {"query": _ROWS, "key": block_kv}
-        blocks = {"value_desc": [1, 1, block_kv, self.value_columns], "out_desc": [1, 1, _ROWS, self.value_columns]}
-        return blocks | {f"{n}{piece.box}_desc": [1, 1, rows[n], piece.columns] for n, piece in self._pieces}
-
-
-class HopperBackwardLauncher(HopperLauncher):
-    """Launches of the backward: the statistics of rows, the main kernel, and dQ from its sums."""
-
-    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
-        batches, heads, q_len, _ = call.query.shape
-        tiles = batches * heads * tiles_of(q_len, self._form.block_q)
-        own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
-        if self.code.has("flash_backward"):
-            own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
-        for n, gradient in enumerate(self.sums):
-            own[f"sum{n}"] = flat_place(batches, heads, self._sums_of_a_head(gradient.kind, q_len))
-        return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
-
-    def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
-        read = {name: readable(results[name]) for name in ("out", "dout")}  # hooks of the user may have made them
-        return super().__call__(call, {**results, **read}, workspace, partition)
-
-    def _sums_of_a_head(self, kind: str, q_len: int) -> int:
-        """How many partial sums of an operand's gradient a query head has."""
-        if kind == "sink":
-            return tiles_of(q_len, self._form.block_q)
-        return tiles_of(q_len, self._query_form.block_q) * CONSUMERS
-
-    @property
-    def _form(self) -> HopperBackwardForm:
-        return _main_form(self.code)[1]
-
-    @property
-    def _statistics_of_a_tile(self) -> int:
-        return statistics_of_a_row(self.facts) * self._form.block_q
-
-    def _made(self, mode: Mode) -> dict[str, str]:
-        tiles = "batches * heads * query_tiles"
-        own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
-        if self.code.has("flash_backward"):
-            floats = sums_of_a_tile(self._form, self.code.signature.widths)
-            own["dquery_sums"] = rows_of(tiles, str(floats), dtype="float32")
-        return self._made_spans(mode) | self._made_gradients() | own
-
-    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in SPANS:
-            return super()._programs(kernel, constants)
-        if kernel.axis == "q":
-            return "key_tiles * batch_kv_heads"
-        return "own_tiles * batch_heads" if kernel.name == "flash_dquery" else "query_tiles * batch_heads"
-
-    def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        if kernel.name in SPANS or kernel.axis == "kv":
-            own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
-            return super()._renamed(kernel) | {"n_heads": "heads"} | own
-        return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}
-
-    def _rows(self, aligned: bool) -> dict[str, str]:
-        form = self._form
-        return {
-            **super()._rows(aligned),
-            "n_rows": "batches * heads * q_len",
-            "query_tiles": f"(q_len + {form.block_q - 1}) // {form.block_q}",
-            "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
-            "statistics_desc": "flat(statistics)",
-            "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
-            # Q, dO and the sums of dQ of one head of keys
-            "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
-            "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
-        } | ({} if not self.code.has("flash_dquery") else {
-            "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
-            "kv_bytes": self._head_bytes,
-            "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
-            "query_rows_desc": f"box(query, {self.columns})", "dout_rows_desc": f"box(dout, {self.columns})",
-            "dquery_rows_desc": f"box(dquery, {self.columns})",
-            "seen_key_desc": f"box(key, {self.columns})", "seen_value_desc": f"box(value, {self.columns})",
-        })  # fmt: skip
-
-    @property
-    def _query_form(self) -> HopperBackwardForm:
-        return _backward_form(self.code, "flash_dquery")
-
-    @property
-    def _pieces(self) -> list[tuple[str, Piece]]:
-        of_keys, of_values = pieces_of(self._form, self.code.signature.widths)
-        names = [(name, of_keys) for name in ("query", "key", "dkey")]
-        names += [(name, of_values) for name in ("value", "dout", "dvalue")]
-        return [(name, piece) for name, pieces in names for piece in pieces if piece.box]
-
-    def _blocks(self) -> dict[str, list[int]]:
-        form, columns = self._form, part_columns(self._form, self.code.signature.widths)
-        rows = {"query": form.block_q, "dout": form.block_q, "out": form.block_q,
-                "key": _ROWS, "value": _ROWS, "dkey": _ROWS, "dvalue": _ROWS,
-                "query_rows": _ROWS, "dout_rows": _ROWS, "dquery_rows": _ROWS}  # fmt: skip
-        if self.code.has("flash_dquery"):
-            rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
-        narrow = {"dout", "out", "value", "dvalue", "dout_rows", "seen_value"}
-        blocks = {n: [1, 1, count, self.value_columns if n in narrow else self.columns] for n, count in rows.items()}
-        blocks |= {f"{name}{piece.box}": [1, 1, rows[name], piece.columns] for name, piece in self._pieces}
-        return {f"{name}_desc": block for name, block in blocks.items()} | {
-            "dquery_desc": [1, 1, _ROWS, columns],
-            "statistics_desc": [self._statistics_of_a_tile],
-            "dquery_sums_desc": [_ROWS * columns // _LINE, _LINE],
-        }
-
-
-@cache
-def processors(device: int) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

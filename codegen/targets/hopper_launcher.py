@@ -1,0 +1,284 @@
+"""Launches of target `hopper`: tensor descriptors, workspace and the arithmetic of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.planning.forms import HopperBackwardForm, Tiling
+from ...compiler.planning.kernels import SPANS, Kernel
+from ...compiler.planning.target import CallTensors, Named, Partition, Place
+from ..binding import Binding, rows_of
+from .hopper_tiles import (
+    CONSUMERS,
+    ROWS,
+    Piece,
+    backward_form,
+    columns_of,
+    columns_of_form,
+    forward_form,
+    main_form,
+    part_columns,
+    pieces_of,
+    statistics_of_a_row,
+    sums_of_a_tile,
+    two_pieces,
+)
+from .triton_launcher import Mode, TritonLauncher, flat_place, spans_of, tiles_of
+
+L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
+_LINE = 128  # floats of a line of a part
+
+
+class Box:
+    """What a launch needs of a tensor descriptor: far cheaper to build than the checked one, at every call."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, tensor: Tensor, width: int) -> None:
+        self.base = tensor
+        self.shape = sizes = list(tensor.shape)
+        # multiples of 16 bytes even where, the size being 1, they are never used
+        batch, head, row, _ = tensor.stride()
+        self.strides = [
+            batch if sizes[0] > 1 else width,
+            head if sizes[1] > 1 else width,
+            row if sizes[2] > 1 else width,
+            1,
+        ]
+
+
+def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
+    """Query heads whose K and V fit L2 together, of as many equal groups as it takes."""
+    groups = -(-batch_heads // max(1, int(L2_BYTES / max(1.0, kv_bytes))))
+    return -(-batch_heads // groups)
+
+
+class FlatBox:
+    """The same of memory of our own: rows of `width` floats, or one row of all of them."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, tensor: Tensor, width: int = 0) -> None:
+        self.base = tensor
+        self.shape = [tensor.numel() // width, width] if width else [tensor.numel()]
+        self.strides = [width, 1] if width else [1]
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor [B, H, rows, D], or a copy that the tensor memory accelerator can read."""
+    return tensor if is_readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether address and strides are multiples of 16 bytes."""
+    # a stride in a dimension of one entry leads nowhere: Box gives another in its place
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
+    return not any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides)))
+
+
+class HopperLauncher(TritonLauncher):
+    """What launches of both directions share: tensor descriptors, and forms of this target."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.columns, self.value_columns = columns_of(self.code.signature.widths)
+        self.tools = {
+            "box": Box, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter,
+        }  # fmt: skip
+
+    def partition(self, call: CallTensors, results: Named) -> Partition:
+        per_row = isinstance(call.q_offset, Tensor)
+        return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim))
+
+    def form(self, kernel: str, aligned: bool) -> Any:
+        return self.code.form(kernel)
+
+    def _options(self, form: Any) -> dict[str, int]:
+        return super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4, **self._rounding()}
+
+    def _rows(self, aligned: bool) -> dict[str, str]:
+        names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
+        names += [f"{name}{piece.box}" for name, piece in self._pieces]
+        return {**super()._rows(aligned), **{f"{n}_desc": f"box({n.partition('_')[0]}, {self.columns})" for n in names}}
+
+    @property
+    def _head_bytes(self) -> str:
+        """K and V of one query head, whose elements have two bytes."""
+        return f"{(self.columns + self.value_columns) * 2} * kv_len / group"
+
+    @property
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        """Pieces of the tensors that the main kernel reads and writes by tiles."""
+        raise NotImplementedError
+
+    def _blocks(self) -> dict[str, list[int]]:
+        """The tile that each descriptor is for, by its name."""
+        raise NotImplementedError
+
+    def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
+        blocks, types = self._blocks(), super()._types(binding, arguments)
+        return [
+            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | FlatBox) else value
+            for name, value in zip([*binding.parameters, *binding.constants], types)
+        ]
+
+
+class HopperForwardLauncher(HopperLauncher):
+    """Launches of the persistent forward: a counter for the work, and a grid of one program an SM."""
+
+    def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
+        given = super()._given(call, results)
+        given["counter_ptr"] = self._counter()
+        return given
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        return {**super()._made(mode), "counter_ptr": "counter(device)"}
+
+    def _counter(self) -> Tensor:
+        return self._launching.counter(self.device)
+
+    def _processors(self) -> int:
+        return processors(self.device)
+
+    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        if kernel.name in SPANS:
+            return super()._programs(kernel, constants)
+        return f"least({self._processors()}, query_tiles * batch_heads)"
+
+    def _rows(self, aligned: bool) -> dict[str, str]:
+        block_q = forward_form(self.code).block_q
+        return {
+            **super()._rows(aligned),
+            "lse_ptr": "lse",
+            "n_heads": "heads",
+            "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
+            "kv_bytes": self._head_bytes,
+            "heads_together": "sharing_l2(batch_heads, kv_bytes)",
+        }  # fmt: skip
+
+    @property
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        pieces = two_pieces("key", columns_of_form(forward_form(self.code), self.code.signature.widths)[0])
+        return [(name, piece) for name in ("query", "key") for piece in pieces]
+
+    def _blocks(self) -> dict[str, list[int]]:
+        block_kv = forward_form(self.code).block_kv
+        rows = {"query": ROWS, "key": block_kv}
+        blocks = {"value_desc": [1, 1, block_kv, self.value_columns], "out_desc": [1, 1, ROWS, self.value_columns]}
+        return blocks | {f"{n}{piece.box}_desc": [1, 1, rows[n], piece.columns] for n, piece in self._pieces}
+
+
+class HopperBackwardLauncher(HopperLauncher):
+    """Launches of the backward: the statistics of rows, the main kernel, and dQ from its sums."""
+
+    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
+        batches, heads, q_len, _ = call.query.shape
+        tiles = batches * heads * tiles_of(q_len, self._form.block_q)
+        own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
+        if self.code.has("flash_backward"):
+            own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
+        for n, gradient in enumerate(self.sums):
+            own[f"sum{n}"] = flat_place(batches, heads, self._sums_of_a_head(gradient.kind, q_len))
+        return spans_of(self, call, partition.mode) | own  # type: ignore[arg-type]
+
+    def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
+        read = {name: readable(results[name]) for name in ("out", "dout")}  # hooks of the user may have made them
+        return super().__call__(call, {**results, **read}, workspace, partition)
+
+    def _sums_of_a_head(self, kind: str, q_len: int) -> int:
+        """How many partial sums of an operand's gradient a query head has."""
+        if kind == "sink":
+            return tiles_of(q_len, self._form.block_q)
+        return tiles_of(q_len, self._query_form.block_q) * CONSUMERS
+
+    @property
+    def _form(self) -> HopperBackwardForm:
+        return main_form(self.code)[1]
+
+    @property
+    def _statistics_of_a_tile(self) -> int:
+        return statistics_of_a_row(self.facts) * self._form.block_q
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        tiles = "batches * heads * query_tiles"
+        own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
+        if self.code.has("flash_backward"):
+            floats = sums_of_a_tile(self._form, self.code.signature.widths)
+            own["dquery_sums"] = rows_of(tiles, str(floats), dtype="float32")
+        return self._made_spans(mode) | self._made_gradients() | own
+
+    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        if kernel.name in SPANS:
+            return super()._programs(kernel, constants)
+        if kernel.axis == "q":
+            return "key_tiles * batch_kv_heads"
+        return "own_tiles * batch_heads" if kernel.name == "flash_dquery" else "query_tiles * batch_heads"
+
+    def _renamed(self, kernel: Kernel) -> dict[str, str]:
+        if kernel.name in SPANS or kernel.axis == "kv":
+            own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
+            return super()._renamed(kernel) | {"n_heads": "heads"} | own
+        return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}
+
+    def _rows(self, aligned: bool) -> dict[str, str]:
+        form = self._form
+        return {
+            **super()._rows(aligned),
+            "n_rows": "batches * heads * q_len",
+            "query_tiles": f"(q_len + {form.block_q - 1}) // {form.block_q}",
+            "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
+            "statistics_desc": "flat(statistics)",
+            "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
+            # Q, dO and the sums of dQ of one head of keys
+            "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
+            "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
+        } | ({} if not self.code.has("flash_dquery") else {
+            "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
+            "kv_bytes": self._head_bytes,
+            "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
+            "query_rows_desc": f"box(query, {self.columns})", "dout_rows_desc": f"box(dout, {self.columns})",
+            "dquery_rows_desc": f"box(dquery, {self.columns})",
+            "seen_key_desc": f"box(key, {self.columns})", "seen_value_desc": f"box(value, {self.columns})",
+        })  # fmt: skip
+
+    @property
+    def _query_form(self) -> HopperBackwardForm:
+        return backward_form(self.code, "flash_dquery")
+
+    @property
+    def _pieces(self) -> list[tuple[str, Piece]]:
+        of_keys, of_values = pieces_of(self._form, self.code.signature.widths)
+        names = [(name, of_keys) for name in ("query", "key", "dkey")]
+        names += [(name, of_values) for name in ("value", "dout", "dvalue")]
+        return [(name, piece) for name, pieces in names for piece in pieces if piece.box]
+
+    def _blocks(self) -> dict[str, list[int]]:
+        form, columns = self._form, part_columns(self._form, self.code.signature.widths)
+        rows = {"query": form.block_q, "dout": form.block_q, "out": form.block_q,
+                "key": ROWS, "value": ROWS, "dkey": ROWS, "dvalue": ROWS,
+                "query_rows": ROWS, "dout_rows": ROWS, "dquery_rows": ROWS}  # fmt: skip
+        if self.code.has("flash_dquery"):
+            rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
+        narrow = {"dout", "out", "value", "dvalue", "dout_rows", "seen_value"}
+        blocks = {n: [1, 1, count, self.value_columns if n in narrow else self.columns] for n, count in rows.items()}
+        blocks |= {f"{name}{piece.box}": [1, 1, rows[name], piece.columns] for name, piece in self._pieces}
+        return {f"{name}_desc": block for name, block in blocks.items()} | {
+            "dquery_desc": [1, 1, ROWS, columns],
+            "statistics_desc": [self._statistics_of_a_tile],
+            "dquery_sums_desc": [ROWS * columns // _LINE, _LINE],
+        }
+
+
+@cache
+def processors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,139 @@
+"""Tiles of target `hopper`: their columns and pieces, the parts of dQ, and what a plan's forms say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...compiler.analysis.facts import Facts
+from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
+from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.signature import Widths
+
+TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
+ROWS = 64  # of a consumer
+CONSUMERS = 2  # of the backward
+
+
+def columns_of(widths: Widths) -> tuple[int, int]:
+    """Columns of tiles of query and key, and of value and output."""
+    columns, value_columns = (
+        next((n for n in TILE_COLUMNS if n >= width), TILE_COLUMNS[-1]) for width in (widths.head_dim, widths.value_dim)
+    )
+    return columns, value_columns
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns of a tile that lie together in SRAM, of the operands of a backward."""
+
+    of: Literal["key", "value"]
+    columns: int
+    name: str = ""  # of one of several
+    first: int = 0  # column
+    box: str = ""  # its descriptors are called <tensor><box>_desc
+
+    # What generated code calls these:
+    @property
+    def is_whole(self) -> bool:
+        return not self.name
+
+    @property
+    def width(self) -> str:
+        return ("VALUE_COLUMNS" if self.of == "value" else "COLUMNS") if self.is_whole else str(self.columns)
+
+    @property
+    def sums(self) -> str:
+        """The layout of sums of as many columns."""
+        return f"{self.of.upper()}_GRADIENT" if self.is_whole else f"SUMS_OF_{self.columns}"
+
+    @property
+    def operand(self) -> str:
+        """The layout of what is multiplied to them, in registers."""
+        return f"{self.of.upper()}_OPERAND" if self.is_whole else f"gl.DotOperandLayout(0, {self.sums}, 2)"
+
+
+def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
+    """Columns of the tiles of the kernel that has a form."""
+    columns, value_columns = columns_of(widths)
+    if isinstance(form, HopperBackwardForm):
+        if form.by_columns:
+            return max(128, columns), max(128, value_columns)
+        if form.block_q != 128:  # flash_dquery, which has 128 queries, has whole tiles
+            return piecewise(widths.head_dim), piecewise(widths.value_dim)
+        return columns, value_columns
+    return piecewise(widths.head_dim), value_columns
+
+
+def piecewise(width: int) -> int:
+    """The fewest columns, of 64 or 128 and 16, 32 or 64 more."""
+    known = (64, 80, 96, 128, 144, 160, 192, 256)
+    return next(columns for columns in known if columns >= width)
+
+
+def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of tiles of query and key, and of value and output; by columns, those of either consumer."""
+    columns, value_columns = columns_of_form(form, widths)
+    if form.by_columns:
+        return _halves("key", columns), _halves("value", value_columns)
+    return two_pieces("key", columns), two_pieces("value", value_columns)
+
+
+def two_pieces(of: Literal["key", "value"], columns: int) -> list[Piece]:
+    """One piece, or where that would not be a power of two columns, two."""
+    left = 1 << (columns.bit_length() - 1)
+    if columns == left:
+        return [Piece(of, columns)]
+    return [Piece(of, left, "_left", 0, "_left"), Piece(of, columns - left, "_right", left, "_right")]
+
+
+def _halves(of: Literal["key", "value"], columns: int) -> list[Piece]:
+    half = columns // 2
+    return [Piece(of, half, "_left", 0, "_half"), Piece(of, half, "_right", half, "_half")]
+
+
+def boxes_of(pieces: Sequence[Piece]) -> list[str]:
+    return list(dict.fromkeys(piece.box for piece in pieces))
+
+
+def statistics_of_a_row(facts: Facts) -> int:
+    """-lse and -delta, and where scores may lie far from 0 the maximum that lse leaves out: a power of two for TMA."""
+    return 4 if facts.scores_lie_far else 2
+
+
+def part_columns(form: HopperBackwardForm, widths: Widths) -> int:
+    """Columns of a part of dQ: half of a tile's, or all for half of its rows; those of the second of two pieces."""
+    keys, _ = pieces_of(form, widths)
+    if form.block_q == 128:
+        return keys[0].columns
+    return keys[-1].columns if len(keys) > 1 else keys[0].columns // 2
+
+
+def left_parts(form: HopperBackwardForm, widths: Widths) -> int:
+    """Parts of dQ that the first consumer computes; the other one computes one."""
+    keys, _ = pieces_of(form, widths)
+    return keys[0].columns // part_columns(form, widths) if len(keys) > 1 else 1
+
+
+def sums_of_a_tile(form: HopperBackwardForm, widths: Widths) -> int:
+    """Floats of the sums of dQ of a query tile."""
+    return form.block_q * columns_of_form(form, widths)[0]
+
+
+def forward_form(code: CodePlan) -> HopperForm:
+    form = code.form("flash_forward")
+    assert isinstance(form, HopperForm)
+    return form
+
+
+def backward_form(code: CodePlan, kernel: str) -> HopperBackwardForm:
+    form = code.form(kernel)
+    assert isinstance(form, HopperBackwardForm)
+    return form
+
+
+def main_form(code: CodePlan) -> tuple[str, HopperBackwardForm]:
+    """The kernel that owns keys, "" where there is none, and the form that statistics of rows lie by."""
+    main = next((name for name in ("flash_backward", "flash_dkey_dvalue") if code.has(name)), "")
+    return main, backward_form(code, main or "flash_dquery")
