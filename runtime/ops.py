@@ -25,7 +25,15 @@ from ..ir.errors import UnavailableError, WeftError, collected
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset
 from .settings import default_target
-from .torch_private import below_autograd, has_tangent, is_traced, named, under_functional_gradient, unwatched
+from .torch_private import (
+    below_autograd,
+    has_tangent,
+    is_traced,
+    named,
+    stands_for_many,
+    under_functional_gradient,
+    unwatched,
+)
 from .variant import Variant, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
 
 _CALL = (
@@ -162,10 +170,11 @@ class _Recorded(torch.autograd.Function):
         if operands:
             named = dict(zip(kind.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
+        variant = kind.variant
+        _refuse_many(variant.name, dout, dlse)
         if dout is None:
             dout = torch.zeros_like(out)
         query, key, value, rope = tensors[:4]
-        variant = kind.variant
         watched = torch.is_grad_enabled() or not unwatched((dout, dlse, *tensors))
         # a hook of the user may have brought back something else than what was saved
         if not watched and (not operands or kinds_of(operands) == kind.operands):
@@ -194,6 +203,15 @@ def _tensor_in(offset: int | Tensor | None) -> Tensor | None:
 
 # Autograd's own entry: torch's unwraps what no plain tensor can be wrapped in.
 _record = super(torch.autograd.Function, _Recorded).apply
+
+
+def _refuse_many(name: str, dout: Tensor | None, dlse: Tensor | None) -> None:
+    """Before anything reads them, and before a dispatcher that something watches does."""
+    if (dout is not None and stands_for_many(dout)) or (dlse is not None and stands_for_many(dlse)):
+        raise UnavailableError(
+            f"{name}: is_grads_batched=True, as in torch.autograd.functional.jacobian(vectorize=True), is not "
+            "available; call torch.autograd.grad for each gradient, or put them into the batch dimension"
+        )
 
 
 def _through_op(
@@ -272,6 +290,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Of every input of the op; that of a list is a list."""
     flags, n_operands, ints, q_offset, head_dim, text, options = ctx.rest
+    _refuse_many(variant_of_text(text).name, dout, dlse)
     out, lse, query, key, value, rope, *more = ctx.saved_tensors
     lengths, more = more[:5], more[5:]  # q_offsets, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
     operands, floats = more[:n_operands], more[n_operands:]

@@ -30,7 +30,7 @@ from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Rag
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 from .lengths import check_contents, check_ragged, rows_of
 from .settings import checks_values
-from .torch_private import empty_on_gpu, stands_for_many
+from .torch_private import empty_on_gpu
 
 _known: dict[str, Variant] = {}
 
@@ -123,7 +123,7 @@ class Variant:
         q_offset: of a call without lengths; else its sequences."""
         ready = self._backwards.get((kind, wanted, dlse is None))
         found = None if ready is None else getattr(ready.launcher, "backward_of", None)
-        if found is None or stands_for_many(dout) or (dlse is not None and stands_for_many(dlse)):
+        if found is None:
             return None
         if self._sizes.needed:
             sequences = q_offset if isinstance(q_offset, (Lengths, Packed)) else Dense(q_offset)
@@ -132,11 +132,6 @@ class Variant:
 
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
-        if stands_for_many(b.dout) or (b.dlse is not None and stands_for_many(b.dlse)):
-            raise UnavailableError(
-                f"{self.name}: is_grads_batched=True, as in torch.autograd.functional.jacobian(vectorize=True), is not "
-                "available; call torch.autograd.grad for each gradient, or put them into the batch dimension"
-            )
         call = b.call
         key = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)

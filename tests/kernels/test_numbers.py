@@ -151,7 +151,7 @@ MIXED = weft.Attention(
 def restored() -> Iterator[None]:
     yield
     torch.set_default_dtype(torch.float32)
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_no_default_of_torch_reaches_a_result(
             return MIXED(*given, **options)
         finally:
             torch.set_default_dtype(torch.float32)
-            torch.set_default_device("cpu")
+            torch.set_default_device(None)
 
     operands = {"x": 2.5, "w": torch.tensor([0.3, -0.2], dtype=dtype)}
     if dtype == torch.float32:

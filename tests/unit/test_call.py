@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -169,18 +171,22 @@ def test_second_derivatives_and_vmap_are_refused():
         torch.vmap(lambda q: CAUSAL(q, k, v))(q.detach()[None])
 
 
+@pytest.mark.parametrize("watched", ["", "backward", "forward and backward"])
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("of", ["out", "lse"])
-def test_gradients_in_batches_are_refused(of, prepared):
-    """Also where such a backward was prepared, and takes the shortest way."""
+def test_gradients_in_batches_are_refused(of, prepared, watched):
+    """Also where such a backward was prepared, and takes the shortest way, and where torch's dispatcher is asked."""
     q, k, v = qkv()
     q.requires_grad_()
-    variant = weft.Attention(mask=kv_pos <= q_pos, name=f"in_batches_{of}_{prepared}")
-    result = variant(q, k, v, return_lse=True)[of == "lse"]
+    variant = weft.Attention(mask=kv_pos <= q_pos, name="in_batches_" + f"{of}_{prepared}_{watched}".replace(" ", "_"))
+    mode = torch.device("cpu") if watched else contextlib.nullcontext()
+    with mode if "forward" in watched else contextlib.nullcontext():
+        result = variant(q, k, v, return_lse=True)[of == "lse"]
     if prepared:
         torch.autograd.grad(result.sum(), q, retain_graph=True)
     many = torch.ones(3, *result.shape)
-    with pytest.raises(UnavailableError, match=r"is_grads_batched=True.* call torch.autograd.grad for each gradient"):
+    refusal = r"is_grads_batched=True.* call torch.autograd.grad for each gradient"
+    with mode, pytest.raises(UnavailableError, match=refusal):
         torch.autograd.grad(result, q, many, retain_graph=True, is_grads_batched=True)
     torch.autograd.grad(result, q, many[0])
 
