@@ -29,9 +29,6 @@ from dataclasses import dataclass, replace
 from ..ir.errors import InternalError
 from ..ir.normalizer import SOFTMAX, Normalizer
 
-SINK_AND_LENGTHS = "a sink in sequences of their own lengths is not available; use .reference(...)"
-
-
 @dataclass(frozen=True)
 class Terms:
     """What of a variant, and of a direction, the texts of a normalizer depend on."""

@@ -42,9 +42,9 @@ class Runs(NamedTuple):
     runs: list[Run]
 
 
-def runs_of(rows: Sequence[Rows], packed: bool) -> Runs:
-    """The runs of those that compute something: others have no query, or no key that a query could see."""
-    computed = (r for r in rows if r.q_len and r.kv_len)
+def runs_of(rows: Sequence[Rows], packed: bool, sink: bool = False) -> Runs:
+    """The runs of those that compute something: others have no query, or no key (nor sink) that a query could see."""
+    computed = (r for r in rows if r.q_len and (r.kv_len or sink))
     found = []
     for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed)):
         members = [r for _, r in same]

@@ -136,7 +136,10 @@ def reference(
     key = key.repeat_interleave(heads // kv_heads, dim=1)
     value = value.repeat_interleave(heads // kv_heads, dim=1)
     shape = (batch, heads, q_len, kv_len)
-    mask = dense_mask(attention, env, shape, dtype, device)
+    if kv_len:
+        mask = dense_mask(attention, env, shape, dtype, device)
+    else:  # positions of queries lie before the first key, where operands need have nothing
+        mask = torch.zeros(shape, dtype=torch.bool, device=device)
     # A hidden score may be NaN, or have an infinite derivative: it must reach neither softmax nor gradients.
     env["qk"] = torch.where(mask, query @ key.transpose(-1, -2), 0)
     score = evaluate(attention.folded_score, env, dtype, device, mask).to(dtype).expand(shape)

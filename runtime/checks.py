@@ -301,6 +301,8 @@ class SizeChecks:
         attention = facts.attention
         self._name = str(attention.name)
         self._expressions: tuple[Expr, ...] = attention.expressions
+        self._of_pairs = (attention.folded_score, attention.folded_mask)
+        self._of_rows = self._expressions[len(self._of_pairs) :]  # a sink, which rows see that have no key too
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
         self._floats = sorted(frozenset().union(*map(floats_in_ints, self._expressions)))
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
@@ -333,32 +335,45 @@ class SizeChecks:
     def _prove_ragged(self, call: Call, sequences: Ragged) -> None:
         """Of sequences with lengths: by the ranges of these where they are known, else by all that fit."""
         rows = _known_rows(call, sequences)
-        exact, far = _ragged_ranges(call, sequences, rows)
+        seeing = None if rows is None else [r for r in rows if r.kv_len]
+        self._prove_sequences(call, sequences, self._of_pairs, seeing, _ragged_ranges(call, sequences, seeing))
+        if self._of_rows:
+            ends = _ragged_ranges(call, sequences, rows, least_keys=0)
+            self._prove_sequences(call, sequences, self._of_rows, rows, ends)
+
+    def _prove_sequences(
+        self, call: Call, sequences: Ragged, expressions: tuple[Expr, ...], rows: Sequence[Rows] | None,
+        ranges: tuple[Ranges, Range | None],
+    ) -> None:  # fmt: skip
+        exact, far = ranges
         ints = {s.name: int(call.operands[s.name]) for s in self._ints}
         here = {name: (value, value) for name, value in ints.items()}
         rounded = {name: _rounded(ends) for name, ends in exact.items()}
         problems: list[str] = []
         for env in (rounded | {name: _octave(value) for name, value in ints.items()}, exact | here):
-            problems = self._ragged_problems(call, env, far)
+            problems = self._ragged_problems(call, expressions, env, far)
             if not problems:
                 return
         if rows is None:
             raise collected(self._name, problems)
         for r in rows:  # each by itself, as its lengths and positions belong together
-            if problems := self._ragged_problems(call, _ragged_ranges(call, sequences, [r])[0] | here, None):
+            own = _ragged_ranges(call, sequences, [r])[0] | here
+            if problems := self._ragged_problems(call, expressions, own, None):
                 raise collected(self._name, [f"sequence {r.number}: {problem}" for problem in problems])
 
-    def _ragged_problems(self, call: Call, env: Ranges, far: Range | None) -> list[str]:
+    def _ragged_problems(
+        self, call: Call, expressions: tuple[Expr, ...], env: Ranges, far: Range | None
+    ) -> list[str]:
         """What is not sound in these ranges; sound ones are remembered. far: of q_pos where nobody knows it."""
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         floats = self._floats_of(call)
-        known = ("ragged", *env.values(), far, *floats.values(), *extents.values())
+        known = ("ragged", expressions is self._of_rows, *env.values(), far, *floats.values(), *extents.values())
         if known in self._proven:
             return []
-        found = [p for expression in self._expressions for p in check_integers(expression, env, extents, floats)]
+        found = [p for expression in expressions for p in check_integers(expression, env, extents, floats)]
         if far is not None:
             anywhere = env | {"q_pos": _rounded(far)}
-            more = [p for e in self._expressions for p in check_integers(e, anywhere, extents, floats)]
+            more = [p for e in expressions for p in check_integers(e, anywhere, extents, floats)]
             found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not _is_of_an_index(p)]
         if not found:
             if len(self._proven) >= MOST_PROVEN:
@@ -447,23 +462,25 @@ class SizeChecks:
 
 
 def _known_rows(call: Call, sequences: Ragged) -> list[Rows] | None:
-    """The sequences that compute something; None where they lie on a device and no check was asked for."""
+    """The sequences with queries; None where they lie on a device and no check was asked for."""
     given = [*sequences.tensors.values(), sequences.q_offset]
     if not (checks_values() or all(t.is_cpu for t in given if isinstance(t, Tensor))):
         return None
-    return [r for r in sequences.rows(call.query, call.key) if r.q_len and r.kv_len]
+    return [r for r in sequences.rows(call.query, call.key) if r.q_len]
 
 
-def _ragged_ranges(call: Call, sequences: Ragged, rows: Sequence[Rows] | None) -> tuple[Ranges, Range | None]:
+def _ragged_ranges(
+    call: Call, sequences: Ragged, rows: Sequence[Rows] | None, least_keys: int = 1
+) -> tuple[Ranges, Range | None]:
     """Range of every symbol in these sequences; and of q_pos as it may be, where nobody knows them.
 
-    As for offsets on a device, an index relies on the caller's promise that positions stay inside the keys there.
+    least_keys: of a sequence, where nobody knows. As for offsets on a device, an index relies on the caller's promise that positions stay inside the keys there.
     """
     heads, q_rows = call.query.shape[1:3]
     kv_heads, kv_rows = call.key.shape[1:3]
     offset, far = sequences.q_offset, None
     numbers = 0, max(sequences.number(call.query) - 1, 0)
-    q_lens, kv_lens = (1, max(q_rows, 1)), (1, max(kv_rows, 1))
+    q_lens, kv_lens = (1, max(q_rows, 1)), (least_keys, max(kv_rows, 1))
     if rows is not None:
         rows = rows or [Rows(0, 0, 0, 1, 0, 1, 0)]
         numbers = min(r.number for r in rows), max(r.number for r in rows)

@@ -138,11 +138,13 @@ def _starts_problem(label: str, starts: list[int], most: int) -> str | None:
 
 # -- which sequence a row belongs to, on the device --------------------------------------------------------------------
 def rows_of(
-    sequences: Ragged, kind: GradientKind, query: Tensor, key: Tensor
+    sequences: Ragged, kind: GradientKind, query: Tensor, key: Tensor, with_sink: bool = False
 ) -> tuple[dict[str, Any], Tensor]:  # fmt: skip
     """Symbols of what a read's gradient was summed for, and which of it exists; both broadcast over [B, Hq, rows].
 
-    kind "total": one for each sequence; "row": for each query; "column": for each key. Nothing waits for the device.
+    kind "total" and "sink": one for each sequence; "row": for each query; "column": for each key. What has nothing to
+    see does not exist; queries that see a sink (kind "sink", or `with_sink`) do without keys. Nothing waits for the
+    device.
     """
     device, number = query.device, sequences.number(query)
     (q_first, q_len), (kv_first, kv_len) = _extents(sequences, query, key)
@@ -150,9 +152,10 @@ def rows_of(
     if not isinstance(offset, Tensor):
         offset = kv_len - q_len if offset is None else torch.full_like(q_len, offset)
     batch = torch.arange(number, device=device)
-    if kind == "total":
+    sees = q_len > 0 if with_sink or kind == "sink" else (q_len > 0) & (kv_len > 0)
+    if kind in ("total", "sink"):
         own = {"batch": batch, "q_len": q_len, "kv_len": kv_len}
-        return {n: t.view(-1, 1, 1) for n, t in own.items()}, ((q_len > 0) & (kv_len > 0)).view(-1, 1, 1)
+        return {n: t.view(-1, 1, 1) for n, t in own.items()}, sees.view(-1, 1, 1)
     first, length = (q_first, q_len) if kind == "row" else (kv_first, kv_len)
     rows = torch.arange((query if kind == "row" else key).shape[2], device=device)
     if isinstance(sequences, Packed):
@@ -160,7 +163,7 @@ def rows_of(
         batch = torch.searchsorted(first + length, rows, right=True).clamp(max=number - 1)[None]
     else:
         batch = batch[:, None]
-    exists = (rows >= first[batch]) & (rows - first[batch] < length[batch]) & (q_len[batch] > 0) & (kv_len[batch] > 0)
+    exists = (rows >= first[batch]) & (rows - first[batch] < length[batch]) & sees[batch]
     at = rows - first[batch]
     position = at + offset[batch] if kind == "row" else at
     own = {

@@ -89,9 +89,11 @@ def check_reads(
     kv_heads, kv_len = key.shape[1:3]
     env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device, first_batch)
     env |= {"head_dim": head_dim, **operands}
-    _check_loads(attention, attention.folded_mask, env, None)
     if attention.folded_sink is not None:
         _check_loads(attention, attention.folded_sink, env, None)
+    if kv_len == 0:  # no pair reads
+        return
+    _check_loads(attention, attention.folded_mask, env, None)
     if loads(attention.folded_score):
         mask = dense_mask(attention, env, (batch, heads, q_len, kv_len), query.dtype, query.device)
         _check_loads(attention, attention.folded_score, env, mask)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codegen.targets.triton_launcher import TritonLauncher
+from ..codegen.targets.triton_launcher import TritonLauncher, by_sequence
 from ..compiler.analysis.facts import facts_of
 from ..compiler.analysis.records import OperandGradient
 from ..compiler.planning import hardware
@@ -148,7 +148,7 @@ class Variant:
         ready = self._found("backward", call, self._backwards, key, b)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if _is_empty(call):
-            return self._nothing(call, b.wanted, gradients, b.dlse)
+            return self._nothing(b, gradients)
         found = {name: place.beside(call.query) for name, place in gradients.items()}
         results: dict[str, Any] = {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}
         results |= {f"d{name}": tensor for name, tensor in found.items()}
@@ -169,30 +169,40 @@ class Variant:
         sink = self.attention.folded_sink
         if sink is None or 0 in lse.shape:
             return lse.fill_(-torch.inf)
-        value = evaluate(sink, _env(call), lse.dtype, lse.device)
+        ragged = call.ragged
+        if ragged is None:
+            value = evaluate(sink, _env(call), lse.dtype, lse.device)
+        elif ragged.number(call.query) == 0:
+            return lse.fill_(-torch.inf)
+        else:
+            own, exists = rows_of(ragged, "row", call.query, call.key, with_sink=True)
+            value = evaluate(sink, _heads(call) | own, lse.dtype, lse.device, exists)
+            value = torch.where(exists, value, -torch.inf)  # what no sequence has
         if not self.facts.scores_lie_far:
             return lse.copy_(value.expand(lse.shape))
         lse[0].copy_(value.expand(lse.shape[1:]))
         lse[1].zero_()
         return lse
 
-    def _nothing(
-        self, call: Call, wanted: frozenset[str], gradients: Mapping[str, Place], dlse: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _nothing(self, b: BackwardCall, gradients: Mapping[str, Place]) -> dict[str, Tensor]:
         """Gradients where there are no pairs: 0, but for what a sink reads, which is all of the log-sum-exp."""
+        call, wanted, lse, dlse = b.call, b.wanted, b.lse, b.dlse
         found = {name: place.beside(call.query).zero_() for name, place in gradients.items()}
         tensors = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
-        if not tensors or dlse is None or 0 in dlse.shape:
+        none = call.ragged is not None and call.ragged.number(call.query) == 0
+        if none or not tensors or dlse is None or 0 in dlse.shape:
             return found | {n: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for n, t in tensors.items()}
         if self.facts.scores_lie_far:
-            dlse = dlse[0]  # of the sum of both statistics, which is what callers see
+            lse, dlse = lse[0], dlse[0]  # of the sum of both statistics, which is what callers see
+        dlse = torch.where(lse == -torch.inf, 0.0, dlse)  # of rows without a sink, and of those that no sequence has
         batch, heads, q_len = dlse.shape
-        env, sums = _env(call), []
+        of_sinks, env, exists = _sums_of_rows(call, dlse)
+        sums = []
         for gradient in self.facts.operand_gradients(wanted):
             length = {"row": (q_len,), "column": (0,)}.get(gradient.kind, ())
             if gradient.kind == "sink":
-                slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device).expand(batch, heads, 1)
-                sums.append(dlse.sum(-1) * slope[..., 0])
+                slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device, exists).expand(*of_sinks.shape, 1)
+                sums.append(torch.where(of_sinks == 0.0, 0.0, of_sinks * slope[..., 0]))
             else:
                 sums.append(dlse.new_zeros(batch, heads, *length))
         return found | self._operand_gradients(call, wanted, sums)
@@ -364,6 +374,18 @@ def _heads(call: Call) -> dict[str, Any]:
         "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "head_dim": call.head_dim,
         **call.operands,
     }  # fmt: skip
+
+
+def _sums_of_rows(call: Call, rows: Tensor) -> tuple[Tensor, dict[str, Any], Tensor | None]:
+    """Numbers [B, Hq, L] added up by sequence, [sequences, Hq]; the symbols of each, and which of them have queries."""
+    ragged = call.ragged
+    if ragged is None:
+        return rows.sum(-1), _env(call), None
+    own, exists = rows_of(ragged, "sink", call.query, call.key)
+    if isinstance(ragged, Packed):
+        owner = rows_of(ragged, "row", call.query, call.key)[0]["batch"].flatten()
+        return by_sequence(rows, owner, ragged.number(call.query)), _heads(call) | own, exists
+    return rows.sum(-1), _heads(call) | own, exists
 
 
 def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:

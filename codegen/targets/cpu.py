@@ -26,7 +26,7 @@ from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
-from ..normalizers import SINK_AND_LENGTHS, lacks
+from ..normalizers import lacks
 from ..runs import runs_of
 
 FORM = CpuForm(256, 256)  # measured: smaller tiles are slower products, of larger ones more pairs are hidden
@@ -49,8 +49,6 @@ class CpuTarget:
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         if signature.arch != "cpu":
             return "cpu: the operands are on a GPU"
-        if signature.sequences != "dense" and facts.attention.folded_sink is not None:
-            return f"cpu: {SINK_AND_LENGTHS}"
         lacking = lacks(facts.attention.weighs, self.family)
         return None if lacking is None else f"cpu: {lacking}"
 
@@ -104,6 +102,7 @@ class _CpuLauncher:
     def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
         self.module, self.code = module, code
         self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
+        self.sink = facts.attention.folded_sink is not None
         form = code.kernels[-1].form
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         widths = code.signature.widths
@@ -150,7 +149,8 @@ class _CpuLauncher:
         if ragged is None:
             where: Any = call.q_offset
         else:
-            where = runs_of(ragged.rows(call.query, call.key), ragged.kind == "packed")
+            rows = ragged.rows(call.query, call.key)
+            where = runs_of(rows, ragged.kind == "packed", self.sink)
         arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)

@@ -36,7 +36,7 @@ from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
-from ..normalizers import SINK_AND_LENGTHS, lacks, softmax_only
+from ..normalizers import lacks, softmax_only
 from .triton_launcher import TritonLauncher
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ _SERVES = {
     "standard_dscores": {"query", "key", "rope"}, "standard_weights": {"query", "key", "value", "rope"},
     "streaming_backward": {"query", "key", "value", "rope"},
 }  # fmt: skip
-# Which of them also sum gradients of operands, by how these are reduced; those of a sink are row_statistics' own.
+# Which of them also sum gradients of operands, by how these are reduced; those of a sink are row_statistics' own, but
+# in sequences with lengths, where it does not know whose a row is.
 _SUMS = {
     "flash_dquery": {"total", "row"}, "flash_dkey_dvalue": {"column"}, "standard_dweights": {"total", "row", "column"},
     "standard_dscores": {"total", "row", "column"}, "standard_weights": {"total", "row", "column"},
@@ -75,6 +76,8 @@ class TritonTarget:
         own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
         if signature.direction == "backward":
             kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
+            if signature.sequences != "dense" and "sink" in kinds:  # each sequence has sinks of its own
+                kinds.add("total")
             own = [k for k in own if _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
                 own.remove(ROW_STATISTICS)
@@ -98,8 +101,6 @@ class TritonTarget:
         """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
         if signature.sequences == "dense":
             return None
-        if facts.attention.folded_sink is not None:
-            return f"{self.name}: {SINK_AND_LENGTHS}"
         if kernel in FLASH or kernel.name in (*SPANS, *WORK):
             return None
         return (

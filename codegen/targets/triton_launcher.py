@@ -174,7 +174,7 @@ class TritonLauncher:
         if ragged is not None and ragged.kind == "packed":
             number = ragged.number(call.query)
             return [
-                _by_sequence(sums[n], workspace["q_work"], number) if g.kind == "total" else sums[n]
+                by_sequence(sums[n], workspace["q_work"][:, 0], number) if g.kind in ("total", "sink") else sums[n]
                 for n, g in enumerate(self.sums)
             ]
         return [_reduced(sums[n], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)]
@@ -568,18 +568,20 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
         places["running_dquery"] = flat_place(batches, heads, padded, sum(s.block for s in code.segments.qk), fill=0.0)
     if algorithm == "standard":
         places["weights"] = places["dweights"] = _matrix(call)
+    dense = launcher.sequences == "dense"
     for n, gradient in enumerate(launcher.sums):
-        if gradient.kind == "sink":
+        if gradient.kind == "sink" and dense:
             of_tiles = padded // launcher.form("row_statistics", mode.aligned).block_q
             places[f"sum{n}"] = flat_place(batches, heads, of_tiles)
             continue
-        form = launcher.form(_SUMMED_BY[algorithm, gradient.kind == "column"], mode.aligned)
+        kind = "total" if gradient.kind == "sink" else gradient.kind
+        form = launcher.form(_SUMMED_BY[algorithm, kind == "column"], mode.aligned)
         if launcher.sequences == "packed":
-            tiles = launcher.slots("q", call, mode.aligned) if gradient.kind == "total" else 0, 0
+            tiles = launcher.slots("q", call, mode.aligned) if kind == "total" else 0, 0
         else:
             tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
-        places[f"sum{n}"] = _sum_place(algorithm, gradient.kind, (batches, heads), q_len, kv_len, padded, tiles)
-        if launcher.sequences != "dense":  # programs of what is not there write none
+        places[f"sum{n}"] = _sum_place(algorithm, kind, (batches, heads), q_len, kv_len, padded, tiles)
+        if not dense:  # programs of what is not there write none
             places[f"sum{n}"] = places[f"sum{n}"]._replace(fill=0.0)
     return places
 
@@ -627,9 +629,9 @@ def _reduced(partial: Tensor, algorithm: str, kind: str, q_len: int) -> Tensor:
     return partial[..., :q_len] if algorithm == "streaming" and kind == "row" else partial
 
 
-def _by_sequence(partial: Tensor, work: Tensor, number: int) -> Tensor:
-    """Sums of tiles [1, Hq, slots] as sums of their sequences, [number, Hq], always in the same order."""
-    owner = work[:, 0].long().clamp(0, number - 1)  # tiles of none have sums of 0
+def by_sequence(partial: Tensor, owner: Tensor, number: int) -> Tensor:
+    """Sums [1, Hq, n] of tiles or rows as sums of the sequences that own them, [number, Hq], always in one order."""
+    owner = owner.long().clamp(0, number - 1)  # what belongs to none is 0
     shares = partial[0].T
     total = shares.new_zeros(number, shares.shape[1])
     if total.is_cuda:

@@ -95,7 +95,8 @@ def code_plan(
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
-        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, one_pass)
+        ragged = signature.sequences != "dense"
+        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass)
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))

@@ -28,6 +28,7 @@ class Tiles:
     wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
     sums: frozenset[str] = frozenset()  # how wanted gradients of reads by the score are summed: "total", "row", ...
     sinks: bool = False  # gradients of what the sink reads are wanted
+    ragged: bool = False  # sequences have lengths of their own
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
 
     def query(self, what: str = "Q") -> str:
@@ -260,15 +261,19 @@ def _row_statistics(t: Tiles) -> list[Stage]:
 _SINK_SUMS = "sums over these rows for what the sink reads: -exp(sink - lse) * delta"
 
 
-def _sink_sums(t: Tiles) -> list[Stage]:
-    return [_store("sinks", _SINK_SUMS)] if t.sinks else []
+def _sink_sums(t: Tiles, ragged: bool = False) -> list[Stage]:
+    """Rows of sequences with lengths find their sink in the kernel that knows whose they are."""
+    return [_store("sinks", _SINK_SUMS)] if t.sinks and t.ragged == ragged else []
 
 
 def _flash_dquery(t: Tiles) -> list[Stage]:
     result = [t.query("dQ")] if "query" in t.wanted else []
     sums = ["sums for operands"] if not result and t.sums - {"column"} else []
     product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if result else []
+    if not (result or sums):
+        return _sink_sums(t, ragged=True)
     return [
+        *_sink_sums(t, ragged=True),
         _load("query", ", ".join([t.query(), t.output("dO"), *t.saved("lse", "delta")]), _ONCE),
         _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
         _load("key", t.key(), _EACH_KV, _AHEAD),

@@ -64,8 +64,6 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
     """
     kind = random.choice(KINDS if target != "hopper" else ("dense",))
-    if variant.sink is not None:
-        kind = "dense"  # sequences with lengths have none yet
     if like is not None:
         kind = "dense" if like.lens is None else "packed" if like.lens.packed else "padded"
     call = _draw_call(random, variant, target, kind)
