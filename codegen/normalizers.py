@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from ..ir.errors import InternalError
 from ..ir.normalizer import SOFTMAX, Normalizer
 
+
 @dataclass(frozen=True)
 class Terms:
     """What of a variant, and of a direction, the texts of a normalizer depend on."""

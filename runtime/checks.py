@@ -361,9 +361,7 @@ class SizeChecks:
             if problems := self._ragged_problems(call, expressions, own, None):
                 raise collected(self._name, [f"sequence {r.number}: {problem}" for problem in problems])
 
-    def _ragged_problems(
-        self, call: Call, expressions: tuple[Expr, ...], env: Ranges, far: Range | None
-    ) -> list[str]:
+    def _ragged_problems(self, call: Call, expressions: tuple[Expr, ...], env: Ranges, far: Range | None) -> list[str]:
         """What is not sound in these ranges; sound ones are remembered. far: of q_pos where nobody knows it."""
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         floats = self._floats_of(call)
@@ -474,7 +472,8 @@ def _ragged_ranges(
 ) -> tuple[Ranges, Range | None]:
     """Range of every symbol in these sequences; and of q_pos as it may be, where nobody knows them.
 
-    least_keys: of a sequence, where nobody knows. As for offsets on a device, an index relies on the caller's promise that positions stay inside the keys there.
+    least_keys: of a sequence, where nobody knows. As for offsets on a device, an index relies on the caller's promise
+    that positions stay inside the keys there.
     """
     heads, q_rows = call.query.shape[1:3]
     kv_heads, kv_rows = call.key.shape[1:3]

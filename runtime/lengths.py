@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.targets.triton_launcher import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected
 from .call import Lengths, Packed, Ragged
@@ -173,6 +174,22 @@ def rows_of(
         "q_pos" if kind == "row" else "kv_pos": position,
     }
     return {n: t[:, None] for n, t in own.items()}, exists[:, None]
+
+
+def queries_of(sequences: Ragged, query: Tensor, key: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Symbols of the sequence of each query, and which queries one has: they see its sink, with or without keys."""
+    return rows_of(sequences, "row", query, key, with_sink=True)
+
+
+def summed_by_sequence(
+    rows: Tensor, sequences: Ragged, query: Tensor, key: Tensor
+) -> tuple[Tensor, dict[str, Any], Tensor]:
+    """Numbers of queries [B, Hq, L] as sums [sequences, Hq]; symbols of these sequences, and which have queries."""
+    own, exists = rows_of(sequences, "sink", query, key)
+    if isinstance(sequences, Packed):
+        owner = queries_of(sequences, query, key)[0]["batch"].flatten()
+        return by_sequence(rows, owner, sequences.number(query)), own, exists
+    return rows.sum(-1), own, exists
 
 
 def cleared(tensor: Tensor, sequences: Ragged, query: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codegen.targets.triton_launcher import TritonLauncher, by_sequence
+from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import facts_of
 from ..compiler.analysis.records import OperandGradient
 from ..compiler.planning import hardware
@@ -28,7 +28,7 @@ from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
-from .lengths import check_contents, check_ragged, rows_of
+from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .settings import checks_values
 from .torch_private import empty_on_gpu
 
@@ -175,7 +175,7 @@ class Variant:
         elif ragged.number(call.query) == 0:
             return lse.fill_(-torch.inf)
         else:
-            own, exists = rows_of(ragged, "row", call.query, call.key, with_sink=True)
+            own, exists = queries_of(ragged, call.query, call.key)
             value = evaluate(sink, _heads(call) | own, lse.dtype, lse.device, exists)
             value = torch.where(exists, value, -torch.inf)  # what no sequence has
         if not self.facts.scores_lie_far:
@@ -196,8 +196,12 @@ class Variant:
             lse, dlse = lse[0], dlse[0]  # of the sum of both statistics, which is what callers see
         dlse = torch.where(lse == -torch.inf, 0.0, dlse)  # of rows without a sink, and of those that no sequence has
         batch, heads, q_len = dlse.shape
-        of_sinks, env, exists = _sums_of_rows(call, dlse)
-        sums = []
+        exists, sums = None, []
+        if call.ragged is None:
+            of_sinks, env = dlse.sum(-1), _env(call)
+        else:
+            of_sinks, own, exists = summed_by_sequence(dlse, call.ragged, call.query, call.key)
+            env = _heads(call) | own
         for gradient in self.facts.operand_gradients(wanted):
             length = {"row": (q_len,), "column": (0,)}.get(gradient.kind, ())
             if gradient.kind == "sink":
@@ -374,18 +378,6 @@ def _heads(call: Call) -> dict[str, Any]:
         "head": head, "kv_head": head // (heads // kv_heads), "group": heads // kv_heads, "head_dim": call.head_dim,
         **call.operands,
     }  # fmt: skip
-
-
-def _sums_of_rows(call: Call, rows: Tensor) -> tuple[Tensor, dict[str, Any], Tensor | None]:
-    """Numbers [B, Hq, L] added up by sequence, [sequences, Hq]; the symbols of each, and which of them have queries."""
-    ragged = call.ragged
-    if ragged is None:
-        return rows.sum(-1), _env(call), None
-    own, exists = rows_of(ragged, "sink", call.query, call.key)
-    if isinstance(ragged, Packed):
-        owner = rows_of(ragged, "row", call.query, call.key)[0]["batch"].flatten()
-        return by_sequence(rows, owner, ragged.number(call.query)), _heads(call) | own, exists
-    return rows.sum(-1), _heads(call) | own, exists
 
 
 def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:

@@ -42,6 +42,22 @@ def test_other_gpus(sequences, device, direction):
         assert bool(kernel.count(PRODUCTS[device])) == name.startswith("flash_"), name
 
 
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+@pytest.mark.parametrize("device", ["a100", "h200"])
+def test_sinks_cost_the_loops_nothing(sequences, device):
+    sinks = weft.tensor("sinks", 2)
+    sunk = CAUSAL.replace(sink=sinks[weft.batch, weft.head], name="sunk")
+    for direction in ("forward", "backward"):
+        plain, own = (compiled(v, direction, 64, sequences=sequences, device=device).kernels for v in (CAUSAL, sunk))
+        assert own.keys() == plain.keys()
+        for name, kernel in own.items():
+            assert kernel.spilled <= plain[name].spilled + 16 and kernel.sram == plain[name].sram, name
+            assert kernel.spills_in_loops() <= plain[name].spills_in_loops(), name
+    alone = compiled(sunk, "backward", 64, sequences=sequences, device=device, wanted=frozenset({"sinks"}))
+    assert alone.kernels.keys() - LISTS == {"row_statistics", "flash_dquery"}
+    assert not alone.kernels["flash_dquery"].count("mma")
+
+
 def test_measured_tiles_of_packed_sequences():
     module = compiled(DOCUMENTS, "backward", 64, sequences="packed")
     assert {"query_work", "key_work", "kv_spans", "q_spans"} <= module.kernels.keys()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .dense import Environment, Undefined, evaluate
+from .dense import Environment, Precision, Undefined, evaluate
 from .tree import INTS, Kind, Node, Read, Scalar, nodes
 
 MOST_ELEMENTS = 10_000_000  # of an operand
@@ -276,13 +276,15 @@ def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int
     env = environment(
         replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors
     )
+    read_by = [(read, env) for read in variant.reads if read.name == name]
+    if variant.sink is not None:  # which queries of sequences without keys see, too
+        of_rows = row_environment(built, sink_rows(call, built.tensors["query"].device), built.tensors)
+        read_by += [(n, of_rows) for n in nodes(variant.sink) if isinstance(n, Read) and n.name == name]
     highest: list[int] = []
-    for read in variant.reads:
-        if read.name != name:
-            continue
+    for read, own in read_by:
         highest = highest or [0] * len(read.index)
         for d, index in enumerate(read.index):
-            places = evaluate(index, env).value
+            places = evaluate(index, own).value
             if len(places) and int(places.min()) < 0:
                 raise Undefined(f"{name}: index {d} is negative")
             highest[d] = max(highest[d], int(places.max()) if len(places) else 0)
@@ -369,6 +371,31 @@ def environment(built: Built, tensors: dict[str, Tensor], dtype: torch.dtype = t
         exist = existing(call, device)
         symbols, number = {n: v[exist] if isinstance(v, Tensor) else v for n, v in symbols.items()}, int(exist.sum())
     return Environment(symbols, None, dict(call.scalars), tensors, number, dtype, None)
+
+
+def sink_rows(call: Call, device: torch.device) -> tuple[Tensor, ...]:
+    """Batch row, head and row of every query that a sequence has."""
+    exist = torch.ones(call.batch, call.q_len, dtype=torch.bool, device=device)
+    if call.lens is not None:
+        exist = _rows_of(call, call.lens, "q", device)[0] >= 0
+    return exist[:, None].expand(call.batch, call.heads, call.q_len).nonzero(as_tuple=True)
+
+
+def row_environment(
+    built: Built, rows: tuple[Tensor, ...], tensors: dict[str, Tensor], dtype: torch.dtype = torch.float64,
+    precision: Precision | None = None,
+) -> Environment:  # fmt: skip
+    """Of these rows, for what depends on no key: a sink."""
+    call, (b, head, i) = built.call, rows
+    group = 1 if built.variant.latent is not None else call.heads // call.kv_heads
+    symbols = {"batch": b, "head": head, "kv_head": head // group, "group": group, "head_dim": call.dim}
+    if call.lens is None:
+        symbols |= {"q_len": call.q_len, "kv_len": call.kv_len}
+    else:
+        owner = _rows_of(call, call.lens, "q", b.device)[0][b, i]
+        lengths = {n: torch.tensor(x, device=b.device) for n, x in (("q_len", call.lens.q), ("kv_len", call.lens.kv))}
+        symbols |= {"batch": owner} | {n: x[owner] for n, x in lengths.items()}
+    return Environment(symbols, None, dict(call.scalars), tensors, len(head), dtype, precision)
 
 
 def cleaned(built: Built) -> Built:

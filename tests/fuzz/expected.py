@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .calls import DTYPES, Built, Call, cleaned, environment, existing, symbol_values
+from .calls import (
+    DTYPES,
+    Built,
+    Call,
+    cleaned,
+    environment,
+    existing,
+    row_environment,
+    sink_rows,
+    symbol_values,
+)
 from .dense import FAST_TANH, FP32, FP64, Environment, Gather, Precision, Undefined, Value, evaluate
 from .tree import Node, Num
 
@@ -57,9 +67,10 @@ class Sink:
     """The logit of each head that no value belongs to."""
 
     logits: Tensor  # [B, H]
-    bound: Tensor | None  # of its rounding, [B, H]
+    bound: Tensor | None  # of its rounding, [B, H, L]
     weights: Tensor  # [B, H, L]
-    gathers: list[Gather]  # of entries of `logits`
+    gathers: list[Gather]  # of entries of `rows`
+    rows: tuple[Tensor, ...]  # batch row, head and row of those that a sequence has
 
 
 def precision_of(call: Call) -> Precision:
@@ -120,39 +131,35 @@ def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precisio
     env.score = _scaled(built, Value(products, bound), env)
     scores = evaluate(built.variant.score, env)
     scores = scores if scores.value.is_floating_point() else Value(scores.value.to(dtype), _zeros(scores, precision))
-    logits, sink_env = _sinks(built, leaves, dtype, precision)
+    logits, sink_env, rows = _sinks(built, leaves, dtype, precision)
     shape = (call.batch, call.heads, call.q_len, call.kv_len)
     weights, lse = _softmax(scores.value, pairs, shape, None if logits is None else logits.value)
     sink = None
     if logits is not None:
-        of_sink = torch.exp((logits.value[..., None] - lse).detach().nan_to_num(nan=-math.inf, neginf=-math.inf))
-        sink = Sink(logits.value, logits.bound, of_sink, sink_env.gathers)
+        of_sink = torch.exp((logits.value - lse).detach().nan_to_num(nan=-math.inf, neginf=-math.inf))
+        sink = Sink(logits.value, logits.bound, of_sink, sink_env.gathers, rows)
     return Dense(leaves, query, key, value, pairs, products, scores.value, scores.bound, weights, weights @ value, lse,
                  env.gathers, sink)  # fmt: skip
 
 
 def _sinks(
     built: Built, leaves: dict[str, Tensor], dtype: torch.dtype, precision: Precision | None
-) -> tuple[Value | None, Environment]:
-    """The sink of every head of every batch row, [B, H], and the environment that it was evaluated in."""
+) -> tuple[Value | None, Environment, tuple[Tensor, ...]]:
+    """The sink of every row [B, H, L], -inf in those of no sequence; the environment of those of one, and these."""
     call, device = built.call, built.tensors["query"].device
-    rows, heads = (torch.arange(n, device=device) for n in (call.batch, call.heads))
-    group = 1 if built.variant.latent is not None else call.heads // call.kv_heads
-    head = heads.repeat(call.batch)
-    symbols = {
-        "batch": rows.repeat_interleave(call.heads), "head": head, "kv_head": head // group, "group": group,
-        "q_len": call.q_len, "kv_len": call.kv_len, "head_dim": call.dim,
-    }  # fmt: skip
-    env = Environment(symbols, None, dict(call.scalars), leaves, len(head), dtype, precision)
+    rows = sink_rows(call, device)
+    env = row_environment(built, rows, leaves, dtype, precision)
     if built.variant.sink is None:
-        return None, env
+        return None, env, rows
     found = evaluate(built.variant.sink, env)
     if not found.value.is_floating_point():
         found = Value(found.value.to(dtype), _zeros(found, precision))
     if bool((found.value.isnan() | (found.value == math.inf)).any()):
         raise Undefined("a sink is NaN or infinite")
-    shape = (call.batch, call.heads)
-    return Value(found.value.view(shape), None if found.bound is None else found.bound.view(shape)), env
+    shape = (call.batch, call.heads, call.q_len)
+    logits = torch.full(shape, -math.inf, dtype=dtype, device=device).index_put(rows, found.value)
+    bound = None if found.bound is None else torch.zeros(shape, dtype=found.bound.dtype, device=device)
+    return Value(logits, None if bound is None else bound.index_put(rows, found.bound)), env, rows
 
 
 def _zeros(x: Value, precision: Precision | None) -> Tensor | None:
@@ -242,11 +249,11 @@ def _softmax(
 ) -> tuple[Tensor, Tensor]:
     """Weights [B, H, L, T] and lse [B, H, L]; 0 and -inf for a row whose scores are all -inf, or that sees nothing.
 
-    sink: [B, H], one more logit of every row, whose weight is left out.
+    sink: [B, H, L], one more logit of every row, whose weight is left out.
     """
     dense = torch.full(shape, -math.inf, dtype=scores.dtype, device=scores.device).index_put(pairs, scores)
     if sink is not None:
-        more = torch.cat([dense, sink[..., None, None].expand(*shape[:-1], 1)], -1)
+        more = torch.cat([dense, sink[..., None]], -1)
         places = torch.isfinite(more).nonzero(as_tuple=True)
         weights, lse = _softmax(more[places], places, tuple(more.shape), None)
         return weights[..., :-1], lse
@@ -342,13 +349,14 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     for name in call.wanted:
         if f"d{name}" not in found:
             # the definition sums gradients of what it reads in the operand's own dtype, as torch's indexing does
-            eps_of_sums = EPS[dict(call.tensors)[name].dtype] if call.target == "reference" else 0.0
+            read = dict(call.tensors).get(name)
+            eps_of_sums = EPS[read.dtype] if read is not None and call.target == "reference" else 0.0
             summed = ROUNDINGS * eps_of_sums * p * (dweights + delta)
             found[f"d{name}"] = _of_operand(name, dense, dscores + summed)
             if dense.sink is not None:
                 rows = sink_p * (ROUNDINGS * (eps + eps_of_sums) + eps * terms / 4 + sink_off.expm1() + of_sum[..., 0])
                 dsinks = (rows + tiny * (sink_p > 0)) * delta[..., 0] + sink_p * delta_off[..., 0]
-                found[f"d{name}"] = found[f"d{name}"] + _of_sinks_operand(name, dense, dsinks.sum(-1))
+                found[f"d{name}"] = found[f"d{name}"] + _of_sinks_operand(name, dense, dsinks)
     return found
 
 
@@ -359,11 +367,11 @@ def _of_sink(dense: Dense, eps: float) -> tuple[Tensor, Tensor]:
     assert dense.sink.bound is not None
     own = dense.sink.bound.detach() + 2 * eps * _finite(dense.sink.logits.detach()).abs().clamp(max=LARGEST)
     of_lse = 2 * eps * (1 + torch.clamp(_finite(dense.lse.detach()).abs(), max=LARGEST))
-    return dense.sink.weights, own.clamp(max=8.0)[..., None] + of_lse
+    return dense.sink.weights, own.clamp(max=8.0) + of_lse
 
 
 def _of_sinks_operand(name: str, dense: Dense, dsinks: Tensor) -> Tensor:
-    """The allowance of a gradient through the sink, [B, H], scattered to the places that were read."""
+    """The allowance of a gradient through the sink, [B, H, L], scattered to the places that were read."""
     leaf, sink = dense.leaves[name], dense.sink
     assert sink is not None
     total = torch.zeros(leaf.numel(), dtype=torch.float64, device=leaf.device)
@@ -374,7 +382,7 @@ def _of_sinks_operand(name: str, dense: Dense, dsinks: Tensor) -> Tensor:
         slopes = torch.autograd.grad(sink.logits, values, finite, allow_unused=True, retain_graph=True)
         for gather, slope in zip(reads, slopes):
             if slope is not None:
-                total.index_add_(0, gather.places, dsinks.flatten()[gather.pairs] * slope.abs())
+                total.index_add_(0, gather.places, dsinks[sink.rows][gather.pairs] * slope.abs())
     return total.view(leaf.shape)
 
 

@@ -53,7 +53,17 @@ def given(kind, dim=64, dtype=torch.bfloat16, heads=4, kv_heads=2, value_dim=Non
     return made, lens | {"kv_lens": lens["kv_lens"].to(torch.int32)}
 
 
+sinks_of = weft.tensor("sinks_of", 2)
+SUNK = {
+    "sunk": CAUSAL.replace(sink=sinks_of[batch, head], name="sunk"),
+    "sunk window": VARIANTS["window"].replace(sink=sinks_of[batch, 0], name="sunk_window"),
+    "sunk documents": VARIANTS["documents"].replace(sink=sinks_of[batch, head], name="sunk_documents"),
+    "sunk far": VARIANTS["far"].replace(sink=sinks_of[batch, head], name="sunk_far"),
+}
+
+
 def operands_of(name):
+    name = name.removeprefix("sunk ")
     if name == "documents":
         return {"doc": (torch.arange(1000, device="cuda") // 70).repeat(6, 1)}
     if name == "far":
@@ -89,6 +99,28 @@ def test_gradients_of_operands(kind):
     tables = {"slopes": torch.rand(6, 4), "rows": torch.randn(4, 1000), "columns": torch.randn(6, 1000)}
     tables = {n: t.cuda() for n, t in tables.items()}
     check_variant(BIASES, *made, operands=tables | lengths, differentiate=tuple(tables))
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("name", SUNK)
+def test_sinks(name, kind):
+    made, lengths = given(kind)
+    operands = operands_of(name) | {"sinks_of": torch.randn(6, 4, device="cuda")}
+    check_variant(SUNK[name], *made, operands=operands | lengths, differentiate=("sinks_of",))
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_sinks_alone_repeat_bit_for_bit(kind):
+    made, lengths = given(kind)
+    table = torch.randn(6, 4, device="cuda", requires_grad=True)
+    found = []
+    for wanted in ((table,), (table, *made), (table,)):
+        for t in made:
+            t.requires_grad_(len(wanted) > 1)
+        out, lse = SUNK["sunk"](*made, **lengths, sinks_of=table, return_lse=True)
+        dlse = torch.where(lse == -torch.inf, torch.nan, 1.0)
+        found.append(torch.autograd.grad([out, lse], wanted, [torch.ones_like(out), dlse])[0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and not found[0].isnan().any()
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])

@@ -326,7 +326,7 @@ def test_indices_are_proved_sequence_by_sequence():
         last_first(*padded(), **PADDED, columns=torch.randn(6, 70))
 
 
-# -- sinks: a sequence has its own, which its queries see without any key, too -------------------------------------------
+# -- sinks: a sequence has its own, which its queries see without any key, too ----------------------------------------
 sinks, sinks_of = weft.tensor("sinks", 1), weft.tensor("sinks_of", 2)
 LEARNED = weft.Attention(mask=masks.causal, sink=sinks[head], name="learned_sinks")
 OF_SEQUENCES = weft.Attention(mask=masks.causal, sink=sinks_of[batch, head], name="sinks_of_sequences")
@@ -470,7 +470,7 @@ def test_sinks_where_no_sequence_has_a_key(name):
         key = torch.randn(3, 2, rows, 8)
         calls = [
             (query, key, {"q_lens": q_lens, "kv_lens": torch.zeros(3, dtype=torch.int64)}),
-            (query.transpose(0, 1).reshape(1, 2, 12, 8), key[:1], {"cu_seqlens_q": starts, "cu_seqlens_kv": starts * 0}),
+            (query.reshape(1, 2, 12, 8), key[:1], {"cu_seqlens_q": starts, "cu_seqlens_kv": starts * 0}),
         ]  # fmt: skip
         for q, k, lengths in calls:
             for call in (variant, variant.reference):
