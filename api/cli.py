@@ -37,6 +37,7 @@ from .compiler.planning.records import DTYPE_BYTES, Shape
 from .compiler.planning.tuner import Outcome, Spread
 from .ir.errors import WeftError
 from .ir.expr import Expr, Number, Scalar, TensorOperand
+from .ir.normalizer import SOFTMAX, normalizers
 from .runtime import cache, driver
 from .runtime.checks import MAX_HEAD_DIM
 from .runtime.settings import settings, size_of
@@ -64,7 +65,7 @@ class _Group(click.Group):
 
 
 _PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
-_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|name)(?=: )", re.MULTILINE)
+_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|name|normalizer)(?=: )", re.MULTILINE)
 _SIZE, _RECORD = re.compile(r"\bshape: (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
 
 
@@ -127,6 +128,11 @@ _VARIANT_OPTIONS = (
     _shared("--mask", metavar="TEXT", help="Mask expression, e.g. 'kv_pos <= q_pos'."),
     _shared("--scale", metavar="TEXT", help="Scale expression; 1 / sqrt(head_dim) if not given."),
     _shared("--sink", metavar="TEXT", help="Sink expression, one more logit of each row, e.g. 0.0; none if not given."),
+    _shared(
+        "--normalizer",
+        metavar="NAME",
+        help=f"What makes weights of scores: {', '.join(normalizers())}.",
+    ),
     _shared("--name", default="attention", show_default=True, help="Name of the variant."),
     _shared("--scalar", multiple=True, metavar="NAME:TYPE", help="Declare a scalar operand, e.g. window:int."),
     _shared("--tensor", multiple=True, metavar="NAME:RANK[:TYPE]", help="Declare a tensor operand, e.g. slopes:1."),
@@ -192,8 +198,9 @@ def _values(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
 def _variant(given: Mapping[str, object]) -> Attention:
     place, texts = given["variant"], {k: given[k] for k in ("score", "mask", "scale", "sink") if given[k] is not None}
     if isinstance(place, str):
-        if texts:
-            raise WeftError(f"expected {place} or --{' --'.join(texts)}, got both")
+        written = [*texts, *(["normalizer"] if given["normalizer"] is not None else [])]
+        if written:
+            raise WeftError(f"expected {place} or --{' --'.join(written)}, got both")
         return _declared(place)
     if not texts:
         raise WeftError(
@@ -203,10 +210,10 @@ def _variant(given: Mapping[str, object]) -> Attention:
     if given["mask"] is None and given["score"] is None:
         raise WeftError(f"expected --score or --mask, got --{' and --'.join(texts)} alone")
     parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
-    name = str(given["name"])
     return Attention(
-        parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), sink=parts.get("sink"), name=name
-    )
+        parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), sink=parts.get("sink"),
+        name=str(given["name"]), normalizer=str(given["normalizer"] or SOFTMAX.name),
+    )  # fmt: skip
 
 
 def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperand]) -> Expr:

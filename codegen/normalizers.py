@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..ir.errors import InternalError
-from ..ir.normalizer import SOFTMAX, Normalizer
+from ..ir.normalizer import RELU, SIGMOID, SOFTMAX, Normalizer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def register(normalizer: Normalizer, family: str, texts: Texts) -> None:
 
 def digest(name: str) -> str:
     """A mark of the texts of a normalizer, for the key of what is generated from them; "" for Weft's own."""
-    if name == SOFTMAX.name:
+    if name in _OWN:
         return ""
     terms = [Terms(linear, masked, "scores", ("o0",)) for linear in (True, False) for masked in (True, False)]
     texts = [repr(texts(t)) for (of, _), texts in sorted(_texts.items()) if of == name for t in terms]
@@ -300,5 +300,84 @@ def _softmax_in_one_piece(terms: Terms) -> str:
     """)
 
 
+# -- sigmoid and relu: a weight depends on its pair alone, so that nothing runs along ----------------------------------
+def _sigmoid_of_triton(terms: Terms) -> Blocks:
+    weigh = f"p = 1.0 / (1.0 + tl.exp2(-({terms.score})))"
+    return Blocks(weigh=weigh, backward_weight=weigh, backward_score="p * (1.0 - p) * dp")
+
+
+def _relu_of_triton(terms: Terms) -> Blocks:
+    """Comparisons that let NaN through."""
+    lines = f"logit = {terms.score}\np = tl.where(logit <= 0.0, 0.0, logit * LN_2)"
+    return Blocks(weigh=lines, backward_weight=lines, backward_score="tl.where(logit <= 0.0, 0.0, dp)")
+
+
+_WEIGHTS_OF_CPU = {
+    "sigmoid": '''
+def weights_of(scores):
+    """Their sigmoid, of scores in units of log 2, overwritten; 0 where that comes to nothing.
+
+    Products of denormal numbers are a hundred times slower.
+    """
+    return torch.nn.functional.threshold_(scores, LEAST_POWER, -math.inf).mul_(LN_2).sigmoid_()
+''',
+    "relu": '''
+def weights_of(scores):
+    """The positive ones of scores in units of log 2, overwritten."""
+    return scores.relu_().mul_(LN_2)
+''',
+}
+_SUM_OF_CPU = '''
+class WeightedSum:
+    """Sum of values over tiles of keys, each with the weight of its score alone."""
+
+    bias = None  # nothing belongs to a query
+
+    def __init__(self):
+        self.weighted = None
+
+    def add(self, scores, values):
+        """One more tile of scores [N, keys, queries] in units of log 2, overwritten, and values [N, keys, Dv]."""
+        weights = weights_of(scores)
+        if self.weighted is None:
+            self.weighted = product(values.mT, weights.mT)
+        else:
+            add_product(self.weighted, values.mT, weights.mT)
+
+    def finish(self):
+        """The sum, [N, Dv, queries], or None where there was no tile; nothing else is saved."""
+        return self.weighted, None
+'''
+
+
+def _pairs_of_cpu(name: str, slope: str) -> Texts:
+    """The texts of a normalizer whose weights are weights_of(scores). slope: lines that give dscore their slope."""
+    weigh = _lines(_WEIGHTS_OF_CPU[name])
+
+    def blocks(terms: Terms) -> Blocks:
+        return Blocks(
+            define=f"{weigh}\n\n\n{_lines(_SUM_OF_CPU)}",
+            backward_define=weigh,
+            init="WeightedSum()",
+            in_one_piece=_lines("""
+                weights = weights_of(logits)
+                values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)
+                if out.dtype == dtype and out.is_contiguous():
+                    torch.bmm(weights, values, out=out.view(batch * kv_heads, -1, values.shape[-1]))
+                else:
+                    out.copy_(torch.bmm(weights, values).view(out.shape))
+            """),
+            backward_weight=f"weights = weights_of({terms.score})",
+            backward_score=f"dscore = product(values, douts)\n{slope}",
+        )
+
+    return blocks
+
+
 register(SOFTMAX, "triton", _softmax_of_triton)
 register(SOFTMAX, "cpu", _softmax_of_cpu)
+register(SIGMOID, "triton", _sigmoid_of_triton)
+register(SIGMOID, "cpu", _pairs_of_cpu("sigmoid", "dscore.mul_(weights).mul_(1.0 - weights)"))
+register(RELU, "triton", _relu_of_triton)
+register(RELU, "cpu", _pairs_of_cpu("relu", "dscore.masked_fill_(weights == 0.0, 0.0)"))
+_OWN = frozenset(name for name, _ in _texts)  # the key of what is generated knows the sources of this package

@@ -102,7 +102,8 @@ class Attention:
     dropout: reserved; anything but the default is refused for now.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
-    normalizer: what takes the place of the softmax, by the name of its record (ir/normalizer.py).
+    normalizer: what turns scores into weights, by the name of its record (ir/normalizer.py): "softmax", "sigmoid"
+        (arXiv 2409.04431) or "relu" (arXiv 2309.08586), of which the last two take each score by itself.
 
     Raises WeftError that lists every problem of the declaration with the line that wrote it.
     """

@@ -38,7 +38,12 @@ class Normalizer:
 
 
 SOFTMAX = Normalizer("softmax", saves="lse")  # exp(score - lse)
-_registered = {SOFTMAX.name: SOFTMAX}
+# Ramapuram et al. 2024, arXiv 2409.04431; with their bias -log(n): score=score - weft.log(1.0 * kv_len)
+SIGMOID = Normalizer("sigmoid", saves="nothing", weight="sigmoid(score)")
+# Wortsman et al. 2023, arXiv 2309.08586; with their 1 / n: scale=weft.rsqrt(1.0 * head_dim) / kv_len. At a score of 0
+# the derivative is 0, as that of torch.relu; `maximum` has a half there.
+RELU = Normalizer("relu", saves="nothing", weight="where(score <= 0.0, 0.0, score)")
+_registered = {normalizer.name: normalizer for normalizer in (SOFTMAX, SIGMOID, RELU)}
 
 
 def register(normalizer: Normalizer) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...ir.attention import Attention
+from ...ir.normalizer import SOFTMAX
 from ..analysis.records import Bounds
 from .cost import l2_bytes_per_second
 from .hardware import Hardware
@@ -106,6 +107,8 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
         table.add_row("mask", Text(str(attention.mask)))
         if attention.sink is not None:
             table.add_row("sink", Text(str(attention.sink)))
+        if attention.weighs != SOFTMAX:
+            table.add_row("normalizer", Text(attention.normalizer))
     sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
     table.add_row("problem", Text(f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"))
     parts = plan.segments

@@ -40,6 +40,7 @@ _FLASH_SM90_CURVED = {
     **_FLASH_SM90_MASKED,
     64: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
 }
+_SLOPED = Tiling(64, 64, 4, 3)  # dquery of weights with a slope of their own, as a sigmoid's: larger tiles spill
 _FLASH_SM90_MEASURED = {
     **_FLASH_SM90_MASKED,
     64: (Tiling(64, 64, 4, 3), Tiling(64, 32, 4, 3), Tiling(32, 64, 4, 3)),
@@ -134,11 +135,12 @@ def _table(
         return _FLASH_GFX942
     if hardware.capability < 90:
         return _FLASH_SM80
-    if not traits.masked:
-        return _FLASH_SM90_DENSE
-    if traits.measured:
+    if traits.masked and traits.measured:
         return _FLASH_SM90_MEASURED
-    return _FLASH_SM90_MASKED if traits.linear else _FLASH_SM90_CURVED
+    if traits.masked and not traits.linear:
+        return _FLASH_SM90_CURVED
+    table = _FLASH_SM90_MASKED if traits.masked else _FLASH_SM90_DENSE
+    return table if traits.normalizer.weight is None else {**table, 64: (table[64][0], _SLOPED, table[64][2])}
 
 
 # -- candidates ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Normalizers from outside the package: their records and texts, and what they come to on each target."""
+"""Normalizers that are no softmax, Weft's own and from outside: right on each target, or refused in words."""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, kv_pos, masks, q_pos, score
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen import normalizers as texts
 from weft.codegen.normalizers import Blocks, Terms
 from weft.ir import normalizer as records
@@ -19,6 +20,7 @@ from weft.ir.normalizer import Normalizer
 
 from ..compile.ahead import compiled
 from ..support import check_variant, poisoned
+from .test_lengths import KINDS
 
 pytest.importorskip("triton")
 
@@ -97,9 +99,10 @@ def tensors(dtype: torch.dtype = torch.float32, q_len: int = 40, kv_len: int = 4
 
 
 TARGETS = pytest.mark.parametrize("target", ["cpu", "interpret"])
-NORMALIZERS = pytest.mark.parametrize("normalizer", ["toy_relu", "toy_sigmoid"])
+NORMALIZERS = pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
+TOYS = pytest.mark.parametrize("normalizer", ["toy_relu", "toy_sigmoid"])
 slopes, rows, columns = weft.tensor("slopes", 1), weft.tensor("rows", 2), weft.tensor("columns", 2)
-factor, doc = weft.tensor("factor", 1), weft.tensor("doc", 2, int)
+factor, doc, pair = weft.tensor("factor", 1), weft.tensor("doc", 2, int), weft.tensor("pair", 2)
 
 
 # -- results and gradients ---------------------------------------------------------------------------------------------
@@ -137,7 +140,6 @@ def test_a_weight_of_0_may_have_a_gradient() -> None:
     records.register(identity)
     texts.register(identity, "cpu", on_cpu(seen, "(logits > -1e30)"))
     try:
-        pair = weft.tensor("pair", 2)
         variant = toy("factors", score=pair[q_pos, kv_pos] * score, normalizer="toy_identity")
         query, key, value = tensors()
         query = torch.where(torch.arange(40)[:, None] % 3 == 0, 0.0, query)  # rows whose visible weights are all 0
@@ -156,19 +158,20 @@ def test_a_weight_of_0_may_have_a_gradient() -> None:
 
 
 @TARGETS
-def test_a_score_of_minus_infinity_has_no_gradient(target) -> None:
+@pytest.mark.parametrize("normalizer", ["relu", "sigmoid", "toy_sigmoid"])
+def test_a_score_of_minus_infinity_has_no_gradient(target, normalizer) -> None:
     """Its slope is infinite too; a weight of 0 alone does not say so of every normalizer."""
     hidden = torch.rand((33, 33), generator=torch.Generator().manual_seed(0)) < 0.5
-    written = (2.0 + weft.tanh(score)) * weft.tensor("pair", 2)[q_pos, kv_pos]
+    written = (2.0 + weft.tanh(score)) * pair[q_pos, kv_pos]
     both = [
-        toy(score=written, mask=True, normalizer="toy_sigmoid"),
-        toy(score=written, mask=weft.tensor("seen", 2, bool)[q_pos, kv_pos], normalizer="toy_sigmoid"),
+        toy(score=written, mask=True, normalizer=normalizer),
+        toy(score=written, mask=weft.tensor("seen", 2, bool)[q_pos, kv_pos], normalizer=normalizer),
     ]
     gradients = []
     for variant, operands in zip(both, ({}, {"seen": ~hidden})):
         leaves = [t.detach().requires_grad_() for t in tensors(q_len=33, kv_len=33)]
-        pair = torch.where(hidden, -torch.inf if variant is both[0] else 0.5, 0.5)
-        out = variant(*leaves, target=target, pair=pair, **operands)
+        given = torch.where(hidden, -torch.inf if variant is both[0] else 0.5, 0.5)
+        out = variant(*leaves, target=target, pair=given, **operands)
         gradients.append(torch.autograd.grad(out.square().sum(), leaves))
     for mine, masked in zip(*gradients):
         torch.testing.assert_close(mine, masked, rtol=1e-5, atol=1e-5)
@@ -189,7 +192,7 @@ def test_gradients_of_operands(target, normalizer) -> None:
 @NORMALIZERS
 @pytest.mark.parametrize("differentiate", [(), ("factor",)], ids=["", "dfactor"])
 def test_factors_of_any_sign(target, normalizer, differentiate) -> None:
-    signs = [-1.5, 0.7, -0.2, 2.0] if normalizer == "toy_relu" else [-1.5, 0.7, 0.0, 2.0]
+    signs = [-1.5, 0.7, 0.0, 2.0]
     signed = toy(score=score * factor[head], normalizer=normalizer)
     check_variant(
         signed, *tensors(q_len=50, kv_len=33), target=target, operands={"factor": torch.tensor(signs)}, lse=False,
@@ -207,15 +210,134 @@ def test_masks_that_read_tensors(target, normalizer) -> None:
 
 
 @TARGETS
+@TOYS
+def test_those_from_outside(target, normalizer) -> None:
+    check_variant(toy(normalizer=normalizer), *tensors(q_len=50, kv_len=33), target=target, lse=False)
+    written = toy(score=5.0 * weft.tanh(score / 5.0) + slopes[head], normalizer=normalizer)
+    given = {"slopes": torch.tensor([0.1, -0.2, 0.05, 0.3])}
+    check_variant(written, *tensors(), target=target, operands=given, differentiate=("slopes",), lse=False)
+
+
+@TARGETS
+@NORMALIZERS
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_sequences_of_their_own_lengths(target, normalizer, kind) -> None:
+    """NaN lies behind lengths; sequences without keys give 0."""
+    make, lengths = KINDS[kind]
+    written = score + rows[head, q_pos] - weft.log(1.0 * kv_len)
+    given = {"rows": torch.randn(2, 80)}
+    for variant, operands in ((toy(normalizer=normalizer), {}), (toy(score=written, normalizer=normalizer), given)):
+        check_variant(variant, *make(), target=target, operands=operands | lengths, lse=False,
+                      differentiate=tuple(operands))  # fmt: skip
+
+
+@TARGETS
+@NORMALIZERS
+def test_scaled_as_in_the_papers(target, normalizer) -> None:
+    """Sigmoid with a bias of -log(n), relu divided by n; and beside the same written in torch."""
+    shifted, divided = score - weft.log(1.0 * kv_len), weft.rsqrt(1.0 * weft.head_dim) / kv_len
+    given = {"score": shifted} if normalizer == "sigmoid" else {"scale": divided}
+    variant = toy(mask=True, normalizer=normalizer, **given)
+    query, key, value = tensors(q_len=50, kv_len=33)
+    check_variant(variant, query, key, value, target=target, lse=False)
+    products = query @ key.repeat_interleave(2, 1).mT / 4
+    weights = torch.sigmoid(products - math.log(33)) if normalizer == "sigmoid" else torch.relu(products) / 33
+    torch.testing.assert_close(variant(query, key, value, target=target), weights @ value.repeat_interleave(2, 1))
+
+
+@TARGETS
+@pytest.mark.parametrize("schedule", ["flash/flash_forward=cpu:16x32/flash_backward=cpu:32x16", None])
+def test_several_tiles(target, schedule) -> None:
+    if target == "interpret" and schedule:
+        pytest.skip("its tiles are small anyway")
+    for normalizer in ("relu", "sigmoid"):
+        for variant in (toy(normalizer=normalizer), toy(mask=True, score=score + 0.1 * head, normalizer=normalizer)):
+            check_variant(variant, *tensors(q_len=130, kv_len=150), target=target, lse=False, schedule=schedule)
+
+
+@NORMALIZERS
+def test_float64_on_a_cpu(normalizer) -> None:
+    made = [torch.randn(1, 4, 9, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    written = toy(score=score + slopes[head] * (kv_pos - q_pos), normalizer=normalizer)
+    given = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: written(*x[:3], slopes=x[3]), (*made, given))
+
+
+def of_torch(normalizer: str, scores: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return (torch.sigmoid(scores) if normalizer == "sigmoid" else torch.relu(scores)) @ value
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpret", "reference"])
+@NORMALIZERS
+def test_scores_of_0_and_far_from_it(target, normalizer) -> None:
+    """As torch's functions and their derivatives: relu has none at 0, and a weight may be infinite."""
+    of_keys = weft.tensor("special", 1)[kv_pos]
+    variant = toy(mask=True, score=of_keys + 0.0 * score, normalizer=normalizer)
+    special = [0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4, 1e30, -1e30, torch.inf, -torch.inf, 88.0, -88.0, -104.0, 17.0]
+    given = torch.tensor(special, requires_grad=True)
+    query, value = torch.zeros(1, 1, 3, 16), torch.ones(1, 1, len(special), 16)
+    for keep in range(len(special)):  # one at a time: sums with an infinity are infinite
+        own = torch.zeros_like(value)
+        own[:, :, keep] = 1.0
+        if not math.isfinite(special[keep]) and normalizer == "relu":
+            own[:] = 1.0
+        call = variant.reference if target == "reference" else lambda *t, **o: variant(*t, **o, target=target)
+        out = call(query, torch.zeros_like(value), own, special=given, q_offset=0)
+        exact = of_torch(normalizer, given.expand(3, -1), own[0, 0])[None, None]
+        torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-7, equal_nan=True)
+        wanted, got = (torch.autograd.grad(x[..., 0].sum(), given)[0] for x in (exact, out))
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@TARGETS
+@NORMALIZERS
+def test_a_derivative_at_0_is_that_of_torch(target, normalizer) -> None:
+    query = torch.randn(1, 1, 8, 16)
+    query[:, :, ::2] = 0.0  # all scores of these rows are 0
+    leaves = [query, torch.randn(1, 1, 9, 16), torch.randn(1, 1, 9, 16)]
+    found = []
+    for call in (toy(mask=True, normalizer=normalizer), None):
+        own = [x.clone().requires_grad_() for x in leaves]
+        out = call(*own, target=target) if call else of_torch(normalizer, own[0] @ own[1].mT / 4, own[2])
+        found.append([out, *torch.autograd.grad(out.sin().sum(), own)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert normalizer != "relu" or not found[0][1][:, :, ::2].any()
+
+
+@TARGETS
+@NORMALIZERS
+def test_nan_of_hidden_pairs_and_of_visible_ones(target, normalizer) -> None:
+    """A hidden score may be anything; a visible one that is NaN shows."""
+    hides = toy(score=score * pair[q_pos, kv_pos], normalizer=normalizer)
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    made = tensors()
+    usual = hides(*made, pair=torch.ones(40, 40), target=target)
+    for junk in (torch.nan, torch.inf, -torch.inf):
+        leaves = [x.detach().clone().requires_grad_() for x in made]
+        given = torch.where(hidden, junk, 1.0).requires_grad_(False)
+        out = hides(*leaves, pair=given, target=target)
+        torch.testing.assert_close(out, usual)
+        assert all(not g.isnan().any() for g in torch.autograd.grad(out.sum(), leaves))
+    given = torch.ones(40, 40)
+    given[7, 3] = torch.nan
+    out = hides(*made, pair=given, target=target)
+    assert out[:, :, 7].isnan().all() and not out[:, :, :7].isnan().any() and not out[:, :, 8:].isnan().any()
+
+
+@TARGETS
 def test_half_precision_and_widths_of_several_segments(target) -> None:
-    check_variant(toy(normalizer="toy_sigmoid"), *tensors(torch.float16, width=24), target=target, lse=False)
+    for normalizer in ("sigmoid", "relu"):
+        check_variant(toy(normalizer=normalizer), *tensors(torch.float16, width=24), target=target, lse=False)
+        if target == "cpu":
+            check_variant(toy(normalizer=normalizer), *tensors(torch.bfloat16, width=24), target=target, lse=False)
 
 
 @TARGETS
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("value",)], ids=str)
 def test_some_gradients_only(target, wanted) -> None:
     inputs = dict(zip(("query", "key", "value"), (t.detach() for t in tensors())))
-    variant = toy(normalizer="toy_sigmoid")
+    variant = toy(normalizer="sigmoid")
     gradients = []
     for call, dtype in ((variant, torch.float32), (variant.reference, torch.float64)):
         leaves = {n: t.to(dtype).requires_grad_(n in wanted) for n, t in inputs.items()}
@@ -227,7 +349,7 @@ def test_some_gradients_only(target, wanted) -> None:
 
 @TARGETS
 def test_latent_attention(target) -> None:
-    mla = toy(latent=weft.Latent(rank=32, rope=16), normalizer="toy_sigmoid")
+    mla = toy(latent=weft.Latent(rank=32, rope=16), normalizer="sigmoid")
     query, cache = torch.randn(2, 4, 20, 48), torch.randn(2, 1, 35, 48)
     uk, uv = torch.randn(4, 32, 32) / 6, torch.randn(4, 32, 16) / 6
     exact = mla.reference(query.double(), cache.double(), uk=uk.double(), uv=uv.double())
@@ -237,6 +359,23 @@ def test_latent_attention(target) -> None:
 
 
 # -- what it is part of ------------------------------------------------------------------------------------------------
+def test_it_is_explained_and_reads_back_in_each_way() -> None:
+    sizes = weft.shape(heads=4, q_len=512, head_dim=64)
+    for name in ("sigmoid", "relu"):
+        variant = weft.Attention(mask=masks.causal, normalizer=name, name="own")
+        assert f"normalizer    {name}" in variant.explain(sizes, device="h100")
+        assert weft.parse_attention(str(variant)) == variant != variant.replace(normalizer="softmax")
+        with pytest.raises(weft.WeftError, match=f"own: return_lse: the normalizer {name} has no log-sum-exp"):
+            variant(*tensors(), return_lse=True)
+        with pytest.raises(weft.WeftError, match=f"sink: the normalizer {name} has no denominator that it could"):
+            variant.replace(sink=0.0)
+        with pytest.raises(weft.UnavailableError, match="hopper: has the normalizer softmax only"):
+            variant.plan(sizes, device="h100", target="hopper")
+        for schedule in ("streaming", "standard"):
+            with pytest.raises(weft.UnavailableError, match=f"schedule {schedule} has the normalizer softmax only"):
+                variant(*tensors(), target="interpret", schedule=schedule)
+
+
 def test_text_digest_and_copies_keep_it() -> None:
     variant = toy()
     plain = variant.replace(normalizer="softmax")
@@ -269,13 +408,17 @@ def test_kernels_hold_no_statistics_and_say_what_they_do() -> None:
     assert "row_statistics" not in toy().explain(sizes, device="h100")
 
 
-@NORMALIZERS
+@pytest.mark.parametrize("normalizer", ["relu", "sigmoid", "toy_sigmoid"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_kernels_compile_for_a_gpu(normalizer, direction) -> None:
+    """And spill no register in a loop, where the softmax does not either."""
     capped = toy(score=5.0 * weft.tanh(score / 5.0), normalizer=normalizer)
-    for variant in (toy(normalizer=normalizer), capped):
-        names = {"forward": {"flash_forward"}, "backward": {"flash_dquery", "flash_dkey_dvalue"}}
-        assert set(compiled(variant, direction, 64).kernels) == names[direction]
+    names = {"forward": {"flash_forward"}, "backward": {"flash_dquery", "flash_dkey_dvalue"}}
+    for variant, device in ((toy(normalizer=normalizer), "h200"), (capped, "h200"), (capped, "a100")):
+        kernels = compiled(variant, direction, 64, device=device).kernels
+        assert set(kernels) == names[direction]
+        for kernel in kernels.values():
+            assert kernel.spills_in_loops() == 0 and not kernel.serialised, (device, kernel.name)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -292,9 +435,10 @@ def test_there_is_no_denominator_for_a_sink() -> None:
 
 @pytest.mark.parametrize("name", ["toy_rule", None, ["softmax"]])
 def test_an_unknown_name_is_refused_with_the_known_ones(name) -> None:
-    with pytest.raises(weft.WeftError, match="normalizer: expected one of softmax, toy_relu, toy_sigmoid, got"):
+    message = "normalizer: expected one of softmax, sigmoid, relu, toy_relu, toy_sigmoid, got"
+    with pytest.raises(weft.WeftError, match=message):
         weft.Attention(normalizer=name)
-    with pytest.raises(weft.WeftError, match="normalizer: expected one of softmax, toy_relu, toy_sigmoid, got"):
+    with pytest.raises(weft.WeftError, match=message):
         toy().replace(normalizer=name)
 
 
@@ -315,7 +459,9 @@ def test_other_schedules_say_that_they_have_softmax_only(schedule) -> None:
 
 def test_a_target_without_its_text_says_which_normalizers_it_has() -> None:
     texts.unregister(RELU)
-    with pytest.raises(weft.UnavailableError, match="cpu: has the normalizers softmax, toy_sigmoid only"):
+    with pytest.raises(
+        weft.UnavailableError, match="cpu: has the normalizers softmax, sigmoid, relu, toy_sigmoid only"
+    ):
         toy(name="unwritten")(*tensors(), target="cpu")
 
 
