@@ -115,7 +115,7 @@ def _math(row: Row, operands: Operands) -> Contender:
         if variant.sinks is not None:
             more = variant.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             return torch.cat([scores, more], -1).softmax(-1)[..., :-1] @ value
-        return scores.softmax(-1) @ value
+        return (scores.sigmoid() if variant.sigmoid else scores.softmax(-1)) @ value
 
     return _contender(operands, forward)
 
@@ -180,6 +180,8 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
                 raise NotOffered("the kernels of FA4, which has its own column here")
         _refuse_dense(row)
         variant = torch_variant(row, operands.device)
+        if variant.sigmoid:
+            raise NotOffered("FlexAttention takes a softmax of what score_mod gives, and no other weights")
 
         def build_mask() -> BlockMask | None:
             if variant.mask_mod is None:

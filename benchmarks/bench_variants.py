@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ class TorchVariant:
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     sinks: Tensor | None = None  # [heads], a leaf: one more logit of every row, without a value
+    sigmoid: bool = False  # weights are the sigmoid of scores, and no softmax
 
 
 def alibi_slopes(heads: int, device: str) -> Tensor:
@@ -71,6 +73,8 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
             return TorchVariant(lambda score, _b, h, q, kv: score + slopes[h] * (kv - q), causal)
         case "sink":
             return TorchVariant(mask_mod=causal, sinks=sink_logits(row.heads, device))
+        case "sigmoid":  # with a bias of -log(n), Ramapuram et al. 2024, arXiv 2409.04431
+            return TorchVariant(lambda score, _b, _h, _q, _kv: score - math.log(row.length), causal, sigmoid=True)
         case "window":
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (q - kv < n))
         case "documents":
@@ -107,6 +111,9 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
         case "sink":
             sinks = weft.tensor("sinks", 1)
             return weft.Attention(mask=causal, sink=sinks[head], name="sunk"), {"sinks": sink_logits(row.heads, device)}
+        case "sigmoid":
+            shifted = score - weft.log(1.0 * weft.kv_len)
+            return weft.Attention(shifted, causal, name="sigmoid_attention", normalizer="sigmoid"), {}
         case "window":
             window = weft.scalar("window", int)
             return weft.Attention(mask=causal & (q_pos - kv_pos < window), name="window"), {"window": n}

@@ -82,6 +82,7 @@ class Variant:
     scale: Node | None = None
     latent: Latent | None = None
     sink: Node | None = None
+    normalizer: str = "softmax"
 
     @property
     def trees(self) -> tuple[Node, ...]:

@@ -444,7 +444,8 @@ def draw_variant(random: Random) -> Variant:
         scale = Drawer(random, "scale", tensors).scale()
         sink = Drawer(random, "scale", tensors).sink()
         latent = Latent(random.choice((8, 16, 20)), random.choice((0, 4, 8))) if random.random() < 0.08 else None
-        variant = Variant(score, mask, scale, latent, sink)
+        drawn = random.choice(("softmax", "softmax", "softmax", "sigmoid", "relu"))
+        variant = Variant(score, mask, scale, latent, sink, "softmax" if sink is not None else drawn)
         if max(size(mask), size(score)) <= LARGEST and _consistent(variant):
             return variant
         tensors.clear()

@@ -100,6 +100,7 @@ def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]
     exact = _dense(built, pairs, torch.float64, precision_of(call))
     _refuse_wild(exact)
     _refuse_coarse(built, exact)
+    _refuse_undecided(built, exact)
     results = _results(exact, call, dout, dlse)
     # plain torch in float64 is what is expected: it has no error to compare with, but rounds as a kernel does
     plain = results
@@ -133,7 +134,11 @@ def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precisio
     scores = scores if scores.value.is_floating_point() else Value(scores.value.to(dtype), _zeros(scores, precision))
     logits, sink_env, rows = _sinks(built, leaves, dtype, precision)
     shape = (call.batch, call.heads, call.q_len, call.kv_len)
-    weights, lse = _softmax(scores.value, pairs, shape, None if logits is None else logits.value)
+    if built.variant.normalizer == "softmax":
+        weights, lse = _softmax(scores.value, pairs, shape, None if logits is None else logits.value)
+    else:
+        weights = _by_pair(built.variant.normalizer, scores.value, pairs, shape)
+        lse = torch.zeros(shape[:-1], dtype=dtype, device=weights.device)  # of none
     sink = None
     if logits is not None:
         of_sink = torch.exp((logits.value - lse).detach().nan_to_num(nan=-math.inf, neginf=-math.inf))
@@ -267,6 +272,23 @@ def _softmax(
     return powers / total.masked_fill(empty, 1.0), lse[..., 0]
 
 
+def _by_pair(normalizer: str, scores: Tensor, pairs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+    """Weights [B, H, L, T] that depend on the score of their pair alone, 0 of hidden ones."""
+    weights = torch.sigmoid(scores) if normalizer == "sigmoid" else torch.where(scores > 0.0, scores, 0.0)
+    return torch.zeros(shape, dtype=scores.dtype, device=scores.device).index_put(pairs, weights)
+
+
+def _refuse_undecided(built: Built, dense: Dense) -> None:
+    """Where rounding may decide on which side of 0 a score lies, a gradient through relu may be there or not."""
+    if built.variant.normalizer != "relu" or not built.call.wanted:
+        return
+    assert dense.bound is not None
+    scores = dense.scores.detach()
+    undecided = scores.abs() <= dense.bound + _of_kept_scores(built.call, scores)
+    if bool((undecided & ((scores != 0) | (dense.bound > 0))).any()):
+        raise Undefined("a score whose sign rounding decides")
+
+
 def _refuse_wild(dense: Dense) -> None:
     scores = dense.scores.detach()
     if bool((scores.isnan() | (scores == math.inf)).any()):
@@ -319,10 +341,16 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     terms = max(call.q_len * (call.heads // call.kv_heads), call.kv_len)  # a sum of equal ones drifts
     sink_p, sink_off = _of_sink(dense, eps)
     of_sum = ((p * off.expm1()).sum(-1) + sink_p * sink_off.expm1())[..., None]
-    share = p * (ROUNDINGS * product_eps + eps * terms / 4 + off.expm1() + of_sum)
+    softmax, steps = built.variant.normalizer == "softmax", built.variant.normalizer == "relu"
+    rounded = ROUNDINGS * product_eps + eps * terms / 4
+    if steps:  # a weight is the score, and its slope 1 or 0
+        share, slope = p * rounded + off * ((p > 0) | (off > p)), (p > 0).to(p.dtype)
+    else:
+        share, slope = p * (rounded + off.expm1() + (of_sum if softmax else 0.0)), p
     # kernels take what comes near the smallest normal numbers for 0
     tiny = 2.0**-120 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
+    moved = slope * rounded if steps else share
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
     out = share @ value + _of_projected_values(built, dense, eps)
     found = {"out": out, "lse": (p * off).sum(-1) + sink_p * sink_off + 4 * eps * (1 + _finite(dense.lse).abs())}
@@ -334,16 +362,16 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
         return found
     dout = dout.to(torch.float64)
     dweights = dout.abs() @ value.transpose(-1, -2)
-    delta = (dout.abs() * dense.out.detach().abs()).sum(-1, keepdim=True)
+    delta = (dout.abs() * dense.out.detach().abs()).sum(-1, keepdim=True) * softmax
     if dlse is not None:
         delta = delta + dlse.to(torch.float64).abs()[..., None]
     own = EPS[call.dtype]  # delta is a sum over the rounded output, whose own terms may cancel
     least = own * torch.finfo(DTYPES[call.dtype]).smallest_normal  # what comes near 0 is rounded by as much
-    delta_off = ROUNDINGS * own * delta + (dout.abs() * (out + least)).sum(-1, keepdim=True)
-    dscores = share * (dweights + delta) + p * delta_off + tiny * (p > 0)
+    delta_off = ROUNDINGS * own * delta + (dout.abs() * (out + least)).sum(-1, keepdim=True) * softmax
+    dscores = moved * (dweights + delta) + p * delta_off + tiny * (p > 0)
     dproducts = dscores * _slopes(dense, dense.products)
     # a slope may be what is left of terms of size 1, as 1 - tanh(x)^2 is
-    dproducts = dproducts + ROUNDINGS * eps * p * (dweights + delta)
+    dproducts = dproducts + ROUNDINGS * eps * slope * (dweights + delta)
     main = {"query": dproducts @ key, "key": dproducts.mT @ query, "value": share.mT @ dout.abs()}
     found |= {f"d{n}": t for n, t in _of_leaves(built, dense, main).items()}
     for name in call.wanted:
@@ -351,7 +379,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
             # the definition sums gradients of what it reads in the operand's own dtype, as torch's indexing does
             read = dict(call.tensors).get(name)
             eps_of_sums = EPS[read.dtype] if read is not None and call.target == "reference" else 0.0
-            summed = ROUNDINGS * eps_of_sums * p * (dweights + delta)
+            summed = ROUNDINGS * eps_of_sums * slope * (dweights + delta)
             found[f"d{name}"] = _of_operand(name, dense, dscores + summed)
             if dense.sink is not None:
                 rows = sink_p * (ROUNDINGS * (eps + eps_of_sums) + eps * terms / 4 + sink_off.expm1() + of_sum[..., 0])

@@ -108,14 +108,15 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
             dim, value_dim = variant.latent.rank + variant.latent.rope, variant.latent.rank
     call = Call(batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype, (), target=target, form=form)
     names = main_names(variant, call)
-    lse = random.random() < 0.6
+    softmax = variant.normalizer == "softmax"
+    lse = random.random() < 0.6 and softmax
     return Call(
         batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype,
         main=tuple(_main(random, name, target) for name in names),
         scalars=tuple((n, random.choice(NUMBERS[kind])) for n, kind in variant.scalars.items()),
         tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
         q_offset=_offset(random, variant, batch if lens is None else len(lens.q), q_len, kv_len), lens=lens,
-        target=target, schedule=_schedule(random, target, flash=lens is not None),
+        target=target, schedule=_schedule(random, target, flash=lens is not None or not softmax),
         form=form, lse=lse, wanted=_wanted(random, variant, names, form),
         dout=random.choice((*DOUT, "none" if lse else "plain")),
         seed=random.randrange(10**6),

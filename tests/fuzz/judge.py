@@ -68,6 +68,10 @@ REFUSALS = {
         r"UnavailableError: .*hopper: latent attention is computed by the triton target",
         _for_hopper(lambda built: built.variant.latent is not None),
     ),
+    "hopper: normalizer": _refusal(
+        r"UnavailableError: .*hopper: has the normalizer softmax only",
+        _for_hopper(lambda built: built.variant.normalizer != "softmax"),
+    ),
     "hopper: alignment": _refusal(
         r"UnavailableError: .*hopper: (?P<name>query|key|value): its address and strides must be multiples of 16 bytes",
         _is_unaligned,
@@ -111,6 +115,8 @@ def declaration(variant: Variant) -> str:
         parts.append(f"scale={text(variant.scale)}")
     if variant.sink is not None:
         parts.append(f"sink={text(variant.sink)}")
+    if variant.normalizer != "softmax":
+        parts.append(f'normalizer="{variant.normalizer}"')
     if variant.latent is not None:
         parts.append(f"latent=weft.Latent({variant.latent.rank}, {variant.latent.rope})")
     names = sorted(variant.tensors, key=len, reverse=True)

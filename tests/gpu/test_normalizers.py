@@ -1,12 +1,16 @@
-"""A normalizer from outside the package on a GPU: right, and without memory for statistics that it has not."""
+"""Normalizers that are no softmax on a GPU: right, and without memory for statistics that they have not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ..kernels.test_normalizers import toy, toys
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+
+from ..kernels.test_normalizers import doc, rows, slopes, toy, toys
 from ..support import check_variant, poisoned
+from .test_lengths import given as given_lengths
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -18,6 +22,33 @@ pytestmark = [
 def test_a_normalizer_from_outside(normalizer):
     tensors = [poisoned((2, heads, 200, 64), torch.bfloat16, "cuda", seed=n) for n, heads in enumerate((4, 2, 2))]
     check_variant(toy(normalizer=normalizer), *tensors, target="triton", lse=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
+def test_widths_and_dtypes(normalizer, width, dtype):
+    tensors = [poisoned((2, heads, 200, width), dtype, "cuda", seed=n) for n, heads in enumerate((4, 2, 2))]
+    check_variant(toy(normalizer=normalizer), *tensors, lse=False)
+
+
+@pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
+def test_scores_masks_and_operands(normalizer):
+    tensors = [poisoned((2, heads, 300, 64), torch.bfloat16, "cuda", seed=n) for n, heads in enumerate((4, 2, 2))]
+    given = {"slopes": torch.rand(4, device="cuda"), "rows": torch.randn(4, 300, device="cuda")}
+    biased = toy(score=score + slopes[head] * (kv_pos - q_pos) + rows[head, q_pos], normalizer=normalizer)
+    check_variant(biased, *tensors, operands=given, differentiate=tuple(given), lse=False)
+    for mask in (True, masks.sliding_window(70), masks.causal & masks.document(doc)):
+        capped = toy(score=5.0 * weft.tanh(score / 5.0), mask=mask, normalizer=normalizer)
+        ids = {"doc": (torch.arange(300, device="cuda") // 70).repeat(2, 1)}
+        check_variant(capped, *tensors, operands={p.name: ids[p.name] for p in capped.parameters}, lse=False)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
+def test_lengths(normalizer, kind):
+    made, lengths = given_lengths(kind)
+    check_variant(toy(normalizer=normalizer), *made, operands=lengths, lse=False)
 
 
 def test_a_backward_takes_no_memory_for_statistics():

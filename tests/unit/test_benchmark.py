@@ -32,6 +32,7 @@ SMALL = [
     Row("alibi", 1, 4, 24, 16),
     Row("window", 1, 2, 24, 16, 7),
     Row("sink", 1, 4, 24, 16),
+    Row("sigmoid", 1, 4, 24, 16),
     Row("documents", 1, 2, 24, 16, 8),
     Row("prefix", 1, 2, 24, 16, 6),
     Row("packed", 1, 2, 24, 16, 6),
@@ -66,8 +67,16 @@ def test_the_dense_rows_are_those_of_the_published_table():
 def test_the_variant_rows_are_those_of_the_published_table():
     assert {(r.batch, r.heads, r.length, r.dim) for r in VARIANTS} == {(2, 16, 8192, 128)}
     found = {r.variant: r.parameter for r in VARIANTS}
-    assert found == {"softcap": 20, "alibi": 0, "sink": 0, "window": 1024, "documents": 1024, "prefix": 2048}
-    assert len({r.name for r in ROWS}) == len(ROWS) == 27 and set(QUICK) <= set(ROWS)
+    assert found == {
+        "softcap": 20,
+        "alibi": 0,
+        "sink": 0,
+        "sigmoid": 0,
+        "window": 1024,
+        "documents": 1024,
+        "prefix": 2048,
+    }
+    assert len({r.name for r in ROWS}) == len(ROWS) == 28 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -123,8 +132,12 @@ def test_plain_torch_and_eager_flex_agree(row):
     without_gradients = bench_peers.Operands(  # its backward does not run on a CPU
         *(x.detach() for x in (operands.query, operands.key, operands.value, operands.grad_out))
     )
-    eager = bench_peers.flex(None, compiled=False)(row, without_gradients)
-    assert relative_error(eager.forward(), plain[0]) < 1e-5
+    if row.variant == "sigmoid":
+        with pytest.raises(bench_peers.NotOffered, match="FlexAttention takes a softmax"):
+            bench_peers.flex(None, compiled=False)(row, without_gradients)
+    else:
+        eager = bench_peers.flex(None, compiled=False)(row, without_gradients)
+        assert relative_error(eager.forward(), plain[0]) < 1e-5
     own = ((row.heads, row.value_dim), (row.heads, row.dim), (row.kv_heads, row.dim), (row.kv_heads, row.value_dim))
     assert [x.shape for x in plain] == [(row.batch, heads, row.length, width) for heads, width in own]
 

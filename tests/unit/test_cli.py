@@ -91,6 +91,12 @@ def test_explain_of_a_sink() -> None:
     assert "sink_logit" in succeeds("source", *written, *SHAPE, "--device", "h100")
 
 
+def test_explain_of_a_normalizer() -> None:
+    written = ("--mask", "kv_pos <= q_pos", "--normalizer", "sigmoid", "--name", "own")
+    output = succeeds("explain", *written, "--head-dim", "64", "--device", "h100")
+    assert "normalizer    sigmoid" in output and "hopper: has the normalizer softmax only" in output
+
+
 def test_explain_takes_a_schedule_in_part() -> None:
     wide = ["--head-dim", "64", "--device", "h200"]
     text = succeeds("explain", "--mask", "True", *wide, "--schedule", "flash/flash_dquery=triton:64x32w4s2")
@@ -340,6 +346,11 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["--mask", "True", "--name", "a b"], "--name: expected a Python identifier as a name, got 'a b'$"),
         (["--scale", "1.0"], "expected --score or --mask, got --scale alone"),
         (["--sink", "0.0"], "expected --score or --mask, got --sink alone"),
+        (["--normalizer", "softmax"], "expected a variant: --score and --mask"),
+        (
+            ["--mask", "True", "--normalizer", "softplus"],
+            "--normalizer: expected one of softmax, sigmoid, relu, got 'softplus'",
+        ),
         (["--sink", "kv_pos", "--mask", "True"], "--sink: expected lengths, heads, batch and operands, got `kv_pos`"),
         (["--scale", "q_pos", "--mask", "True"], "--scale: expected lengths, heads and operands, got `q_pos`"),
         ([*LOCAL, "--set", "window=3"], "--set: expected each operand once, got window several times"),
