@@ -6,7 +6,7 @@
 weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
 """
 
-from . import masks, scores
+from . import masks, scores, variants
 from .attention import Attention
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
@@ -36,7 +36,7 @@ score = symbol("score")
 __all__ = [
     "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
     "batch", "group", "head", "head_dim", "kv_head", "kv_len", "kv_pos", "masks", "parse", "parse_attention", "q_len",
-    "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor",
+    "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor", "variants",
 ]  # fmt: skip
 
 if _taken := sorted({*globals()} & {*_functions.__all__}):
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> _functions.Function:
 
 def _elsewhere(name: str) -> str:
     """Where a name is that people look for here, or what is written in place of it."""
-    for part in (masks, scores):
+    for part in (masks, scores, variants):
         if name in part.__all__:
             return f"; it is {part.__name__}.{name}"
     if name in ("q", "k", "query", "key"):

@@ -14,19 +14,23 @@ from typing import TYPE_CHECKING, NoReturn
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Operand, TensorOperand, expression, symbol
 from .ir.functions import abs as absolute
-from .ir.functions import maximum, minimum
+from .ir.functions import maximum, minimum, where
 
 __all__ = [
-    "block_causal", "block_diagonal", "block_diffusion", "causal", "dilated", "document", "global_window", "natten_2d",
-    "prefix_lm", "sliding_window", "strided",
+    "bigbird", "block_causal", "block_diagonal", "block_diffusion", "causal", "chunked", "dilated", "document", "fixed",
+    "global_window", "longformer", "natten_1d", "natten_2d", "natten_3d", "padding_left", "padding_right",
+    "prefix_document", "prefix_lm", "sliding_window", "strided", "swin", "tree",
 ]  # fmt: skip
-_q, _kv, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("batch")
+_q, _kv, _batch, _head = symbol("q_pos"), symbol("kv_pos"), symbol("batch"), symbol("head")
 
 
 if not TYPE_CHECKING:  # a type checker knows which names there are
 
     def __getattr__(name: str) -> NoReturn:
         raise AttributeError(f"{__name__} has no {name!r}; it has {', '.join(__all__)}")
+
+
+_BY_POSITION = {1: "[length]", 2: "[batch, length]"}
 
 
 def _size(function: str, argument: str, value: Operand, least: int = 1) -> Operand:
@@ -42,6 +46,21 @@ def _size(function: str, argument: str, value: Operand, least: int = 1) -> Opera
     if isinstance(node, Const) and node.value < least:
         raise WeftError(f"masks.{function}: expected {argument} to be at least {least}, got {node.value}")
     return node.value if isinstance(node, Const) else node
+
+
+def _read(function: str, operand: TensorOperand, dtype: str, ranks: dict[int, str], *index: Expr) -> Expr:
+    """An operand read at the last of the indices that it has dimensions for; one of another kind is refused."""
+    expected = " or ".join(f"{rank} {dimensions}" for rank, dimensions in ranks.items())
+    if not isinstance(operand, TensorOperand):
+        raise WeftError(
+            f"masks.{function}: expected a tensor operand such as weft.tensor('x', {next(iter(ranks))}, {dtype}), "
+            f"whose values the call gives, got {type(operand).__name__}"
+        )
+    if operand.dtype != dtype:
+        raise WeftError(f"masks.{function}: expected {operand.name} to be of dtype {dtype}, got {operand.dtype}")
+    if operand.rank not in ranks:
+        raise WeftError(f"masks.{function}: expected {operand.name} to have rank {expected}, got {operand.rank}")
+    return operand[index[len(index) - operand.rank :]]
 
 
 causal: Expr = _kv <= _q
@@ -105,6 +124,67 @@ def document(ids: TensorOperand) -> Expr:
     raise WeftError(f"masks.document: expected {ids.name} to have rank 1 [length] or 2 [batch, length], got {ids.rank}")
 
 
+def prefix_document(ids: TensorOperand, prefix: TensorOperand) -> Expr:
+    """Documents of a packed sequence, each with a prefix that all of it sees; the rest is causal (T5's prefix LM).
+
+    ids: int [length] or [batch, length], as of `document`. prefix: bool, likewise; whether a token is of a prefix.
+
+    >>> from weft import tensor
+    >>> prefix_document(tensor("doc", 1, int), tensor("prompt", 1, bool))
+    (doc[q_pos] == doc[kv_pos]) & ((kv_pos <= q_pos) | prompt[kv_pos])
+    """
+    seen = _read("prefix_document", prefix, "bool", _BY_POSITION, _batch, _kv)
+    return document(ids) & (causal | seen)
+
+
+def padding_left(counts: TensorOperand) -> Expr:
+    """Hides the first counts[batch] keys of each batch row, int [batch]: what stands before a prompt.
+
+    >>> from weft import tensor
+    >>> padding_left(tensor("pads", 1, int))
+    kv_pos >= pads[batch]
+    """
+    return _kv >= _read("padding_left", counts, "int", {1: "[batch]"}, _batch)
+
+
+def padding_right(lengths: TensorOperand) -> Expr:
+    """Shows the first lengths[batch] keys of each batch row, int [batch].
+
+    A call with `kv_lens=` does the same and reads nothing behind them; it also moves q_offset to the length.
+
+    >>> from weft import tensor
+    >>> padding_right(tensor("lengths", 1, int))
+    kv_pos < lengths[batch]
+    """
+    return _kv < _read("padding_right", lengths, "int", {1: "[batch]"}, _batch)
+
+
+def tree(ancestors: TensorOperand) -> Expr:
+    """Verification of a tree of drafted tokens (SpecInfer, arXiv 2305.09781; Medusa, arXiv 2401.10774).
+
+    The queries are the drafted tokens, and the last q_len keys are theirs; each sees all keys before these, and of the
+    drafted tokens its ancestors. ancestors: bool [q_len, q_len] or [batch, q_len, q_len], of a token those that it
+    sees, itself too. For the q_offset that calls have unless they give one.
+
+    >>> from weft import tensor
+    >>> tree(tensor("ancestors", 2, bool))
+    where(kv_pos < kv_len - q_len, True, ancestors[q_pos - (kv_len - q_len), maximum(kv_pos - (kv_len - q_len), 0)])
+    """
+    first = symbol("kv_len") - symbol("q_len")
+    ranks = {2: "[drafted, drafted]", 3: "[batch, drafted, drafted]"}
+    own = _read("tree", ancestors, "bool", ranks, _batch, _q - first, maximum(_kv - first, 0))
+    return where(_kv < first, True, own)
+
+
+def chunked(size: Operand) -> Expr:
+    """Causal inside chunks of `size` positions, and nothing across them: the local layers of Llama 4.
+
+    >>> chunked(8192)
+    (kv_pos <= q_pos) & (kv_pos // 8192 == q_pos // 8192)
+    """
+    return causal & block_diagonal(_size("chunked", "size", size))
+
+
 def block_causal(size: Operand) -> Expr:
     """A query sees all keys of its own block and of the blocks before.
 
@@ -145,13 +225,138 @@ def strided(local: Operand, stride: Operand) -> Expr:
     return causal & ((_q - _kv < local) | ((_q - _kv) % stride == 0))
 
 
-def natten_2d(
-    width: Operand, row_radius: Operand, column_radius: Operand | None = None, *, height: Operand | None = None
+def fixed(stride: Operand, summary: Operand) -> Expr:
+    """Causal inside blocks of `stride`, and the last `summary` keys of each block before (Sparse Transformer's fixed
+    pattern, arXiv 1904.10509).
+
+    >>> fixed(128, 8)
+    (kv_pos <= q_pos) & ((kv_pos // 128 == q_pos // 128) | (kv_pos % 128 >= 120))
+    """
+    stride, summary = _size("fixed", "stride", stride), _size("fixed", "summary", summary)
+    return causal & (block_diagonal(stride) | (_kv % stride >= stride - summary))
+
+
+def longformer(size: Operand, shared: Operand | TensorOperand) -> Expr:
+    """A window both ways, and tokens that see all and are seen by all (Longformer, arXiv 2004.05150).
+
+    size: keys less than this far away are seen. shared: how many tokens at the beginning, or a bool tensor [length] or
+    [batch, length].
+
+    >>> longformer(256, 4)
+    (q_pos - kv_pos < 256) & (kv_pos - q_pos < 256) | (kv_pos < 4) | (q_pos < 4)
+    """
+    local = sliding_window(_size("longformer", "size", size))
+    if isinstance(shared, TensorOperand):
+        key, query = (_read("longformer", shared, "bool", _BY_POSITION, _batch, position) for position in (_kv, _q))
+        return local | key | query
+    shared = _size("longformer", "shared", shared, least=0)
+    return local | (_kv < shared) | (_q < shared)
+
+
+def bigbird(block: Operand, drawn: TensorOperand, *, window: Operand = 1, shared: Operand = 1) -> Expr:
+    """Blocks of a window, shared ones and random ones (BigBird, arXiv 2007.14062, its internal form).
+
+    block: tokens of a block. drawn: bool [blocks, blocks] or [heads, blocks, blocks], the random blocks of keys that a
+    block of queries sees. window: neighbours on each side. shared: blocks at the beginning that see all and are seen
+    by all.
+
+    >>> from weft import tensor
+    >>> bigbird(64, tensor("drawn", 2, bool))  # doctest: +ELLIPSIS
+    (abs(q_pos // 64 - kv_pos // 64) <= 1) | (kv_pos // 64 < 1) | (q_pos // 64 < 1) | drawn[q_pos // 64, kv_pos // 64]
+    """
+    block, window = _size("bigbird", "block", block), _size("bigbird", "window", window, least=0)
+    shared = _size("bigbird", "shared", shared, least=0)
+    query, key = _q // block, _kv // block
+    ranks = {2: "[blocks, blocks]", 3: "[heads, blocks, blocks]"}
+    near = absolute(query - key) <= window
+    return near | (key < shared) | (query < shared) | _read("bigbird", drawn, "bool", ranks, _head, query, key)
+
+
+def swin(width: Operand, window: Operand, shift: Operand = 0) -> Expr:
+    """Windows of window x window on a grid `width` wide, flattened row by row (Swin, arXiv 2103.14030).
+
+    shift: that of the windows, less than `window`. Tokens keep their places: what Swin rolls around the border, and
+    then masks from its new neighbours, are the windows that the border cuts.
+
+    >>> swin(56, 7)
+    (kv_pos // 56 // 7 == q_pos // 56 // 7) & (kv_pos % 56 // 7 == q_pos % 56 // 7)
+    >>> swin(56, 7, shift=3)  # doctest: +ELLIPSIS
+    ((kv_pos // 56 + 4) // 7 == (q_pos // 56 + 4) // 7) & ...
+    """
+    width, window, shift = (
+        _size("swin", name, value, least)
+        for name, value, least in (("width", width, 1), ("window", window, 1), ("shift", shift, 0))
+    )
+    if isinstance(shift, int) and isinstance(window, int) and shift >= window:
+        raise WeftError(f"masks.swin: expected shift to be less than the window, {window}, got {shift}")
+
+    def of(place: Expr) -> Expr:
+        return (place if isinstance(shift, int) and shift == 0 else place + (window - shift)) // window  # type: ignore[operator]
+
+    return (of(_kv // width) == of(_q // width)) & (of(_kv % width) == of(_q % width))
+
+
+def _near(query: Expr, key: Expr, radius: Operand, size: Operand | None, dilation: Operand) -> Expr:
+    """Neighbours on one axis of a grid: `size` long where the neighbourhood is shifted inward at borders.
+
+    With a dilation they are those among the places that have the query's remainder, which are an axis of their own.
+    """
+    if isinstance(dilation, int) and dilation == 1:
+        if size is not None:
+            query = minimum(maximum(query, radius), size - 1 - radius)
+        return absolute(query - key) <= radius
+    place, remainder = query // dilation, query % dilation
+    if size is not None:
+        last = (size - 1 - remainder) // dilation
+        place = minimum(maximum(place, radius), last - radius)
+    return (key % dilation == remainder) & (absolute(place - key // dilation) <= radius)
+
+
+def natten_1d(radius: Operand, *, length: Operand | None = None, dilation: Operand = 1) -> Expr:
+    """Neighbours in a sequence (neighbourhood attention, arXiv 2204.07143; dilated, arXiv 2209.15001).
+
+    length: of the sequence; with it a query near an end keeps a whole neighbourhood, shifted inward, as the papers have
+    it; without it the neighbourhood is cut off there. dilation: neighbours are so far apart.
+
+    >>> natten_1d(3)
+    abs(q_pos - kv_pos) <= 3
+    >>> natten_1d(3, dilation=2)
+    (kv_pos % 2 == q_pos % 2) & (abs(q_pos // 2 - kv_pos // 2) <= 3)
+    """
+    radius, dilation = _size("natten_1d", "radius", radius, least=0), _size("natten_1d", "dilation", dilation)
+    return _near(_q, _kv, radius, None if length is None else _size("natten_1d", "length", length), dilation)
+
+
+def natten_3d(
+    height: Operand, width: Operand, radius: Operand, *, depth: Operand | None = None, dilation: Operand = 1
 ) -> Expr:
+    """Neighbours in a volume of planes height x width, flattened plane by plane (NATTEN; video).
+
+    radius, dilation: of each of the three axes. depth: planes; with it neighbourhoods are shifted inward at borders.
+
+    >>> natten_3d(16, 16, 1)  # doctest: +ELLIPSIS
+    (abs(q_pos // 256 - kv_pos // 256) <= 1) & (abs(q_pos // 16 % 16 - kv_pos // 16 % 16) <= 1) & ...
+    """
+    height, width = _size("natten_3d", "height", height), _size("natten_3d", "width", width)
+    radius, dilation = _size("natten_3d", "radius", radius, least=0), _size("natten_3d", "dilation", dilation)
+    sizes: tuple[Operand | None, ...] = (None, None, None)
+    if depth is not None:
+        sizes = (_size("natten_3d", "depth", depth), height, width)
+    plane = height * width  # type: ignore[operator]
+    axes = ((_q // plane, _kv // plane), (_q // width % height, _kv // width % height), (_q % width, _kv % width))
+    first, second, third = (_near(*axis, radius, size, dilation) for axis, size in zip(axes, sizes))
+    return first & second & third
+
+
+def natten_2d(
+    width: Operand, row_radius: Operand, column_radius: Operand | None = None, *, height: Operand | None = None,
+    dilation: Operand = 1,
+) -> Expr:  # fmt: skip
     """Neighbours on a grid `width` wide, flattened row by row (neighbourhood attention, arXiv 2204.07143).
 
     column_radius: that of rows where not given. height: rows of the grid; with it a query near a border keeps a whole
     neighbourhood, shifted inward, as the paper has it; without it the neighbourhood is cut off at the border.
+    dilation: neighbours are so far apart, in rows and in columns (arXiv 2209.15001).
 
     >>> natten_2d(32, 3)
     (abs(q_pos // 32 - kv_pos // 32) <= 3) & (abs(q_pos % 32 - kv_pos % 32) <= 3)
@@ -160,12 +365,10 @@ def natten_2d(
     """
     width, row_radius = _size("natten_2d", "width", width), _size("natten_2d", "row_radius", row_radius, least=0)
     columns = row_radius if column_radius is None else _size("natten_2d", "column_radius", column_radius, least=0)
-    row, column = _q // width, _q % width
-    if height is not None:
-        height = _size("natten_2d", "height", height)
-        row = minimum(maximum(row, row_radius), height - 1 - row_radius)
-        column = minimum(maximum(column, columns), width - 1 - columns)
-    return (absolute(row - _kv // width) <= row_radius) & (absolute(column - _kv % width) <= columns)
+    dilation = _size("natten_2d", "dilation", dilation)
+    height = None if height is None else _size("natten_2d", "height", height)
+    rows = _near(_q // width, _kv // width, row_radius, height, dilation)
+    return rows & _near(_q % width, _kv % width, columns, None if height is None else width, dilation)
 
 
 def block_diffusion(length: Operand, block: Operand) -> Expr:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, NoReturn
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Node, Operand, TensorOperand, expression, symbol
 from .ir.foreign import number_in
-from .ir.functions import maximum, minimum, tanh
+from .ir.functions import log, maximum, minimum, tanh
 
-__all__ = ["alibi", "compose", "relative_bias", "softcap", "temperature"]
+__all__ = [
+    "alibi", "compose", "llama4_temperature", "log_n", "relative_bias", "softcap", "ssmax", "temperature", "yarn",
+]  # fmt: skip
 Score = Callable[[Operand], Expr]
 _q, _kv, _head = symbol("q_pos"), symbol("kv_pos"), symbol("head")
 
@@ -57,7 +59,7 @@ def softcap(cap: Operand) -> Score:
 
 
 def alibi(slopes: TensorOperand) -> Score:
-    """A penalty linear in distance, with a slope for each head (ALiBi, arXiv 2108.12409); slopes [Hq].
+    """A penalty linear in distance, with a slope for each head (ALiBi, arXiv 2108.12409); slopes [Hq], which may learn.
 
     >>> from weft import tensor
     >>> alibi(tensor("slopes", 1))(symbol("score"))
@@ -93,6 +95,54 @@ def temperature(value: Operand) -> Score:
     """
     node = _above_zero("temperature", "value", value)
     return lambda score: expression(score) / node
+
+
+def log_n(train_length: Operand) -> Score:
+    """log(n) / log(train_length) for queries beyond the length of training, n = q_pos + 1 (Chiang and Cholak, arXiv
+    2202.12172; as Qwen has it, arXiv 2309.16609): attention over more keys stays as sharp.
+
+    >>> log_n(2048)(symbol("score"))
+    score * maximum(log(1.0 * (q_pos + 1)) / log(2048.0), 1.0)
+    """
+    node = _above_zero("log_n", "train_length", train_length)
+    longest = Const(float(node.value)) if isinstance(node, Const) else 1.0 * node
+    return lambda score: expression(score) * maximum(log(1.0 * (_q + 1)) / log(longest), 1.0)
+
+
+def ssmax(scale: Operand) -> Score:
+    """scale * log(n), n = q_pos + 1 keys under a causal mask (scalable softmax, arXiv 2501.19399).
+
+    scale: a number, or a read of what is learned, `s[head]`.
+
+    >>> from weft import tensor
+    >>> ssmax(tensor("s", 1)[_head])(symbol("score"))
+    score * (s[head] * log(1.0 * (q_pos + 1)))
+    """
+    node = _above_zero("ssmax", "scale", scale)
+    return lambda score: expression(score) * (node * log(1.0 * (_q + 1)))
+
+
+def yarn(factor: Operand) -> Score:
+    """The temperature of a context that is `factor` times as long: (0.1 log(factor) + 1) ** 2 (YaRN, arXiv 2309.00071).
+
+    Positions that are interpolated, by parts or as NTK-aware scaling has it, are the rotary embedding's, before a call.
+
+    >>> yarn(4.0)(symbol("score"))
+    score * ((0.1 * log(4.0) + 1.0) * (0.1 * log(4.0) + 1.0))
+    """
+    node = _above_zero("yarn", "factor", factor)
+    grown = 0.1 * log(node) + 1.0
+    return lambda score: expression(score) * (grown * grown)
+
+
+def llama4_temperature(floor_scale: Operand = 8192, attn_scale: Operand = 0.1) -> Score:
+    """log(floor((q_pos + 1) / floor_scale) + 1) * attn_scale + 1, of layers without positions (Llama 4).
+
+    >>> llama4_temperature()(symbol("score"))
+    score * (log(1.0 * ((q_pos + 1) // 8192 + 1)) * 0.1 + 1.0)
+    """
+    steps, share = _above_zero("llama4_temperature", "floor_scale", floor_scale), expression(attn_scale)
+    return lambda score: expression(score) * (log(1.0 * ((_q + 1) // steps + 1)) * share + 1.0)
 
 
 def compose(*parts: Score) -> Score:

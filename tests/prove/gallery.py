@@ -22,7 +22,7 @@ POWERS = (128, 256, 512, 1024, 2048, 4096, 8192)
 def library() -> dict[str, Expr]:
     """Every mask of weft.masks, with numbers, scalars and reads of tensors, and what is made of several."""
     found = {"everything": expression(True), "causal": causal, "not causal": ~causal}
-    found |= dict(_windows()) | dict(_blocks()) | dict(_neighbourhoods()) | dict(_documents())
+    found |= dict(_windows()) | dict(_blocks()) | dict(_neighbourhoods()) | dict(_documents()) | dict(_patterns())
     return {name: canonical(expression(mask)) for name, mask in found.items()}
 
 
@@ -74,6 +74,32 @@ def _documents() -> Iterator[tuple[str, Expr]]:
     yield "valid keys", valid[batch, kv_pos]
     yield "causal valid keys", causal & valid[batch, kv_pos]
     yield "causal valid documents", causal & masks.document(pages) & valid[batch, kv_pos]
+
+
+def _patterns() -> Iterator[tuple[str, Expr]]:
+    yield "chunked 8192", masks.chunked(8192)
+    for label, n, few in (("128", 128, 8), ("scalars", stride, size)):
+        yield f"fixed {label}", masks.fixed(n, few)
+    for label, n, few in (("256", 256, 4), ("scalars", window, prefix)):
+        yield f"longformer {label}", masks.longformer(n, few)
+    yield "longformer of a tensor", masks.longformer(256, weft.tensor("shared", 1, bool))
+    yield "bigbird 64", masks.bigbird(64, weft.tensor("drawn", 2, bool))
+    yield "bigbird scalar by head", masks.bigbird(size, weft.tensor("drawn", 3, bool))
+    for shift in (0, 3):
+        yield f"swin 56 shifted {shift}", masks.swin(56, 7, shift)
+        yield f"swin 32 shifted {shift}", masks.swin(32, 8, shift)
+    yield "natten in a sequence", masks.natten_1d(radius)
+    yield "natten in a sequence, dilated", masks.natten_1d(3, dilation=2)
+    yield "natten in a sequence, shifted inward", masks.natten_1d(3, length=height)
+    yield "natten in a sequence, dilated, shifted inward", masks.natten_1d(3, length=512, dilation=4)
+    yield "natten 32, dilated", masks.natten_2d(32, 3, dilation=2)
+    yield "natten 32, dilated, shifted inward", masks.natten_2d(32, 3, height=32, dilation=2)
+    yield "natten in a volume", masks.natten_3d(16, 16, 1)
+    yield "natten in a volume, shifted inward", masks.natten_3d(16, 16, 1, depth=8)
+    yield "padding left", causal & masks.padding_left(limits)
+    yield "padding right", causal & masks.padding_right(limits)
+    yield "documents with prefixes", masks.prefix_document(pages, valid)
+    yield "tree", masks.tree(weft.tensor("ancestors", 2, bool))
 
 
 @cache

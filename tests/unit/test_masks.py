@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 import weft
 from weft import batch, masks
 from weft.ir.expr import Expr
 from weft.ir.parse import parse
 
-from .tiling import Case
+from .tiling import Case, assert_sound
 
 Rule = Callable[[int, int], bool]
 ids = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3])
@@ -43,6 +44,68 @@ def diffusion(length: int, block: int) -> Rule:
     return rule
 
 
+def natten(extents: tuple[int, ...], radius: int, dilation: int) -> Rule:
+    """DiNA: on each axis the places of the query's remainder are an axis of their own, with its window inside."""
+
+    def seen(q: int, k: int, size: int) -> bool:
+        own = range(q % dilation, size, dilation)
+        at = own.index(q)
+        begin = min(max(at - radius, 0), len(own) - 2 * radius - 1)
+        return k in own[begin : begin + 2 * radius + 1]
+
+    def rule(q: int, k: int) -> bool:
+        found = True
+        for size in reversed(extents):
+            found, q, k = found and seen(q % size, k % size, size), q // size, k // size
+        return found
+
+    return rule
+
+
+def swin(height: int, width: int, window: int, shift: int) -> Rule:
+    """Swin: rolled by the shift, cut into windows, and in these hidden between what the roll made neighbours."""
+
+    def region(place: int, size: int) -> tuple[int, int]:
+        rolled = (place - shift) % size
+        border = 0 if rolled < size - window else 1 if rolled < size - shift else 2
+        return rolled // window, border if shift else 0
+
+    def of(token: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        return region(token // width, height), region(token % width, width)
+
+    return lambda q, k: of(q) == of(k)
+
+
+shared = np.array([t in (0, 7) for t in range(20)])
+drawn = np.random.default_rng(0).random((2, 5, 5)) < 0.2
+prompts = np.array([1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0], dtype=bool)
+parents = (-1, 0, 0, 1, 1, 2, 5)  # a tree of seven drafted tokens, behind a context of five
+
+
+def family(token: int) -> set[int]:
+    """A drafted token and its ancestors."""
+    found = set()
+    while token >= 0:
+        found.add(token)
+        token = parents[token]
+    return found
+
+
+ancestors = np.array([[j in family(i) for j in range(7)] for i in range(7)])
+OPERANDS = {
+    "ids": ids, "shared": shared, "drawn": drawn[0], "of_heads": drawn, "prompts": prompts, "counts": np.array([3]),
+    "ancestors": ancestors,
+}  # fmt: skip
+
+
+def big(block: int, blocks: np.ndarray, window: int, first: int) -> Rule:
+    def rule(q: int, k: int) -> bool:
+        a, b = q // block, k // block
+        return abs(a - b) <= window or b < first or a < first or bool(blocks[a, b])
+
+    return rule
+
+
 RULES: list[tuple[str, Expr, Rule, int]] = [
     ("causal", masks.causal, lambda q, k: k <= q, 12),
     ("window", masks.sliding_window(3), lambda q, k: abs(q - k) < 3, 12),
@@ -59,13 +122,69 @@ RULES: list[tuple[str, Expr, Rule, int]] = [
     ("grid", masks.natten_2d(6, 1, 2), lambda q, k: abs(q // 6 - k // 6) <= 1 and abs(q % 6 - k % 6) <= 2, 30),
     ("natten", masks.natten_2d(6, 1, 2, height=5), neighbours(6, 5, 1, 2), 30),
     ("block diffusion", masks.block_diffusion(12, 3), diffusion(12, 3), 24),
-]
+    ("chunked", masks.chunked(5), lambda q, k: k <= q and k // 5 == q // 5, 17),
+    ("fixed", masks.fixed(5, 2), lambda q, k: k <= q and (k // 5 == q // 5 or k % 5 >= 3), 23),
+    ("longformer", masks.longformer(3, 2), lambda q, k: abs(q - k) < 3 or k < 2 or q < 2, 20),
+    (
+        "longformer of a tensor", masks.longformer(3, weft.tensor("shared", 1, bool)),
+        lambda q, k: abs(q - k) < 3 or bool(shared[k] or shared[q]), 20,
+    ),
+    ("bigbird", masks.bigbird(4, weft.tensor("drawn", 2, bool)), big(4, drawn[0], 1, 1), 20),
+    (
+        "bigbird by head", masks.bigbird(4, weft.tensor("of_heads", 3, bool), window=0, shared=2),
+        big(4, drawn[0], 0, 2), 20,
+    ),
+    ("swin", masks.swin(6, 3), swin(6, 6, 3, 0), 36),
+    ("swin shifted", masks.swin(6, 3, shift=1), swin(6, 6, 3, 1), 36),
+    ("swin of another width, shifted", masks.swin(8, 4, shift=2), swin(4, 8, 4, 2), 32),
+    ("natten 1d", masks.natten_1d(2), lambda q, k: abs(q - k) <= 2, 15),
+    ("natten 1d to the end", masks.natten_1d(2, length=15), natten((15,), 2, 1), 15),
+    ("natten 1d dilated", masks.natten_1d(2, dilation=3), lambda q, k: abs(q - k) <= 6 and (q - k) % 3 == 0, 20),
+    ("natten 1d dilated to the end", masks.natten_1d(2, length=17, dilation=3), natten((17,), 2, 3), 17),
+    ("natten 2d dilated", masks.natten_2d(7, 1, height=6, dilation=2), natten((6, 7), 1, 2), 42),
+    (
+        "natten 2d dilated, cut off", masks.natten_2d(6, 1, 2, dilation=2),
+        lambda q, k: all(abs(a - b) <= 2 * r and (a - b) % 2 == 0
+                         for a, b, r in ((q // 6, k // 6, 1), (q % 6, k % 6, 2))), 36,
+    ),
+    ("natten 3d", masks.natten_3d(4, 3, 1, depth=3), natten((3, 4, 3), 1, 1), 36),
+    ("natten 3d dilated", masks.natten_3d(6, 2, 0, depth=4, dilation=2), natten((4, 6, 2), 0, 2), 48),
+    ("padding left", masks.causal & masks.padding_left(weft.tensor("counts", 1, int)), lambda q, k: 3 <= k <= q, 12),
+    ("padding right", masks.padding_right(weft.tensor("counts", 1, int)), lambda q, k: k < 3, 12),
+    (
+        "documents with prefixes",
+        masks.prefix_document(weft.tensor("ids", 1, int), weft.tensor("prompts", 1, bool)),
+        lambda q, k: bool(ids[q] == ids[k] and (k <= q or prompts[k])), 12,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mask", "rule", "length"), [r[1:] for r in RULES], ids=[r[0] for r in RULES])
 def test_masks_see_what_their_papers_say(mask: Expr, rule: Rule, length: int) -> None:
     expected = np.array([[rule(q, k) for k in range(length)] for q in range(length)])
-    assert np.array_equal(Case(mask, length, length, operands={"ids": ids}).visible(), expected)
+    assert np.array_equal(Case(mask, length, length, operands=OPERANDS).visible(), expected)
+    for block_q, block_kv in ((4, 4), (3, 7), (1, 2)):
+        assert_sound(Case(mask, length, length, block_q, block_kv, operands=OPERANDS))
+
+
+def test_a_tree_of_drafted_tokens_behind_a_context() -> None:
+    expected = np.array([[k < 5 or k - 5 in family(q) for k in range(12)] for q in range(7)])
+    mask = masks.tree(weft.tensor("ancestors", 2, bool))
+    assert np.array_equal(Case(mask, 7, 12, operands=OPERANDS).visible(), expected)
+    assert_sound(Case(mask, 7, 12, 2, 4, operands=OPERANDS))
+    query, key, value = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 12, 16), torch.randn(1, 2, 12, 16)
+    out = weft.Attention(mask=mask, name="tree")(query, key, value, ancestors=torch.from_numpy(ancestors))
+    by_hand = torch.nn.functional.scaled_dot_product_attention(query, key, value, torch.from_numpy(expected))
+    torch.testing.assert_close(out, by_hand)
+
+
+def test_the_whole_neighbourhood_is_seen_in_each_dimension_and_dilation() -> None:
+    for mask, length, number in (
+        (masks.natten_1d(2, length=21, dilation=4), 21, 5),
+        (masks.natten_2d(8, 1, height=8, dilation=2), 64, 9),
+        (masks.natten_3d(6, 6, 1, depth=6, dilation=2), 216, 27),
+    ):
+        assert set(Case(mask, length, length).visible().sum(1)) == {number}
 
 
 def test_natten_lets_every_query_see_a_whole_neighbourhood() -> None:
@@ -105,6 +224,12 @@ def test_arguments_may_be_operands_or_expressions() -> None:
         (lambda: masks.natten_2d(4, 1, height=0), "masks.natten_2d: expected height"),
         (lambda: masks.block_diffusion(8, 0), "masks.block_diffusion: expected block"),
         (lambda: masks.document(weft.tensor("ids", 3, int)), "masks.document: expected ids to have rank 1"),
+        (lambda: masks.swin(8, 4, shift=4), "masks.swin: expected shift to be less than the window, 4, got 4"),
+        (lambda: masks.natten_1d(2, dilation=0), "masks.natten_1d: expected dilation to be at least 1, got 0"),
+        (lambda: masks.tree(weft.tensor("a", 2, int)), "masks.tree: expected a to be of dtype bool, got int"),
+        (lambda: masks.tree(weft.tensor("a", 1, bool)), "masks.tree: expected a to have rank 2 .* or 3 .*, got 1"),
+        (lambda: masks.padding_left(3), r"masks.padding_left: expected a tensor operand such as weft.tensor\('x', 1"),
+        (lambda: masks.bigbird(0, weft.tensor("a", 2, bool)), "masks.bigbird: expected block"),
         (lambda: masks.block_causal(2.5), "expected int, got float"),  # type: ignore[arg-type]
     ],
 )

@@ -56,6 +56,26 @@ def test_temperature_divides_and_may_be_a_read() -> None:
     np.testing.assert_allclose(value(scores.temperature(by_head[weft.head])(score), t=np.array([1.0, 4.0])), raw / 4)
 
 
+def test_log_n_sharpens_beyond_the_length_of_training() -> None:
+    factor = np.maximum(np.log(q + 1.0) / np.log(4), 1.0)
+    np.testing.assert_allclose(value(scores.log_n(4)(score)), raw * factor)
+    assert factor[3] == 1.0 < factor[4]
+
+
+def test_scalable_softmax_grows_with_the_keys_that_a_query_sees() -> None:
+    found = value(scores.ssmax(weft.tensor("s", 1)[weft.head])(score), s=np.array([0.4, 0.7]))
+    np.testing.assert_allclose(found, raw * 0.7 * np.log(q + 1.0))
+
+
+def test_yarn_has_the_square_of_the_factor_of_both_sides() -> None:
+    np.testing.assert_allclose(value(scores.yarn(16)(score)), raw * (0.1 * np.log(16) + 1) ** 2)
+
+
+def test_the_temperature_of_llama_4() -> None:
+    found = value(scores.llama4_temperature(3, 0.25)(score))
+    np.testing.assert_allclose(found, raw * (np.log(np.floor((q + 1) / 3) + 1) * 0.25 + 1))
+
+
 def test_scores_compose_innermost_first() -> None:
     slopes = weft.tensor("slopes", 1)
     composed = scores.compose(scores.softcap(30.0), scores.alibi(slopes))(score)
@@ -69,6 +89,8 @@ def test_scores_compose_innermost_first() -> None:
     ("make", "message"),
     [
         (lambda: scores.softcap(0.0), "scores.softcap: expected cap to be above 0, got 0.0"),
+        (lambda: scores.log_n(0), "scores.log_n: expected train_length to be above 0, got 0"),
+        (lambda: scores.yarn(-2.0), "scores.yarn: expected factor to be above 0, got -2.0"),
         (lambda: scores.temperature(-1.0), "scores.temperature: expected value to be above 0, got -1.0"),
         (lambda: scores.alibi(weft.tensor("slopes", 2)), "scores.alibi: expected slopes to have rank 1"),
         (lambda: scores.relative_bias(weft.tensor("t", 1), 4), "scores.relative_bias: expected t to have rank 2"),
