@@ -29,7 +29,17 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
-    assert with_main == {"quickstart", "custom_score", "latent", "packed_documents", "ragged_batch", "sinks", "demo"}
+    assert with_main == {
+        "quickstart", "custom_score", "differential", "latent", "packed_documents", "ragged_batch", "sinks", "demo"
+    }  # fmt: skip
+
+
+def test_differential_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    load("differential").main(length=64, heads=2, dim=16)
+    output = capsys.readouterr().out
+    error = re.search(r"largest error against float64 (\S+)", output)
+    assert error is not None and float(error[1]) < (1e-4 if not torch.cuda.is_available() else 0.1)
+    assert "gradient of lambda, by head" in output
 
 
 def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:
