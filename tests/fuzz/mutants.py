@@ -221,6 +221,10 @@ _ON_CPU: dict[str, Defect] = {
     "sink_gradient_without_dlse": InText(
         r"dsink = \(sink_weights \* minus_delta\)", "dsink = (sink_weights * -(douts * out[:, :, :, here]).sum(-1))"
     ),
+    "gradient_of_values_not_dropped": InText(r"weights \* kept", "weights * 1.0"),
+    "all_heads_drop_the_same": InText(
+        r"kept_pairs\(seed, batch, head, q_pos", "kept_pairs(seed, batch, head * 0, q_pos"
+    ),
     "rsqrt_of_one_more": OfOperator("rsqrt", (("number", "(1.0 / math.sqrt({0} + 1))"),)),
 }
 _IN_THE_INTERPRETER: dict[str, Defect] = {
@@ -233,6 +237,8 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "packed_keys_of_the_queries": InText(r"rows_of\(cu_kv, batch, n_sequences", "rows_of(cu_q, batch, n_sequences"),
     "sink_left_out_of_lse": InText(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
     "sink_gradient_of_the_other_sign": InText(r"dsink = -tl\.sum", "dsink = tl.sum"),
+    "gradient_of_weights_not_dropped": InText(r"dp = dropped\(dp, kept, of_pairs\)", "dp = dp * 1.0"),
+    "halves_of_words_swapped": InText(r"words & 0xFFFF, words >> 16", "words >> 16, words & 0xFFFF"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
 _ON_A_GPU: dict[str, Defect] = {
