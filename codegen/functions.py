@@ -192,7 +192,14 @@ class FunctionPrinter:
         else:
             kept = f"pairs_kept(arg_{attention.dropout.name})"
         title = f"The seed of this call, and how many of {OF_PAIRS} pairs are kept."
-        return [self._function(f"dropout_of({self.env})", title, [f"return {seed}, {kept}"])]
+        given = self.dropout_arguments if self.language.is_gpu else self.env
+        return [self._function(f"dropout_of({given})", title, [f"return {seed}, {kept}"])]
+
+    @property
+    def dropout_arguments(self) -> str:
+        """What dropout_of takes on a GPU."""
+        share = self.facts.attention.dropout
+        return ", ".join([*([f"arg_{share.name}"] if isinstance(share, Scalar) else []), f"arg_{SEED.name}"])
 
     def elementwise(
         self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = ""

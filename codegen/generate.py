@@ -74,6 +74,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         ],
         "sink": facts.attention.folded_sink is not None,
         "drops": facts.attention.drops,
+        "dropout_arguments": printer.dropout_arguments,
         "sink_grads": [
             {"i": i, "is_finite": largest(g.derivative) < math.inf} for i, g in enumerate(gradients) if g.kind == "sink"
         ],

@@ -237,7 +237,7 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "packed_keys_of_the_queries": InText(r"rows_of\(cu_kv, batch, n_sequences", "rows_of(cu_q, batch, n_sequences"),
     "sink_left_out_of_lse": InText(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
     "sink_gradient_of_the_other_sign": InText(r"dsink = -tl\.sum", "dsink = tl.sum"),
-    "gradient_of_weights_not_dropped": InText(r"dp = dropped\(dp, kept, of_pairs\)", "dp = dp * 1.0"),
+    "gradient_of_weights_not_dropped": InText(r"dp = tl\.where\(kept, dp \* ", "dp = tl.where(kept | True, dp * "),
     "halves_of_words_swapped": InText(r"words & 0xFFFF, words >> 16", "words >> 16, words & 0xFFFF"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
