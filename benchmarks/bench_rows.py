@@ -57,7 +57,7 @@ class Row:
         match self.variant:
             case "full":
                 return s * s
-            case "causal" | "softcap" | "alibi" | "sink" | "sigmoid":
+            case "causal" | "softcap" | "alibi" | "sink" | "dropout" | "sigmoid":
                 return causal
             case "window":
                 return causal - (s - n) * (s - n + 1) // 2
@@ -98,6 +98,7 @@ VARIANTS = tuple(
         ("softcap", 20),
         ("alibi", 0),
         ("sink", 0),
+        ("dropout", 10),
         ("sigmoid", 0),
         ("window", 1024),
         ("documents", 1024),

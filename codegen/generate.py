@@ -73,6 +73,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
             if g.kind != "sink"
         ],
         "sink": facts.attention.folded_sink is not None,
+        "drops": facts.attention.drops,
+        "dropout_arguments": printer.dropout_arguments,
         "sink_grads": [
             {"i": i, "is_finite": largest(g.derivative) < math.inf} for i, g in enumerate(gradients) if g.kind == "sink"
         ],
@@ -101,7 +103,10 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
-    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse)
+    terms = Terms(
+        linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse,
+        facts.attention.drops,
+    )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     if family == "triton" and code.signature.direction == "forward" and facts.attention.folded_sink is not None:
         return with_sink(blocks, facts.scores_lie_far, env)

@@ -106,8 +106,6 @@ class Options:
     deterministic: bool = False  # gradients must be bitwise repeatable
     return_lse: bool = False
     form: Literal["expanded", "absorbed"] | None = None  # of latent attention; None: by cost
-    seed: int | Tensor | None = None  # of dropout, which no target has yet
-    train: bool = True
 
     @property
     def text(self) -> str:

@@ -94,6 +94,8 @@ class HopperTarget:
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
         if lacking := softmax_only(facts.attention.weighs):
             return f"hopper: {lacking}"
+        if facts.attention.drops:
+            return "hopper: dropout is computed by the triton target"
         if widths.rope_dim or widths.value_is_key:
             return "hopper: latent attention is computed by the triton target"
         most = TILE_COLUMNS[-1]

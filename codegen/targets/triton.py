@@ -114,6 +114,8 @@ class TritonTarget:
             where, lacking = "", lacks(facts.attention.weighs, self.family)
         else:
             where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.weighs)
+            if facts.attention.drops:
+                lacking = "has no dropout; use schedule='flash'"
         return None if lacking is None else f"{self.name}: {where}{lacking}"
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:

@@ -47,7 +47,6 @@ class Signature:
     offset: Offset = "number"  # dense kernels take bottom right as the number that it is
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
-    dropout: bool = False
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
 
     @property

@@ -35,7 +35,7 @@ _FLASH_SM90_MASKED = {
     128: (Tiling(128, 64, 8, 4), Tiling(128, 64, 8, 3), Tiling(32, 64, 4, 3)),
     256: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2)),
 }
-# Scores with a derivative, and masks that read tensors by position, want registers of their own.
+# Scores with a derivative, dropout, and masks that read tensors by position want registers of their own.
 _FLASH_SM90_CURVED = {
     **_FLASH_SM90_MASKED,
     64: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
@@ -137,7 +137,7 @@ def _table(
         return _FLASH_SM80
     if traits.masked and traits.measured:
         return _FLASH_SM90_MEASURED
-    if traits.masked and not traits.linear:
+    if traits.drops or (traits.masked and not traits.linear):
         return _FLASH_SM90_CURVED
     table = _FLASH_SM90_MASKED if traits.masked else _FLASH_SM90_DENSE
     return table if traits.normalizer.weight is None else {**table, 64: (table[64][0], _SLOPED, table[64][2])}

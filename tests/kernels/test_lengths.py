@@ -370,6 +370,16 @@ def test_sinks(name, kind, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
+def test_sinks_and_dropout(kind, target):
+    make, lengths = KINDS[kind]
+    operands = given_to(OF_SEQUENCES)
+    dropped = OF_SEQUENCES.replace(dropout=0.3, name="dropped_with_sinks")
+    check_variant(dropped, *make(), target=target, operands=operands | lengths | {"seed": 7},
+                  differentiate=tuple(operands))  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("around", [1e4, -1e9])
 def test_sinks_far_from_0(around, kind, target):
     for variant in (OF_SEQUENCES, SINKS["far"]):

@@ -233,6 +233,14 @@ def test_sequences_of_their_own_lengths(target, normalizer, kind) -> None:
 
 @TARGETS
 @NORMALIZERS
+def test_dropout(target, normalizer) -> None:
+    capped = toy(score=5.0 * weft.tanh(score / 5.0), normalizer=normalizer, dropout=0.3)
+    for variant in (toy(normalizer=normalizer, dropout=0.3), capped):
+        check_variant(variant, *tensors(), target=target, operands={"seed": 7}, lse=False)
+
+
+@TARGETS
+@NORMALIZERS
 def test_scaled_as_in_the_papers(target, normalizer) -> None:
     """Sigmoid with a bias of -log(n), relu divided by n; and beside the same written in torch."""
     shifted, divided = score - weft.log(1.0 * kv_len), weft.rsqrt(1.0 * weft.head_dim) / kv_len
