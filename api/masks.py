@@ -291,7 +291,7 @@ def swin(width: Operand, window: Operand, shift: Operand = 0) -> Expr:
         raise WeftError(f"masks.swin: expected shift to be less than the window, {window}, got {shift}")
 
     def of(place: Expr) -> Expr:
-        return (place if isinstance(shift, int) and shift == 0 else place + (window - shift)) // window  # type: ignore[operator]
+        return (place if isinstance(shift, int) and shift == 0 else place + (window - shift)) // window
 
     return (of(_kv // width) == of(_q // width)) & (of(_kv % width) == of(_q % width))
 
@@ -342,7 +342,7 @@ def natten_3d(
     sizes: tuple[Operand | None, ...] = (None, None, None)
     if depth is not None:
         sizes = (_size("natten_3d", "depth", depth), height, width)
-    plane = height * width  # type: ignore[operator]
+    plane = height * width
     axes = ((_q // plane, _kv // plane), (_q // width % height, _kv // width % height), (_q % width, _kv % width))
     first, second, third = (_near(*axis, radius, size, dilation) for axis, size in zip(axes, sizes))
     return first & second & third
