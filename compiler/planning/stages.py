@@ -155,7 +155,7 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
     order = ", the longest first" if t.traits.masked else ""
     slot = "into a slot of its ring, by the producer's TMA"
     sums = f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}"
-    beside = "O += P V of the tile before; on full tiles beside the softmax of this one"
+    beside = f"O += {t.kept('P')} V of the tile before; on full tiles beside the softmax of this one"
     weights = (
         "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in registers for its "
         "V; sum and O rescaled"

@@ -27,26 +27,44 @@ def check(
     check_variant(variant, *tensors, operands=operands, differentiate=floats, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.fixture(autouse=True)
+def _has_the_target(request: pytest.FixtureRequest) -> None:
+    target = request.node.callspec.params.get("target") if hasattr(request.node, "callspec") else None
+    if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper target needs compute capability 9.0")
+
+
+BOTH = pytest.mark.parametrize("target", ["triton", "hopper"])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant(name: str, width: int, dtype: torch.dtype) -> None:
-    check(VARIANTS[name], 300, width, dtype)
+def test_every_variant(name: str, width: int, dtype: torch.dtype, target: str) -> None:
+    check(VARIANTS[name], 300, width, dtype, target=target)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_full_precision(name: str) -> None:
+    check(VARIANTS[name], 300, 64, torch.float32)
+
+
+@BOTH
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513])
-@pytest.mark.parametrize("width", [40, 64, 96, 192])
-def test_lengths_and_head_dimensions(length: int, width: int) -> None:
-    check(CAUSAL, length, width)
+@pytest.mark.parametrize("width", [40, 64, 96, 192, 256])
+def test_lengths_and_head_dimensions(length: int, width: int, target: str) -> None:
+    check(CAUSAL, length, width, target=target)
 
 
+@BOTH
 @pytest.mark.parametrize("seed", [0, -1, 1 << 62])
 @pytest.mark.parametrize("q_offset", [None, 0, -7, 1 << 20])
-def test_the_pairs_are_those_of_the_definition(q_offset: Any, seed: int) -> None:
+def test_the_pairs_are_those_of_the_definition(q_offset: Any, seed: int, target: str) -> None:
     """Bit for bit: the weights of a call, each key's value in a column of its own."""
     query, key = (torch.zeros(2, 2, n, 64, dtype=torch.bfloat16) for n in (200, 256))
     value = torch.eye(256, dtype=torch.bfloat16).expand(2, 2, 256, 256)
-    found = ALL(query.cuda(), key.cuda(), value.cuda(), seed=seed, q_offset=q_offset)
+    found = ALL(query.cuda(), key.cuda(), value.cuda(), seed=seed, q_offset=q_offset, target=target)
     expected = ALL.reference(query.float(), key.float(), value.float(), seed=seed, q_offset=q_offset)
     assert torch.equal(found.cpu() > 0, expected > 0)
 

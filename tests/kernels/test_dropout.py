@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
+from weft.codegen.loader import load
+from weft.ir.philox import kept_pairs
 from weft.runtime.driver import builds
 
 from ..support import check_variant, poisoned
@@ -300,5 +304,36 @@ def test_explained() -> None:
         "drop"
         not in CAUSAL.explain(weft.shape(heads=4, q_len=512, head_dim=64), device="h100", train=False).split("\n", 1)[1]
     )
-    source = CAUSAL.source(weft.shape(heads=4, q_len=512, head_dim=64), device="h100")
+    source = CAUSAL.source(weft.shape(heads=4, q_len=512, head_dim=64), device="a100")
     assert "def philox(" in source and "kept_keys(" in source and "kept_queries" not in source
+
+
+# -- the Hopper kernel's own text --------------------------------------------------------------------------------------
+def test_the_hopper_kernel_takes_tiles_apart_as_it_should(tmp_path: Path) -> None:
+    """Its functions of dropout, with Triton's names for Gluon's and without layouts, in the interpreter."""
+    source = CAUSAL.source(weft.shape(heads=2, q_len=256, head_dim=128), device="h100", target="hopper")
+    part = source[source.index("@gluon.jit\ndef philox(") :]
+    part = part[: part.index("\n\n\n# ----")]
+    assert "def undropped(" in part and "gl.convert_layout(tile, SCORE, assert_trivial=True)" in part
+    part = part.replace("gl.convert_layout(tile, SCORE, assert_trivial=True)", "tile")
+    part = re.sub(r", gl\.SliceLayout\(\d, layout\)|    layout: gl\.constexpr = .*\n", "", part)
+    head = "import triton\nimport triton.language as tl\n\nROWS = tl.constexpr(64)\nBLOCK_KV = tl.constexpr(128)\n\n\n"
+    kernel = """
+
+@triton.jit
+def run(out, seed, first_position, kv_first, batch, head, of_pairs):
+    p = tl.full([ROWS, BLOCK_KV], 1.0, tl.float32)
+    p = undropped(p, first_position, kv_first, batch, head, tl.load(seed), of_pairs)
+    tl.store(out + tl.arange(0, ROWS)[:, None] * BLOCK_KV + tl.arange(0, BLOCK_KV)[None, :], p)
+"""
+    module = load(
+        tmp_path / "taken_apart.py",
+        interpret=True,
+        source=head + part.replace("gluon.jit", "triton.jit").replace("gl.", "tl.") + kernel,
+    )
+    for first_position, kv_first, seed in ((0, 0, 3), (-17, 384, -1), (70000, 128, 1 << 62)):
+        out, given = torch.zeros(64, 128), torch.tensor([seed])
+        module.run[(1,)](out, given, first_position, kv_first, 5, 2, 40000)
+        rows = torch.arange(64) + first_position
+        expected = kept_pairs(given, 5, torch.full((1, 1, 1, 1), 2), rows, kv_first, kv_first + 128, 40000)
+        assert torch.equal(out.T > 0, expected[0, :, 0])
