@@ -277,7 +277,6 @@ def _flash_dquery(t: Tiles) -> list[Stage]:
     if not (result or sums):
         return _sink_sums(t, ragged=True)
     return [
-        *_sink_sums(t, ragged=True),
         _load("query", ", ".join([t.query(), t.output("dO"), *t.saved("lse", "delta")]), _ONCE),
         _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
         _load("key", t.key(), _EACH_KV, _AHEAD),
@@ -288,6 +287,7 @@ def _flash_dquery(t: Tiles) -> list[Stage]:
         _compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
         *product,
         _store("dquery", ", ".join(result + sums)),
+        *_sink_sums(t, ragged=True),
     ]
 
 

@@ -51,7 +51,7 @@ def test_sinks_cost_the_loops_nothing(sequences, device):
         plain, own = (compiled(v, direction, 64, sequences=sequences, device=device).kernels for v in (CAUSAL, sunk))
         assert own.keys() == plain.keys()
         for name, kernel in own.items():
-            assert kernel.spilled <= plain[name].spilled + 16 and kernel.sram == plain[name].sram, name
+            assert kernel.spilled <= plain[name].spilled + 48 and kernel.sram == plain[name].sram, name
             assert kernel.spills_in_loops() <= plain[name].spills_in_loops(), name
     alone = compiled(sunk, "backward", 64, sequences=sequences, device=device, wanted=frozenset({"sinks"}))
     assert alone.kernels.keys() - LISTS == {"row_statistics", "flash_dquery"}
