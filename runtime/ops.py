@@ -31,10 +31,11 @@ from .torch_private import (
     is_traced,
     named,
     stands_for_many,
-    under_functional_gradient,
+    under_transform,
     unwatched,
 )
-from .variant import Variant, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
+from .transforms import call_under_transform, second_derivative
+from .variant import Variant, check_trainable, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
 
 _CALL = (
     "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
@@ -64,12 +65,14 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     if not negated and unwatched(tensors) and (query.is_cuda or query.is_cpu):
         return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
-    _refuse_transforms(variant.name, present)
+    _refuse_forward_mode(variant.name, present)
     problems = check_operand_kinds(variant.attention, call.operands, query.device)
     if problems:
         raise collected(variant.name, problems)
     if isinstance(call.sequences, Dense):
         check_q_offset(call.q_offset, query.shape[0], query.device)
+    if under_transform():
+        return call_under_transform(variant, call, FORWARD, BACKWARD)
     arguments = flat(call, variant.kinds, variant.text)
     if recorded:
         return FORWARD(*arguments)
@@ -82,25 +85,12 @@ def _negated(tensors: Iterable[Tensor | None]) -> bool:
     return True in [t is not None and t.is_neg() for t in tensors]
 
 
-def _refuse_transforms(name: str, tensors: Sequence[Tensor]) -> None:
-    """What torch would drop or refuse in its own words: forward mode, torch.func's grad and jvp, torch.jit.trace."""
+def _refuse_forward_mode(name: str, tensors: Sequence[Tensor]) -> None:
+    """What torch would drop or refuse in its own words: forward mode and torch.jit.trace."""
     if is_traced():
         raise UnavailableError(f"{name}: torch.jit.trace is not available; use torch.export or torch.compile")
     if has_tangent(tensors):
         raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
-    if under_functional_gradient(tensors):
-        raise UnavailableError(
-            f"{name}: torch.func.grad and its relatives are not available; use torch.autograd.grad or .backward()"
-        )
-
-
-def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
-    """Raise where a gradient that is wanted cannot be computed."""
-    variant.facts.check_gradients(frozenset(wanted) - set(MAIN))
-    if not has_value and wanted:
-        raise WeftError(
-            f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
-        )
 
 
 class _Kind(NamedTuple):
@@ -309,10 +299,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:
-    name = variant_of_text(ctx.text).name
-    raise WeftError(
-        f"{name}: second derivatives are not available; use {name}.reference(...), which torch can differentiate twice"
-    )
+    raise second_derivative(variant_of_text(ctx.text).name)
 
 
 def _keep_text(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -322,7 +309,7 @@ def _keep_text(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
     text = next(a for a in arguments[-3:] if isinstance(a, str) and "weft.Attention(" in a)
     raise WeftError(
-        f"{variant_of_text(text).name}: vmap is not available; "
+        f"{variant_of_text(text).name}: vmap is not available under torch.compile; "
         "put the mapped dimension into the batch dimension of the operands"
     )
 

@@ -40,7 +40,6 @@ _function_mode: Callable[[], bool] = _found("_C._is_torch_function_mode_enabled"
 _transform: Callable[[], object] = _found("_C._functorch.peek_interpreter_stack", lambda: None)
 _tracer: Callable[[], object] = _found("_C._get_tracing_state", lambda: None)
 _profiler: Callable[[], bool] = _found("_C._autograd._profiler_enabled", lambda: False)
-_is_grad_tracking: Callable[[Tensor], bool] = _found("_C._functorch.is_gradtrackingtensor", lambda tensor: False)
 # of a gradient, whether it stands for many: torch.autograd.grad(is_grads_batched=True) runs a backward once for all
 stands_for_many: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 _record = _found("_C._profiler._RecordFunctionFast", None)
@@ -84,9 +83,9 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
     return forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def under_functional_gradient(tensors: Iterable[Tensor]) -> bool:
-    """Whether torch.func.grad or one of its relatives watches one of these."""
-    return _transform() is not None and any(_is_grad_tracking(t) for t in tensors)
+def under_transform() -> bool:
+    """Whether torch.func.grad, vmap or one of their relatives runs."""
+    return _transform() is not None
 
 
 def named(name: str) -> AbstractContextManager[object]:

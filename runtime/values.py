@@ -19,16 +19,18 @@ from ..ir.operators import OPERATORS, Range
 from ..ir.reference import dense_mask, evaluate, positions
 from ..ir.walk import loads, nodes
 from .settings import checks_values
+from .torch_private import under_transform
 
 LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
 _TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)
 
 
 def known_offsets(offset: int | Tensor) -> Range | None:
-    """The lowest and the highest q_offset of a call; None where they lie on a device and no check was asked for."""
+    """The lowest and the highest q_offset of a call; None where they lie on a device and no check was asked for, and
+    where torch.func maps over them."""
     if not isinstance(offset, Tensor):
         return offset, offset
-    if not (offset.is_cpu or checks_values()):
+    if not (offset.is_cpu or checks_values()) or under_transform():
         return None
     if offset.numel() == 0:
         return 0, 0

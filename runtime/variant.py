@@ -21,7 +21,7 @@ from ..compiler.planning import hardware
 from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
-from ..ir.errors import UnavailableError
+from ..ir.errors import WeftError
 from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
@@ -421,3 +421,12 @@ def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
 
 
 __all__ = ["Variant", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]
+
+
+def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
+    """Raise where a gradient that is wanted cannot be computed."""
+    variant.facts.check_gradients(frozenset(wanted) - set(MAIN))
+    if not has_value and wanted:
+        raise WeftError(
+            f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
+        )
