@@ -21,7 +21,7 @@ from ..compiler.planning import hardware
 from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
-from ..ir.errors import WeftError
+from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
