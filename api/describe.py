@@ -169,7 +169,7 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape,
 def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
     """All gradients that a backward can be asked for."""
     facts = facts_of(attention)
-    operands = {load.tensor.name for load, kind in facts.gradient_kinds if kind != "mixed"}
+    operands = {load.tensor.name for load, _ in facts.gradient_kinds}
     return frozenset({"query", "key", "value", *({"rope"} if widths.rope_dim else ()), *operands})
 
 

@@ -96,7 +96,6 @@ def _refuse_transforms(name: str, tensors: Sequence[Tensor]) -> None:
 
 def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
-    variant.facts.check_gradients(frozenset(wanted) - set(MAIN))
     if not has_value and wanted:
         raise WeftError(
             f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
