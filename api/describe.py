@@ -173,6 +173,11 @@ def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
     return frozenset({"query", "key", "value", *({"rope"} if widths.rope_dim else ()), *operands})
 
 
+def _sums_pairs(attention: Attention, wanted: frozenset[str]) -> bool:
+    """Whether a wanted gradient may be summed faster in any order."""
+    return any(kind == "pair" and load.tensor.name in wanted for load, kind in facts_of(attention).gradient_kinds)
+
+
 class _Request(NamedTuple):
     """What a plan is asked of."""
 
@@ -216,6 +221,7 @@ def _request(
             direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
             sequences="dense" if found is None else found.sequences.kind,
             deterministic=direction == "backward" and repeats,
+            atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
         )  # fmt: skip
         return driver.resolve(attention, signature, machine, target, schedule)
 

@@ -257,6 +257,10 @@ class Variant:
             launcher.empty = empty_on_gpu
         return kept.setdefault(key, _Ready(launcher, target, signature))
 
+    def _sums_pairs(self, wanted: frozenset[str]) -> bool:
+        """Whether a wanted gradient may be summed faster in any order."""
+        return any(kind == "pair" and load.tensor.name in wanted for load, kind in self.facts.gradient_kinds)
+
     def forget(self) -> None:
         """Prepare anew, as after tuning."""
         self._forwards.clear()
@@ -274,7 +278,8 @@ class Variant:
             sequences=call.sequences.kind,
             offset=offset_kind(call.sequences.q_offset),
             wanted=wanted,
-            deterministic=direction == "backward" and call.options.deterministic,
+            deterministic=direction == "backward" and call.options.deterministic is True,
+            atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
         )
 
@@ -328,8 +333,9 @@ def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Elements from the first to the last place of a tensor."""
-    return sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
+    """Elements from the first to the last place of a tensor, or of its gradient, which repeats none."""
+    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
+    return max(last, tensor.numel() - 1)
 
 
 def _run(launcher: Launcher, call: Call, results: Mapping[str, Any]) -> list[Tensor]:

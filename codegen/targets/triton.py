@@ -32,9 +32,9 @@ from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import Segments, segments_of
 from ...compiler.planning.signature import Direction, Signature, Widths
-from ...compiler.planning.tables import DDIAGONALS, ways_of
+from ...compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ...compiler.planning.target import CallTensors, Context, Launcher
-from ...compiler.planning.tilings import FIXED, square_tilings, tilings
+from ...compiler.planning.tilings import FIXED, fits, nominal, square_tilings, tilings
 from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
@@ -160,7 +160,14 @@ class TritonTarget:
         parts = segments_of(facts.attention, widths)
         if kernel in PAIR_SUMS:
             return square_tilings(kernel, sizes, hardware, parts, facts.traits)
-        return tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
+        found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
+        of_pairs = any(kind in OF_PAIRS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds)
+        if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
+            # what is read and stored for each pair wants registers: larger tiles spill in their loop
+            own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
+            if fits(kernel, own, nominal(sizes), hardware, parts, facts.traits):
+                return [own, *(form for form in found if form != own)]
+        return found
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
         if not isinstance(form, Tiling):

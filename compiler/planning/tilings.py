@@ -113,7 +113,9 @@ def square_tilings(
     kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits
 ) -> list[Tiling]:  # fmt: skip
     """Those of kernels that sum over tiles of pairs, as many queries as keys: the largest that fits first."""
-    grid = [Tiling(block, block, warps, stages) for block, warps in ((64, 4), (64, 8), (32, 4), (16, 4))
+    wide = hardware.capability < 90 and max(parts.qk_columns, parts.v_columns) > 64  # else sums of a warp spill
+    sizes = ((64, 8), (64, 4), (32, 4), (16, 4)) if wide else ((64, 4), (64, 8), (32, 4), (16, 4))
+    grid = [Tiling(block, block, warps, stages) for block, warps in sizes
             for stages in ((2, 1) if hardware.kind == "cuda" else (1,))]  # fmt: skip
     found = [t for t in grid if fits(kernel, t, nominal(shape), hardware, parts, traits)]
     if shape.dtype in ("fp32", "fp64"):

@@ -221,6 +221,7 @@ _ON_CPU: dict[str, Defect] = {
     "sink_gradient_without_dlse": InText(
         r"dsink = \(sink_weights \* minus_delta\)", "dsink = (sink_weights * -(douts * out[:, :, :, here]).sum(-1))"
     ),
+    "one_of_the_heads_that_share": InText(r"dread\.sum\(dim, keepdim=True\)", "dread.narrow(dim, 0, 1)"),
     "rsqrt_of_one_more": OfOperator("rsqrt", (("number", "(1.0 / math.sqrt({0} + 1))"),)),
 }
 _IN_THE_INTERPRETER: dict[str, Defect] = {
@@ -233,6 +234,8 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "packed_keys_of_the_queries": InText(r"rows_of\(cu_kv, batch, n_sequences", "rows_of(cu_q, batch, n_sequences"),
     "sink_left_out_of_lse": InText(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
     "sink_gradient_of_the_other_sign": InText(r"dsink = -tl\.sum", "dsink = tl.sum"),
+    "diagonals_below_dropped": InText(r"tl\.where\(i \+ k >= BLOCK_KV, turned, 0\.0\)", "0.0 * turned"),
+    "shared_by_one_batch_row": InText(r"n_steps = (\w+) \* batches", r"n_steps = \1"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
 _ON_A_GPU: dict[str, Defect] = {
