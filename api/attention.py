@@ -322,7 +322,7 @@ class Attention(Declaration):
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
         form: Form | None,
-        tail: tuple[bool, int | Tensor | None, str | None, str | Schedule | None, bool, Mapping[str, Any]],
+        tail: tuple[bool, int | Tensor | None, str | None, str | Schedule | None, bool | None, Mapping[str, Any]],
         lengths: Options | None,
     ) -> Result:  # fmt: skip
         """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders.

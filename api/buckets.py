@@ -20,8 +20,8 @@ def bucket(distance: Operand, buckets: int = 32, max_distance: int = 128, bidire
     bidirectional: keys behind a query (distance above 0) have the upper half of the buckets, those before it the lower;
     otherwise keys behind a query share bucket 0 with the query's own position.
 
-    The same bucket comes out wherever it is computed: no logarithm lies so near the next one that float32 could miss it,
-    or there is none. Raises WeftError for numbers that are no such buckets.
+    The same bucket comes out wherever it is computed: no logarithm lies so near the next one that float32 could miss
+    it, or there is none. Raises WeftError for numbers that are no such buckets.
 
     >>> from weft import kv_pos, q_pos
     >>> str(bucket(kv_pos - q_pos, buckets=4, max_distance=8))[:39]
@@ -39,7 +39,9 @@ def bucket(distance: Operand, buckets: int = 32, max_distance: int = 128, bidire
         raise WeftError(f"bucket: expected buckets to be {least}, got {buckets}")
     exact = own // 2
     if not exact < max_distance < 2**30:
-        raise WeftError(f"bucket: expected max_distance above {exact}, the distances in buckets of one, got {max_distance}")
+        raise WeftError(
+            f"bucket: expected max_distance above {exact}, the distances in buckets of one, got {max_distance}"
+        )
     if not bidirectional:
         return _of_one_side(functions.maximum(0, -away), own, exact, max_distance)
     side = functions.where(away > 0, own, 0)
@@ -49,7 +51,9 @@ def bucket(distance: Operand, buckets: int = 32, max_distance: int = 128, bidire
 def _of_one_side(n: Expr, buckets: int, exact: int, max_distance: int) -> Expr:
     """The bucket of a distance n of 0 or more."""
     scale = (buckets - exact) / log2(max_distance / exact)
-    firsts = [_first(step / scale, exact) for step in range(1, buckets - exact)]  # of each bucket after the first of them
+    firsts = [
+        _first(step / scale, exact) for step in range(1, buckets - exact)
+    ]  # of each bucket after the first of them
     gaps = [step - log2((n - 1) / exact) * scale for step, n in enumerate(firsts, 1)]  # of the last one before each
     shift = round(min([1.0, *gaps]) / 2, 6)
     far = functions.log2(n / exact) * scale + shift

@@ -86,9 +86,7 @@ def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     return lambda score: expression(score) + table[_head, distance + max_distance]
 
 
-def t5_bias(
-    table: TensorOperand, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
-) -> Score:
+def t5_bias(table: TensorOperand, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> Score:
     """A learned bias for each head and bucket of distances (T5, arXiv 1910.10683); T5 itself scales by 1, scale=1.0.
 
     table: [Hq, buckets], the transpose of the embedding that T5 keeps; it gets a gradient. buckets, max_distance and

@@ -15,7 +15,9 @@ class Row:
     heads: int  # H
     length: int  # S
     dim: int  # D
-    parameter: int = 0  # window, prefix, length of a document or of a sequence, the cap, how many sequences, buckets; 0: none
+    parameter: int = (
+        0  # window, prefix, length of a document or of a sequence, the cap, how many sequences, buckets; 0: none
+    )
     own_kv_heads: int = 0  # heads of key and value; 0: H
     own_value_dim: int = 0  # Dv; 0: D
 

@@ -94,9 +94,7 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
             return TorchVariant(lambda score, _b, h, q, kv: score + slopes[h] * (kv - q), causal)
         case "bias":
             bias = pair_bias(row, device)
-            return TorchVariant(
-                lambda score, b, h, q, kv: score + bias[b, h, q, kv], bias=bias, learned=(bias,)
-            )
+            return TorchVariant(lambda score, b, h, q, kv: score + bias[b, h, q, kv], bias=bias, learned=(bias,))
         case "t5":
             table = t5_table(row, device)
 

@@ -191,7 +191,7 @@ class FunctionPrinter:
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
 
     def place(self, name: str, load: Load) -> str:
-        """Where a tile of pairs reads an operand: the number of the entry, by the extents of the dimensions after the first.
+        """Where a tile of pairs reads an operand: the number of the entry, by extents of all dimensions but the first.
 
         In torch, where extents are those of a tensor at hand, a tuple of its indices.
         """

@@ -72,9 +72,15 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "slope_is_finite": not backward or facts.slope_is_finite,
         "grads": [
             {
-                "i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": largest(g.derivative) < math.inf,
-                "of_pairs": g.kind in OF_PAIRS, "rank": g.load.tensor.rank, "at": positions[g.load.tensor.name],
-                "many_reads": not differ_by_pair(g.load), "read_once": read_once(g.load),
+                "i": i,
+                "kind": g.kind,
+                "name": g.load.tensor.name,
+                "is_finite": largest(g.derivative) < math.inf,
+                "of_pairs": g.kind in OF_PAIRS,
+                "rank": g.load.tensor.rank,
+                "at": positions[g.load.tensor.name],
+                "many_reads": not differ_by_pair(g.load),
+                "read_once": read_once(g.load),
             }
             for i, g in enumerate(gradients)
             if g.kind != "sink"

@@ -334,7 +334,6 @@ class TensorOperand(Foreign):
     __call__ = _of_number("__call__")
 
 
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Load(Node):
     tensor: TensorOperand

@@ -121,10 +121,14 @@ class TritonTarget:
                 f"kv_pos; use schedule='flash', or pass {found.tensor.name}.detach()"
             )
         refused = ways_of(reads, signature).refused
-        return None if refused is None else (
-            f"{self.name}: in packed sequences the gradient of `{refused}`, whose entries several pairs read, is summed "
-            "by atomic additions alone, which do not repeat bit for bit: pass deterministic=False to allow them, or "
-            "padded sequences with q_lens= and kv_lens="
+        return (
+            None
+            if refused is None
+            else (
+                f"{self.name}: in packed sequences the gradient of `{refused}`, whose entries several pairs read, is "
+                "summed by atomic additions alone, which do not repeat bit for bit: pass deterministic=False to allow "
+                "them, or padded sequences with q_lens= and kv_lens="
+            )
         )
 
     def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
@@ -180,7 +184,9 @@ class TritonTarget:
             return
         check_tiling(kernel.name, form)
         if kernel.name == DDIAGONALS and form.block_q != form.block_kv:
-            raise WeftError(f"schedule: {kernel.name} {form}: expected as many queries as keys, of which it has diagonals")
+            raise WeftError(
+                f"schedule: {kernel.name} {form}: expected as many queries as keys, of which it has diagonals"
+            )
         if not self.interprets:
             _check_sram(kernel, form, signature, hardware, facts)
 

@@ -27,7 +27,12 @@ Slot = Literal["forward", "backward_q", "backward_kv"]
 
 _READ_PAIRS = frozenset(
     {
-        "flash_forward", "flash_dquery", "flash_dkey_dvalue", "streaming_forward", "streaming_backward", "flash_dpairs",
+        "flash_forward",
+        "flash_dquery",
+        "flash_dkey_dvalue",
+        "streaming_forward",
+        "streaming_backward",
+        "flash_dpairs",
         "flash_ddiagonals",
     }
 )

@@ -55,7 +55,8 @@ def ways_of(reads: Sequence[tuple[Load, GradientKind]], signature: Signature) ->
     left = [load for load, kind in reads if kind == "pair" and not read_once(load)]
     over = summed_over(left) if left else frozenset()
     over = over if together else over - {"batch"}
-    found, refused = [], None
+    found: list[Way | None] = []
+    refused = None
     for load, kind in reads:
         if kind not in OF_PAIRS:
             found.append(None)

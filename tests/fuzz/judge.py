@@ -74,7 +74,9 @@ REFUSALS = {
     "overflow": _refusal(r"integer overflow", _anything),
     "divisor": _refusal(r"the divisor `.*` can be 0", _anything),
     "gradient of pairs": _refusal(r"has no gradient of `.*`, whose index has q_pos and kv_pos; use", _has_no_flash),
-    "packed gradient": _refusal(r"in packed sequences the gradient of `.*`, whose entries several pairs read", _lists_packed),
+    "packed gradient": _refusal(
+        r"in packed sequences the gradient of `.*`, whose entries several pairs read", _lists_packed
+    ),
     "absorbed gradient": _refusal(r"the absorbed form has no backward", _may_be_absorbed),
     "hopper: latent": _refusal(
         r"UnavailableError: .*hopper: latent attention is computed by the triton target",

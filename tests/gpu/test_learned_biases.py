@@ -15,7 +15,9 @@ from ..support import check_variant, poisoned
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def given(name: str, length: int, more: int, dtype: torch.dtype, width: int = 64) -> tuple[list[Tensor], dict[str, Tensor]]:
+def given(
+    name: str, length: int, more: int, dtype: torch.dtype, width: int = 64
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Query, key and value with NaN around them, and operands that are large enough for these lengths."""
     shapes = ((2, 4, length, width), (2, 2, length + more, width), (2, 2, length + more, width))
     tensors = [poisoned(shape, dtype, "cuda", blhd=True, seed=n) for n, shape in enumerate(shapes)]
@@ -92,7 +94,9 @@ def test_packed_sequences_that_share_entries(name: str) -> None:
     tensors = [poisoned((1, h, 230, 64), torch.bfloat16, "cuda", seed=h) for h in (4, 2, 2)]
     operands = {n: t.cuda() for n, t in enlarged(name, 140, 3).items()}
     more = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
-    check_variant(variant(name), *tensors, operands=operands | more, differentiate=wanted(operands), deterministic=False)
+    check_variant(
+        variant(name), *tensors, operands=operands | more, differentiate=wanted(operands), deterministic=False
+    )
 
 
 @pytest.mark.parametrize("name", ["graphormer", "of_half_the_heads", "both_ways"])
@@ -126,7 +130,9 @@ def test_memory_of_a_t5_table_is_linear_in_length() -> None:
     """The lists of a diagonal's sums are some numbers a row: no tensor of pairs is made."""
     used = []
     for length in (4096, 8192):
-        tensors = [torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+        tensors = [
+            torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
+        ]
         table = torch.randn(4, 16, device="cuda", requires_grad=True)
         out = variant("t5_causal")(*tensors, tables=table)
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Gradients of what pairs of a query and a key read: biases, tables by distance and bucket, Graphormer's, one number."""
+"""Gradients of what pairs of a query and a key read: biases, tables by distance and bucket, Graphormer's; a number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ pytest.importorskip("triton")
 
 HEADS, KEY_HEADS, L, T = 4, 2, 37, 45
 AWAY = q_pos - kv_pos
-one, pairs, of_heads, full = (weft.tensor(n, rank) for n, rank in (("one", 0), ("pairs", 2), ("of_heads", 3), ("full", 4)))
+one, pairs, of_heads, full = (
+    weft.tensor(n, rank) for n, rank in (("one", 0), ("pairs", 2), ("of_heads", 3), ("full", 4))
+)
 table, tables, apart = weft.tensor("table", 1), weft.tensor("tables", 2), weft.tensor("apart", 3, int)
 kinds = weft.tensor("kinds", 2, int)
 docs = weft.tensor("docs", 2, int)

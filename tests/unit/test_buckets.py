@@ -83,7 +83,7 @@ def test_a_tensor_without_dimensions_is_a_number() -> None:
     for bare, read in (
         (score * one, score * one[()]), (one - 1, one[()] - 1), (2.0 / one, 2.0 / one[()]), (-one, -one[()]),
         (one < 2.0, one[()] < 2.0), (one == 2.0, one[()] == 2.0), (one != 2.0, one[()] != 2.0),
-        (weft.exp(one), weft.exp(one[()])), (weft.where(one > 0.0, one, score), weft.where(one[()] > 0.0, one[()], score)),
+        (weft.exp(one), weft.exp(one[()])), (weft.minimum(one, score), weft.minimum(one[()], score)),
     ):  # fmt: skip
         assert str(bare) == str(read) and "one[()]" in str(bare)
     assert one == weft.tensor("one", 0) and one != weft.tensor("one", 1)
@@ -111,7 +111,9 @@ def test_others_still_want_an_index() -> None:
 def test_a_scalar_that_is_given_as_a_tensor_says_how_to_declare_it() -> None:
     scaled = weft.Attention(score * weft.scalar("rate"), name="scaled")
     query = torch.randn(1, 1, 4, 8)
-    with pytest.raises(weft.WeftError, match=r'rate = weft.tensor\("rate", 0, float\), read as rate and given as rate='):
+    with pytest.raises(
+        weft.WeftError, match=r'rate = weft.tensor\("rate", 0, float\), read as rate and given as rate='
+    ):
         scaled(query, query, query, rate=torch.tensor(2.0, requires_grad=True))
     with pytest.raises(weft.WeftError, match=r"given as rate=rate.reshape\(\(\)\)"):
         scaled(query, query, query, rate=torch.tensor([2.0]))
