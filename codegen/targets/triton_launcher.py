@@ -134,26 +134,30 @@ class TritonLauncher:
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         given = {**self._given(call, results), **workspace}
-        programs = 0
-        if DPAIRS in self.ways.kernels:
-            programs, given["most_programs"] = self.pair_programs(call, partition.mode)  # type: ignore[arg-type]
-            given["first_program"] = 0
+        of_pairs = self.pair_programs(call, partition.mode) if DPAIRS in self.ways.kernels else (0, 1)  # type: ignore[arg-type]
+        given |= {"first_program": 0, "most_programs": of_pairs[1]}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
         for run, (programs, arguments) in zip(ready.runs, ready.pack(given)):
             run(programs, arguments, stream)
         tables = self._tables(call, workspace)
-        at = next((n for n, kernel in enumerate(self.code.kernels) if kernel.name == DPAIRS), 0)
-        for first in range(given.get("most_programs", 0), programs, given.get("most_programs", 1)):
-            listed = [n for n, way in enumerate(self.ways.of_reads) if way == Way(DPAIRS, "list")]
-            for n in listed:  # programs of what is not there list nothing
-                workspace[f"sum{n}"].zero_()
-                workspace[f"entry{n}"].zero_()
-            number, arguments = ready.pack({**given, "first_program": first})[at]
-            ready.runs[at](number, arguments, stream)
-            for n in listed:
-                self._add_listed(tables[n], workspace[f"entry{n}"], workspace[f"sum{n}"])
+        for first in range(of_pairs[1], *of_pairs):
+            self._list_more(ready, given, first, tables, stream)
         return self._finished(call, results, {**workspace, **{f"sum{n}": table for n, table in tables.items()}})
+
+    def _list_more(
+        self, ready: _Prepared, given: Mapping[str, Any], first: int, tables: Mapping[int, Tensor], stream: int
+    ) -> None:
+        """Launch flash_dpairs for the programs from this one on, and add up what they list."""
+        at = next(n for n, kernel in enumerate(self.code.kernels) if kernel.name == DPAIRS)
+        listed = [n for n, way in enumerate(self.ways.of_reads) if way == Way(DPAIRS, "list")]
+        for n in listed:  # programs of what is not there list nothing
+            given[f"sum{n}"].zero_()
+            given[f"entry{n}"].zero_()
+        programs, arguments = ready.pack({**given, "first_program": first})[at]
+        ready.runs[at](programs, arguments, stream)
+        for n in listed:
+            self._add_listed(tables[n], given[f"entry{n}"], given[f"sum{n}"])
 
     def _tables(self, call: CallTensors, workspace: Named) -> dict[int, Tensor]:
         """What the kernels listed, added up in the shape of its operand, by number of the read."""

@@ -59,8 +59,11 @@ SCORES = {
     # a number
     "temperature": score * weft.exp(one),
 }
-ONCE = ("full", "swapped", "shaw")
-DIAGONALS = ("t5", "t5_causal", "distance", "clamped", "of_a_batch")
+# The interpreter is slow: one of each way that a gradient is summed, and one of each kind of index.
+INTERPRETED = (
+    "full", "shaw", "of_heads", "of_key_heads", "pairs", "t5", "clamped", "of_a_batch", "graphormer", "swin",
+    "both_ways", "gain", "temperature",
+)  # fmt: skip
 
 
 def variant(name: str, mask: weft.Expr | bool = masks.causal) -> weft.Attention:
@@ -80,10 +83,11 @@ def operands_of(attention: weft.Attention, batches: int = 2, dtype: torch.dtype 
 
 def check(
     attention: weft.Attention, dtype: torch.dtype = torch.float32, more: dict[str, object] | None = None,
-    batches: int = 2, of: torch.dtype = torch.float32, wide: int = 1, **options: object,
+    batches: int = 2, of: torch.dtype = torch.float32, **options: object,
 ) -> None:  # fmt: skip
     """Out and all gradients, with heads in groups and more keys than queries, so that positions begin at 8."""
-    shapes = ((batches, HEADS, wide * L, 16), (batches, KEY_HEADS, wide * T, 16), (batches, KEY_HEADS, wide * T, 24))
+    heads, key_heads = (HEADS, KEY_HEADS) if options.get("target") != "interpret" else (HEADS // 2, KEY_HEADS // 2)
+    shapes = ((batches, heads, L, 16), (batches, key_heads, T, 16), (batches, key_heads, T, 24))
     tensors = [poisoned(shape, dtype, seed=n) for n, shape in enumerate(shapes)]
     operands = operands_of(attention, 2, of)
     floats = tuple(n for n, t in operands.items() if t.is_floating_point())
@@ -107,34 +111,34 @@ def test_on_a_cpu(name: str, masked: bool) -> None:
     check(attention, target="cpu", schedule="flash/flash_backward=cpu:16x16")
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_in_the_interpreter(name: str) -> None:
     check(variant(name), target="interpret")
 
 
-@pytest.mark.parametrize("name", ["full", "pairs", "t5", "swin"])
+@pytest.mark.parametrize("name", ["full", "pairs", "t5"])
 def test_without_a_mask_in_the_interpreter(name: str) -> None:
     check(variant(name, True), target="interpret")
 
 
-@pytest.mark.parametrize("target", ["cpu", "interpret"])
-@pytest.mark.parametrize("name", ["full", "of_heads", "t5", "graphormer"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((n, "cpu") for n in ("full", "of_heads", "t5", "graphormer")), *((n, "interpret") for n in ("of_heads", "t5"))],
+)
 def test_masks_that_read_tensors_and_differ_by_head(name: str, target: str) -> None:
     reads = variant(name, masks.causal & (docs[batch, q_pos] == docs[batch, kv_pos]))
     check(reads, target=target)
-    check(variant(name, (AWAY < 4 * head + 3) & (AWAY > -9)), target=target)
+    if target == "cpu" or name == "t5":
+        check(variant(name, (AWAY < 4 * head + 3) & (AWAY > -9)), target=target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["full", "pairs", "t5", "graphormer", "temperature"])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """An operand has the dtype of the query, or float32 beside 16 bits."""
-    if dtype == torch.float64:
-        check(variant(name), dtype, of=dtype, target="cpu", lse=False)
-        return
     check(variant(name), dtype, target="cpu")
     check(variant(name), dtype, of=dtype, target="cpu")
-    if dtype == torch.float16:
+    if dtype == torch.float16 and name in ("full", "t5"):
         check(variant(name), dtype, of=dtype, target="interpret")
 
 
@@ -171,27 +175,37 @@ PACKED = {n: torch.tensor(x, dtype=torch.int32) for n, x in (
 )}  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["cpu", "interpret"])
-@pytest.mark.parametrize("name", ["full", "of_heads", "pairs", "t5", "distance", "of_a_batch", "graphormer"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((n, "cpu") for n in ("full", "of_heads", "pairs", "t5", "distance", "of_a_batch", "graphormer")),
+        *((n, "interpret") for n in ("full", "of_heads", "t5", "graphormer")),
+    ],
+)
 def test_padded_sequences(name: str, target: str) -> None:
     check(variant(name), more=dict(PADDED), target=target)
 
 
-@pytest.mark.parametrize("target", ["cpu", "interpret"])
-@pytest.mark.parametrize("name", ["full", "t5", "distance", "clamped", "temperature"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((n, "cpu") for n in ("full", "t5", "distance", "clamped", "temperature")),
+        *((n, "interpret") for n in ("full", "t5", "temperature")),
+    ],
+)
 def test_packed_sequences(name: str, target: str) -> None:
     attention = variant(name)
-    tensors = [poisoned((1, h, n, 16), torch.float32, seed=h) for h, n in ((4, L), (2, T), (2, T))]
+    tensors = [poisoned((1, h, n, 16), torch.float32, seed=h) for h, n in ((2, L), (1, T), (1, T))]
     operands = operands_of(attention, 3)
     floats = tuple(n for n, t in operands.items() if t.is_floating_point())
     check_variant(attention, *tensors, operands=operands | PACKED, differentiate=floats, target=target)
 
 
-@pytest.mark.parametrize("name", ["of_heads", "pairs", "graphormer", "swin"])
+@pytest.mark.parametrize("name", ["of_heads", "graphormer"])
 def test_packed_sequences_that_share_entries(name: str) -> None:
     """In any order of additions, where that is allowed; on a CPU there is one order."""
     attention = variant(name)
-    tensors = [poisoned((1, h, n, 16), torch.float32, seed=h) for h, n in ((4, L), (2, T), (2, T))]
+    tensors = [poisoned((1, h, n, 16), torch.float32, seed=h) for h, n in ((2, L), (1, T), (1, T))]
     given = operands_of(attention, 3) | PACKED
     floats = tuple(n for n, t in given.items() if t.is_floating_point())
     check_variant(attention, *tensors, operands=given, differentiate=floats, target="cpu")
@@ -200,15 +214,21 @@ def test_packed_sequences_that_share_entries(name: str) -> None:
         check_variant(attention, *tensors, operands=given, differentiate=floats, target="interpret")
 
 
-@pytest.mark.parametrize("target", ["cpu", "interpret"])
-@pytest.mark.parametrize("name", ["full", "of_heads", "t5", "distance", "graphormer"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((n, "cpu") for n in ("full", "of_heads", "t5", "distance", "graphormer")),
+        *((n, "interpret") for n in ("of_heads", "t5")),
+    ],
+)
 def test_offsets_of_rows(name: str, target: str) -> None:
     check(variant(name), q_offset=torch.tensor([8, 3], dtype=torch.int32), target=target)
-    check(variant(name), q_offset=5, target=target)
+    if target == "cpu":
+        check(variant(name), q_offset=5, target=target)
 
 
 # -- what is promised of sums ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["graphormer", "swin", "of_half_the_heads", "both_ways"])
+@pytest.mark.parametrize("name", ["graphormer", "both_ways"])
 def test_additions_in_any_order(name: str) -> None:
     check(variant(name), target="interpret", deterministic=False)
 
@@ -245,8 +265,7 @@ def test_two_threads_add_to_tables_of_their_own(one_thread: None) -> None:
         check_variant(attention, *many, operands=operands, differentiate=floats, target="cpu", schedule=tiles)
 
 
-@pytest.mark.parametrize("name", ["graphormer", "swin", "of_half_the_heads"])
-@pytest.mark.parametrize("more", [{}, PADDED], ids=["dense", "padded"])
+@pytest.mark.parametrize(("name", "more"), [("graphormer", {}), ("graphormer", PADDED), ("swin", {})])
 def test_lists_are_bounded(name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are more sums than are listed at once, the programs run in parts."""
     monkeypatch.setattr(triton_launcher, "MOST_LISTED", 3 * 32 * 32)
