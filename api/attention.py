@@ -15,9 +15,11 @@ from . import describe, validate
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
+from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
 from .ir.errors import UnavailableError, WeftError
-from .ir.expr import TensorOperand
+from .ir.expr import Scalar, TensorOperand
+from .ir.philox import drawn_seed
 from .ir.reference import expand_latent, ragged_reference, reference
 from .nested import are_jagged, packed
 from .runtime import ops
@@ -55,6 +57,9 @@ class Attention(Declaration):
         _operands: ClassVar[frozenset[str]]
         _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
+        _drops: ClassVar[bool]
+        _share: ClassVar[str | None]  # the scalar that the dropout is
+        _undropped: ClassVar[Attention | None]  # the same without dropout, where there is one
         _variant: ClassVar[Variant]
 
     def __post_init__(self) -> None:
@@ -69,6 +74,8 @@ class Attention(Declaration):
         found = {
             "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
+            "_drops": self.drops, "_share": self.dropout.name if isinstance(self.dropout, Scalar) else None,
+            "_undropped": self.replace(dropout=0.0) if self.drops else None,
         }  # fmt: skip
         self.__dict__.update(found)  # frozen for users
 
@@ -86,7 +93,8 @@ class Attention(Declaration):
         q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
         deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
+        train: bool = True, **operands: Own,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def __call__(
@@ -94,7 +102,8 @@ class Attention(Declaration):
         q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
         deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
+        train: bool = True, **operands: Own,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def __call__(
@@ -102,7 +111,8 @@ class Attention(Declaration):
         q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
         deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
+        train: bool = True, **operands: Own,
     ) -> Result: ...  # fmt: skip
     def __call__(
         self,
@@ -123,6 +133,8 @@ class Attention(Declaration):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
         block_table: Tensor | None = None,
+        seed: int | Tensor | None = None,
+        train: bool = True,
         **operands: Any,
     ) -> Result:
         """Attention of query [B, Hq, L, D] over key [B, Hkv, T, D] and value [B, Hkv, T, Dv]; out [B, Hq, L, Dv].
@@ -147,12 +159,25 @@ class Attention(Declaration):
         deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
             where gradients of the variant's own operands repeat in any case; False: nothing needs to.
         form: "expanded" or "absorbed", for latent attention.
+        seed: of dropout, an int or an int64 tensor with one element on the operands' device; drawn by torch's generator
+          of that device where not given: torch.manual_seed rules, and a checkpoint drops the same weights again.
+        train: False drops nothing: the kernels of the variant without dropout.
 
         A row that sees no key gives 0 and lse -inf (or the sink), with zero gradients. Raises WeftError for operands
         that do not fit, listing every problem, and UnavailableError where a target cannot compute the call.
         """
         if more:
             raise WeftError(validate.by_position(self, more))
+        if self._drops or seed is not None or train is not True:
+            validate.check_flag(str(self.name), "train", train)
+            if self._undropped is not None and not train:
+                own = {n: v for n, v in operands.items() if n != self._share}
+                return self._undropped(
+                    query, key, value, return_lse=return_lse, q_offset=q_offset, target=target, schedule=schedule,
+                    deterministic=deterministic, uk=uk, uv=uv, form=form, kv_lens=kv_lens, q_lens=q_lens,
+                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, block_table=block_table, seed=seed, **own,
+                )  # fmt: skip
+            operands = self._seeded(operands, seed, query)
         lengths = None
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
             lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
@@ -184,6 +209,15 @@ class Attention(Declaration):
                 f"{self.name}: the option block_table is not available; gather the pages, and pass kv_lens="
             )
         return q_lens, kv_lens, cu_q, cu_kv
+
+    def _seeded(self, operands: Mapping[str, Any], seed: Any, query: Any) -> dict[str, Any]:
+        """Operands with the seed as kernels take it, where weights are dropped."""
+        device = query.device if isinstance(query, Tensor) else torch.device("cpu")  # what else it is, is refused later
+        given = validate.seed_of(str(self.name), seed, device)
+        if not self._drops:
+            return dict(operands)
+        validate.check_share(self, operands)
+        return {**operands, SEED.name: drawn_seed(device) if given is None else given}
 
     def _check_lse(self, return_lse: bool) -> None:
         validate.check_flag(str(self.name), "return_lse", return_lse)
@@ -367,21 +401,21 @@ class Attention(Declaration):
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
         q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True, **operands: Own,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
         q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True, **operands: Own,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
         q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True, **operands: Own,
     ) -> Result: ...  # fmt: skip
     def reference(
         self,
@@ -397,6 +431,8 @@ class Attention(Declaration):
         q_lens: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        seed: int | Tensor | None = None,
+        train: bool = True,
         **operands: Any,
     ) -> Result:
         """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow.
@@ -406,6 +442,15 @@ class Attention(Declaration):
         if more:
             raise WeftError(validate.by_position(self, more))
         self._check_lse(return_lse)
+        if self._drops or seed is not None or train is not True:
+            validate.check_flag(str(self.name), "train", train)
+            if self._undropped is not None and not train:
+                return self._undropped.reference(
+                    query, key, value, return_lse=return_lse, q_offset=q_offset, uk=uk, uv=uv, kv_lens=kv_lens,
+                    q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, seed=seed,
+                    **{n: v for n, v in operands.items() if n != self._share},
+                )  # fmt: skip
+            operands = self._seeded(operands, seed, query)
         if are_jagged(query, key, value):
             made = packed(str(self.name), query, key, value)
             cu_q, cu_kv = made.starts
@@ -461,6 +506,16 @@ class Attention(Declaration):
                 check_reads(self, q_part, kv_part, operands, r.q_offset, head_dim, r.number)
         return ragged_reference(self, query, key, value, operands, rows, head_dim)
 
+    def _as_called(self, options: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
+        """The variant whose kernels a call with these options takes, and the options that are left to describe."""
+        seed, train = options.get("seed"), options.get("train", True)
+        validate.check_flag(str(self.name), "train", train)
+        validate.seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
+        options = {n: value for n, value in options.items() if n not in ("seed", "train")}
+        if self._undropped is None or train:
+            return self, self._read(options)
+        return self._undropped, self._undropped._read({n: v for n, v in options.items() if n != self._share})
+
     # -- the plan -----------------------------------------------------------------------------------------------------
     def plan(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
              schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> Plan:  # fmt: skip
@@ -469,18 +524,21 @@ class Attention(Declaration):
         device: "h100"-style name of a hardware record; the operands' device or this machine where not given.
         options: values of scalar operands (for the tile counts), or any operand of the call.
         """
-        return describe.plan(self, operands, device, target, schedule, form, self._read(options))
+        variant, options = self._as_called(options)
+        return describe.plan(variant, operands, device, target, schedule, form, options)
 
     def explain(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
                 schedule: str | Schedule | None = None, form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The plan for a person: stages, loops, tile classes, bytes (formula and number), predicted time, its bound."""
-        return describe.explain(self, operands, device, target, schedule, form, self._read(options))
+        variant, options = self._as_called(options)
+        return describe.explain(variant, operands, device, target, schedule, form, options)
 
     def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
                device: str | None = None, target: str | None = None, schedule: str | Schedule | None = None,
                form: Form | None = None, **options: Any) -> str:  # fmt: skip
         """The generated module of one direction as text: Python that can be read, edited and loaded."""
-        return describe.source(self, operands, direction, device, target, schedule, form, self._read(options))
+        variant, options = self._as_called(options)
+        return describe.source(variant, operands, direction, device, target, schedule, form, options)
 
     def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
                   path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,

@@ -36,7 +36,7 @@ from .compiler.planning.kernels import Algorithm
 from .compiler.planning.records import DTYPE_BYTES, Shape
 from .compiler.planning.tuner import Outcome, Spread
 from .ir.errors import WeftError
-from .ir.expr import Expr, Number, Scalar, TensorOperand
+from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from .runtime import cache, driver
 from .runtime.checks import MAX_HEAD_DIM
 from .runtime.settings import settings, size_of
@@ -64,7 +64,7 @@ class _Group(click.Group):
 
 
 _PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
-_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|name)(?=: )", re.MULTILINE)
+_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|dropout|name)(?=: )", re.MULTILINE)
 _SIZE, _RECORD = re.compile(r"\bshape: (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
 
 
@@ -127,6 +127,9 @@ _VARIANT_OPTIONS = (
     _shared("--mask", metavar="TEXT", help="Mask expression, e.g. 'kv_pos <= q_pos'."),
     _shared("--scale", metavar="TEXT", help="Scale expression; 1 / sqrt(head_dim) if not given."),
     _shared("--sink", metavar="TEXT", help="Sink expression, one more logit of each row, e.g. 0.0; none if not given."),
+    _shared(
+        "--dropout", metavar="TEXT", help="Share of the weights to drop, a number or a float scalar; 0.0 if not given."
+    ),
     _shared("--name", default="attention", show_default=True, help="Name of the variant."),
     _shared("--scalar", multiple=True, metavar="NAME:TYPE", help="Declare a scalar operand, e.g. window:int."),
     _shared("--tensor", multiple=True, metavar="NAME:RANK[:TYPE]", help="Declare a tensor operand, e.g. slopes:1."),
@@ -184,13 +187,16 @@ def _values(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
     declared = {text.partition(":")[0] for text in (*given["scalar"], *given["tensor"])}
     unread = sorted((declared & values.keys()) - read)
     if unread:
-        raise WeftError(f"--set: {', '.join(unread)}: declared, but neither score, mask, scale nor sink reads it")
+        raise WeftError(
+            f"--set: {', '.join(unread)}: declared, but neither score, mask, scale, sink nor dropout reads it"
+        )
     describe.check_operands("--set", variant, values)
     return values
 
 
 def _variant(given: Mapping[str, object]) -> Attention:
-    place, texts = given["variant"], {k: given[k] for k in ("score", "mask", "scale", "sink") if given[k] is not None}
+    fields = ("score", "mask", "scale", "sink", "dropout")
+    place, texts = given["variant"], {k: given[k] for k in fields if given[k] is not None}
     if isinstance(place, str):
         if texts:
             raise WeftError(f"expected {place} or --{' --'.join(texts)}, got both")
@@ -203,10 +209,11 @@ def _variant(given: Mapping[str, object]) -> Attention:
     if given["mask"] is None and given["score"] is None:
         raise WeftError(f"expected --score or --mask, got --{' and --'.join(texts)} alone")
     parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
-    name = str(given["name"])
+    dropout: Any = parts.get("dropout", Const(0.0))
     return Attention(
-        parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), sink=parts.get("sink"), name=name
-    )
+        parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), sink=parts.get("sink"),
+        dropout=dropout.value if isinstance(dropout, Const) else dropout, name=str(given["name"]),
+    )  # fmt: skip
 
 
 def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperand]) -> Expr:

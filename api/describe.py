@@ -429,6 +429,12 @@ def plan(
         notes = (*notes, parts.note(r.sequences))
     elif isinstance(options.get("q_offset"), Tensor):
         notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
+    if facts.traits.drops:
+        notes = (
+            *notes,
+            "drop(X): of X the pairs that Philox-4x32-7 of seed, batch, head, q_pos and kv_pos keeps, over their "
+            "share; its arithmetic is not in the times above",
+        )
     if facts.traits.pair_bytes:
         most = facts.traits.pair_bytes
         notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")

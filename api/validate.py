@@ -11,7 +11,7 @@ from torch import Tensor
 from .codegen.targets import targets
 from .compiler.planning.schedule import Schedule
 from .ir.errors import WeftError, collected
-from .ir.expr import SMALLER
+from .ir.expr import SMALLER, Scalar
 from .ir.foreign import number_in
 from .runtime.call import Call
 from .runtime.checks import (
@@ -54,6 +54,35 @@ def check_flag(name: str, option: str, given: object) -> None:
     """True or False, and nothing that only counts as one."""
     if not isinstance(given, bool):
         raise WeftError(f"{name}: {option}: expected True or False, got {given!r}")
+
+
+def seed_of(name: str, seed: object, device: torch.device) -> Tensor | None:
+    """The option `seed` as kernels take it, int64 [1] on the device; None where it is not given."""
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
+            raise WeftError(
+                f"{name}: seed: expected an int, or an int64 tensor with one element on {device}, got {seed.dtype} "
+                f"{list(seed.shape)} on {seed.device}"
+            )
+        return seed.reshape(1)
+    number = as_number(seed, int)
+    if isinstance(number, (bool, float)) or not isinstance(number, (int, torch.SymInt)):
+        raise WeftError(f"{name}: seed: expected an int, or an int64 tensor with one element on {device}, got {seed!r}")
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise WeftError(f"{name}: seed: expected an int of 64 bits, got {number}")
+    return torch.full((1,), number, dtype=torch.int64, device=device)  # type: ignore[arg-type]
+
+
+def check_share(attention: Attention, operands: Mapping[str, object]) -> None:
+    """That a dropout which the call gives is a share; what is no number at all is refused with the other operands."""
+    share = attention.dropout
+    if not isinstance(share, Scalar) or torch.compiler.is_compiling():  # read there, each value would compile anew
+        return
+    number = as_number(operands.get(share.name), float)
+    if isinstance(number, float) and not 0.0 <= number < 1.0:
+        raise WeftError(f"{attention.name}: {share.name}: expected a dropout from 0 on and below 1, got {number}")
 
 
 def check_target(name: str, target: object) -> None:

@@ -127,7 +127,7 @@ def _compare(result: RowResult, at_work: dict[str, Contender]) -> None:
 
 def _results(name: str, result: RowResult, at_work: dict[str, Contender]) -> tuple[Tensor, ...] | None:
     """Output and gradients, or None where the column cannot give them; a new failure is noted in its cell."""
-    if name not in at_work or result.cells[name].backward_reason:
+    if name not in at_work or result.cells[name].backward_reason or at_work[name].own_numbers:
         return None
     try:
         return at_work[name].results()

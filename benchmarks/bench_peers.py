@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from bench_rows import Row
-from bench_variants import sink_logits, starts, torch_variant, weft_variant
+from bench_variants import kept_as_weft, sink_logits, starts, torch_variant, weft_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Contender:
     grad_out: Tensor  # in the layout of what `forward` returns
     seq_first: bool = False  # [B, S, H, D] instead of [B, H, S, D]
     packed: bool = False  # leaves have no batch dimension
+    own_numbers: bool = False  # results depend on random numbers that no other column has: they are not compared
     setup: Callable[[], object] | None = None  # timed apart: Flex's mask build
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
     learned: tuple[Tensor, ...] = ()  # what the score reads, whose gradients belong to the row's work
@@ -116,7 +117,10 @@ def _math(row: Row, operands: Operands) -> Contender:
         if variant.sinks is not None:
             more = variant.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             return torch.cat([scores, more], -1).softmax(-1)[..., :-1] @ value
-        return scores.softmax(-1) @ value
+        weights = scores.softmax(-1)
+        if variant.dropout:
+            weights = weights * kept_as_weft(row, variant.dropout, operands.device).to(weights.dtype)
+        return weights @ value
 
     return _contender(operands, forward, variant.learned)
 
@@ -128,21 +132,26 @@ def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         if row.lens and backend == SDPBackend.FLASH_ATTENTION:
             return _varlen(row, operands)
-        if row.variant not in ("full", "causal", "bias"):
+        if row.variant not in ("full", "causal", "dropout", "bias"):
             raise NotOffered("SDPA has no such variant")
         if row.variant == "bias" and backend == SDPBackend.FLASH_ATTENTION:
             raise NotOffered("FA2 takes no bias")
-        causal, variant = row.variant == "causal", torch_variant(row, operands.device)
+        causal, variant = row.variant in ("causal", "dropout"), torch_variant(row, operands.device)
 
         def forward() -> Tensor:
             return F.scaled_dot_product_attention(
-                operands.query, operands.key, operands.value, variant.bias, is_causal=causal,
+                operands.query, operands.key, operands.value, variant.bias, variant.dropout, causal,
                 enable_gqa=row.kv_heads < row.heads,
             )  # fmt: skip
 
         leaves = (operands.query, operands.key, operands.value)
         return Contender(
-            forward, leaves, operands.grad_out, context=lambda: sdpa_kernel(backend), learned=variant.learned
+            forward,
+            leaves,
+            operands.grad_out,
+            own_numbers=variant.dropout > 0,
+            context=lambda: sdpa_kernel(backend),
+            learned=variant.learned,
         )
 
     return build
@@ -186,6 +195,8 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
                 raise NotOffered("the kernels of FA4, which has its own column here")
         _refuse_dense(row)
         variant = torch_variant(row, operands.device)
+        if variant.dropout:
+            raise NotOffered("FlexAttention has no dropout")
 
         def build_mask() -> BlockMask | None:
             if variant.mask_mod is None:
@@ -232,6 +243,8 @@ def _fa4(row: Row, operands: Operands) -> Contender:
     attend = _import_fa4()
     if row.lens:
         return _fa4_varlen(row, operands)
+    if row.variant == "dropout":
+        raise NotOffered("FA4 has no dropout")
     if row.variant not in ("full", "causal", "sink"):
         raise NotOffered("FA4 takes variants through FlexAttention: see Flex (FLASH)")
     query, key, value = (

@@ -59,7 +59,7 @@ class Row:
         match self.variant:
             case "full" | "bias":
                 return s * s
-            case "causal" | "softcap" | "alibi" | "sink" | "t5":
+            case "causal" | "softcap" | "alibi" | "sink" | "t5" | "dropout":
                 return causal
             case "window":
                 return causal - (s - n) * (s - n + 1) // 2
@@ -100,6 +100,7 @@ VARIANTS = tuple(
         ("softcap", 20),
         ("alibi", 0),
         ("sink", 0),
+        ("dropout", 10),
         ("window", 1024),
         ("documents", 1024),
         ("prefix", 2048),

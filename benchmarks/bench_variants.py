@@ -27,11 +27,15 @@ class TorchVariant:
     sinks: Tensor | None = None  # [heads], a leaf: one more logit of every row, without a value
     bias: Tensor | None = None  # [B, heads, S, S], a leaf: what score_mod adds, as SDPA takes it
     learned: tuple[Tensor, ...] = ()  # leaves whose gradients are timed beside those of query, key and value
+    dropout: float = 0.0  # share of the weights that is dropped
 
 
 def alibi_slopes(heads: int, device: str) -> Tensor:
     """2 ** (-8 (h + 1) / heads), float32 [heads] (Press et al., 2021)."""
     return torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device, dtype=torch.float32) / heads)
+
+
+SEED = 7  # of dropout
 
 
 def sink_logits(heads: int, device: str) -> Tensor:
@@ -75,6 +79,17 @@ def sequence_numbers(row: Row, device: str) -> Tensor:
     return torch.repeat_interleave(numbers, torch.tensor(row.lens)).to(device)
 
 
+def kept_as_weft(row: Row, dropout: float, device: str) -> Tensor:
+    """What Weft multiplies weights [B, heads, S, S] by: 0, or 1 over the share that is kept."""
+    from weft.ir.philox import OF_PAIRS, kept_pairs, pairs_kept
+
+    batch, head = torch.arange(row.batch, device=device), torch.arange(row.heads, device=device)
+    q_pos, kept = torch.arange(row.length, device=device), pairs_kept(dropout)
+    seed = torch.tensor([SEED], device=device)
+    found = kept_pairs(seed, batch.view(-1, 1, 1, 1), head.view(1, 1, -1, 1), q_pos, 0, row.length, kept)
+    return found.permute(0, 2, 3, 1) * (OF_PAIRS / kept)
+
+
 def torch_variant(row: Row, device: str) -> TorchVariant:
     """The row's variant for FlexAttention and for plain torch."""
     n = row.parameter
@@ -104,6 +119,8 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
             return TorchVariant(bucketed, causal, learned=(table,))
         case "sink":
             return TorchVariant(mask_mod=causal, sinks=sink_logits(row.heads, device))
+        case "dropout":
+            return TorchVariant(mask_mod=causal, dropout=n / 100)
         case "window":
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (q - kv < n))
         case "documents":
@@ -147,6 +164,8 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
         case "sink":
             sinks = weft.tensor("sinks", 1)
             return weft.Attention(mask=causal, sink=sinks[head], name="sunk"), {"sinks": sink_logits(row.heads, device)}
+        case "dropout":
+            return weft.Attention(mask=causal, dropout=n / 100, name="dropped"), {"seed": SEED}
         case "window":
             window = weft.scalar("window", int)
             return weft.Attention(mask=causal & (q_pos - kv_pos < window), name="window"), {"window": n}

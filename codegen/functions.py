@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.records import OF_PAIRS, Assign, OperandGradient, TileProgram
+from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram
 from ..compiler.analysis.survey import Survey
 from ..compiler.analysis.tiles import lookups
-from ..ir.attention import Attention
+from ..ir.attention import SEED, Attention
 from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call
 from ..ir.operators import OPERATORS, Operator
+from ..ir.philox import OF_PAIRS, pairs_kept
 from ..ir.walk import nodes, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
@@ -78,7 +79,7 @@ class FunctionPrinter:
 
     def forward(self, algorithm: str = "flash") -> str:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
-        parts = [*self._scores([]), *self._mask_parts(), *self._sink_parts()]
+        parts = [*self._scores([]), *self._mask_parts(), *self._sink_parts(), *self._dropout_parts()]
         match algorithm:
             case "flash":
                 parts += self._tiles_and_lookups(self.facts.kv_tiles)
@@ -94,15 +95,15 @@ class FunctionPrinter:
         numbered = list(enumerate(gradients))
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
         derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in numbered if g.kind != "sink"]
-        parts = [*self._scores(derivatives), *self._mask_parts()]
-        parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in OF_PAIRS]
+        parts = [*self._scores(derivatives), *self._mask_parts(), *self._dropout_parts()]
+        parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
         if of_sink:
             parts += [*self._sink_parts(), *(self.elementwise(*each, tile=False) for each in of_sink)]
         if algorithm == "flash":
             parts += self._prefixed_tiles(self.facts.kv_tiles)
         if algorithm != "standard" and self.language.is_gpu:
             parts += self._prefixed_tiles(self.facts.q_tiles)
-        if self.measured and any(g.kind in OF_PAIRS for g in gradients):
+        if self.measured and any(g.kind in PAIR_KINDS for g in gradients):
             parts.append(self.tiles(self.facts.kv_tiles))  # of kernels that visit tiles of other sizes
         return self._join([*parts, *self._survey_parts(self.survey_of_torch)])
 
@@ -177,6 +178,31 @@ class FunctionPrinter:
         if sink is None:
             return []
         return [self.elementwise("sink_logit", sink, f"The sink of a head, in natural units: {sink}", tile=False)]
+
+    def _dropout_parts(self) -> list[str]:
+        """dropout_of: the seed, and how many of 65536 pairs are kept."""
+        attention = self.facts.attention
+        if not attention.drops:
+            return []
+        seed = f"arg_{SEED.name}"
+        seed = f"{self.language.module}.load({seed})" if self.language.is_gpu else seed
+        if not isinstance(attention.dropout, Scalar):
+            kept = str(pairs_kept(attention.dropout))
+        elif self.language.is_gpu:
+            m = self.language.module
+            share = f"((1.0 - arg_{attention.dropout.name}) * {OF_PAIRS}.0 + 0.5).to({m}.int32)"
+            kept = f"{m}.minimum({m}.maximum({share}, 1), {OF_PAIRS})"
+        else:
+            kept = f"pairs_kept(arg_{attention.dropout.name})"
+        title = f"The seed of this call, and how many of {OF_PAIRS} pairs are kept."
+        given = self.dropout_arguments if self.language.is_gpu else self.env
+        return [self._function(f"dropout_of({given})", title, [f"return {seed}, {kept}"])]
+
+    @property
+    def dropout_arguments(self) -> str:
+        """What dropout_of takes on a GPU."""
+        share = self.facts.attention.dropout
+        return ", ".join([*([f"arg_{share.name}"] if isinstance(share, Scalar) else []), f"arg_{SEED.name}"])
 
     def elementwise(
         self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.places import differ_by_pair, read_once
-from ..compiler.analysis.records import OF_PAIRS
+from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
 from ..compiler.planning.kernels import SPANS
 from ..compiler.planning.plan import CodePlan
@@ -76,7 +76,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
                 "kind": g.kind,
                 "name": g.load.tensor.name,
                 "is_finite": largest(g.derivative) < math.inf,
-                "of_pairs": g.kind in OF_PAIRS,
+                "of_pairs": g.kind in PAIR_KINDS,
                 "rank": g.load.tensor.rank,
                 "at": positions[g.load.tensor.name],
                 "many_reads": not differ_by_pair(g.load),
@@ -86,6 +86,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
             if g.kind != "sink"
         ],
         "sink": facts.attention.folded_sink is not None,
+        "drops": facts.attention.drops,
+        "dropout_arguments": printer.dropout_arguments,
         "sink_grads": [
             {"i": i, "is_finite": largest(g.derivative) < math.inf} for i, g in enumerate(gradients) if g.kind == "sink"
         ],
@@ -114,7 +116,10 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
-    terms = Terms(linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse)
+    terms = Terms(
+        linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse,
+        facts.attention.drops,
+    )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     if family == "triton" and code.signature.direction == "forward" and facts.attention.folded_sink is not None:
         return with_sink(blocks, facts.scores_lie_far, env)

@@ -12,9 +12,12 @@ What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward
             queries], which may be overwritten, and values [N, keys, Dv]; `bias`, [N, queries] or None, that a product
             of a linear score is to have; `finish()` -> (sums [N, Dv, queries], what is saved [N, queries]), or None
             for both where no tile was added. With `again`, `hold()` says whether that need not be done again with it.
+            Under `terms.drops`, `add` takes a third tensor, kept [N, keys, queries], by which weights are multiplied
+            for the sum over values and for nothing else.
             backward: `terms.score`, [N, keys, queries], -inf for hidden pairs; weights and dscore are left, the
             latter from values [N, keys, Dv] and douts [N, queries, Dv]; log_total and minus_delta [N, queries] of a
-            normalizer that saves lse, under `terms.less_lse` taken off the score before
+            normalizer that saves lse, under `terms.less_lse` taken off the score before; under `terms.drops` kept
+            [N, keys, queries], by which the gradient of a weight is multiplied
 
 Scores are in units of log 2, so that exp2 serves, but for `terms.far`; gradients of scores are per natural unit.
 """
@@ -42,6 +45,7 @@ class Terms:
     sums: tuple[str, ...]  # running sums of weighted values, by name (family triton)
     far: bool = False  # scores may lie far from 0 and are in natural units; only where a normalizer saves lse
     less_lse: bool = False  # cpu, backward: the score of a pair is less log_total already
+    drops: bool = False  # weights are dropped: of family triton the templates do that
 
 
 @dataclass(frozen=True)
@@ -198,12 +202,12 @@ class Softmax:
         self.bias = None  # less the reference, [N, queries], once it stays: {who} adds it to scores
         self.top = self.total = self.weighted = None  # reference and sum of exponentials of each query; sum over values
 
-    def add(self, scores, values):
-        """One more tile of scores [N, keys, queries] in {unit}, overwritten, and values [N, keys, Dv]."""
+    def add(self, scores, values{kept_argument}):
+        """One more tile of scores [N, keys, queries] in {unit}, overwritten, and values [N, keys, Dv]{kept_text}."""
         if self.bias is not None:
             weights = {cut}(scores{less_reference}).exp2_()
             self.total.add_(weights.sum(1))
-            add_product(self.weighted, values.mT, weights.mT)
+            add_product(self.weighted, values.mT, weights{dropped}.mT)
             return
         top = scores.amax(1)
         if self.top is not None:
@@ -211,12 +215,12 @@ class Softmax:
         reference = top.masked_fill(top == -math.inf, 0.0)  # of a query that saw nothing yet
         weights = {cut}(scores.sub_(reference[:, None]){scaled}).exp2_()
         if self.top is None:
-            self.total, self.weighted = weights.sum(1), product(values.mT, weights.mT)
+            self.total, self.weighted = weights.sum(1), product(values.mT, weights{dropped}.mT)
         else:
             shrink = torch.exp2({shrink})
             self.total.mul_(shrink).add_(weights.sum(1))
             self.weighted.mul_(shrink[:, None])
-            add_product(self.weighted, values.mT, weights.mT)
+            add_product(self.weighted, values.mT, weights{dropped}.mT)
         self.top = top
         if not self.exact and math.isfinite(top.min()):
             self.bias = -top
@@ -243,6 +247,8 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
         "who": "the product" if terms.linear else "`add`", "unit": "units of log 2", "scaled": "",
         "steep_argument": "", "keep_steep": "", "cut": "cut",
         "less_reference": "" if terms.linear else ".add_(self.bias[:, None])", "shrink": "self.top - reference",
+        "kept_argument": ", kept" * terms.drops, "kept_text": ", whose weights count `kept` times" * terms.drops,
+        "dropped": ".mul_(kept)" * terms.drops,
         "and_what": "and the log of the sum of exponentials",
         "statistics": """mantissa, exponent = torch.frexp(self.total)  # the reference may be far below the maximum
         return mean, (self.top + exponent + mantissa.log2()) * LN_2""",
@@ -268,9 +274,11 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
         # the maximum of scores that lie far from 0 is saved, so that no other will do
         init="Softmax(exact=True)" if terms.far else f"Softmax({steep})",
         again="" if terms.far else f"Softmax({steep}, exact=True)" if steep else "Softmax(exact=True)",
-        in_one_piece=_softmax_in_one_piece(terms),
+        in_one_piece="" if terms.drops else _softmax_in_one_piece(terms),
         backward_weight=f"weights = {'rows.cut' if terms.linear else 'cut'}({terms.score}{weights}).exp2_()",
-        backward_score="dscore = product(values, douts, minus_delta).mul_(weights)",
+        backward_score="dscore = product(values, douts).mul_(kept).add_(minus_delta[:, None]).mul_(weights)"
+        if terms.drops
+        else "dscore = product(values, douts, minus_delta).mul_(weights)",
     )
 
 

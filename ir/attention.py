@@ -34,6 +34,7 @@ from .verify import verify
 from .walk import loads, scalars, substitute, tensors
 
 Self = TypeVar("Self", bound="Attention")
+SEED = TensorOperand("seed", 1, "int")  # int64 [1]: the option `seed` of a call, as kernels take it
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Attention:
     sink: expression of lengths, heads, batch and operands: one more logit in the softmax's denominator, which no value
         belongs to ("attention is off by one", softmax1, is sink=0.0; one learned for each head: GPT-OSS, arXiv
         2508.10925; the sinks that StreamingLLM found, arXiv 2309.17453). The log-sum-exp has it too; -inf is none.
-    dropout: reserved; anything but the default is refused for now.
+    dropout: share of the weights that a call in training drops, the others divided by what is kept (Srivastava et al.
+        2014): a number in [0, 1) or a float scalar operand, to the nearest 1/65536; ir/philox.py says which pairs.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
     normalizer: what takes the place of the softmax, by the name of its record (ir/normalizer.py).
@@ -112,7 +114,7 @@ class Attention:
     _: dataclasses.KW_ONLY
     scale: Operand | None = None
     sink: Operand | None = None
-    dropout: float = 0.0
+    dropout: float | Scalar = 0.0
     latent: Latent | None = None
     name: str | None = None
     normalizer: str = SOFTMAX.name
@@ -130,6 +132,9 @@ class Attention:
             value = getattr(self, item)
             if value is not None or item in ("score", "mask"):
                 object.__setattr__(self, item, _field(item, value))
+        if not isinstance(self.dropout, (bool, Scalar)):
+            number = self.dropout if isinstance(self.dropout, int) else foreign.number_in(self.dropout)
+            object.__setattr__(self, "dropout", self.dropout if number is None else float(number))
         if self.name is None:
             object.__setattr__(self, "name", "attention")
         verify(self, where)
@@ -156,6 +161,11 @@ class Attention:
         folded = canonical(sink if sink.dtype == "float" else call("mul", sink, expression(1.0)))
         return None if isinstance(folded, Const) and folded.value == -math.inf else folded
 
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped in training."""
+        return isinstance(self.dropout, Scalar) or self.dropout != 0.0
+
     def _of_own_keys(self, node: Expr) -> Expr:
         """In latent attention every query head has keys of its own, also where they are never written out."""
         return node if self.latent is None else substitute(node, {"kv_head": symbol("head"), "group": expression(1)})
@@ -173,12 +183,19 @@ class Attention:
     def scalars(self) -> tuple[Scalar, ...]:
         """Scalar operands of the call, by name."""
         found = {s.name: s for e in self.expressions for s in scalars(e)}
+        if isinstance(self.dropout, Scalar):
+            found[self.dropout.name] = self.dropout
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
     def tensors(self) -> tuple[TensorOperand, ...]:
-        """Tensor operands of the call, by name."""
+        """Tensor operands of the call, by name.
+
+        The seed of a variant that drops weights is one of them, so that it goes wherever operands go.
+        """
         found = {t.name: t for e in self.expressions for t in tensors(e)}
+        if self.drops:
+            found[SEED.name] = SEED
         return tuple(found[k] for k in sorted(found))
 
     @cached_property
@@ -213,6 +230,8 @@ class Attention:
 
     # -- identity ---------------------------------------------------------------------------------------------------
     def _declarations(self, expressions: tuple[Expr, ...]) -> list[str]:
+        if isinstance(self.dropout, Scalar):
+            expressions = (*expressions, self.dropout)
         scalar_lines = {
             s.name: f'{s.name} = weft.scalar("{s.name}", {s.dtype})' for e in expressions for s in scalars(e)
         }
@@ -226,6 +245,8 @@ class Attention:
         parts = []
         if self.latent is not None:
             parts.append(f"latent=weft.Latent(rank={self.latent.rank}, rope={self.latent.rope})")
+        if self.drops:
+            parts.append(f"dropout={self.dropout}")
         parts.append(f'name="{self.name}"')
         if self.normalizer != SOFTMAX.name:
             parts.append(f'normalizer="{self.normalizer}"')

@@ -241,7 +241,10 @@ _WINDOW = (
     "declare it: n = weft.scalar('n', int), weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < n)), "
     "called with n=..."
 )
-_DROPOUT = "attention dropout is not available; leave it out"
+_DROPOUT = (
+    "declare it: weft.Attention(dropout=0.1), and give train=False where nothing is to be dropped, seed= to drop the "
+    "same weights again"
+)
 _GQA = "leave it out: heads are grouped wherever key and value have fewer heads than the query"
 _STARTS = (
     "write cu_seqlens_kv=, with operands packed as [1, heads, total, dim]: x.transpose(0, 1)[None] of [total, heads, "

@@ -104,6 +104,7 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
     latent: Latent | None = None
     name: str | None = None
     normalizer = SOFTMAX.name
+    dropout: float | Scalar = 0.0
     for item in tree.keywords:
         match item:
             case ast.keyword("score", value):
@@ -114,6 +115,10 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 scale = _node(value, operands)
             case ast.keyword("sink", value):
                 sink = _node(value, operands)
+            case ast.keyword("dropout", ast.Constant(value=float() as dropout)):
+                pass
+            case ast.keyword("dropout", ast.Name(name_of)) if isinstance(operands.get(name_of), Scalar):
+                dropout = operands[name_of]  # type: ignore[assignment]
             case ast.keyword("name", ast.Constant(value=str() as name)):
                 pass
             case ast.keyword("normalizer", ast.Constant(value=str() as normalizer)):
@@ -130,7 +135,9 @@ def _attention(tree: ast.expr, operands: Mapping[str, Declared]) -> Attention:
                 latent = Latent(rank, rope)
             case _:
                 raise WeftError(f"weft.Attention: cannot read {ast.unparse(item)}")
-    return Attention(score, mask, scale=scale, sink=sink, latent=latent, name=name, normalizer=normalizer)
+    return Attention(
+        score, mask, scale=scale, sink=sink, dropout=dropout, latent=latent, name=name, normalizer=normalizer
+    )
 
 
 def _declaration(line: ast.stmt) -> Declared:

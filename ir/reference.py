@@ -10,12 +10,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from .attention import Attention
+from .attention import SEED, Attention
 from .errors import InternalError
 from .expr import Call, Const, Expr, Load, Scalar, Symbol
 from .normalizer import Normalizer
 from .operators import LARGEST_FLOOR, OPERATORS
 from .parse import parse
+from .philox import OF_PAIRS, kept_pairs, pairs_kept
 from .sequences import Rows
 
 Value = Tensor | int | float | bool
@@ -128,7 +129,8 @@ def reference(
     query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], operands by name; any float dtype.
     head_dim: the value of the symbol `head_dim`, D where not given. first_batch: that of `batch` in batch row 0.
     Returns out [B, Hq, L, Dv] and lse [B, Hq, L], NaN under a normalizer that has none.
-    A row that sees nothing gives out 0 and lse -inf, with zero gradients.
+    A row that sees nothing gives out 0 and lse -inf, with zero gradients. A variant with dropout has the operand
+    `seed`, int64 [1], and drops weights.
     """
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -145,11 +147,23 @@ def reference(
     score = torch.where(mask, score, -math.inf)
     if attention.folded_sink is None:
         weights, lse = _weights(attention.weighs, score, mask)
-        return weights @ value, lse
+        return _dropped(attention, weights, env) @ value, lse
     sink = evaluate(attention.folded_sink, env, dtype, device).expand(*shape[:-1], 1)
     weights, lse = _weights(attention.weighs, torch.cat([score, sink], -1), torch.cat([mask, sink > -math.inf], -1))
     # infinity less infinity is NaN in the weights, as in torch.softmax; so it is here
-    return weights[..., :-1] @ value, torch.where(sink[..., 0] == math.inf, math.nan, lse)
+    return _dropped(attention, weights[..., :-1], env) @ value, torch.where(sink[..., 0] == math.inf, math.nan, lse)
+
+
+def _dropped(attention: Attention, weights: Tensor, env: Mapping[str, Value]) -> Tensor:
+    """Weights [B, Hq, L, T] without those that dropout takes, the others larger by what they are fewer."""
+    if not attention.drops:
+        return weights
+    kept = pairs_kept(
+        float(env[attention.dropout.name] if isinstance(attention.dropout, Scalar) else attention.dropout)
+    )
+    batch, head, q_pos = (torch.as_tensor(env[name]).transpose(2, 3) for name in ("batch", "head", "q_pos"))
+    found = kept_pairs(_operand(env, SEED.name), batch, head.transpose(1, 2), q_pos, 0, weights.shape[3], kept)
+    return weights * found.permute(0, 2, 3, 1).to(weights.dtype) * (OF_PAIRS / kept)
 
 
 def ragged_reference(

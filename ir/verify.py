@@ -66,8 +66,10 @@ def _problems(attention: Attention) -> Iterator[str]:
         yield from _sink_problems(attention, sink)
     for label, root in expressions:
         yield from _index_problems(label, root)
+    if isinstance(attention.dropout, Scalar):
+        expressions.append(("dropout", attention.dropout))
+    yield from _dropout_problems(attention.dropout)
     yield from _conflicts([root for _, root in expressions])
-    yield from _refused(attention)
 
 
 def _at(message: str, node: Expr) -> str:
@@ -118,6 +120,9 @@ def _conflicts(roots: list[Expr]) -> Iterator[str]:
                 yield _at(f"operand {name!r} is declared twice: as {seen[name]} and as {kind}", node)
 
 
-def _refused(attention: Attention) -> Iterator[str]:
-    if attention.dropout != 0.0:
-        yield "dropout: attention dropout is not available yet; leave dropout=0.0"
+def _dropout_problems(dropout: object) -> Iterator[str]:
+    if isinstance(dropout, Scalar):
+        if dropout.dtype != "float":
+            yield _at(f"dropout: expected a float scalar, got {dropout.name}, an {dropout.dtype}", dropout)
+    elif isinstance(dropout, bool) or not isinstance(dropout, float) or not 0.0 <= dropout < 1.0:
+        yield f"dropout: expected a number from 0 on and below 1, or weft.scalar(name, float), got {dropout}"

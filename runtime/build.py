@@ -74,6 +74,7 @@ def jobs_of(
     latent = [str(a.name) for a in attentions if a.latent is not None]
     if latent:
         raise WeftError(f"build: latent attention is not built ahead yet, got {', '.join(latent)}")
+    attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.drops else (a,))]
     return [
         Job(a.canonical_text, direction, dtype, width, width, device, target, schedule)
         for a in attentions for dtype in dtypes for width in head_dims for direction in directions
@@ -86,14 +87,18 @@ def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
     if workers <= 1:
         yield from map(build_one, jobs)
         return
+    others = multiprocessing.active_children()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             with _interrupts_held():  # and so in the processes that are started: Ctrl-C reaches all of a terminal's
                 started = [pool.submit(build_one, job) for job in jobs]
             for done in as_completed(started):
                 yield done.result()
-        except BaseException:  # also where whoever asks for more is interrupted: what is under way is finished, no more
+        except BaseException:  # also where whoever asks for more is interrupted
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                if worker not in others:
+                    worker.terminate()  # nothing is torn: caches are written under other names, and renamed
             raise
 
 

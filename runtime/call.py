@@ -107,8 +107,6 @@ class Options:
     deterministic: bool | None = None
     return_lse: bool = False
     form: Literal["expanded", "absorbed"] | None = None  # of latent attention; None: by cost
-    seed: int | Tensor | None = None  # of dropout, which no target has yet
-    train: bool = True
 
     @property
     def text(self) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import facts_of
-from ..compiler.analysis.records import OF_PAIRS, OperandGradient
+from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
 from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
@@ -190,7 +190,7 @@ class Variant:
         env, sums = _env(call), []
         for gradient in self.facts.operand_gradients(wanted):
             length = {"row": (q_len,), "column": (0,)}.get(gradient.kind, ())
-            if gradient.kind in OF_PAIRS:
+            if gradient.kind in PAIR_KINDS:
                 sums.append(dlse.new_zeros(tensors[gradient.load.tensor.name].shape))
             elif gradient.kind == "sink":
                 slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device).expand(batch, heads, 1)
@@ -205,13 +205,13 @@ class Variant:
         totals = {}
         for name, tensor in operands.items():
             own = [(g, total) for g, total in zip(gradients, sums) if g.load.tensor.name == name]
-            if len(own) == 1 and own[0][0].kind in OF_PAIRS:
+            if len(own) == 1 and own[0][0].kind in PAIR_KINDS:
                 totals[name] = own[0][1]  # in its shape already: a large one is not gone through again
                 continue
             dtype = torch.float64 if torch.float64 in {total.dtype for _, total in own} else torch.float32
             totals[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
             for gradient, total in own:
-                if gradient.kind in OF_PAIRS:
+                if gradient.kind in PAIR_KINDS:
                     totals[name].add_(total)
                 else:
                     scatter(gradient, total, call, totals[name])

@@ -82,6 +82,7 @@ class CpuTarget:
             and not open_mask
             and not by_head
             and "batch" not in read
+            and not facts.attention.drops
             and facts.attention.weighs == SOFTMAX,
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,

@@ -94,6 +94,8 @@ class HopperTarget:
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
         if lacking := softmax_only(facts.attention.weighs):
             return f"hopper: {lacking}"
+        if facts.attention.drops and kernel.direction == "backward":
+            return "hopper: the backward of dropout is computed by the triton target"
         if widths.rope_dim or widths.value_is_key:
             return "hopper: latent attention is computed by the triton target"
         most = TILE_COLUMNS[-1]
@@ -333,9 +335,10 @@ def _differs_by_head(scale: Expr) -> bool:
 def best_form(widths: Widths, facts: Facts) -> HopperForm:
     """The form that measured best for tiles of these widths (docs/performance.md).
 
-    What reads positions needs registers for them: fewer consumers at D64, the query in SRAM at D128.
+    What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
+    D128.
     """
-    spare = not facts.traits.positional  # registers
+    spare = not (facts.traits.positional or facts.traits.drops)  # registers
     columns, value_columns = piecewise(widths.head_dim), columns_of(widths)[1]
     if columns == 256 or value_columns == 256:
         return HopperForm(2, 64, 2, lazy_rescale=True, output_in_query=columns == value_columns)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import OF_PAIRS
+from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
@@ -112,7 +112,7 @@ class TritonTarget:
     def _no_gradients(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it cannot sum the gradient of what pairs read."""
         reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
-        found = next((load for load, kind in reads if kind in OF_PAIRS), None)
+        found = next((load for load, kind in reads if kind in PAIR_KINDS), None)
         if signature.direction == "forward" or found is None:
             return None
         if not is_of_flash(kernel):
@@ -150,6 +150,8 @@ class TritonTarget:
             where, lacking = "", lacks(facts.attention.weighs, self.family)
         else:
             where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.weighs)
+            if facts.attention.drops:
+                lacking = "has no dropout; use schedule='flash'"
         return None if lacking is None else f"{self.name}: {where}{lacking}"
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
@@ -165,7 +167,9 @@ class TritonTarget:
         if kernel in PAIR_SUMS:
             return square_tilings(kernel, sizes, hardware, parts, facts.traits)
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
-        of_pairs = any(kind in OF_PAIRS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds)
+        of_pairs = any(
+            kind in PAIR_KINDS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds
+        )
         if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
             # what is read and stored for each pair wants registers: larger tiles spill in their loop
             own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)

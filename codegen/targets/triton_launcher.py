@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import OF_PAIRS
+from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.kernels import LISTED, SPANS, WORK, Kernel
@@ -214,7 +214,7 @@ class TritonLauncher:
         sums = {n: workspace[f"sum{n}"] for n in range(len(self.sums))}
         found = []
         for n, g in enumerate(self.sums):
-            if g.kind in OF_PAIRS:
+            if g.kind in PAIR_KINDS:
                 found.append(sums[n])
             elif ragged is None or ragged.kind != "packed":
                 found.append(_reduced(sums[n], self.code.schedule.algorithm, g.kind, q_len))

@@ -185,6 +185,7 @@ class Facts:
             pair_bytes=self.pair_bytes,
             normalizer=self.attention.weighs,
             sink=self.attention.folded_sink is not None,
+            drops=self.attention.drops,
             measured=self._measuring(),
         )
 

@@ -74,7 +74,7 @@ class Measuring:
 
 
 GradientKind: TypeAlias = Literal["total", "row", "column", "diagonal", "pair", "sink"]
-OF_PAIRS = frozenset({"diagonal", "pair"})  # kinds of reads whose index has both positions
+PAIR_KINDS = frozenset({"diagonal", "pair"})  # kinds of reads whose index has both positions
 
 
 @dataclass(frozen=True)
@@ -111,4 +111,5 @@ class Traits:
     pair_bytes: int = 0  # of what score and mask read for each pair of a query and a key
     normalizer: Normalizer = SOFTMAX
     sink: bool = False  # each row has one more logit, without a value
+    drops: bool = False  # some weights are dropped
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit

@@ -106,6 +106,8 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
         table.add_row("mask", Text(str(attention.mask)))
         if attention.sink is not None:
             table.add_row("sink", Text(str(attention.sink)))
+        if attention.drops:
+            table.add_row("dropout", Text(f"{attention.dropout} of the weights, where the plan says drop(...)"))
     sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
     table.add_row("problem", Text(f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"))
     parts = plan.segments

@@ -48,7 +48,6 @@ class Signature:
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
     atomics: bool = False  # of a backward: gradients of operands may be summed in any order
-    dropout: bool = False
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
 
     @property

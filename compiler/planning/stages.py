@@ -67,6 +67,10 @@ class Tiles:
     def score_text(self) -> str:
         return "scale * Q K^T" if self.traits.linear else "score(Q K^T)"
 
+    def kept(self, what: str) -> str:
+        """Weights, or their gradients, where dropout takes some."""
+        return f"drop({what})" if self.traits.drops else what
+
     @property
     def sink_text(self) -> str:
         return "; the sink is in both" if self.traits.sink else ""
@@ -139,7 +143,7 @@ def _flash_forward(t: Tiles) -> list[Stage]:
         _compute("scores", f"{t.scores()} = {t.score_text}{t.mask_text}", _EACH_KV),
         _compute("weights", t.weights(), _EACH_KV),
         *value,
-        _compute("output", "O += P V", _EACH_KV),
+        _compute("output", f"O += {t.kept('P')} V", _EACH_KV),
         _store("output", t.results),
     ]
 
@@ -150,7 +154,7 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
     order = ", the longest first" if t.traits.masked else ""
     slot = "into a slot of its ring, by the producer's TMA"
     sums = f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}"
-    beside = "O += P V of the tile before; on full tiles beside the softmax of this one"
+    beside = f"O += {t.kept('P')} V of the tile before; on full tiles beside the softmax of this one"
     weights = (
         "reference raised to the maximum, or a little less; P = exp2(S - reference), which waits in registers for its "
         "V; sum and O rescaled"
@@ -275,7 +279,7 @@ def _flash_dquery(t: Tiles) -> list[Stage]:
         _load("key", t.key(), _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = Q K^T", _EACH_KV),
         _load("value", t.value(), _EACH_KV, _AHEAD),
-        _compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_KV),
+        _compute("dweights", f"{t.scores('dP')} = {t.kept('dO V^T')}", _EACH_KV),
         _compute("weights", _weights_text(t), _EACH_KV),
         _compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
         *(stored if "stored" in t.sums else []),
@@ -291,7 +295,7 @@ def _pair_sums(t: Tiles, per: str, store: str) -> list[Stage]:
         _load("query", ", ".join([t.query(), t.output("dO"), *t.saved("lse", "delta")]), per, _AHEAD),
         _load("key", f"{t.key()}, {t.value()}", per, _AHEAD),
         _compute("scores", f"{t.scores()} = Q K^T", per),
-        _compute("dweights", f"{t.scores('dP')} = dO V^T", per),
+        _compute("dweights", f"{t.scores('dP')} = {t.kept('dO V^T')}", per),
         _compute("weights", _weights_text(t), per),
         _compute("dscores", f"dload = {_dload(t)}{t.mask_text}", per),
         _store("sums", store),
@@ -313,7 +317,7 @@ def _flash_ddiagonals(t: Tiles) -> list[Stage]:
 
 def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
     results = _key_results(t)
-    dvalue = [_compute("dvalue", "dV += P^T dO", _EACH_Q)] if "value" in t.wanted else []
+    dvalue = [_compute("dvalue", f"dV += {t.kept('P')}^T dO", _EACH_Q)] if "value" in t.wanted else []
     dkey = [_compute("dkey", "dK += dS^T Q", _EACH_Q)] if t.wants_dkey else []
     return [
         _load("key", f"{t.key()}, {t.value()}" if t.wants_dscores else t.key(), _ONCE),
@@ -333,7 +337,7 @@ def _column_sums(t: Tiles, per: str) -> list[Stage]:
 def _weights_again(t: Tiles, wants_dscores: bool, moves: str) -> list[Stage]:
     """P and dS of a tile of queries that a program of a tile of keys visits."""
     saved = t.saved("lse", "delta") if wants_dscores else t.saved("lse")
-    dweights = [_compute("dweights", f"{t.scores('dP')} = dO V^T", _EACH_Q)] if wants_dscores else []
+    dweights = [_compute("dweights", f"{t.scores('dP')} = {t.kept('dO V^T')}", _EACH_Q)] if wants_dscores else []
     dscores = [_compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_Q)] if wants_dscores else []
     return [
         _load("query", ", ".join([t.query(), *saved]), _EACH_Q, moves),
@@ -526,7 +530,7 @@ def _cpu_forward(t: Tiles) -> list[Stage]:
         Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
         _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
         Stage("load value", "load", value, _RAM, _EACH_KV),
-        _compute("output", f"{t.weights(' over S')}; O += P V", _EACH_KV),
+        _compute("output", f"{t.weights(' over S')}; O += {t.kept('P')} V", _EACH_KV),
         Stage("store output", "store", t.results, _CACHE, _EACH_Q),
     ]
 
@@ -543,9 +547,9 @@ def _cpu_backward(t: Tiles) -> list[Stage]:
         Stage("load key", "load", f"{t.key()}, a view", _RAM, _EACH_KV),
         _compute("scores", f"{t.scores()} = {_cpu_score(t)}{t.mask_text}", _EACH_KV),
         _compute("weights", "P = exp2(S - lse) over S" if saves_lse else t.weights(), _EACH_KV),
-        Stage("store dvalue", "store", "dV += P^T dO, rows of the result", _CACHE, _EACH_KV),
+        Stage("store dvalue", "store", f"dV += {t.kept('P')}^T dO, rows of the result", _CACHE, _EACH_KV),
         Stage("load value", "load", f"{t.value()}, a view", _RAM, _EACH_KV),
-        _compute("dscores", f"dS = {_dscore(t)}, with dP = dO V^T", _EACH_KV),
+        _compute("dscores", f"dS = {_dscore(t)}, with dP = {t.kept('dO V^T')}", _EACH_KV),
         Stage("store sums", "store", "gradients of reads of operands, summed over the tile", _CACHE, _EACH_KV),
         _compute("dquery", "dQ += dS K", _EACH_KV),
         Stage("store dkey", "store", "dK += dS^T Q, rows of the result", _CACHE, _EACH_KV),

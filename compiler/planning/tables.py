@@ -20,7 +20,7 @@ from typing import Literal
 
 from ...ir.expr import Load
 from ..analysis.places import differ_by_head, differ_by_pair, read_once, summed_over
-from ..analysis.records import OF_PAIRS, GradientKind
+from ..analysis.records import PAIR_KINDS, GradientKind
 from .signature import Signature
 
 Finish = Literal["store", "list", "add"]
@@ -58,7 +58,7 @@ def ways_of(reads: Sequence[tuple[Load, GradientKind]], signature: Signature) ->
     found: list[Way | None] = []
     refused = None
     for load, kind in reads:
-        if kind not in OF_PAIRS:
+        if kind not in PAIR_KINDS:
             found.append(None)
         elif kind == "diagonal":
             found.append(Way(DDIAGONALS, "list"))

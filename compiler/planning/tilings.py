@@ -35,7 +35,7 @@ _FLASH_SM90_MASKED = {
     128: (Tiling(128, 64, 8, 4), Tiling(128, 64, 8, 3), Tiling(32, 64, 4, 3)),
     256: (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2)),
 }
-# Scores with a derivative, and masks that read tensors by position, want registers of their own.
+# Scores with a derivative, dropout, and masks that read tensors by position want registers of their own.
 _FLASH_SM90_CURVED = {
     **_FLASH_SM90_MASKED,
     64: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
@@ -150,10 +150,12 @@ def _table(
         return _FLASH_GFX942
     if hardware.capability < 90:
         return _FLASH_SM80
-    if not traits.masked:
-        return _FLASH_SM90_DENSE
     if traits.measured:
         return _FLASH_SM90_MEASURED
+    if traits.drops:
+        return _FLASH_SM90_CURVED
+    if not traits.masked:
+        return _FLASH_SM90_DENSE
     return _FLASH_SM90_MASKED if traits.linear else _FLASH_SM90_CURVED
 
 

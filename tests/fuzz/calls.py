@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .dense import Environment, Undefined, evaluate
-from .tree import INTS, Kind, Node, Read, Scalar, nodes
+from .tree import INTS, Kind, Node, Num, Read, Scalar, nodes
 
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -82,6 +82,7 @@ class Variant:
     scale: Node | None = None
     latent: Latent | None = None
     sink: Node | None = None
+    dropout: Num | Scalar | None = None
 
     @property
     def trees(self) -> tuple[Node, ...]:
@@ -94,9 +95,10 @@ class Variant:
 
     @property
     def scalars(self) -> dict[str, Kind]:
-        return dict(
-            sorted({n.name: n.kind for tree in self.trees for n in nodes(tree) if isinstance(n, Scalar)}.items())
-        )
+        found = {n.name: n.kind for tree in self.trees for n in nodes(tree) if isinstance(n, Scalar)}
+        if isinstance(self.dropout, Scalar):
+            found[self.dropout.name] = self.dropout.kind
+        return dict(sorted(found.items()))
 
     @property
     def tensors(self) -> dict[str, tuple[Kind, int]]:
@@ -148,6 +150,19 @@ class Call:
     wanted: tuple[str, ...] = ()
     dout: str = "plain"  # layout of the gradient of out; "none": that of lse is the only one
     seed: int = 0
+    train: bool = True
+
+    @property
+    def drop_seed(self) -> int:
+        """The seed of dropout, of 64 bits and either sign."""
+        return (self.seed * 0x9E3779B97F4A7C15 + 1) % 2**64 - 2**63
+
+    def dropping(self, device: str) -> dict[str, str]:
+        """Text of the options of a call of a variant that drops weights."""
+        seed = str(self.drop_seed)
+        if self.seed % 4 == 1:
+            seed = f"torch.tensor([{seed}]" + ("" if device == "cpu" else f", device={device!r}") + ")"
+        return {"seed": seed} if self.train else {"seed": seed, "train": "False"}
 
     @property
     def deterministic(self) -> bool | None:

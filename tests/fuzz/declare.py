@@ -448,6 +448,11 @@ class Drawer:
         )
         return self.random.choice(kinds)
 
+    def dropout(self) -> Num | Scalar | None:
+        if self.random.random() < 0.8:
+            return None
+        return self.random.choice((Num(0.1), Num(0.5), Num(0.0), Num(0.99), Scalar("drop", "float")))
+
 
 def draw_variant(random: Random) -> Variant:
     """A declaration; some of what is drawn has no call that is defined, and is given up by whoever draws calls."""
@@ -461,8 +466,9 @@ def draw_variant(random: Random) -> Variant:
             mask, score = make("and", make("le", K, Q), mask), scorer.past(score)
         scale = Drawer(random, "scale", tensors).scale()
         sink = Drawer(random, "scale", tensors).sink()
+        dropout = Drawer(random, "scale", tensors).dropout()
         latent = Latent(random.choice((8, 16, 20)), random.choice((0, 4, 8))) if random.random() < 0.08 else None
-        variant = Variant(score, mask, scale, latent, sink)
+        variant = Variant(score, mask, scale, latent, sink, dropout)
         if max(size(mask), size(score)) <= LARGEST and _consistent(variant):
             return variant
         tensors.clear()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .calls import DTYPES, Built, Call, cleaned, environment, existing, symbol_values
 from .dense import FAST_TANH, FP32, FP64, Environment, Gather, Precision, Undefined, Value, evaluate
-from .tree import Node, Num
+from .philox import kept
+from .tree import Node, Num, Scalar
 
 EPS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 ROUNDINGS = 6.0  # of a product of tiles, in units of eps: sums in another order, weights rescaled
@@ -46,6 +47,7 @@ class Dense:
     scores: Tensor
     bound: Tensor | None  # of the rounding of scores
     weights: Tensor  # [B, H, L, T]
+    kept: Tensor | float  # what dropout multiplies them by, [B, H, L, T] or 1
     out: Tensor
     lse: Tensor
     gathers: list[Gather]
@@ -127,8 +129,21 @@ def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precisio
     if logits is not None:
         of_sink = torch.exp((logits.value[..., None] - lse).detach().nan_to_num(nan=-math.inf, neginf=-math.inf))
         sink = Sink(logits.value, logits.bound, of_sink, sink_env.gathers)
-    return Dense(leaves, query, key, value, pairs, products, scores.value, scores.bound, weights, weights @ value, lse,
-                 env.gathers, sink)  # fmt: skip
+    factor = _kept(built, env, pairs, shape)
+    factor = factor.to(dtype) if isinstance(factor, Tensor) else factor
+    return Dense(leaves, query, key, value, pairs, products, scores.value, scores.bound, weights, factor,
+                 (weights * factor) @ value, lse, env.gathers, sink)  # fmt: skip
+
+
+def _kept(built: Built, env: Environment, pairs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor | float:
+    """What dropout multiplies weights by, float64 [B, H, L, T]; 1 where nothing is dropped."""
+    share, call = built.variant.dropout, built.call
+    if share is None or not call.train:
+        return 1.0
+    dropout = dict(call.scalars)[share.name] if isinstance(share, Scalar) else share.value
+    symbols = [torch.as_tensor(env.symbols[n]) for n in ("batch", "head", "q_pos", "kv_pos")]
+    factors = torch.zeros(shape, dtype=torch.float64, device=pairs[0].device)
+    return factors.index_put(pairs, kept(call.drop_seed, float(dropout), *symbols))
 
 
 def _sinks(
@@ -317,7 +332,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     tiny = 2.0**-120 if call.target == "cpu" else 2.0**-24 if call.dtype == "float16" else 2.0**-125
     share = share + tiny * (p > 0)
     query, key, value = (t.detach().abs() for t in (dense.query, dense.key, dense.value))
-    out = share @ value + _of_projected_values(built, dense, eps)
+    out = (share * dense.kept) @ value + _of_projected_values(built, dense, eps)
     found = {"out": out, "lse": (p * off).sum(-1) + sink_p * sink_off + 4 * eps * (1 + _finite(dense.lse).abs())}
     if call.target == "cpu" and "16" in call.dtype:  # torch's own attention has short exponentials: off by 6.3e-5
         found["lse"] = found["lse"] + 2.0**-13
@@ -326,7 +341,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     if not call.wanted:
         return found
     dout = dout.to(torch.float64)
-    dweights = dout.abs() @ value.transpose(-1, -2)
+    dweights = (dout.abs() @ value.transpose(-1, -2)) * dense.kept
     delta = (dout.abs() * dense.out.detach().abs()).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta + dlse.to(torch.float64).abs()[..., None]
@@ -337,7 +352,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     dproducts = dscores * _slopes(dense, dense.products)
     # a slope may be what is left of terms of size 1, as 1 - tanh(x)^2 is
     dproducts = dproducts + ROUNDINGS * eps * p * (dweights + delta)
-    main = {"query": dproducts @ key, "key": dproducts.mT @ query, "value": share.mT @ dout.abs()}
+    main = {"query": dproducts @ key, "key": dproducts.mT @ query, "value": (share * dense.kept).mT @ dout.abs()}
     found |= {f"d{n}": t for n, t in _of_leaves(built, dense, main).items()}
     for name in call.wanted:
         if f"d{name}" not in found:
@@ -393,7 +408,7 @@ def _of_projected_values(built: Built, dense: Dense, eps: float) -> Tensor:
     latent, call = built.variant.latent, built.call
     if latent is None or "uv" not in dense.leaves:
         return torch.zeros_like(dense.out)
-    weights, uv = dense.weights.detach(), dense.leaves["uv"].detach().abs()
+    weights, uv = dense.weights.detach() * dense.kept, dense.leaves["uv"].detach().abs()
     narrow = dense.leaves["cache"].detach()[..., : latent.rank]
     terms = ROUNDINGS * eps * (weights @ narrow.abs()) @ uv
     kept = rounds_keys(built) and call.form != "expanded"

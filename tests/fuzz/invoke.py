@@ -20,6 +20,7 @@ FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a 
 WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
 NUMBERS = {
     "int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000),
+    "drop": (0.0, 0.1, 0.5, 0.9),
     "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
@@ -86,7 +87,7 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     dout = call.dout if like.lse or call.dout != "none" else "plain"
     return replace(
         call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
-        form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset,
+        train=like.train, form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset,
         main=call.main if len(call.main) == len(like.main) else like.main,
     )  # fmt: skip
 
@@ -116,13 +117,13 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     return Call(
         batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype,
         main=tuple(_main(random, name, target) for name in names),
-        scalars=tuple((n, random.choice(NUMBERS[kind])) for n, kind in variant.scalars.items()),
+        scalars=tuple((n, random.choice(NUMBERS.get(n, NUMBERS[kind]))) for n, kind in variant.scalars.items()),
         tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
         q_offset=_offset(random, variant, batch if lens is None else len(lens.q), q_len, kv_len), lens=lens,
-        target=target, schedule=_schedule(random, target, flash=lens is not None),
+        target=target, schedule=_schedule(random, target, flash=lens is not None or variant.dropout is not None),
         form=form, lse=lse, wanted=_wanted(random, variant, names, form),
         dout=random.choice((*DOUT, "none" if lse else "plain")),
-        seed=random.randrange(10**6),
+        seed=random.randrange(10**6), train=random.random() < 0.9,
     )  # fmt: skip
 
 

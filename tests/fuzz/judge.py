@@ -125,6 +125,8 @@ def declaration(variant: Variant) -> str:
         parts.append(f"scale={text(variant.scale)}")
     if variant.sink is not None:
         parts.append(f"sink={text(variant.sink)}")
+    if variant.dropout is not None:
+        parts.append(f"dropout={text(variant.dropout)}")
     if variant.latent is not None:
         parts.append(f"latent=weft.Latent({variant.latent.rank}, {variant.latent.rope})")
     names = sorted(variant.tensors, key=len, reverse=True)
@@ -162,6 +164,9 @@ def options_of(built: Built) -> dict[str, Any]:
         device = built.tensors["query"].device
         given = call.q_offset
         options["q_offset"] = given if isinstance(given, int) else torch.tensor(given, dtype=torch.int32, device=device)
+    if built.variant.dropout is not None:
+        for name, text_of in call.dropping(built.tensors["query"].device.type).items():
+            options[name] = eval(text_of, {"torch": torch})
     if call.lens is not None:
         for name, text_of in call.lens.options(built.tensors["query"].device.type).items():
             options[name] = eval(text_of, {"torch": torch})

@@ -33,6 +33,8 @@ def _arguments(built: Built) -> list[str]:
     found += [f"{n}={v!r}" for n, v in call.scalars]
     if call.q_offset is not None:
         found.append(f"q_offset={offset_text(call.q_offset, built.tensors['query'].device.type)}")
+    if built.variant.dropout is not None:
+        found += [f"{n}={t}" for n, t in call.dropping(built.tensors["query"].device.type).items()]
     if call.lens is not None:
         found += [f"{n}={t}" for n, t in call.lens.options(built.tensors["query"].device.type).items()]
     if call.target != "reference":

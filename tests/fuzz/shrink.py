@@ -69,6 +69,8 @@ def _smaller(variant: Variant, call: Call) -> Iterator[tuple[Variant, Call]]:
             yield replace(variant, **{name: plain}), call
         for simpler in _simpler(tree):
             yield replace(variant, **{name: simpler}), call
+    if variant.dropout is not None:
+        yield replace(variant, dropout=None), call
     yield from ((variant, smaller) for smaller in _plainer_calls(call))
 
 

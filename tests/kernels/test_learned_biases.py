@@ -78,7 +78,7 @@ def operands_of(attention: weft.Attention, batches: int = 2, dtype: torch.dtype 
     made |= {"apart": torch.randint(-2, 8, (batches, 64, 64), generator=generator)}
     made |= {"kinds": torch.randint(0, 5, (batches, 64), generator=generator)}
     made |= {"docs": torch.randint(0, 3, (batches, 64), generator=generator).sort(-1).values}
-    return {t.name: made[t.name] for t in attention.tensors}
+    return {t.name: made[t.name] for t in attention.tensors if t.name in made}
 
 
 def check(
@@ -166,6 +166,15 @@ def test_a_number_of_score_and_sink(target: str) -> None:
     exact = [t.double() for t in tensors]
     expected = torch.autograd.grad(attention.reference(*exact, one=number.double()), [number], dout.double())[0]
     assert found.shape == () and abs(found - expected) < 1e-4 * (1 + abs(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((n, "cpu") for n in ("full", "of_heads", "t5", "graphormer")), *((n, "interpret") for n in ("of_heads", "t5"))],
+)
+def test_with_dropout(name: str, target: str) -> None:
+    """What is dropped has no gradient, in every kernel alike."""
+    check(variant(name).replace(dropout=0.3), more={"seed": 5}, target=target)
 
 
 # -- sequences and offsets ---------------------------------------------------------------------------------------------

@@ -351,7 +351,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["--mask", "True", "--set", "window=3"], "--set: window: unknown operand or option; .* operands are: none"),
         (
             ["--mask", "True", "--scalar", "w:int", "--set", "w=3"],
-            "--set: w: declared, but neither score, mask, scale nor sink",
+            "--set: w: declared, but neither score, mask, scale, sink nor dropout",
         ),
         (
             ["--score", "score + t[q_pos]", "--tensor", "t:1", "--set", "t=3"],

@@ -1,5 +1,6 @@
 """Mistakes in declarations: each is refused where it is written, and the message says what to write instead."""
 
+import math
 import re
 from collections.abc import Callable
 
@@ -194,7 +195,20 @@ def test_declarations_of_operands(make: Callable[[], object], match: str) -> Non
             lambda: Attention(sink=torch.zeros(4)),
             r'declare sinks = weft.tensor\("sinks", 1, float\) and weft.Attention\(sink=sinks\[weft.head\]\)',
         ),
-        (lambda: Attention(dropout=0.1), "dropout: attention dropout is not available yet; leave dropout=0.0"),
+        (
+            lambda: Attention(dropout=1.0),
+            r"dropout: expected a number from 0 on and below 1, or weft.scalar\(name, float\)",
+        ),
+        (lambda: Attention(dropout=-0.1), "dropout: expected a number from 0 on and below 1, .* got -0.1"),
+        (lambda: Attention(dropout=math.nan), "dropout: expected a number from 0 on and below 1, .* got nan"),
+        (lambda: Attention(dropout=True), "dropout: expected a number from 0 on and below 1, .* got True"),
+        (lambda: Attention(dropout="0.1"), "dropout: expected a number from 0 on and below 1, .* got 0.1"),
+        (lambda: Attention(dropout=slopes), "dropout: expected a number from 0 on and below 1"),
+        (lambda: Attention(dropout=scalar("n", int)), "dropout: expected a float scalar, got n, an int"),
+        (
+            lambda: Attention(score=score * scalar("n", int), dropout=scalar("n", float)),
+            "operand 'n' is declared twice: as scalar int and as scalar float",
+        ),
         (
             lambda: Attention(score=score * scalar("n") + scalar("n", int)),
             "operand 'n' is declared twice: as scalar float",
@@ -219,7 +233,7 @@ def test_all_problems_are_reported_at_once_each_with_its_line() -> None:
             score=q_pos < kv_pos,
             mask=score * 2.0,
             scale=q_pos * 0.5,
-            dropout=0.5,
+            dropout=1.5,
             name="several",
         )
 

@@ -37,6 +37,7 @@ def test_every_example_is_tested_here() -> None:
         "ragged_batch",
         "sinks",
         "t5_bias",
+        "dropout",
         "demo",
     }
 
@@ -78,6 +79,13 @@ def test_packed_documents_stay_apart(capsys: pytest.CaptureFixture[str]) -> None
     assert "216 empty, 16 edge" in output
     difference = re.search(r"packed against alone: largest difference (\S+)", output)
     assert difference is not None and float(difference[1]) < (1e-5 if not torch.cuda.is_available() else 0.1)
+
+
+def test_dropout_is_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    load("dropout").main(steps=2, length=9)
+    assert (
+        len(re.findall(r"^dropout 0\.[03]: loss \d+\.\d\d on what it learned, \d", capsys.readouterr().out, re.M)) == 2
+    )
 
 
 def test_sinks_are_learned(capsys: pytest.CaptureFixture[str]) -> None:

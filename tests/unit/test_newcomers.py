@@ -257,7 +257,7 @@ def test_the_mask_that_the_message_suggests_works() -> None:
 OPTIONS = {
     "is_causal": (True, r"weft.Attention\(mask=weft.kv_pos <= weft.q_pos\)"),
     "attn_mask": (None, r"a mask is declared, weft.Attention\(mask=...\)"),
-    "dropout_p": (0.0, "attention dropout is not available; leave it out"),
+    "dropout_p": (0.0, r"declare it: weft.Attention\(dropout=0.1\), and give train=False"),
     "enable_gqa": (True, "leave it out: heads are grouped wherever key and value have fewer heads"),
     "block_mask": (None, "a mask is declared"),
     "score_mod": (None, r"a score is declared, weft.Attention\(score=...\)"),

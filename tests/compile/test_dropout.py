@@ -1,0 +1,78 @@
+"""Dropout compiles for GPUs that are not here: random numbers where the weights lie, and nothing moved for them."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from weft import masks
+
+pytest.importorskip("triton")
+from .ahead import compiled
+
+PLAIN = weft.Attention(mask=masks.causal, name="causal")
+DROPPED = PLAIN.replace(dropout=0.1, name="dropped")
+ROUNDS = 7
+THREADS = 128  # of a warpgroup; kernels have w4 or w8
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_no_number_crosses_threads(direction: str, width: int) -> None:
+    """As much SRAM as without dropout, as many exchanges, and one counter for eight or two pairs of a thread."""
+    made = compiled(DROPPED, direction, width, target="triton")
+    forms = "/".join(["flash", *(f"{n}=triton:{plan.form}" for n, plan in made.plans.items())])
+    plain = compiled(PLAIN, direction, width, target="triton", schedule=forms)
+    assert made.kernels.keys() == plain.kernels.keys()
+    for name, kernel in made.kernels.items():
+        before = plain.kernels[name]
+        assert kernel.sram == before.sram, name
+        for pattern in (r"st\.shared", r"stmatrix", r"shfl\.sync", "bar.sync"):
+            assert kernel.count(pattern) == before.count(pattern), f"{name}: {pattern}"
+        assert not kernel.serialised and kernel.spills_in_loops() <= 2, name
+        if name == "row_statistics":
+            continue
+        form = made.plans[name].form
+        pairs = form.block_q * form.block_kv // (form.num_warps * 32)
+        counters = pairs // (2 if name == "flash_dkey_dvalue" else 8)
+        loops = 2  # over edge tiles and over full ones
+        # two products of 64 bits a round; those of head and batch are the same in all counters of a thread
+        assert (
+            kernel.count(r"mul\.(wide\.u32|hi\.u32)") <= loops * counters * 2 * ROUNDS + before.count("mul.wide") + 8
+        ), name
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
+def test_the_hopper_forward(width: int) -> None:
+    """Nothing is moved nor spilled in its loops, which all hold the softmax of 64 or 128 keys."""
+    for variant in (DROPPED, DROPPED.replace(mask=True), DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0))):
+        kernel = compiled(variant, "forward", width, target="hopper").kernels["flash_forward"]
+        assert kernel.spills_in_loops() <= 4 and not kernel.serialised
+        plain = compiled(variant.replace(dropout=0.0), "forward", width, target="hopper").kernels["flash_forward"]
+        for pattern, more in ((r"st\.shared", 2), ("stmatrix", 0), (r"ld\.shared", 8)):  # the operand seed, by program
+            assert kernel.count(pattern) <= plain.count(pattern) + more, pattern
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("device", ["a100", "mi300x"])
+def test_other_gpus(device: str, direction: str) -> None:
+    module = compiled(DROPPED, direction, 64, device=device, target="triton")
+    product = {"a100": "mma.sync", "mi300x": "v_mfma"}[device]
+    for name, kernel in module.kernels.items():
+        assert bool(kernel.count(product)) == name.startswith("flash_"), name
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0)),
+        DROPPED.replace(mask=True),
+        DROPPED.replace(mask=masks.document(weft.tensor("doc", 2, int))),
+    ],
+    ids=["capped", "full", "documents"],
+)
+def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int) -> None:
+    for direction in ("forward", "backward"):
+        for name, kernel in compiled(variant, direction, width, target="triton").kernels.items():
+            assert kernel.spills_in_loops() <= 2, f"{direction} {name}"  # of 700 instructions

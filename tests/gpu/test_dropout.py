@@ -1,0 +1,139 @@
+"""Dropout on a GPU: the pairs that the definition drops, in every kernel, and right numbers with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import weft
+
+from ..kernels.test_dropout import ALL, CAUSAL, VARIANTS, operands_of
+from ..support import check_variant, poisoned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def check(
+    variant: weft.Attention, length: int, width: int, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> None:
+    shapes = ((2, 4, length, width), (2, 2, length + 6, width), (2, 2, length + 6, width))
+    tensors = [poisoned(shape, dtype, "cuda", seed=n) for n, shape in enumerate(shapes)]
+    operands = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in operands_of(variant, length + 6).items()}
+    floats = tuple(n for n, value in operands.items() if isinstance(value, Tensor))
+    check_variant(variant, *tensors, operands=operands, differentiate=floats, **options)
+
+
+@pytest.fixture(autouse=True)
+def _has_the_target(request: pytest.FixtureRequest) -> None:
+    target = request.node.callspec.params.get("target") if hasattr(request.node, "callspec") else None
+    if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper target needs compute capability 9.0")
+
+
+BOTH = pytest.mark.parametrize("target", ["triton", "hopper"])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name: str, width: int, dtype: torch.dtype, target: str) -> None:
+    check(VARIANTS[name], 300, width, dtype, target=target)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_full_precision(name: str) -> None:
+    check(VARIANTS[name], 300, 64, torch.float32)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513])
+@pytest.mark.parametrize("width", [40, 64, 96, 192, 256])
+def test_lengths_and_head_dimensions(length: int, width: int, target: str) -> None:
+    check(CAUSAL, length, width, target=target)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", [0, -1, 1 << 62])
+@pytest.mark.parametrize("q_offset", [None, 0, -7, 1 << 20])
+def test_the_pairs_are_those_of_the_definition(q_offset: Any, seed: int, target: str) -> None:
+    """Bit for bit: the weights of a call, each key's value in a column of its own."""
+    query, key = (torch.zeros(2, 2, n, 64, dtype=torch.bfloat16) for n in (200, 256))
+    value = torch.eye(256, dtype=torch.bfloat16).expand(2, 2, 256, 256)
+    found = ALL(query.cuda(), key.cuda(), value.cuda(), seed=seed, q_offset=q_offset, target=target)
+    expected = ALL.reference(query.float(), key.float(), value.float(), seed=seed, q_offset=q_offset)
+    assert torch.equal(found.cpu() > 0, expected > 0)
+
+
+def operands(length: int = 300) -> list[Tensor]:
+    return [torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+
+
+def test_seeds() -> None:
+    given = operands()
+    out = CAUSAL(*given, seed=7)
+    assert torch.equal(CAUSAL(*given, seed=torch.tensor(7, device="cuda")), out)
+    assert not torch.equal(CAUSAL(*given, seed=8), out)
+    torch.manual_seed(4)
+    first, second = CAUSAL(*given), CAUSAL(*given)
+    torch.manual_seed(4)
+    assert torch.equal(CAUSAL(*given), first) and not torch.equal(first, second)
+    with pytest.raises(weft.WeftError, match="seed: expected an int, or an int64 tensor with one element on cuda"):
+        CAUSAL(*given, seed=torch.tensor(7))
+
+
+def test_gradients_repeat_and_a_checkpoint_drops_the_same() -> None:
+    given = operands()
+    found = []
+    for run in (CAUSAL, lambda *x: checkpoint(CAUSAL, *x, use_reentrant=False)):
+        torch.manual_seed(4)
+        out = run(*given)
+        torch.rand(3, device="cuda")
+        found.append(torch.autograd.grad(out.square().sum(), given))
+    assert all(torch.equal(x, y) for x, y in zip(*found))
+
+
+def test_a_graph_draws_anew_and_takes_a_seed_from_a_tensor() -> None:
+    given = [x.detach() for x in operands()]
+    seed = torch.tensor([1], device="cuda")
+    for options in ({"seed": seed}, {}):
+        CAUSAL(*given, **options)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = CAUSAL(*given, **options)
+        graph.replay()
+        first = out.clone()
+        seed.fill_(2)
+        graph.replay()
+        assert not torch.equal(out, first)
+        if options:
+            assert torch.equal(out, CAUSAL(*given, seed=2)) and torch.equal(first, CAUSAL(*given, seed=1))
+
+
+def test_nothing_waits_for_the_device() -> None:
+    given = operands()
+    CAUSAL(*given, seed=3).sum().backward()
+    CAUSAL(*given).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        CAUSAL(*given, seed=4).sum().backward()
+        CAUSAL(*given).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_sequences_with_lengths() -> None:
+    lens = torch.tensor([300, 0, 17, 133], device="cuda")
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cuda"), lens.cumsum(0)])
+    padded = [torch.randn(4, 2, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+    packed = [torch.cat([x[b : b + 1, :, :n] for b, n in enumerate(lens.tolist())], 2) for x in padded]
+    whole = CAUSAL.reference(*(x.float() for x in padded), seed=11, q_lens=lens, kv_lens=lens)
+    out = CAUSAL(*padded, seed=11, q_lens=lens, kv_lens=lens)
+    torch.testing.assert_close(out.float(), whole, atol=0.03, rtol=0.03)
+    rows = torch.cat([out[b : b + 1, :, :n] for b, n in enumerate(lens.tolist())], 2)
+    assert torch.equal(CAUSAL(*packed, seed=11, cu_seqlens_q=starts), rows)
