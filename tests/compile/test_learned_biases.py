@@ -54,6 +54,8 @@ def test_sequences(sequences: str) -> None:
 
 def test_lists_and_wide_heads() -> None:
     assert "flash_dpairs" in compiled(LISTED, "backward", 64).kernels
+    added = compiled(LISTED, "backward", 64, deterministic=False).kernels
+    assert "flash_dpairs" not in added and added["flash_dquery"].count("red.|atom.")
     for kernel in ("flash_dpairs", "flash_ddiagonals"):
         own = compiled(VARIANTS[kernel], "backward", 256)
         assert own.kernels[kernel].sram <= own.plans[kernel].sram_bytes.value
