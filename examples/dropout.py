@@ -29,11 +29,13 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         query, key, value = self.projection(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return dropped(query, key, value, share=self.dropout, train=self.training).transpose(1, 2).flatten(2)
+        out = dropped(query, key, value, share=self.dropout, train=self.training)
+        return out.transpose(1, 2).flatten(2)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        return self.head(x + checkpoint(self.attend, x, use_reentrant=False))
+        logits: Tensor = self.head(x + checkpoint(self.attend, x, use_reentrant=False))
+        return logits
 
 
 def sequences(count: int, length: int, generator: torch.Generator) -> Tensor:
