@@ -156,7 +156,8 @@ class Attention(Declaration):
           int32 [sequences]), and rows that no sequence has give 0, lse -inf and zero gradients, whatever lies there.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
         schedule: "flash", "streaming", "standard", or a Schedule or its text.
-        deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set.
+        deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
+            where gradients of the variant's own operands repeat in any case; False: nothing needs to.
         form: "expanded" or "absorbed", for latent attention.
         seed: of dropout, an int or an int64 tensor with one element on the operands' device; drawn by torch's generator
           of that device where not given: torch.manual_seed rules, and a checkpoint drops the same weights again.
@@ -183,7 +184,7 @@ class Attention(Declaration):
         if return_lse is not False:
             self._check_lse(return_lse)
         if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+            deterministic = True if torch.are_deterministic_algorithms_enabled() else None
         else:
             validate.check_flag(str(self.name), "deterministic", deterministic)
         if self._unread:
@@ -227,7 +228,7 @@ class Attention(Declaration):
 
     def _run(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
-        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool,
+        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool | None,
         operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
         """lengths: q_lens, kv_lens, cu_seqlens_q and cu_seqlens_kv, where one of them is given."""
@@ -290,7 +291,7 @@ class Attention(Declaration):
 
     def _jagged(
         self, query: Any, key: Any, value: Any, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
-        schedule: str | Schedule | None, deterministic: bool, operands: Mapping[str, Any],
+        schedule: str | Schedule | None, deterministic: bool | None, operands: Mapping[str, Any],
     ) -> Result:  # fmt: skip
         """Nested operands [B, H, j, D], packed."""
         made = packed(str(self.name), query, key, value)
@@ -314,7 +315,7 @@ class Attention(Declaration):
 
     def _traced(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
-        target: str | None, schedule: str | None, deterministic: bool, operands: Mapping[str, Any],
+        target: str | None, schedule: str | None, deterministic: bool | None, operands: Mapping[str, Any],
         lengths: Options | None, head_dim: int | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
@@ -355,7 +356,7 @@ class Attention(Declaration):
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
         form: Form | None,
-        tail: tuple[bool, int | Tensor | None, str | None, str | Schedule | None, bool, Mapping[str, Any]],
+        tail: tuple[bool, int | Tensor | None, str | None, str | Schedule | None, bool | None, Mapping[str, Any]],
         lengths: Options | None,
     ) -> Result:  # fmt: skip
         """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders.

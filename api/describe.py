@@ -169,8 +169,13 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape,
 def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
     """All gradients that a backward can be asked for."""
     facts = facts_of(attention)
-    operands = {load.tensor.name for load, kind in facts.gradient_kinds if kind != "mixed"}
+    operands = {load.tensor.name for load, _ in facts.gradient_kinds}
     return frozenset({"query", "key", "value", *({"rope"} if widths.rope_dim else ()), *operands})
+
+
+def _sums_pairs(attention: Attention, wanted: frozenset[str]) -> bool:
+    """Whether a wanted gradient may be summed faster in any order."""
+    return any(kind == "pair" and load.tensor.name in wanted for load, kind in facts_of(attention).gradient_kinds)
 
 
 class _Request(NamedTuple):
@@ -216,6 +221,7 @@ def _request(
             direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
             sequences="dense" if found is None else found.sequences.kind,
             deterministic=direction == "backward" and repeats,
+            atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
         )  # fmt: skip
         return driver.resolve(attention, signature, machine, target, schedule)
 

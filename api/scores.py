@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from .buckets import bucket
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Node, Operand, TensorOperand, expression, symbol
 from .ir.foreign import number_in
 from .ir.functions import log, maximum, minimum, tanh
 
 __all__ = [
-    "alibi", "compose", "llama4_temperature", "log_n", "relative_bias", "softcap", "ssmax", "temperature", "yarn",
+    "alibi", "compose", "llama4_temperature", "log_n", "relative_bias", "softcap", "ssmax", "t5_bias", "temperature",
+    "yarn",
 ]  # fmt: skip
 Score = Callable[[Operand], Expr]
 _q, _kv, _head = symbol("q_pos"), symbol("kv_pos"), symbol("head")
@@ -72,7 +74,7 @@ def alibi(slopes: TensorOperand) -> Score:
 def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     """A learned bias for each head and distance, clamped to max_distance (Shaw et al., arXiv 1803.02155; T5).
 
-    table: [Hq, 2 * max_distance + 1]; entry max_distance is distance 0. Its gradient is not available.
+    table: [Hq, 2 * max_distance + 1]; entry max_distance is distance 0. It gets a gradient.
 
     >>> from weft import tensor
     >>> relative_bias(tensor("table", 2), 4)(symbol("score"))
@@ -85,6 +87,21 @@ def relative_bias(table: TensorOperand, max_distance: int) -> Score:
     _check_operand("relative_bias", table, 2, "[heads, distances]")
     distance = maximum(minimum(_kv - _q, max_distance), -max_distance)
     return lambda score: expression(score) + table[_head, distance + max_distance]
+
+
+def t5_bias(table: TensorOperand, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> Score:
+    """A learned bias for each head and bucket of distances (T5, arXiv 1910.10683); T5 itself scales by 1, scale=1.0.
+
+    table: [Hq, buckets], the transpose of the embedding that T5 keeps; it gets a gradient. buckets, max_distance and
+    bidirectional: as of `weft.bucket`.
+
+    >>> from weft import tensor
+    >>> t5_bias(tensor("table", 2), 4, 8, bidirectional=False)(symbol("score")).args[1].tensor.name
+    'table'
+    """
+    _check_operand("t5_bias", table, 2, "[heads, buckets]")
+    number = bucket(_kv - _q, buckets, max_distance, bidirectional)
+    return lambda score: expression(score) + table[_head, number]
 
 
 def temperature(value: Operand) -> Score:

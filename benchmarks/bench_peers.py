@@ -51,12 +51,13 @@ class Contender:
     own_numbers: bool = False  # results depend on random numbers that no other column has: they are not compared
     setup: Callable[[], object] | None = None  # timed apart: Flex's mask build
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=contextlib.nullcontext)
+    learned: tuple[Tensor, ...] = ()  # what the score reads, whose gradients belong to the row's work
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, self.leaves, self.grad_out, retain_graph=True)
+        return torch.autograd.grad(out, (*self.leaves, *self.learned), self.grad_out, retain_graph=True)
 
     def results(self) -> tuple[Tensor, ...]:
-        """Output and gradients, [B, H, S, D], for comparison."""
+        """Output and gradients, [B, H, S, D], for comparison; those of what is learned last."""
         with self.context():
             out = self.forward()
             gradients = self.backward(out)
@@ -79,8 +80,8 @@ def contender(column: str, row: Row, operands: Operands) -> Contender:
     return COLUMNS[column](row, operands)
 
 
-def _contender(operands: Operands, forward: Callable[[], Tensor]) -> Contender:
-    return Contender(forward, (operands.query, operands.key, operands.value), operands.grad_out)
+def _contender(operands: Operands, forward: Callable[[], Tensor], learned: tuple[Tensor, ...] = ()) -> Contender:
+    return Contender(forward, (operands.query, operands.key, operands.value), operands.grad_out, learned=learned)
 
 
 MOST_DENSE = 1 << 17  # tokens of a row of which some columns make a mask of all pairs
@@ -121,7 +122,7 @@ def _math(row: Row, operands: Operands) -> Contender:
             weights = weights * kept_as_weft(row, variant.dropout, operands.device).to(weights.dtype)
         return weights @ value
 
-    return _contender(operands, forward)
+    return _contender(operands, forward, variant.learned)
 
 
 # --- SDPA ---------------------------------------------------------------------------------------------------------
@@ -131,19 +132,26 @@ def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         if row.lens and backend == SDPBackend.FLASH_ATTENTION:
             return _varlen(row, operands)
-        if row.variant not in ("full", "causal", "dropout"):
+        if row.variant not in ("full", "causal", "dropout", "bias"):
             raise NotOffered("SDPA has no such variant")
-        causal, dropout = row.variant != "full", torch_variant(row, operands.device).dropout
+        if row.variant == "bias" and backend == SDPBackend.FLASH_ATTENTION:
+            raise NotOffered("FA2 takes no bias")
+        causal, variant = row.variant in ("causal", "dropout"), torch_variant(row, operands.device)
 
         def forward() -> Tensor:
             return F.scaled_dot_product_attention(
-                operands.query, operands.key, operands.value, dropout_p=dropout, is_causal=causal,
+                operands.query, operands.key, operands.value, variant.bias, variant.dropout, causal,
                 enable_gqa=row.kv_heads < row.heads,
             )  # fmt: skip
 
         leaves = (operands.query, operands.key, operands.value)
         return Contender(
-            forward, leaves, operands.grad_out, own_numbers=dropout > 0, context=lambda: sdpa_kernel(backend)
+            forward,
+            leaves,
+            operands.grad_out,
+            own_numbers=variant.dropout > 0,
+            context=lambda: sdpa_kernel(backend),
+            learned=variant.learned,
         )
 
     return build
@@ -216,7 +224,8 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
             return (out * torch.sigmoid(rows.lse - variant.sinks[:, None])[..., None]).to(out.dtype)
 
         leaves = (operands.query, operands.key, operands.value)
-        return Contender(forward, leaves, operands.grad_out, setup=build_mask if variant.mask_mod else None)
+        setup = build_mask if variant.mask_mod else None
+        return Contender(forward, leaves, operands.grad_out, setup=setup, learned=variant.learned)
 
     return build
 
@@ -279,7 +288,7 @@ def _fa4_varlen(row: Row, operands: Operands) -> Contender:
 # --- Weft ---------------------------------------------------------------------------------------------------------
 
 
-def _weft(target: str, deterministic: bool = False) -> Callable[[Row, Operands], Contender]:
+def _weft(target: str, deterministic: bool | None = None) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         declared, arguments = weft_variant(row, operands.device)
         options = {"target": target, "deterministic": deterministic, **arguments}
@@ -287,7 +296,9 @@ def _weft(target: str, deterministic: bool = False) -> Callable[[Row, Operands],
         def forward() -> Tensor:
             return declared(operands.query, operands.key, operands.value, **options)
 
-        return _contender(operands, forward)
+        # of a sink the peers have no gradient
+        learned = [x for x in arguments.values() if row.variant in ("bias", "t5") and isinstance(x, Tensor)]
+        return _contender(operands, forward, tuple(learned))
 
     return build
 

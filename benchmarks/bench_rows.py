@@ -15,7 +15,9 @@ class Row:
     heads: int  # H
     length: int  # S
     dim: int  # D
-    parameter: int = 0  # window, prefix, length of a document or of a sequence, the cap, how many sequences; 0: none
+    parameter: int = (
+        0  # window, prefix, length of a document or of a sequence, the cap, how many sequences, buckets; 0: none
+    )
     own_kv_heads: int = 0  # heads of key and value; 0: H
     own_value_dim: int = 0  # Dv; 0: D
 
@@ -55,9 +57,9 @@ class Row:
         s, n = self.length, self.parameter
         causal = s * (s + 1) // 2
         match self.variant:
-            case "full":
+            case "full" | "bias":
                 return s * s
-            case "causal" | "softcap" | "alibi" | "sink" | "dropout" | "sigmoid":
+            case "causal" | "softcap" | "alibi" | "sink" | "t5" | "dropout" | "sigmoid":
                 return causal
             case "window":
                 return causal - (s - n) * (s - n + 1) // 2
@@ -121,5 +123,9 @@ PACKED = (  # causal, with cu_seqlens; sequences of 1 to 16k tokens beside equal
     Row("ragged", 1, 8, 64 * 8192, 128, 64),
     Row("packed", 1, 8, 64 * 9475, 128, 9475),
 )
-ROWS = DENSE + VARIANTS + SHAPES + PACKED
+LEARNED = (  # gradients of what the score reads are timed too: a bias [B, H, S, S] in bf16, a table of 32 buckets
+    Row("bias", 1, 16, 4096, 64),
+    Row("t5", 2, 16, 8192, 128, 32),
+)
+ROWS = DENSE + VARIANTS + SHAPES + PACKED + LEARNED
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

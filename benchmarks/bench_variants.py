@@ -26,6 +26,8 @@ class TorchVariant:
     mask_mod: MaskMod | None = None
     sinks: Tensor | None = None  # [heads], a leaf: one more logit of every row, without a value
     sigmoid: bool = False  # weights are the sigmoid of scores, and no softmax
+    bias: Tensor | None = None  # [B, heads, S, S], a leaf: what score_mod adds, as SDPA takes it
+    learned: tuple[Tensor, ...] = ()  # leaves whose gradients are timed beside those of query, key and value
     dropout: float = 0.0  # share of the weights that is dropped
 
 
@@ -40,6 +42,26 @@ SEED = 7  # of dropout
 def sink_logits(heads: int, device: str) -> Tensor:
     """A learned sink for each head, float32 [heads], with a gradient (GPT-OSS, arXiv 2508.10925)."""
     return torch.linspace(-2.0, 4.0, heads, device=device).requires_grad_()
+
+
+def pair_bias(row: Row, device: str) -> Tensor:
+    """bf16 [B, heads, S, S], a leaf: a bias of its own for every pair."""
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (row.batch, row.heads, row.length, row.length)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_()
+
+
+def t5_table(row: Row, device: str) -> Tensor:
+    """float32 [heads, buckets], a leaf (T5, arXiv 1910.10683)."""
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randn(row.heads, row.parameter, generator=generator, device=device).requires_grad_()
+
+
+def t5_bucket(distance: Tensor, buckets: int, most: int = 128) -> Tensor:
+    """The bucket of a distance to a key before the query, in one direction; the last one has all from `most` on."""
+    exact = buckets // 2
+    far = (distance.clamp(min=1) / exact).log2() * ((buckets - exact) / math.log2(most / exact)) + 1e-3
+    return torch.where(distance < exact, distance, (exact + far.floor().to(distance.dtype)).clamp(max=buckets - 1))
 
 
 def document_ids(row: Row, device: str) -> Tensor:
@@ -86,6 +108,16 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
         case "alibi":
             slopes = alibi_slopes(row.heads, device)
             return TorchVariant(lambda score, _b, h, q, kv: score + slopes[h] * (kv - q), causal)
+        case "bias":
+            bias = pair_bias(row, device)
+            return TorchVariant(lambda score, b, h, q, kv: score + bias[b, h, q, kv], bias=bias, learned=(bias,))
+        case "t5":
+            table = t5_table(row, device)
+
+            def bucketed(score: Tensor, _b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+                return score + table[h, t5_bucket((q - kv).clamp(min=0), n)]
+
+            return TorchVariant(bucketed, causal, learned=(table,))
         case "sink":
             return TorchVariant(mask_mod=causal, sinks=sink_logits(row.heads, device))
         case "sigmoid":  # with a bias of -log(n), Ramapuram et al. 2024, arXiv 2409.04431
@@ -109,7 +141,7 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
 def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int | Tensor]]:
     """The row's variant for Weft, and the operands that a call of it needs."""
     import weft
-    from weft import head, kv_pos, q_pos, score
+    from weft import batch, head, kv_pos, q_pos, score
 
     n, causal = row.parameter, kv_pos <= q_pos
     match row.variant:
@@ -125,6 +157,13 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
             slopes = weft.tensor("slopes", 1)
             declared = weft.Attention(score + slopes[head] * (kv_pos - q_pos), causal, name="alibi")
             return declared, {"slopes": alibi_slopes(row.heads, device)}
+        case "bias":
+            bias = weft.tensor("bias", 4)
+            declared = weft.Attention(score + bias[batch, head, q_pos, kv_pos], name="bias")
+            return declared, {"bias": pair_bias(row, device)}
+        case "t5":
+            biased = weft.scores.t5_bias(weft.tensor("table", 2), n, bidirectional=False)(score)
+            return weft.Attention(biased, causal, name="t5"), {"table": t5_table(row, device)}
         case "sink":
             sinks = weft.tensor("sinks", 1)
             return weft.Attention(mask=causal, sink=sinks[head], name="sunk"), {"sinks": sink_logits(row.heads, device)}

@@ -277,7 +277,7 @@ def _pointer_load(language: str) -> Callable[[Printer, Load], str]:
         # Kernels clamp positions to real ones and the caller proves indices to be in range, so no read needs a mask.
         name = f"arg_{node.tensor.name}"
         offset = " + ".join(place(printer, index, f"s{d}_{node.tensor.name}") for d, index in enumerate(node.index))
-        value = f"{language}.load({name} + {offset})"
+        value = f"{language}.load({name}{' + ' if offset else ''}{offset})"
         if node.dtype == "int" and printer.scalar_code and not printer.compared:
             return f"as_bound({value})"
         if node.dtype == "int" and printer.added:
@@ -307,7 +307,7 @@ GLUON = _gpu("gluon", "gl", lambda op: op.gluon or op.gpu)
 
 # -- torch ------------------------------------------------------------------------------------------------------------
 def _torch_load(printer: Printer, node: Load) -> str:
-    text = f"arg_{node.tensor.name}[{', '.join(printer(i) for i in node.index)}]"
+    text = f"arg_{node.tensor.name}[{', '.join(printer(i) for i in node.index) or '()'}]"
     if printer.scalar_code and node.dtype != "float":
         return f"{node.dtype}({text})"
     return f"{text}.long()" if node.dtype == "int" else text  # small ints must not overflow in arithmetic

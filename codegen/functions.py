@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.records import Assign, OperandGradient, TileProgram
+from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram
 from ..compiler.analysis.survey import Survey
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import SEED, Attention
-from ..ir.expr import Const, Expr, Scalar, Symbol, TensorOperand, call
+from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
 from ..ir.walk import nodes, symbols
@@ -96,12 +96,15 @@ class FunctionPrinter:
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
         derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in numbered if g.kind != "sink"]
         parts = [*self._scores(derivatives), *self._mask_parts(), *self._dropout_parts()]
+        parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
         if of_sink:
             parts += [*self._sink_parts(), *(self.elementwise(*each, tile=False) for each in of_sink)]
         if algorithm == "flash":
             parts += self._prefixed_tiles(self.facts.kv_tiles)
         if algorithm != "standard" and self.language.is_gpu:
             parts += self._prefixed_tiles(self.facts.q_tiles)
+        if self.measured and any(g.kind in PAIR_KINDS for g in gradients):
+            parts.append(self.tiles(self.facts.kv_tiles))  # of kernels that visit tiles of other sizes
         return self._join([*parts, *self._survey_parts(self.survey_of_torch)])
 
     def survey(self, found: Survey) -> str:
@@ -212,6 +215,26 @@ class FunctionPrinter:
         first = ("qk, " if qk else "") + f"q_pos, kv_pos, {parts}" if tile else ""
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
+
+    def place(self, name: str, load: Load) -> str:
+        """Where a tile of pairs reads an operand: the number of the entry, by extents of all dimensions but the first.
+
+        In torch, where extents are those of a tensor at hand, a tuple of its indices.
+        """
+        lines, printer, results = self._assigned(list(load.index))
+        title = f"Which entry the pairs read: {load}."
+        if not self.language.is_gpu:
+            lines.append(f"return ({', '.join(map(printer, results))},)")
+            return self._function(f"{name}(q_pos, kv_pos, {self.env})", title, lines)
+        extents = [f"extent{d}" for d in range(1, len(results))]
+        text = self._entry(printer(results[0])) if results else "0"
+        for index, extent in zip(results[1:], extents):
+            text = f"({text}) * {extent} + {printer(index, OPERATORS['add'].precedence + 1)}"
+        arguments = "".join(f"{extent}, " for extent in extents)
+        return self._function(f"{name}(q_pos, kv_pos, {arguments}{self.env})", title, [*lines, f"return {text}"])
+
+    def _entry(self, text: str) -> str:
+        return f"tl.cast({text}, tl.int64)" if self.wide else text
 
     def _float_tile(self, printer: Printer, result: Expr, value: Expr) -> str:
         """The result as floats; on a GPU, where a row's maximum is taken of it, of the tile's whole shape."""

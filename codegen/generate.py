@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.places import differ_by_pair, read_once
+from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
 from ..compiler.planning.kernels import SPANS
 from ..compiler.planning.plan import CodePlan
@@ -46,6 +48,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
+    positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
     found = printer.survey_of_torch
@@ -68,7 +71,17 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "slope_is_finite": not backward or facts.slope_is_finite,
         "grads": [
-            {"i": i, "kind": g.kind, "name": g.load.tensor.name, "is_finite": largest(g.derivative) < math.inf}
+            {
+                "i": i,
+                "kind": g.kind,
+                "name": g.load.tensor.name,
+                "is_finite": largest(g.derivative) < math.inf,
+                "of_pairs": g.kind in PAIR_KINDS,
+                "rank": g.load.tensor.rank,
+                "at": positions[g.load.tensor.name],
+                "many_reads": not differ_by_pair(g.load),
+                "read_once": read_once(g.load),
+            }
             for i, g in enumerate(gradients)
             if g.kind != "sink"
         ],

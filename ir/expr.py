@@ -9,6 +9,7 @@ from __future__ import annotations
 import keyword
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
@@ -242,6 +243,16 @@ class Scalar(Node):
     where: str = field(default="", kw_only=True)
 
 
+def _of_number(name: str) -> Callable[..., Any]:
+    """An operator of tensor operands: one without dimensions is the number that it holds, others want an index."""
+
+    def operator(self: TensorOperand, *others: Any) -> Any:
+        return getattr(self[()] if self.rank == 0 else self._unindexed(), name)(*others)
+
+    operator.__name__ = name
+    return operator
+
+
 @dataclass(frozen=True, eq=False)
 class TensorOperand(Foreign):
     """A tensor given when the variant is called, read by `operand[index, ...]`."""
@@ -267,21 +278,60 @@ class TensorOperand(Foreign):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TensorOperand):
             return (self.name, self.rank, self.dtype) == (other.name, other.rank, other.dtype)
-        if isinstance(other, (bool, int, float)) or foreign.is_array(other):
+        if isinstance(other, (bool, int, float, Node)) or foreign.is_array(other):
+            if self.rank == 0:
+                return call("eq", self, other)  # type: ignore[return-value, arg-type]
             self._unindexed()  # else `doc == 3` were False, and as a mask would hide everything
         return NotImplemented
 
     def __hash__(self) -> int:
         return hash((self.name, self.rank, self.dtype))
 
-    def _unindexed(self, *others: object) -> NoReturn:
+    def __ne__(self, other: object) -> bool:
+        if self.rank == 0 and not isinstance(other, TensorOperand):
+            return call("ne", self, other)  # type: ignore[return-value, arg-type]
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    def _unindexed(self) -> NoReturn:
         fail(f"{self.name} is a tensor: index it, e.g. {self.name}[{', '.join(['head'] * self.rank)}]")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unindexed
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _unindexed
-    __neg__ = __pos__ = __abs__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = _unindexed
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __bool__ = __len__ = __float__ = _unindexed
-    __int__ = __index__ = __call__ = _unindexed
+    __add__ = _of_number("__add__")
+    __radd__ = _of_number("__radd__")
+    __sub__ = _of_number("__sub__")
+    __rsub__ = _of_number("__rsub__")
+    __mul__ = _of_number("__mul__")
+    __rmul__ = _of_number("__rmul__")
+    __truediv__ = _of_number("__truediv__")
+    __rtruediv__ = _of_number("__rtruediv__")
+    __floordiv__ = _of_number("__floordiv__")
+    __rfloordiv__ = _of_number("__rfloordiv__")
+    __mod__ = _of_number("__mod__")
+    __rmod__ = _of_number("__rmod__")
+    __pow__ = _of_number("__pow__")
+    __rpow__ = _of_number("__rpow__")
+    __matmul__ = _of_number("__matmul__")
+    __rmatmul__ = _of_number("__rmatmul__")
+    __neg__ = _of_number("__neg__")
+    __pos__ = _of_number("__pos__")
+    __abs__ = _of_number("__abs__")
+    __invert__ = _of_number("__invert__")
+    __lt__ = _of_number("__lt__")
+    __le__ = _of_number("__le__")
+    __gt__ = _of_number("__gt__")
+    __ge__ = _of_number("__ge__")
+    __and__ = _of_number("__and__")
+    __rand__ = _of_number("__rand__")
+    __or__ = _of_number("__or__")
+    __ror__ = _of_number("__ror__")
+    __xor__ = _of_number("__xor__")
+    __rxor__ = _of_number("__rxor__")
+    __bool__ = _of_number("__bool__")
+    __len__ = _of_number("__len__")
+    __float__ = _of_number("__float__")
+    __int__ = _of_number("__int__")
+    __index__ = _of_number("__index__")
+    __call__ = _of_number("__call__")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -316,7 +366,7 @@ def print_expr(node: Expr, outer: int = 0) -> str:
         case Symbol(name) | Scalar(name):
             return name
         case Load(tensor, index):
-            return f"{tensor.name}[{', '.join(print_expr(i) for i in index)}]"
+            return f"{tensor.name}[{', '.join(print_expr(i) for i in index) or '()'}]"
         case Call(op, args):
             return _print_call(op, args, outer)
         case _:
@@ -349,6 +399,8 @@ def expression(value: Operand) -> Expr:
             # subclasses (numpy.float64, an enum) print as something else than a number
             plain = next(kind for kind in (bool, int, float) if isinstance(value, kind))
             return Const(plain(value), where=source_line())
+        case TensorOperand(rank=0):
+            return Load(value, (), where=source_line())
         case TensorOperand():
             value._unindexed()
         case _:
@@ -435,7 +487,8 @@ def scalar(name: str, dtype: type = float) -> Scalar:
 def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     """Declare a tensor that is given at each call and read by index: `slopes[head]`, `doc[batch, q_pos]`.
 
-    name: a Python identifier. rank: number of dimensions, 1 to 4. dtype: float (gradients flow), int or bool.
+    name: a Python identifier. rank: number of dimensions, 0 to 4. dtype: float (gradients flow), int or bool. One of
+    rank 0 holds one number, and is read by its name alone (`score / temperature`), or as `temperature[()]`.
 
     >>> tensor("slopes", 1)[symbol("head")]
     slopes[head]
@@ -443,8 +496,8 @@ def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     _check_name(name)
     if not isinstance(dtype, type) or dtype not in (int, float, bool):
         fail(f"tensor {name!r}: expected dtype float, int or bool, got {dtype!r}")
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 4:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= 4:
         hint = "; the rank is the number of dimensions" if isinstance(rank, (tuple, list)) else ""
-        fail(f"tensor {name!r}: expected a rank from 1 to 4, got {rank!r}{hint}")
+        fail(f"tensor {name!r}: expected a rank from 0 to 4, got {rank!r}{hint}")
     kind: DType = "bool" if dtype is bool else "int" if dtype is int else "float"
     return TensorOperand(name, rank, kind, where=source_line())

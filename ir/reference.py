@@ -52,6 +52,8 @@ def evaluate(
                 return _tensor(env[name], node.dtype)
             case Load(tensor, index):
                 operand = _operand(env, tensor.name)
+                if not index:
+                    return _tensor(operand, node.dtype)
                 if visible is None:
                     return _tensor(operand[torch.broadcast_tensors(*(visit(i) for i in index))], node.dtype)
                 places = torch.broadcast_tensors(*(torch.where(visible, visit(i), 0) for i in index))

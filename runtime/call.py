@@ -103,7 +103,8 @@ class Options:
 
     target: str | None = None  # None: the best that can
     schedule: str | None = None  # None, the name of an algorithm, or the text of a Schedule
-    deterministic: bool = False  # gradients must be bitwise repeatable
+    # gradients must be bitwise repeatable; None: those of operands, the query's where nothing else is faster
+    deterministic: bool | None = None
     return_lse: bool = False
     form: Literal["expanded", "absorbed"] | None = None  # of latent attention; None: by cost
 
@@ -113,14 +114,17 @@ class Options:
         return options_text(self.target, self.schedule, self.deterministic)
 
 
-def options_text(target: str | None, schedule: str | None, deterministic: bool = False) -> str:
+_ANSWERS = {True: "yes", False: "no", None: None}
+
+
+def options_text(target: str | None, schedule: str | None, deterministic: bool | None = None) -> str:
     """A separator in either would be read as another option: neither has one where it means anything."""
-    parts = [("target", target), ("schedule", schedule), ("deterministic", "yes" if deterministic else None)]
+    parts = [("target", target), ("schedule", schedule), ("deterministic", _ANSWERS[deterministic])]
     return ";".join(f"{name}={value.replace(';', ',')}" for name, value in parts if value)
 
 
 @lru_cache(maxsize=256)
-def options_of(target: str | None, schedule: str | None, deterministic: bool = False) -> Options:
+def options_of(target: str | None, schedule: str | None, deterministic: bool | None = None) -> Options:
     """The same object for the same options, so that a repeated call makes none."""
     return Options(target, schedule, deterministic)
 
@@ -131,7 +135,8 @@ def parse_options(text: str) -> Options:
     given = dict(part.partition("=")[::2] for part in text.split(";") if part)
     if not given.keys() <= {"target", "schedule", "deterministic"}:
         raise WeftError(f"options: expected text like 'target=cpu;schedule=flash', got {text!r}")
-    return options_of(given.get("target"), given.get("schedule"), "deterministic" in given)
+    deterministic = {"yes": True, "no": False}.get(given.get("deterministic", ""))
+    return options_of(given.get("target"), given.get("schedule"), deterministic)
 
 
 # -- the call --------------------------------------------------------------------------------------------------------

@@ -256,7 +256,8 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
         number = "" if value.requires_grad else f"pass {n}={kind}({n}), or "
         yield (
             f"{n}: expected a Python number, got a tensor; {number}declare it with weft.tensor to pass a tensor: "
-            f'{n} = weft.tensor("{n}", 1, {kind}), read as {n}[0] and given as {n}={n}.reshape(1)'
+            f'{n} = weft.tensor("{n}", 0, {kind}), read as {n} and given as {n}={n}'
+            + (".reshape(())" if value.dim() else "")
         )
     elif operand.dtype == "int":
         if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):

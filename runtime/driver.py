@@ -19,6 +19,7 @@ from ..compiler.planning.kernels import SPANS, Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import Dtypes, Signature, Widths
+from ..compiler.planning.tables import DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -86,7 +87,8 @@ def _resolve(
     schedule_found = _schedule(facts, signature, hardware, given, remembered, chosen, kernels)
     # Schedule -> CodePlan
     parts = chosen.parts(attention, signature.widths)
-    sums = frozenset(kind for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted)
+    reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
+    sums = frozenset(kind for _, kind in reads) | ({"stored"} if DQUERY in ways_of(reads, signature).kernels else set())
     code = code_plan(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
     )  # fmt: skip
@@ -223,7 +225,7 @@ def _check_used(
 
 def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
-    everything = replace(signature, wanted=frozenset({"query", "key", "value", "rope"}))
+    everything = replace(signature, wanted=signature.wanted | {"query", "key", "value", "rope"})
     known = {
         k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
         for k in target.kernels(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import facts_of
-from ..compiler.analysis.records import OperandGradient
+from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
 from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
 from ..compiler.planning.target import Launcher, Place, Target
@@ -204,7 +204,9 @@ class Variant:
             env = _heads(call) | own
         for gradient in self.facts.operand_gradients(wanted):
             length = {"row": (q_len,), "column": (0,)}.get(gradient.kind, ())
-            if gradient.kind == "sink":
+            if gradient.kind in PAIR_KINDS:
+                sums.append(dlse.new_zeros(tensors[gradient.load.tensor.name].shape))
+            elif gradient.kind == "sink":
                 slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device, exists).expand(*of_sinks.shape, 1)
                 sums.append(torch.where(of_sinks == 0.0, 0.0, of_sinks * slope[..., 0]))
             else:
@@ -213,9 +215,20 @@ class Variant:
 
     def _operand_gradients(self, call: Call, wanted: frozenset[str], sums: Sequence[Tensor]) -> dict[str, Tensor]:
         operands = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
-        totals = {n: torch.zeros(t.shape, dtype=sums[0].dtype, device=t.device) for n, t in operands.items()}
-        for gradient, total in zip(self.facts.operand_gradients(wanted), sums):
-            scatter(gradient, total, call, totals[gradient.load.tensor.name])
+        gradients = self.facts.operand_gradients(wanted)
+        totals = {}
+        for name, tensor in operands.items():
+            own = [(g, total) for g, total in zip(gradients, sums) if g.load.tensor.name == name]
+            if len(own) == 1 and own[0][0].kind in PAIR_KINDS:
+                totals[name] = own[0][1]  # in its shape already: a large one is not gone through again
+                continue
+            dtype = torch.float64 if torch.float64 in {total.dtype for _, total in own} else torch.float32
+            totals[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+            for gradient, total in own:
+                if gradient.kind in PAIR_KINDS:
+                    totals[name].add_(total)
+                else:
+                    scatter(gradient, total, call, totals[name])
         return {n: total.to(operands[n].dtype) for n, total in totals.items()}
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
@@ -258,6 +271,10 @@ class Variant:
             launcher.empty = empty_on_gpu
         return kept.setdefault(key, _Ready(launcher, target, signature))
 
+    def _sums_pairs(self, wanted: frozenset[str]) -> bool:
+        """Whether a wanted gradient may be summed faster in any order."""
+        return any(kind == "pair" and load.tensor.name in wanted for load, kind in self.facts.gradient_kinds)
+
     def forget(self) -> None:
         """Prepare anew, as after tuning."""
         self._forwards.clear()
@@ -275,7 +292,8 @@ class Variant:
             sequences=call.sequences.kind,
             offset=offset_kind(call.sequences.q_offset),
             wanted=wanted,
-            deterministic=direction == "backward" and call.options.deterministic,
+            deterministic=direction == "backward" and call.options.deterministic is True,
+            atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
         )
 
@@ -329,8 +347,9 @@ def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Elements from the first to the last place of a tensor."""
-    return sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
+    """Elements from the first to the last place of a tensor, or of its gradient, which repeats none."""
+    last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())])
+    return max(last, tensor.numel() - 1)
 
 
 def _run(launcher: Launcher, call: Call, results: Mapping[str, Any]) -> list[Tensor]:
@@ -399,6 +418,9 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     index = [evaluate(i, env, torch.float64, device, exists).expand(sums.shape) for i in gradient.load.index]
     if exists is not None:
         index = [torch.where(exists, places, 0) for places in index]
+    if not index:  # the one number of a tensor without dimensions
+        result.add_(sums.sum())
+        return
     if device.type == "cuda":
         result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
         return
@@ -425,7 +447,6 @@ __all__ = ["Variant", "contiguous_like", "forget", "rows_like", "variant_of", "v
 
 def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
-    variant.facts.check_gradients(frozenset(wanted) - set(MAIN))
     if not has_value and wanted:
         raise WeftError(
             f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"

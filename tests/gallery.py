@@ -129,6 +129,7 @@ _SCORES = (
               "Slopes that require a gradient get one."),
     _of_score("Relative bias", 'scores.relative_bias(weft.tensor("table", 2), 16)(score)',
               "Shaw et al. 2018, arXiv 1803.02155"),
+    _of_score("T5's bias", 'scores.t5_bias(weft.tensor("table", 2))(score)', "Raffel et al. 2019, arXiv 1910.10683"),
     _of_score("Log-n scaling", "scores.log_n(2048)(score)",
               "Chiang and Cholak 2022, arXiv 2202.12172; Qwen, arXiv 2309.16609"),
     _of_score("Scalable softmax", 'scores.ssmax(weft.tensor("s", 1)[head])(score)', "Nakanishi 2025, arXiv 2501.19399"),

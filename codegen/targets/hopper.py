@@ -249,7 +249,7 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
     of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
     if not wanted & ({"query", "key", "value"} | of_score):
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
-    by_row = sorted({load.tensor.name for load, kind in kinds if kind in ("row", "column")} & wanted)
+    by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
     if by_row:
         return f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"

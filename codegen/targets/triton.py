@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
     FLASH,
     KERNELS,
+    PAIR_SUMS,
     ROW_STATISTICS,
     SPANS,
     WORK,
@@ -30,14 +32,15 @@ from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import Segments, segments_of
 from ...compiler.planning.signature import Direction, Signature, Widths
+from ...compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ...compiler.planning.target import CallTensors, Context, Launcher
-from ...compiler.planning.tilings import FIXED, tilings
+from ...compiler.planning.tilings import FIXED, fits, nominal, square_tilings, tilings
 from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
 from ..normalizers import lacks, softmax_only
-from .triton_launcher import TritonLauncher
+from .triton_launcher import TritonLauncher, ways_in
 
 if TYPE_CHECKING:
     pass
@@ -75,12 +78,16 @@ class TritonTarget:
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
         if signature.direction == "backward":
-            kinds: set[str] = {kind for load, kind in facts.gradient_kinds if load.tensor.name in wanted}
+            reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in wanted]
+            of_pairs = ways_of(reads, signature).kernels
+            kinds: set[str] = {kind for _, kind in reads}
             if signature.sequences != "dense" and "sink" in kinds:  # each sequence has sinks of its own
                 kinds.add("total")
-            own = [k for k in own if _is_needed(k.name, wanted, kinds)]
+            own = [k for k in own if k.name in of_pairs or _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
                 own.remove(ROW_STATISTICS)
+            if algorithm == "flash":
+                own += [k for k in PAIR_SUMS if k.name in of_pairs]
         found = with_measuring(own, facts.traits.measured)
         return with_work(found) if signature.sequences == "packed" else found
 
@@ -95,13 +102,43 @@ class TritonTarget:
             return f"{self.name}: needs Triton; pip install triton"
         if signature.dtype == "fp64":
             return f"{self.name}: expected fp32, fp16 or bf16 operands, got fp64; use .reference(...) for float64"
-        return self._dense_only(kernel, signature, facts) or self._lacking(kernel, facts)
+        return self._why_not(kernel, signature, facts)
+
+    def _why_not(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+        """Why it has no text of a kernel for such calls of this variant, wherever the operands are."""
+        return (
+            self._dense_only(kernel, signature, facts)
+            or self._lacking(kernel, facts)
+            or self._no_gradients(kernel, signature, facts)
+        )
+
+    def _no_gradients(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+        """Why it cannot sum the gradient of what pairs read."""
+        reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
+        found = next((load for load, kind in reads if kind in PAIR_KINDS), None)
+        if signature.direction == "forward" or found is None:
+            return None
+        if not is_of_flash(kernel):
+            return (
+                f"{self.name}: schedule {_algorithm(kernel)} has no gradient of `{found}`, whose index has q_pos and "
+                f"kv_pos; use schedule='flash', or pass {found.tensor.name}.detach()"
+            )
+        refused = ways_of(reads, signature).refused
+        return (
+            None
+            if refused is None
+            else (
+                f"{self.name}: in packed sequences the gradient of `{refused}`, whose entries several pairs read, is "
+                "summed by atomic additions alone, which do not repeat bit for bit: pass deterministic=False to allow "
+                "them, or padded sequences with q_lens= and kv_lens="
+            )
+        )
 
     def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
         if signature.sequences == "dense":
             return None
-        if kernel in FLASH or kernel.name in (*SPANS, *WORK):
+        if is_of_flash(kernel):
             return None
         return (
             f"{self.name}: schedule {_algorithm(kernel)} computes sequences of one length, got {signature.sequences} "
@@ -110,7 +147,7 @@ class TritonTarget:
 
     def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
-        if kernel in FLASH or kernel.name in (*SPANS, *WORK):
+        if is_of_flash(kernel):
             where, lacking = "", lacks(facts.attention.weighs, self.family)
         else:
             where, lacking = f"schedule {_algorithm(kernel)} ", softmax_only(facts.attention.weighs)
@@ -128,7 +165,18 @@ class TritonTarget:
         widths = signature.widths
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
         parts = segments_of(facts.attention, widths)
-        return tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
+        if kernel in PAIR_SUMS:
+            return square_tilings(kernel, sizes, hardware, parts, facts.traits)
+        found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
+        of_pairs = any(
+            kind in PAIR_KINDS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds
+        )
+        if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
+            # what is read and stored for each pair wants registers: larger tiles spill in their loop
+            own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
+            if fits(kernel, own, nominal(sizes), hardware, parts, facts.traits):
+                return [own, *(form for form in found if form != own)]
+        return found
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
         if not isinstance(form, Tiling):
@@ -140,6 +188,10 @@ class TritonTarget:
                 raise WeftError(f"schedule: {kernel.name} has one form, {FIXED[kernel.name]}, got {form}")
             return
         check_tiling(kernel.name, form)
+        if kernel.name == DDIAGONALS and form.block_q != form.block_kv:
+            raise WeftError(
+                f"schedule: {kernel.name} {form}: expected as many queries as keys, of which it has diagonals"
+            )
         if not self.interprets:
             _check_sram(kernel, form, signature, hardware, facts)
 
@@ -147,7 +199,7 @@ class TritonTarget:
         return f"triton/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        return {}
+        return pair_context(code, facts)
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, interpret=self.interprets, source=source)
@@ -168,7 +220,7 @@ class InterpretTarget(TritonTarget):
             return "interpret: needs Triton; pip install triton"
         if signature.dtype not in ("fp32", "fp16"):
             return f"interpret: Triton's interpreter computes fp32 and fp16 correctly, not {signature.dtype}"
-        return self._dense_only(kernel, signature, facts) or self._lacking(kernel, facts)
+        return self._why_not(kernel, signature, facts)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         return [FIXED.get(kernel.name, Tiling(32, 32, 4, 1))]  # small: short test problems have several tiles
@@ -177,6 +229,21 @@ class InterpretTarget(TritonTarget):
 def _is_needed(kernel: str, wanted: frozenset[str], kinds: set[str]) -> bool:
     serves = _SERVES.get(kernel)
     return serves is None or bool(serves & wanted or _SUMS.get(kernel, set()) & kinds)
+
+
+def pair_context(code: CodePlan, facts: Facts) -> Context:
+    """What the template of a flash backward needs for reads of pairs: the way of each, and how programs share them."""
+    ways = ways_in(code, facts)
+    return {
+        "ways": {i: {"kernel": way.kernel, "finish": way.finish} for i, way in enumerate(ways.of_reads) if way},
+        "over": ways.over,
+        "bounds_by_head": facts.bounds_differ_by_head,
+    }
+
+
+def is_of_flash(kernel: Kernel) -> bool:
+    """Whether it belongs to schedule flash, or comes before its kernels."""
+    return kernel in FLASH or kernel in PAIR_SUMS or kernel.name in (*SPANS, *WORK)
 
 
 def _algorithm(kernel: Kernel) -> Algorithm:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.kernels import LISTED, SPANS, WORK, Kernel
 from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
 from ...ir.errors import WeftError
@@ -39,6 +41,7 @@ _PROGRAMS: dict[Callable[..., float], str] = {
     formulas.pair_programs: f"{_Q_TILES} * ({_KV_TILES}) * batches * heads",
     formulas.head_programs: "batches * heads",
     formulas.kv_head_programs: "batches * kv_heads",
+    formulas.diagonal_programs: f"({_Q_TILES} + ({_KV_TILES}) - 1) * batches * heads",
 }
 
 
@@ -115,6 +118,7 @@ class TritonLauncher:
         pair = "2, " if self.shifts else ""
         self._statistics_shape = f"({pair}batches, heads, q_len)"
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
+        self.ways = ways_in(code, facts)
 
     # -- one call ------------------------------------------------------------------------------------------------------
     def partition(self, call: CallTensors, results: Named) -> Partition:
@@ -130,11 +134,48 @@ class TritonLauncher:
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         given = {**self._given(call, results), **workspace}
+        of_pairs = self.pair_programs(call, partition.mode) if DPAIRS in self.ways.kernels else (0, 1)  # type: ignore[arg-type]
+        given |= {"first_program": 0, "most_programs": of_pairs[1]}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
         for run, (programs, arguments) in zip(ready.runs, ready.pack(given)):
             run(programs, arguments, stream)
-        return self._finished(call, results, workspace)
+        tables = self._tables(call, workspace)
+        for first in range(of_pairs[1], *of_pairs):
+            self._list_more(ready, given, first, tables, stream)
+        return self._finished(call, results, {**workspace, **{f"sum{n}": table for n, table in tables.items()}})
+
+    def _list_more(
+        self, ready: _Prepared, given: Mapping[str, Any], first: int, tables: Mapping[int, Tensor], stream: int
+    ) -> None:
+        """Launch flash_dpairs for the programs from this one on, and add up what they list."""
+        at = next(n for n, kernel in enumerate(self.code.kernels) if kernel.name == DPAIRS)
+        listed = [n for n, way in enumerate(self.ways.of_reads) if way == Way(DPAIRS, "list")]
+        for n in listed:  # programs of what is not there list nothing
+            given[f"sum{n}"].zero_()
+            given[f"entry{n}"].zero_()
+        programs, arguments = ready.pack({**given, "first_program": first})[at]
+        ready.runs[at](programs, arguments, stream)
+        for n in listed:
+            self._add_listed(tables[n], given[f"entry{n}"], given[f"sum{n}"])
+
+    def _tables(self, call: CallTensors, workspace: Named) -> dict[int, Tensor]:
+        """What the kernels listed, added up in the shape of its operand, by number of the read."""
+        tables = {}
+        for n, way in enumerate(self.ways.of_reads):
+            if way is not None and way.finish == "list":
+                tables[n] = torch.zeros(self._shape_of(n, call), device=call.query.device)
+                self._add_listed(tables[n], workspace[f"entry{n}"], workspace[f"sum{n}"])
+        return tables
+
+    def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
+        add_listed(table, entries, sums)
+
+    def _shape_of(self, n: int, call: CallTensors) -> tuple[int, ...]:
+        """Of the operand of a read."""
+        operand = call.operands[self.sums[n].load.tensor.name]
+        assert isinstance(operand, Tensor)
+        return tuple(operand.shape)
 
     def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
         """Every tensor of the call by the name that kernels have for it."""
@@ -171,13 +212,17 @@ class TritonLauncher:
                 whole.copy_(share.unflatten(1, (whole.shape[1], -1)).sum(2))
         q_len, ragged = call.query.shape[2], call.ragged
         sums = {n: workspace[f"sum{n}"] for n in range(len(self.sums))}
-        if ragged is not None and ragged.kind == "packed":
-            number = ragged.number(call.query)
-            return [
-                by_sequence(sums[n], workspace["q_work"][:, 0], number) if g.kind in ("total", "sink") else sums[n]
-                for n, g in enumerate(self.sums)
-            ]
-        return [_reduced(sums[n], self.code.schedule.algorithm, g.kind, q_len) for n, g in enumerate(self.sums)]
+        found = []
+        for n, g in enumerate(self.sums):
+            if g.kind in PAIR_KINDS:
+                found.append(sums[n])
+            elif ragged is None or ragged.kind != "packed":
+                found.append(_reduced(sums[n], self.code.schedule.algorithm, g.kind, q_len))
+            elif g.kind in ("total", "sink"):
+                found.append(by_sequence(sums[n], workspace["q_work"][:, 0], ragged.number(call.query)))
+            else:
+                found.append(sums[n])
+        return found
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _operand_names(self) -> list[str]:
@@ -393,9 +438,29 @@ class TritonLauncher:
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
 
+    def pair_programs(self, call: CallTensors, mode: Mode) -> tuple[int, int]:
+        """Programs of flash_dpairs of a call, and how many are launched at once, which bounds what they list."""
+        form = self.form(DPAIRS, mode.aligned)
+        batches, heads, q_len, _ = call.query.shape
+        kv_heads, kv_len = call.key.shape[1:3]
+        over = self.ways.over
+        shares = (1 if "batch" in over else batches) * (1 if "head" in over else kv_heads if "group" in over else heads)
+        programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * shares
+        if Way(DPAIRS, "list") not in self.ways.of_reads:
+            return programs, programs
+        return programs, min(programs, max(1, MOST_LISTED // (form.block_q * form.block_kv)))
+
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name == "row_statistics":
             text = "padded_len // {BLOCK_Q} * batches * heads"
+        elif kernel.name == DPAIRS:
+            over = self.ways.over
+            shares = ([] if "batch" in over else ["batches"]) + (
+                [] if "head" in over else ["kv_heads" if "group" in over else "heads"]
+            )
+            text = f"min({' * '.join([_Q_TILES, f'({_KV_TILES})', *shares])} - first_program, most_programs)"
+        elif kernel.name == DDIAGONALS and self.sequences == "packed":
+            text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads"
         elif kernel.name in WORK:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
         elif self.sequences == "packed":
@@ -420,6 +485,9 @@ class TritonLauncher:
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         rows = self._sequence_rows(aligned)
+        for n, gradient in enumerate(self.sums):
+            tensor = gradient.load.tensor
+            rows |= {f"e{n}_{d}": f"arg_{tensor.name}.shape[{d}]" for d in range(1, tensor.rank)}
         for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
             if self.code.has(f"{axis}_spans"):
                 form = self.form(f"{axis}_spans", aligned)
@@ -574,6 +642,9 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
             of_tiles = padded // launcher.form("row_statistics", mode.aligned).block_q
             places[f"sum{n}"] = flat_place(batches, heads, of_tiles)
             continue
+        if (way := launcher.ways.of_reads[n]) is not None:
+            places |= _places_of_pairs(launcher, call, mode, n, way)
+            continue
         kind = "total" if gradient.kind == "sink" else gradient.kind
         form = launcher.form(_SUMMED_BY[algorithm, kind == "column"], mode.aligned)
         if launcher.sequences == "packed":
@@ -584,6 +655,50 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
         if not dense:  # programs of what is not there write none
             places[f"sum{n}"] = places[f"sum{n}"]._replace(fill=0.0)
     return places
+
+
+def _places_of_pairs(
+    launcher: TritonLauncher, call: CallTensors, mode: Mode, n: int, way: Way
+) -> dict[str, Place]:  # fmt: skip
+    """Of the sums of a read of pairs: a tensor in the shape of its operand, or a list of sums and entries."""
+    gradient = launcher.sums[n]
+    operand = call.operands[gradient.load.tensor.name]
+    assert isinstance(operand, torch.Tensor)
+    if way.finish != "list":
+        alone = sum(g.load.tensor == gradient.load.tensor for g in launcher.sums) == 1
+        dtype = operand.dtype if alone and way.finish == "store" else torch.float32
+        return {f"sum{n}": flat_place(*operand.shape, fill=0.0, dtype=dtype)}  # no program visits what is hidden
+    if way.kernel == DPAIRS:
+        form = launcher.form(DPAIRS, mode.aligned)
+        size: tuple[int, ...] = (launcher.pair_programs(call, mode)[1], form.block_q, form.block_kv)
+    else:
+        block = launcher.form(DDIAGONALS, mode.aligned).block_q
+        tiles = [tiles_of(t.shape[2], block) for t in (call.query, call.key)]
+        programs = (sum(tiles) - 1) * call.query.shape[0]
+        if launcher.sequences == "packed":
+            number = call.ragged.number(call.query)  # type: ignore[union-attr]
+            programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
+        size = (programs * call.query.shape[1], 2, block)
+    fill = None if launcher.sequences == "dense" else 0.0  # programs of what is not there list nothing
+    entries = torch.int64 if launcher.code.signature.wide else torch.int32
+    return {f"sum{n}": flat_place(*size, fill=fill), f"entry{n}": flat_place(*size, fill=fill, dtype=entries)}
+
+
+def add_listed(table: Tensor, entries: Tensor, sums: Tensor) -> None:
+    """Add listed sums to the entries that they belong to, in one order."""
+    if table.is_cuda:
+        table.view(-1).index_put_((entries.flatten().long(),), sums.flatten(), accumulate=True)  # sorts
+    else:  # from the first to the last, in one thread
+        table.view(-1).scatter_add_(0, entries.flatten().long(), sums.flatten())
+
+
+def ways_in(code: CodePlan, facts: Facts) -> Ways:
+    """How the reads with a gradient are summed, in the order of `Facts.operand_gradients`."""
+    signature = code.signature
+    if signature.direction == "forward":
+        return Ways((), frozenset())
+    gradients = facts.operand_gradients(signature.wanted)
+    return ways_of([(g.load, g.kind) for g in gradients], signature)
 
 
 def _padded(length: int, block: int) -> int:

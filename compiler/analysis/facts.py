@@ -9,22 +9,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 from ...ir.attention import Attention
 from ...ir.canonical import canonical
-from ...ir.errors import WeftError
 from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
 from .bounds import kv_bounds, q_bounds
 from .measured import measuring
-from .records import Bounds, Measuring, OperandGradient, TileProgram, Traits
+from .places import POSITIONS, by_difference, index_symbols
+from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, Traits
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
 from .tiles import tile_program
 from .verify import verify_tiles
-
-GradientKind = Literal["total", "row", "column", "mixed", "sink"]
 
 
 @dataclass(frozen=True)
@@ -136,12 +133,11 @@ class Facts:
         return self.linear_scale is not None or self.largest_slope < math.inf
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
-        """Gradients of the reads of these tensor operands, the sink's last; refuses patterns without a kernel."""
+        """Gradients of the reads of these tensor operands, the sink's last."""
         from .symbolic import derivative  # lazy: imports sympy
 
-        self.check_gradients(operands)
         known = self._load_derivatives
-        found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands and kind != "mixed"]
+        found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands]
         for load, kind in found:
             if (load.text, kind) not in known:
                 root = self.attention.folded_sink if kind == "sink" else self.attention.folded_score
@@ -153,16 +149,6 @@ class Facts:
     def _load_derivatives(self) -> dict[tuple[str, GradientKind], Expr]:
         """d score / d load or d sink / d load, by the load's text and kind: each is asked for in every backward."""
         return {}
-
-    def check_gradients(self, operands: frozenset[str]) -> None:
-        """Raise WeftError where the gradient of one of these operands cannot be reduced."""
-        for load, kind in self.gradient_kinds:
-            if load.tensor.name in operands and kind == "mixed":
-                raise WeftError(
-                    f"{self.attention.name}: the gradient of `{load}` is not available, because its index mixes q_pos "
-                    f"and kv_pos; index it by heads and one of the positions, or pass {load.tensor.name}.detach()\n"
-                    f"  at {load.where}"
-                )
 
     @cached_property
     def bounds_differ_by_head(self) -> bool:
@@ -255,5 +241,7 @@ def _over_qk(node: Expr) -> Iterator[Expr]:
 
 
 def _gradient_kind(load: Load) -> GradientKind:
-    used = frozenset().union(*(symbols(i) for i in load.index)) & {"q_pos", "kv_pos"}
-    return {0: "total", 2: "mixed"}.get(len(used)) or ("row" if "q_pos" in used else "column")  # type: ignore[return-value]
+    used = index_symbols(load) & POSITIONS
+    if used == POSITIONS:
+        return "diagonal" if by_difference(load) else "pair"
+    return "total" if not used else "row" if "q_pos" in used else "column"

@@ -73,7 +73,8 @@ class Measuring:
     kv_reads: int  # reads of tensors at the position of a key
 
 
-GradientKind: TypeAlias = Literal["total", "row", "column", "sink"]
+GradientKind: TypeAlias = Literal["total", "row", "column", "diagonal", "pair", "sink"]
+PAIR_KINDS = frozenset({"diagonal", "pair"})  # kinds of reads whose index has both positions
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class OperandGradient:
     """How the gradient of one read of a float tensor is reduced inside the kernels."""
 
     load: Load
-    kind: GradientKind  # indexed by heads and batch only; by q too; by kv too; of the sink
+    # indexed by heads and batch only; by q_pos too; by kv_pos too; by q_pos - kv_pos; by both; of the sink
+    kind: GradientKind
     derivative: Expr  # d score' / d load, over qk; d sink / d load
 
 

@@ -79,6 +79,8 @@ class Tiling:
                 kept = self.block_q * qk_columns + scores * 5 // 2  # S, dP, dS in half the width
             case "flash_dkey_dvalue" | "streaming_backward":
                 kept = self.block_kv * (qk_columns + v_columns) + scores * 5 // 2
+            case "flash_dpairs" | "flash_ddiagonals":
+                kept = scores * 4  # the sum, S, dP, dload
             case _:
                 kept = scores + self.block_q * max(qk_columns, v_columns)
         return kept // (32 * self.num_warps)

@@ -26,7 +26,15 @@ Algorithm = Literal["standard", "streaming", "flash"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 
 _READ_PAIRS = frozenset(
-    {"flash_forward", "flash_dquery", "flash_dkey_dvalue", "streaming_forward", "streaming_backward"}
+    {
+        "flash_forward",
+        "flash_dquery",
+        "flash_dkey_dvalue",
+        "streaming_forward",
+        "streaming_backward",
+        "flash_dpairs",
+        "flash_ddiagonals",
+    }
 )
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
@@ -262,6 +270,37 @@ def flash_dkey_dvalue_read(x: Sizes) -> float:
 def flash_dkey_dvalue_flops(x: Sizes) -> float:
     """S^T = K Q^T, dP^T = V dO^T, dV = P^T dO, dK = dS^T Q."""
     return 2 * score_count(x) * (2 * x.C + 2 * x.Cv)
+
+
+# -- flash: gradients of what pairs read, where a program owns the pairs ---------------------------------------------
+def pair_sums_sram(x: Sizes) -> float:
+    """Q, dO, K and V of a visited tile, loaded ahead, and the statistics; of a diagonal also its sums, to be turned."""
+    return x.s * ((x.bq + x.bkv) * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC) + RUNNING * x.bq * x.bkv
+
+
+def pair_sums_read(x: Sizes) -> float:
+    """Everything at every visit: what programs that run together share comes from L2."""
+    rows = query_bytes(x) + output_bytes(x) + 2 * row_bytes(x)
+    return queries_again(x) * rows + keys_again(x) * key_value_bytes(x)
+
+
+def pair_sums_written(x: Sizes) -> float:
+    """A sum of each pair of visited tiles at most; what is shared by heads is written once."""
+    return RUNNING * score_count(x)
+
+
+def diagonal_sums_written(x: Sizes) -> float:
+    """A sum and the place of an entry for each diagonal of each head."""
+    return (RUNNING + 8) * 2 * x.B * x.Hq * (x.nq * x.bq + x.nkv * x.bkv)
+
+
+def pair_sums_flops(x: Sizes) -> float:
+    """S = Q K^T, dP = dO V^T."""
+    return 2 * score_count(x) * (x.C + x.Cv)
+
+
+def diagonal_programs(x: Sizes) -> float:
+    return x.B * x.Hq * (x.nq + x.nkv - 1)
 
 
 # -- streaming: FlashAttention, arXiv 2205.14135, algorithms 1 and 4 -------------------------------------------------
@@ -504,6 +543,7 @@ _OVER_KEYS, _OVER_QUERIES = "the key tiles that its queries see", "the query til
 _ALL_KEYS, _ALL_QUERIES = "all key tiles", "all query tiles"
 _SWEEPS = "key tiles, and for each of them the query tiles that see it"
 _ONE_TILE, _ROWS = "nothing: one tile of scores", "its rows"
+_SHARING, _DIAGONAL = "the heads that read what its tile of pairs reads", "the tiles of its diagonal"
 
 ROW_STATISTICS = Kernel(
     "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, none,
@@ -522,6 +562,17 @@ FLASH = (
     Kernel(
         "flash_dkey_dvalue", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, flash_dkey_dvalue_sram,
         flash_dkey_dvalue_read, key_value_bytes, flash_dkey_dvalue_flops, score_count, _QUERIES,
+    ),
+)  # fmt: skip
+# What sums the gradients of reads of pairs, after the others (tables.py)
+PAIR_SUMS = (
+    Kernel(
+        "flash_dpairs", "backward", "backward_q", "kv", _SHARING, pair_programs, pair_sums_sram,
+        pair_sums_read, pair_sums_written, pair_sums_flops, score_count, _KEYS,
+    ),
+    Kernel(
+        "flash_ddiagonals", "backward", "backward_q", "kv", _DIAGONAL, diagonal_programs, pair_sums_sram,
+        pair_sums_read, diagonal_sums_written, pair_sums_flops, score_count, _KEYS,
     ),
 )  # fmt: skip
 STREAMING = (

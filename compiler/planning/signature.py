@@ -47,6 +47,7 @@ class Signature:
     offset: Offset = "number"  # dense kernels take bottom right as the number that it is
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
+    atomics: bool = False  # of a backward: gradients of operands may be summed in any order
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
 
     @property
@@ -65,7 +66,7 @@ class Signature:
         w = self.widths
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
         wide = " wide" if self.wide else ""
-        repeats = " deterministic" if self.deterministic else ""
+        repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""
         return (
             f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"
         )

@@ -272,23 +272,52 @@ def _sink_sums(t: Tiles, ragged: bool = False) -> list[Stage]:
 
 def _flash_dquery(t: Tiles) -> list[Stage]:
     result = [t.query("dQ")] if "query" in t.wanted else []
-    sums = ["sums for operands"] if not result and t.sums - {"column"} else []
+    sums = ["sums for operands"] if not result and t.sums & {"total", "row"} else []
     product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if result else []
-    if not (result or sums):
+    stored = [_store("pairs", f"dload = {_dload(t)}, to the entries that the tile read", _EACH_KV)]
+    if not (result or sums or "stored" in t.sums):
         return _sink_sums(t, ragged=True)
     return [
         _load("query", ", ".join([t.query(), t.output("dO"), *t.saved("lse", "delta")]), _ONCE),
-        _keep("dquery", ", ".join([f"{x} float32" for x in result] + sums)),
+        *([_keep("dquery", ", ".join([f"{x} float32" for x in result] + sums))] if result + sums else []),
         _load("key", t.key(), _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = Q K^T", _EACH_KV),
         _load("value", t.value(), _EACH_KV, _AHEAD),
         _compute("dweights", f"{t.scores('dP')} = {t.kept('dO V^T')}", _EACH_KV),
         _compute("weights", _weights_text(t), _EACH_KV),
         _compute("dscores", f"dS = {_dscore(t)}{t.mask_text}", _EACH_KV),
+        *(stored if "stored" in t.sums else []),
         *product,
-        _store("dquery", ", ".join(result + sums)),
+        *([_store("dquery", ", ".join(result + sums))] if result + sums else []),
         *_sink_sums(t, ragged=True),
     ]
+
+
+def _pair_sums(t: Tiles, per: str, store: str) -> list[Stage]:
+    """P and dS of tiles of pairs once more, for what is summed over heads or along a diagonal."""
+    return [
+        _keep("sums", f"{t.scores('sums for operands')} float32"),
+        _load("query", ", ".join([t.query(), t.output("dO"), *t.saved("lse", "delta")]), per, _AHEAD),
+        _load("key", f"{t.key()}, {t.value()}", per, _AHEAD),
+        _compute("scores", f"{t.scores()} = Q K^T", per),
+        _compute("dweights", f"{t.scores('dP')} = {t.kept('dO V^T')}", per),
+        _compute("weights", _weights_text(t), per),
+        _compute("dscores", f"dload = {_dload(t)}{t.mask_text}", per),
+        _store("sums", store),
+    ]
+
+
+def _dload(t: Tiles) -> str:
+    dscore = "P * (dP - delta)" if t.traits.normalizer.saves_lse else "P' * dP"
+    return f"{dscore} * d score / d read"
+
+
+def _flash_dpairs(t: Tiles) -> list[Stage]:
+    return _pair_sums(t, "head", "sums of the tile, to the entries that were read")
+
+
+def _flash_ddiagonals(t: Tiles) -> list[Stage]:
+    return _pair_sums(t, "tile of the diagonal", "a sum for each diagonal of the tile, and the entry that it read")
 
 
 def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
@@ -574,6 +603,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("hopper", "round_dquery"): _round_dquery,
     ("", "flash_dquery"): _flash_dquery,
     ("", "flash_dkey_dvalue"): _flash_dkey_dvalue,
+    ("", "flash_dpairs"): _flash_dpairs,
+    ("", "flash_ddiagonals"): _flash_ddiagonals,
     ("", "streaming_forward"): _streaming_forward,
     ("", "streaming_backward"): _streaming_backward,
     ("", "standard_scores"): _standard_scores,

@@ -132,12 +132,12 @@ def _writes(instruction: str, register: int) -> bool:
 def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
-    wanted: frozenset[str] | None = None, deterministic: bool = False, q_offset: int | Tensor = 0,
+    wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
     sequences: SequenceKind = "dense",
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
-    wanted: the gradients; all of them where None. deterministic: of a backward, whether they must repeat bit for bit.
+    wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
     sequences: of the call; "lengths" and "packed" ones are bottom right.
     """
     sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, value_dim=value_dim or head_dim, dtype=dtype)

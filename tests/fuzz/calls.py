@@ -304,7 +304,7 @@ def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int
             if len(places) and int(places.min()) < 0:
                 raise Undefined(f"{name}: index {d} is negative")
             highest[d] = max(highest[d], int(places.max()) if len(places) else 0)
-    if max(highest) > 4000 or math.prod(h + 1 + slack for h in highest) > MOST_ELEMENTS:
+    if max(highest, default=0) > 4000 or math.prod(h + 1 + slack for h in highest) > MOST_ELEMENTS:
         raise Undefined(f"{name}: larger than a test needs")
     return tuple(h + 1 + slack for h in highest)
 

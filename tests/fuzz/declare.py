@@ -345,12 +345,16 @@ class Drawer:
         slope = Read("slopes", "float", (self.random.choice((HEAD, HEAD, Sym("kv_head"))),))
         padding = Read("padding", "float", (BATCH, K))
         bias = self.random.choice(((HEAD, Q), (HEAD, K), (BATCH, HEAD, K), (BATCH, Q), (Q,), (K,)))
+        whose = self.random.choice(((), (HEAD,), (Sym("kv_head"),), (BATCH,), (BATCH, HEAD)))
         steps: Sequence[Callable[[], Node]] = (
             lambda: make("mul", cap, make("tanh", make("div", score, cap))),
             lambda: make("add", score, make("mul", slope, make("sub", K, Q))),
             lambda: make("div", score, make("add", make("abs", slope), Num(0.5))),
             lambda: make("add", score, Read("bias", "float", bias)),
             lambda: make("add", score, Read("pair", "float", (HEAD, Q, K))),
+            lambda: make("add", score, Read(f"pairs{len(whose)}", "float", (*whose, Q, K))),
+            lambda: make("add", score, Read(f"near{len(whose)}", "float", (*whose, self.bucket()))),
+            lambda: make("mul", score, make("exp", make("tanh", Read("warmth", "float", ())))),
             lambda: make("add", score, padding),
             lambda: make("where", self.bools(1), score, Num(self.random.choice((-1e4, -1e9, float("-inf"))))),
             lambda: make("minimum", score, make("mul", Num(2.0), cap)),
@@ -365,6 +369,20 @@ class Drawer:
             lambda: make("where", self.bools(2), score, self.bounded(2)),
         )  # fmt: skip
         return self.random.choice(steps)()
+
+    def bucket(self) -> Node:
+        """Which entry of a table a pair of positions reads."""
+        distance, most = make("sub", Q, K), Num(self.random.choice((3, 20)))
+        far = make("floor", make("mul", Num(2.0), make("log2", make("add", Num(1.0), make("abs", distance)))))
+        window = make("add", clamp(distance, -8, 8), Num(8))
+        block = Num(self.random.choice((2, 5)))
+        blocks = make("abs", make("sub", make("floordiv", Q, block), make("floordiv", K, block)))
+        apart = clamp(Read("apart", "int", (BATCH, Q, K)), 0, 6)
+        kinds: Sequence[Node] = (
+            make("abs", distance), clamp(distance, 0, 12), window, make("minimum", far, most), blocks, apart,
+            make("minimum", Q, K), clamp(make("mul", Num(2), make("sub", K, Q)), 0, 9),
+        )  # fmt: skip
+        return self.random.choice(kinds)
 
     def past(self, score: Node) -> Node:
         """A score that has a value only where keys lie in the past, and an infinite slope or NaN elsewhere."""

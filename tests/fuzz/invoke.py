@@ -41,6 +41,8 @@ NAMED_FILLS = {
     "padding": PADDING,
     "doc": ("documents",),
     "ids": ("ids", "documents"),
+    "apart": ("ints", "tiny ints", "documents"),
+    "warmth": ("normal", "positive", "quarters"),
     "keep": ("bits",),
     "lens": ("signed", "ints"),
     "pair": ("normal", "small", "some -inf", "some least", "quarters"),
@@ -175,7 +177,7 @@ def _operand(random: Random, name: str, kind: str, rank: int) -> Given:
     elif "least" in fill:
         dtypes = ("float32", "float16", "bfloat16")
     layouts = tuple(n for n in OPERAND_LAYOUTS if kind != "bool" or n != "offset")
-    layout = "plain" if random.random() < 0.5 else random.choice(layouts)
+    layout = "plain" if random.random() < 0.5 or rank == 0 else random.choice(layouts)
     return Given(fill, random.choice(dtypes), layout, random.randrange(1000), random.choice((0, 0, 1, 3)))
 
 
@@ -210,14 +212,11 @@ def _schedule(random: Random, target: str, flash: bool) -> str | None:
 
 
 def _wanted(random: Random, variant: Variant, names: tuple[str, ...], form: str | None) -> tuple[str, ...]:
-    """Names of tensors whose gradients are asked for; mostly of those that have one."""
+    """Names of tensors whose gradients are asked for."""
     if random.random() < 0.15 or (form in ("absorbed", "latent query") and random.random() < 0.9):
         return ()
     main = names if random.random() < 0.7 else tuple(n for n in names if random.random() < 0.5)
-    mixed = {r.name for r in variant.reads if {"q_pos", "kv_pos"} <= set().union(*(symbols(i) for i in r.index))}
     floats = [n for n, (kind, _) in variant.tensors.items() if kind == "float"]
-    if random.random() < 0.97:
-        floats = [n for n in floats if n not in mixed]
     return (*main, *(n for n in floats if random.random() < 0.8))
 
 

@@ -32,9 +32,20 @@ def _anything(built: Built, words: re.Match[str]) -> bool:
     return True
 
 
-def _mixes_positions(built: Built, words: re.Match[str]) -> bool:
+def _reads_pairs(built: Built) -> bool:
+    """Whether a wanted gradient is that of a read whose index has both positions."""
     wanted = [r for r in built.variant.reads if r.name in built.call.wanted]
     return any({"q_pos", "kv_pos"} <= set().union(*map(symbols, r.index)) for r in wanted)
+
+
+def _has_no_flash(built: Built, words: re.Match[str]) -> bool:
+    return built.call.schedule in ("streaming", "standard") and _reads_pairs(built)
+
+
+def _lists_packed(built: Built, words: re.Match[str]) -> bool:
+    call = built.call
+    packed = call.lens is not None and call.lens.packed and call.target not in ("cpu", "reference")
+    return packed and call.deterministic is not False and _reads_pairs(built)
 
 
 def _may_be_absorbed(built: Built, words: re.Match[str]) -> bool:
@@ -62,7 +73,10 @@ REFUSALS = {
     "index": _refusal(r"index \d+, `.*`, (ranges from|is read from)", _anything),
     "overflow": _refusal(r"integer overflow", _anything),
     "divisor": _refusal(r"the divisor `.*` can be 0", _anything),
-    "mixed gradient": _refusal(r"because its index mixes q_pos and kv_pos", _mixes_positions),
+    "gradient of pairs": _refusal(r"has no gradient of `.*`, whose index has q_pos and kv_pos; use", _has_no_flash),
+    "packed gradient": _refusal(
+        r"in packed sequences the gradient of `.*`, whose entries several pairs read", _lists_packed
+    ),
     "absorbed gradient": _refusal(r"the absorbed form has no backward", _may_be_absorbed),
     "hopper: latent": _refusal(
         r"UnavailableError: .*hopper: latent attention is computed by the triton target",

@@ -222,6 +222,7 @@ _ON_CPU: dict[str, Defect] = {
         r"dsink = \(sink_weights \* minus_delta\)", "dsink = (sink_weights * -(douts * out[:, :, :, here]).sum(-1))"
     ),
     "sigmoid_in_base_2": InText(r"\.mul_\(LN_2\)\.sigmoid_\(\)", ".sigmoid_()"),
+    "one_of_the_heads_that_share": InText(r"dread\.sum\(dim, keepdim=True\)", "dread.narrow(dim, 0, 1)"),
     "gradient_of_values_not_dropped": InText(r"weights \* kept", "weights * 1.0"),
     "all_heads_drop_the_same": InText(
         r"kept_pairs\(seed, batch, head, q_pos", "kept_pairs(seed, batch, head * 0, q_pos"
@@ -239,6 +240,8 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "sink_left_out_of_lse": InText(r"return top \+ tl\.log2\(total\) \* LN_2,", "return row_lse,"),
     "sink_gradient_of_the_other_sign": InText(r"dsink = -tl\.sum", "dsink = tl.sum"),
     "slope_of_sigmoid_not_falling": InText(r"p \* \(1\.0 - p\) \* dp", "p * dp"),
+    "diagonals_below_dropped": InText(r"tl\.where\(i \+ k >= BLOCK_KV, turned, 0\.0\)", "0.0 * turned"),
+    "shared_by_one_batch_row": InText(r"n_steps = (\w+) \* batches", r"n_steps = \1"),
     "gradient_of_weights_not_dropped": InText(r"dp = tl\.where\(kept, dp \* ", "dp = tl.where(kept | True, dp * "),
     "halves_of_words_swapped": InText(r"words & 0xFFFF, words >> 16", "words >> 16, words & 0xFFFF"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),

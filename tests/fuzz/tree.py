@@ -87,7 +87,7 @@ def text(node: Node) -> str:
         case Sym(name) | Scalar(name):
             return name
         case Read(name, _, index):
-            return f"{name}[{', '.join(map(text, index))}]"
+            return f"{name}[{', '.join(map(text, index)) or '()'}]"
         case Op(name, args) if name in INFIX:
             return f"{_inner(args[0])} {INFIX[name]} {_inner(args[1])}"
         case Op(name, args) if name in PREFIX:

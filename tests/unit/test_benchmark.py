@@ -77,7 +77,7 @@ def test_the_variant_rows_are_those_of_the_published_table():
         "documents": 1024,
         "prefix": 2048,
     }
-    assert len({r.name for r in ROWS}) == len(ROWS) == 29 and set(QUICK) <= set(ROWS)
+    assert len({r.name for r in ROWS}) == len(ROWS) == 31 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -140,7 +140,7 @@ def test_plain_torch_and_eager_flex_agree(row):
         eager = bench_peers.flex(None, compiled=False)(row, without_gradients)
         assert relative_error(eager.forward(), plain[0]) < 1e-5
     own = ((row.heads, row.value_dim), (row.heads, row.dim), (row.kv_heads, row.dim), (row.kv_heads, row.value_dim))
-    assert [x.shape for x in plain] == [(row.batch, heads, row.length, width) for heads, width in own]
+    assert [x.shape for x in plain[:4]] == [(row.batch, heads, row.length, width) for heads, width in own]
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)

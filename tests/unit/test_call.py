@@ -151,14 +151,12 @@ def test_options_that_are_not_there_say_so():
         CAUSAL(q, k, v, q_offset=2**31)
 
 
-def test_gradients_that_are_not_there_are_refused_when_wanted():
+def test_tables_by_distance_have_gradients():
     q, k, v = qkv()
-    mixed = weft.Attention(score + table[kv_pos - q_pos + 7], name="mixed")
-    mixed(q, k, v, table=torch.ones(15))
-    with pytest.raises(
-        WeftError, match=r"the gradient of `table\[.*\]` is not available, because its index mixes q_pos and kv_pos"
-    ):
-        mixed(q, k, v, table=torch.ones(15, requires_grad=True))
+    by_distance = weft.Attention(score + table[kv_pos - q_pos + 7], name="by_distance")
+    learned = torch.ones(15, requires_grad=True)
+    by_distance(q, k, v, table=learned).sum().backward()
+    assert learned.grad is not None and learned.grad.shape == (15,)
 
 
 def test_second_derivatives_are_refused():

@@ -378,7 +378,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         ([".a:x"], ".a: cannot be imported"),
         (["weft:nothing"], "weft:nothing: expected a weft.Attention, there is no such name; weft declares no variant"),
         (["--mask", "True", "--tensor", "t:1:text"], "--tensor: expected NAME:RANK or NAME:RANK:TYPE"),
-        (["--mask", "True", "--tensor", "t:9"], "--tensor: tensor 't': expected a rank from 1 to 4, got 9"),
+        (["--mask", "True", "--tensor", "t:9"], "--tensor: tensor 't': expected a rank from 0 to 4, got 9"),
         (["--mask", "True", "--set", "w=x"], "--set: expected NAME=NUMBER, got 'w=x'"),
         (["--mask", "True", "--heads", "4", "--kv-heads", "3"], "--heads: expected a multiple of kv_heads 3, got 4"),
         (["--mask", "True", "--heads", "0"], "Invalid value for '--heads'"),

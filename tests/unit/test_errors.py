@@ -150,10 +150,10 @@ def test_reserved_names(name: str) -> None:
         (lambda: scalar("n", bool), "scalar 'n': expected dtype int or float, got <class 'bool'>"),
         (lambda: scalar("n", "int"), "scalar 'n': expected dtype int or float, got 'int'"),
         (lambda: tensor("t", 1, str), "tensor 't': expected dtype float, int or bool, got <class 'str'>"),
-        (lambda: tensor("t", 0), "tensor 't': expected a rank from 1 to 4, got 0"),
-        (lambda: tensor("t", 5), "tensor 't': expected a rank from 1 to 4, got 5"),
-        (lambda: tensor("t", True), "tensor 't': expected a rank from 1 to 4, got True"),
-        (lambda: tensor("t", 1.0), "tensor 't': expected a rank from 1 to 4, got 1.0"),
+        (lambda: tensor("t", -1), "tensor 't': expected a rank from 0 to 4, got -1"),
+        (lambda: tensor("t", 5), "tensor 't': expected a rank from 0 to 4, got 5"),
+        (lambda: tensor("t", True), "tensor 't': expected a rank from 0 to 4, got True"),
+        (lambda: tensor("t", 1.0), "tensor 't': expected a rank from 0 to 4, got 1.0"),
     ],
 )
 def test_declarations_of_operands(make: Callable[[], object], match: str) -> None:
@@ -309,7 +309,7 @@ def test_text_outside_the_language(text: str, match: str) -> None:
         ("weft.Attention(score)", r"expected weft.Attention\(...\), got weft.Attention\(score\)"),
         ("import os\nweft.Attention()", "expected a declaration of a scalar or tensor, got import os"),
         ('n = weft.scalar("n", complex)\nweft.Attention()', "expected a declaration of a scalar or tensor, got n ="),
-        ('t = weft.tensor("t", 9, int)\nweft.Attention()', "tensor 't': expected a rank from 1 to 4, got 9"),
+        ('t = weft.tensor("t", 9, int)\nweft.Attention()', "tensor 't': expected a rank from 0 to 4, got 9"),
         ("weft.Attention(colour=1)", "weft.Attention: cannot read colour=1"),
         ("weft.Attention(**x)", r"weft.Attention: cannot read \*\*x"),
         ("weft.Attention(name=score)", "weft.Attention: cannot read name=score"),

@@ -31,6 +31,7 @@ def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
+        "t5_bias",
         "demo",
     }  # fmt: skip
 
@@ -96,6 +97,16 @@ def test_sinks_are_learned(capsys: pytest.CaptureFixture[str]) -> None:
     assert error is not None and float(error[1]) < (1e-5 if not torch.cuda.is_available() else 0.1)
     losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_a_t5_bias_learns_a_distance(capsys: pytest.CaptureFixture[str]) -> None:
+    load("t5_bias").main(length=40, steps=40, back=2)
+    output = capsys.readouterr().out
+    error = re.search(r"against float64 (\S+)", output)
+    assert error is not None and float(error[1]) < (1e-5 if not torch.cuda.is_available() else 0.1)
+    losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
+    assert losses[-1] < 0.2 * losses[0]
+    assert "learned to read: [2, 2], of distance 2" in output
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

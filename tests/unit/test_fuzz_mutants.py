@@ -33,52 +33,74 @@ SCALED, BIASED = (
         (kv_pos // 3 <= q_pos // 3) & (q_pos - kv_pos <= reach[head]), name="biased",
     ),
 )  # fmt: skip
+SIGMOID = weft.Attention(mask=masks.causal, name="sigmoid_attention", normalizer="sigmoid")
+LEARNED = weft.Attention(
+    score + bias[head, abs(q_pos - kv_pos)] + weft.tensor("shared", 2)[q_pos, kv_pos], masks.causal, name="learned"
+)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 DROPPED = weft.Attention(mask=masks.causal, dropout=0.1, name="dropped")
-SIGMOID = weft.Attention(mask=masks.causal, name="sigmoid_attention", normalizer="sigmoid")
 SIZES = weft.shape(heads=2, q_len=256, head_dim=64, dtype="fp32")
 ONE, TWO = torch.tensor([256], dtype=torch.int32), torch.tensor([0, 100, 256], dtype=torch.int32)
-# Linear in q.k, not linear, with lengths, dropped, and no softmax: they have every text that a defect replaces.
+# Linear in q.k, not linear, with lengths, gradients of pairs, no softmax: they have every text that is replaced.
 SAMPLES: tuple[tuple[weft.Attention, dict[str, torch.Tensor]], ...] = (
     (SCALED, {}),
     (BIASED, {}),
     (CAUSAL, {"q_lens": ONE, "kv_lens": ONE}),
     (CAUSAL, {"cu_seqlens_q": TWO, "cu_seqlens_kv": TWO}),
     (DROPPED, {}),
+    (LEARNED, {}),
     (SIGMOID, {}),
 )
-# How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, sigmoid.
+# How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, learned, sigmoid.
 FOUND = {
-    "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0),
-    "dlse_added": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0),
-    "delta_forgotten": (0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0),
-    "offset_of_the_first_row": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 1),
-    "hidden_nan_kept": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0),
-    "key_gradient_of_last_tile": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1),
-    "small_ints_wrap": (0, 0, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0),  # one for each read
-    "heads_of_a_long_call": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "one_hidden_key_overlooked": (1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 1, 0),
-    "sink_beside_the_output": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sink_of_another_head": (1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sink_gradient_without_dlse": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sigmoid_in_base_2": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1),
-    "stride_of_another_dimension": (0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 0, 0),
-    "last_partial_tile_unmasked": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "offsets_not_by_batch": (1, 2, 1, 2, 1, 2, 0, 0, 1, 2, 1, 2),  # one for each kernel; that of packed ones is masked
-    "rows_behind_a_length_kept": (0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0),
-    "first_sequence_bottom_right": (0, 0, 0, 0, 1, 2, 1, 2, 0, 0, 0, 0),
-    "packed_keys_of_the_queries": (0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0),
-    "sink_left_out_of_lse": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sink_gradient_of_the_other_sign": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "gradient_of_values_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
-    "all_heads_drop_the_same": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0),
-    "gradient_of_weights_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0),
-    "halves_of_words_swapped": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0),
-    "slope_of_sigmoid_not_falling": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
-    "floor_div_truncates_on_gpu": (0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0),
+    "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0),
+    "dlse_added": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0),
+    "delta_forgotten": (0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0),
+    "offset_of_the_first_row": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1),
+    "hidden_nan_kept": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
+    "key_gradient_of_last_tile": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1),
+    "small_ints_wrap": (0, 0, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),  # one for each read
+    "heads_of_a_long_call": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "one_hidden_key_overlooked": (1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0),
+    "sink_beside_the_output": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "sink_of_another_head": (1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "sink_gradient_without_dlse": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "one_of_the_heads_that_share": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
+    "diagonals_below_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
+    "shared_by_one_batch_row": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
+    "sigmoid_in_base_2": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1),
+    "stride_of_another_dimension": (0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0),
+    "last_partial_tile_unmasked": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "offsets_not_by_batch": (
+        1,
+        2,
+        1,
+        2,
+        1,
+        2,
+        0,
+        0,
+        1,
+        2,
+        1,
+        6,
+        1,
+        2,
+    ),  # one for each kernel; that of packed ones is masked
+    "rows_behind_a_length_kept": (0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0),
+    "first_sequence_bottom_right": (0, 0, 0, 0, 1, 2, 1, 2, 0, 0, 0, 0, 0, 0),
+    "packed_keys_of_the_queries": (0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0),
+    "sink_left_out_of_lse": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "sink_gradient_of_the_other_sign": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "gradient_of_values_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0),
+    "all_heads_drop_the_same": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0),
+    "gradient_of_weights_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0),
+    "halves_of_words_swapped": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0),
+    "slope_of_sigmoid_not_falling": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
+    "floor_div_truncates_on_gpu": (0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
 }
 AT_RUN_TIME = {  # they change no generated text
     "read_gradient_to_next_head",

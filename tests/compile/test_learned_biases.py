@@ -1,0 +1,61 @@
+"""Kernels of the gradients of what pairs read compile for GPUs that are not here, and spill nothing in loops."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from weft import batch, head, kv_pos, q_pos, score
+
+pytest.importorskip("triton")
+from .ahead import compiled
+
+CAUSAL = kv_pos <= q_pos
+BIAS, TABLE = weft.tensor("bias", 4), weft.tensor("table", 2)
+APART = weft.minimum(weft.maximum(weft.tensor("apart", 3, int)[batch, q_pos, kv_pos], 0), 31)
+VARIANTS = {
+    "flash_dquery": weft.Attention(score + BIAS[batch, head, q_pos, kv_pos], CAUSAL, name="full"),
+    "flash_dpairs": weft.Attention(score + weft.tensor("shared", 3)[head, q_pos, kv_pos], CAUSAL, name="shared"),
+    "flash_ddiagonals": weft.Attention(weft.scores.t5_bias(TABLE)(score), CAUSAL, scale=1.0, name="t5"),
+}
+LISTED = weft.Attention(score + TABLE[head, APART], CAUSAL, name="graphormer")
+PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", VARIANTS)
+def test_sm_90(kernel: str, head_dim: int) -> None:
+    module = compiled(VARIANTS[kernel], "backward", head_dim)
+    own = module.kernels[kernel]
+    assert own.count("wgmma.mma_async") and not own.serialised
+    assert own.spills_in_loops() == 0 and own.sram <= module.plans[kernel].sram_bytes.value
+    if kernel != "flash_dquery":
+        assert own.count("cp.async.c"), "tiles are loaded ahead"
+
+
+@pytest.mark.parametrize("kernel", VARIANTS)
+@pytest.mark.parametrize("device", ["a100", "mi300x"])
+def test_other_gpus(device: str, kernel: str) -> None:
+    own = compiled(VARIANTS[kernel], "backward", 64, device=device).kernels[kernel]
+    assert own.count(PRODUCTS[device])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_other_dtypes(dtype: str) -> None:
+    for kernel in ("flash_dpairs", "flash_ddiagonals"):
+        assert kernel in compiled(VARIANTS[kernel], "backward", 64, dtype).kernels
+
+
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+def test_sequences(sequences: str) -> None:
+    for kernel in ("flash_dquery", "flash_ddiagonals"):
+        assert kernel in compiled(VARIANTS[kernel], "backward", 64, sequences=sequences).kernels
+
+
+def test_lists_and_wide_heads() -> None:
+    assert "flash_dpairs" in compiled(LISTED, "backward", 64).kernels
+    added = compiled(LISTED, "backward", 64, deterministic=False).kernels
+    assert "flash_dpairs" not in added and added["flash_dquery"].count("red.|atom.")
+    for kernel in ("flash_dpairs", "flash_ddiagonals"):
+        own = compiled(VARIANTS[kernel], "backward", 256)
+        assert own.kernels[kernel].sram <= own.plans[kernel].sram_bytes.value
