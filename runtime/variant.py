@@ -442,12 +442,12 @@ def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-__all__ = ["Variant", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]
-
-
 def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
     if not has_value and wanted:
         raise WeftError(
             f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
         )
+
+
+__all__ = ["Variant", "check_trainable", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]
