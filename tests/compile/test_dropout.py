@@ -79,4 +79,5 @@ def test_other_gpus(device: str, direction: str) -> None:
 def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int) -> None:
     for direction in ("forward", "backward"):
         for name, kernel in compiled(variant, direction, width, target="triton").kernels.items():
-            assert kernel.spills_in_loops() <= 2, f"{direction} {name}"  # of 700 instructions
+            of_loops = sum(map(len, kernel.product_loops()))
+            assert kernel.spills_in_loops() * 200 <= of_loops, f"{direction} {name}"
