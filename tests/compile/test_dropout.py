@@ -45,9 +45,7 @@ def test_no_number_crosses_threads(direction: str, width: int) -> None:
 CAPPED = DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0))
 
 
-@pytest.mark.parametrize(
-    ("variant", "width"), [(DROPPED, 64), (DROPPED, 96), (CAPPED, 128), (DROPPED.replace(mask=True), 256)]
-)
+@pytest.mark.parametrize(("variant", "width"), [(DROPPED, 64), (CAPPED, 128), (DROPPED.replace(mask=True), 256)])
 def test_the_hopper_forward(variant: weft.Attention, width: int) -> None:
     """Nothing is moved nor spilled in its loops, which hold the softmax of 64 or 128 keys."""
     kernel = compiled(variant, "forward", width, target="hopper").kernels["flash_forward"]
@@ -66,15 +64,8 @@ def test_other_gpus(device: str, direction: str) -> None:
         assert bool(kernel.count(product)) == name.startswith("flash_"), name
 
 
-@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
-    "variant",
-    [
-        CAPPED,
-        DROPPED.replace(mask=True),
-        DROPPED.replace(mask=masks.document(weft.tensor("doc", 2, int))),
-    ],
-    ids=["capped", "full", "documents"],
+    ("variant", "width"), [(CAPPED, 128), (DROPPED.replace(mask=masks.document(weft.tensor("doc", 2, int))), 64)]
 )
 def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int) -> None:
     for direction in ("forward", "backward"):

@@ -76,7 +76,7 @@ def test_in_float64() -> None:
     assert torch.autograd.gradcheck(lambda *x: CAUSAL(*x, seed=3, return_lse=True), tensors)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["plain", "given", "alibi", "far", "sink"])
 def test_in_the_interpreter(name: str) -> None:
     check(VARIANTS[name], 40, torch.float32, target="interpret")
 
@@ -85,12 +85,12 @@ def test_a_short_type_in_the_interpreter() -> None:
     check(CAUSAL, 40, torch.float16, target="interpret")
 
 
-@pytest.mark.parametrize("tiles", ["16x16", "64x16", "16x128"])
+@pytest.mark.parametrize("tiles", ["32x16", "16x128"])
 def test_tiles_in_the_interpreter(tiles: str) -> None:
     """Tiles of 16 keys have half of those that share a counter; blocks of queries and keys, in every kernel."""
     names = ("flash_forward", "flash_dquery", "flash_dkey_dvalue")
     schedule = "/".join(["flash", *(f"{name}=interpret:{tiles}w4s1" for name in names)])
-    check(CAUSAL, 50, torch.float32, kv_more=100, target="interpret", schedule=schedule)
+    check(CAUSAL, 30, torch.float32, kv_more=50, target="interpret", schedule=schedule)
 
 
 # -- which pairs -------------------------------------------------------------------------------------------------------
@@ -106,8 +106,10 @@ ALL = weft.Attention(dropout=0.5, name="all_pairs")
 
 
 @pytest.mark.parametrize("target", ["cpu", "interpret"])
-@pytest.mark.parametrize("q_offset", [None, 0, -7, 1 << 20, torch.tensor([3, -50], dtype=torch.int32)])
-@pytest.mark.parametrize("seed", [0, -1, 1 << 62])
+@pytest.mark.parametrize(
+    ("q_offset", "seed"),
+    [(None, 0), (0, -1), (-7, 1 << 62), (1 << 20, 5), (torch.tensor([3, -50], dtype=torch.int32), 6)],
+)
 def test_targets_drop_the_same_pairs(target: str, q_offset: Any, seed: int) -> None:
     assert torch.equal(kept(ALL, target, seed=seed, q_offset=q_offset), kept(ALL, None, seed=seed, q_offset=q_offset))
 
