@@ -90,8 +90,10 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["flash", "streaming"])
-@pytest.mark.parametrize("name", PLAIN)
+# streaming has no gradient of what pairs read
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*((n, "flash") for n in PLAIN), *((n, "streaming") for n in PLAIN if n != "bias")]
+)
 def test_finite_derivatives_cost_nothing(name: str, schedule: str) -> None:
     text = PLAIN[name].source(SIZES, direction="backward", device="h200", target="triton", schedule=schedule)
     assert "weighs nothing" not in text and "== 0.0, 0.0" not in text
