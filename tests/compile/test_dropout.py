@@ -16,8 +16,7 @@ ROUNDS = 7
 THREADS = 128  # of a warpgroup; kernels have w4 or w8
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("direction", "width"), [("forward", 64), ("backward", 128)])
 def test_no_number_crosses_threads(direction: str, width: int) -> None:
     """As much SRAM as without dropout, as many exchanges, and one counter for eight or two pairs of a thread."""
     made = compiled(DROPPED, direction, width, target="triton")
@@ -45,7 +44,7 @@ def test_no_number_crosses_threads(direction: str, width: int) -> None:
 CAPPED = DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0))
 
 
-@pytest.mark.parametrize(("variant", "width"), [(DROPPED, 64), (CAPPED, 128), (DROPPED.replace(mask=True), 256)])
+@pytest.mark.parametrize(("variant", "width"), [(DROPPED, 64), (CAPPED, 128)])
 def test_the_hopper_forward(variant: weft.Attention, width: int) -> None:
     """Nothing is moved nor spilled in its loops, which hold the softmax of 64 or 128 keys."""
     kernel = compiled(variant, "forward", width, target="hopper").kernels["flash_forward"]
@@ -55,8 +54,7 @@ def test_the_hopper_forward(variant: weft.Attention, width: int) -> None:
         assert kernel.count(pattern) <= plain.count(pattern) + more, pattern
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("device", ["a100", "mi300x"])
+@pytest.mark.parametrize(("device", "direction"), [("a100", "backward"), ("mi300x", "forward")])
 def test_other_gpus(device: str, direction: str) -> None:
     module = compiled(DROPPED, direction, 64, device=device, target="triton")
     product = {"a100": "mma.sync", "mi300x": "v_mfma"}[device]
