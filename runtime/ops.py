@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import UnavailableError, WeftError, collected
+from ..ir.expr import Scalar
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset
 from .settings import default_target
@@ -233,8 +234,13 @@ def _call(variant: Variant, arguments: Sequence[Any]) -> Call:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     variant = variant_of_text(arguments[-2])
+    call, share = _call(variant, arguments), variant.attention.dropout
+    if isinstance(share, Scalar) and not 0.0 <= call.operands[share.name] < 1.0:  # unseen while a call is traced
+        raise WeftError(
+            f"{variant.name}: {share.name}: expected a dropout from 0 on and below 1, got {call.operands[share.name]}"
+        )
     with named(f"weft::{variant.name}"):
-        return variant.forward(_call(variant, arguments))
+        return variant.forward(call)
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:

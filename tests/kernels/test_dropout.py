@@ -255,6 +255,15 @@ def test_compiled(seed: Any) -> None:
                 torch.testing.assert_close(one, other)
 
 
+def test_a_share_that_is_none_is_refused_in_compiled_calls_too() -> None:
+    compiled = torch.compile(lambda *x, share: GIVEN(*x, p=share, seed=1), fullgraph=True, backend="aot_eager")
+    with (
+        torch.no_grad(),
+        pytest.raises(weft.WeftError, match="given: p: expected a dropout from 0 on and below 1, got 1"),
+    ):
+        compiled(*tensors(), share=1.0)
+
+
 def test_under_a_profiler_and_without_gradients() -> None:
     given = tensors()
     out = CAUSAL(*given, seed=2)
