@@ -88,7 +88,7 @@ class TritonTarget:
                 kinds.add("total")
             own = [k for k in own if k.name in of_pairs or _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
-                own.remove(ROW_STATISTICS)
+                own = [k for k in own if k != ROW_STATISTICS]
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if k.name in of_pairs]
         found = with_measuring(own, facts.traits.measured)

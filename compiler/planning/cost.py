@@ -202,7 +202,7 @@ def cost_of(
 ) -> KernelCost:
     """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys."""
     if kernel in SPLIT_KV:
-        tiles = _by_key_head(tiles, form, shape)
+        tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         assert isinstance(form, Tiling)
         form = form.of_rows(tile_rows(form.block_q, shape.group * shape.q_len))
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
@@ -265,8 +265,11 @@ def predict(
 def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
     """Tiles of all query heads as those that rows of heads with the same keys visit together."""
     rows = shape.group * shape.q_len
-    share = ceil(rows / tile_rows(form.block_q, rows)) / (shape.group * ceil(shape.q_len / form.block_q))
-    return TileCounts(*(ceil(n * share) for n in (tiles.empty, tiles.edge, tiles.full)))
+    of_head = ceil(rows / tile_rows(form.block_q, rows))
+    share = of_head / (shape.group * ceil(shape.q_len / form.block_q))
+    edge, full = ceil(tiles.edge * share), ceil(tiles.full * share)
+    total = shape.batch * shape.kv_heads * of_head * ceil(shape.kv_len / form.block_kv)
+    return TileCounts(max(0, total - edge - full), edge, full)
 
 
 def parts_of(kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments) -> Parts:

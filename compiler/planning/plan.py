@@ -19,7 +19,7 @@ from ..analysis.tiles import Environment, count_tiles
 from .cost import CountLongest, CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import Bound, Formula, Kernel, Sizes, traffic
+from .kernels import SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -271,7 +271,8 @@ def make_plan(
         )
     ]  # fmt: skip
     pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
-    plans = tuple(_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
+    found = (_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
+    plans = tuple(k for k in found if k.programs.value or k.code.kernel not in SPLIT_KV)  # where parts are to be joined
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
 
 
