@@ -47,8 +47,9 @@ class SplitLauncher(TritonLauncher):
         (batches, heads, q_len, _), kv_heads = call.query.shape, call.key.shape[1]
         most = self.form(SPLIT, mode.aligned).block_q
         mode = mode._replace(rows=tile_rows(most, heads // kv_heads * q_len))
-        offset = None if call.ragged is not None or mode.per_row else call.q_offset
-        parts = self._divide(batches, heads, kv_heads, q_len, call.kv_rows, offset, call.operands)
+        offset = None if call.ragged is not None else call.q_offset
+        known = offset if isinstance(offset, int) else None
+        parts = self._divide(batches, heads, kv_heads, q_len, call.kv_rows, known, call.operands)
         return Partition(parts.parts, mode, parts.tiles)
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
