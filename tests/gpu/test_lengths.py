@@ -139,9 +139,7 @@ def test_many_lengths(target):
         for tensor, lens in zip(padded, (q_lens, kv_lens, kv_lens)):
             for b, length in enumerate(lens.tolist()):
                 tensor[b, :, length:] = torch.nan
-        check_variant(
-            CAUSAL, *padded, operands={"q_lens": q_lens.cuda(), "kv_lens": kv_lens.cuda()}, target=target
-        )
+        check_variant(CAUSAL, *padded, operands={"q_lens": q_lens.cuda(), "kv_lens": kv_lens.cuda()}, target=target)
         packed = [
             torch.cat([t[b : b + 1, :, :n] for b, n in enumerate(lens.tolist())], 2)
             for t, lens in zip(padded, (q_lens, kv_lens, kv_lens))
