@@ -30,6 +30,8 @@ CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows o
 
 L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
+RESERVED = 1024  # bytes of SRAM that a program takes besides its own
+MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 
@@ -209,6 +211,8 @@ def cost_of(
     sram = form.sram(kernel)(once) + pair_bytes(kernel, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
     if kernel in SPLIT_KV:
+        if kernel == SPLIT_KV[0]:
+            at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
         found = parts_of(SPLIT_KV[0], form, once, ceil(once.nkv) if longest is None else longest, hardware, parts)
         once = replace(once, S=found.parts, d=int(found.parts > 1))
     sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
@@ -272,9 +276,15 @@ def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
     return TileCounts(max(0, total - edge - full), edge, full)
 
 
+def split_programs_per_sm(kernel: Kernel, form: Form, x: Sizes, hardware: Hardware, parts: Segments) -> int:
+    """Programs of split_forward that are meant to share an SM: kernels are compiled for as many, by their registers."""
+    most = MOST_ON_AN_SM if x.e < 4 else 2  # products of fp32 want registers
+    return min(form.programs_per_sm(kernel, parts, kernel.sram(x) + RESERVED, hardware), most)
+
+
 def parts_of(kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments) -> Parts:
     """Into how many parts a call's keys are divided; calls and plans ask here. longest: as of cost_of."""
-    slots = programs_at_once(kernel, form, kernel.sram(x), hardware, parts)
+    slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     if hardware.kind == "cpu":
         slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
