@@ -101,7 +101,8 @@ class SplitLauncher(TritonLauncher):
         longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
         narrow = form.of_rows(tile_rows(form.block_q, heads // kv_heads * q_len))
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, kv_len))
-        return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments)
+        uneven = self.sequences != "dense"
+        return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven)
 
     def _sizes(self, form: Tiling, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:
         """lengths: B, Hq, Hkv, L and T."""

@@ -201,8 +201,10 @@ def cost_of(
     tiles: TileCounts,
     traits: Traits = Traits(),  # noqa: B008  frozen
     longest: int | None = None,
+    uneven: bool = False,
 ) -> KernelCost:
-    """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys."""
+    """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
+    sequences have lengths of their own."""
     if kernel in SPLIT_KV:
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         assert isinstance(form, Tiling)
@@ -213,7 +215,8 @@ def cost_of(
     if kernel in SPLIT_KV:
         if kernel == SPLIT_KV[0]:
             at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
-        found = parts_of(SPLIT_KV[0], form, once, ceil(once.nkv) if longest is None else longest, hardware, parts)
+        most = ceil(once.nkv) if longest is None else longest
+        found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven)
         once = replace(once, S=found.parts, d=int(found.parts > 1))
     sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     read, written = kernel.read(sizes), kernel.written(sizes)
@@ -248,11 +251,12 @@ def predict(
     traits: Traits = Traits(),  # noqa: B008  frozen
     count: CountTiles | None = None,
     longest: CountLongest | None = None,
+    uneven: bool = False,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
 
     count: tiles of the whole problem by class; where not given, every tile is visited. longest: those that a
-    tile of the last queries of a sequence with all rows visits; all where not given.
+    tile of the last queries of a sequence with all rows visits; all where not given. uneven: as of cost_of.
     """
     every = dense_counts(shape)
     costs = []
@@ -262,7 +266,7 @@ def predict(
         visits = kernel.name not in (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, *SPANS, *WORK)
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most))
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven))
     return tuple(costs)
 
 
@@ -282,13 +286,16 @@ def split_programs_per_sm(kernel: Kernel, form: Form, x: Sizes, hardware: Hardwa
     return min(form.programs_per_sm(kernel, parts, kernel.sram(x) + RESERVED, hardware), most)
 
 
-def parts_of(kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments) -> Parts:
-    """Into how many parts a call's keys are divided; calls and plans ask here. longest: as of cost_of."""
+def parts_of(
+    kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments, uneven: bool = False
+) -> Parts:
+    """Into how many parts a call's keys are divided; calls and plans ask here. longest, uneven: as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     if hardware.kind == "cpu":
         slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
-    return divided(int(x.B * x.Hkv * x.nq), longest, slots, tile_bytes, hardware.hbm_bytes_per_second)
+    units = int(x.B * x.Hkv * x.nq)
+    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------
