@@ -259,7 +259,7 @@ def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | Non
         return "tiles measured from tensors"
     if kernel.direction == "forward":
         return None
-    if any(load.tensor.name in signature.wanted for load, _ in facts.gradient_kinds):
+    if sums_of_queries(signature, facts):
         return "gradients of operands"
     return None if is_one_pass(signature) else "backwards in two passes"
 

@@ -235,7 +235,8 @@ class HopperBackwardLauncher(HopperLauncher):
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
         for n, gradient in enumerate(self.sums):
-            own[f"sum{n}"] = flat_place(batches, heads, self._sums_of_a_head(gradient.kind, q_len))
+            number = self.slots("q", call, True) if packed else self._sums_of_a_head(gradient.kind, q_len)
+            own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
         mode: Mode = partition.mode  # type: ignore[assignment]
         return work_of(self, call, mode) | spans_of(self, call, mode) | own
 

@@ -203,7 +203,7 @@ def _hopper_row_statistics(t: Tiles) -> list[Stage]:
         *([zeros] if t.one_pass else []),
         compute,
         _store("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),
-        *_sink_sums(t),
+        *_sink_sums(t, ragged=t.ragged),
     ]
 
 
