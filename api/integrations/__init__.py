@@ -1,0 +1,1 @@
+"""Weft inside other libraries: `weft.integrations.transformers`. Nothing here is imported by `import weft`."""

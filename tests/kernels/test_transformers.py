@@ -1,0 +1,107 @@
+"""Models of Hugging Face transformers under attn_implementation="weft" give what they give under "eager".
+
+All are small and random. Rows of padding are compared with nobody: what stands there is looked at by nobody.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
+from weft.integrations.transformers import register  # noqa: E402
+
+register()
+
+WIDTH = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+         "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"sliding_window": 6, "head_dim": 16, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    "Gemma3": {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 16, **LAYERS},
+    "GptOss": {"sliding_window": 6, "head_dim": 16, **EXPERTS, **LAYERS},
+    "Qwen3": {"head_dim": 24},
+    "DeepseekV3": {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+                   "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1, **LATENT},
+    "Llama4": {"attention_chunk_size": 6, "head_dim": 16, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+               "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **EXPERTS},
+}  # fmt: skip
+
+
+def both(made: Callable[[], Any]) -> tuple[Any, Any]:
+    """A random model under "eager" and under "weft"."""
+    torch.manual_seed(0)
+    eager = made().eval()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("weft")
+    return eager, ours
+
+
+def decoder(name: str) -> tuple[Any, Any]:
+    text = "Text" if name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**(WIDTH | SIZES[name]))
+    return both(lambda: getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(eager: Any, ours: Any, seen: Tensor | None = None, **inputs: Any) -> None:
+    """Logits where `seen`, and gradients of all parameters, are equal to rounding."""
+    found = []
+    for model in (eager, ours):
+        logits = model(**inputs).logits
+        logits = logits[seen.bool()] if seen is not None else logits
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=logits.dtype)
+        found.append((logits.detach(), gradients(model, (logits * weight).sum())))
+    (expected, expected_grads), (got, got_grads) = found
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
+    assert got_grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        scale = float(grad.abs().max()) + 1e-6
+        torch.testing.assert_close(got_grads[name] / scale, grad / scale, atol=2e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(2, 96, shape, generator=torch.Generator().manual_seed(2))
+
+
+def padding(side: str) -> Tensor:
+    seen = torch.ones(2, 15, dtype=torch.long)
+    if side == "left":
+        seen[0, :4] = 0
+    else:
+        seen[1, -5:] = 0
+    return seen
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_decoder_trains_and_generates_as_eager(name: str) -> None:
+    eager, ours = decoder(name)
+    ids = tokens(2, 15)
+    same(eager, ours, input_ids=ids)
+    for side in ("left", "right"):
+        same(eager, ours, padding(side), input_ids=ids, attention_mask=padding(side))
+    packed = torch.cat([torch.arange(4), torch.arange(9), torch.arange(2)])[None]
+    same(eager, ours, input_ids=ids[:1], position_ids=packed, use_cache=False)
+    for cache in ("dynamic", "static"):
+        options = {"attention_mask": padding("left"), "max_new_tokens": 9, "do_sample": False}
+        expected, got = (
+            model.generate(ids, cache_implementation=cache, output_logits=True, return_dict_in_generate=True, **options)
+            for model in (eager, ours)
+        )
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=2e-6, rtol=2e-5)
