@@ -29,7 +29,7 @@ from .traced import Index, MaskFunction, at_positions, kind_of, traced
 __all__ = ["register"]
 
 NAME = "weft"
-OLDEST, TOO_NEW = (5, 16), (5, 24)  # those between were tested
+OLDEST, TOO_NEW = (5, 20), (5, 24)  # those between were tested
 MOST_MASKS = 64  # a model has two or three: more come from a function whose numbers differ from call to call
 
 _TYPES = {"bool": bool, "int": int, "float": float}
