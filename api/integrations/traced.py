@@ -191,7 +191,7 @@ class Index:
         number = known[0] if known else len(self.tensors)
         if not known:
             self.tensors.append(tensor)
-        places = ", ".join([index.text for index in indices]) if indices else "()"
+        places = ", ".join([place(index, size) for index, size in zip(indices, tensor.shape)]) if indices else "()"
         shift = 0 if all(index.shift == 0 for index in indices) else None
         return Index(f"t{number}[{places}]", self.tensors, shift, is_bool=tensor.dtype is torch.bool)
 
@@ -199,6 +199,11 @@ class Index:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Functions of torch, called with an index."""
         return _applied(function, args, kwargs)
+
+
+def place(index: Index, size: int) -> str:
+    """An index of a dimension; one that is chosen is written so that it is seen to stay inside."""
+    return f"minimum({index.text}, {size - 1})" if index.text.startswith("where(") else index.text
 
 
 def _applied(function: Any, args: Any, kwargs: Any) -> Index:
