@@ -79,7 +79,8 @@ class Mask(BlockMask):
 
     text: bool expression of `q_idx`, `kv_idx`, `batch` and tensors `t0`, `t1`, ...; `valid` is one of them where it is
     read. stays: whether a shift of both indices leaves it as it is. q_first, kv_first: index of the first query, an int
-    or a tensor on the device, and of the first key. seen: bool [batch, keys], keys that are no padding, or None.
+    or a tensor on the device, and of the first key, 0 where it stays. seen: bool [batch, keys], keys that are no
+    padding, or None.
     """
 
     def __init__(
@@ -119,7 +120,8 @@ class Mask(BlockMask):
 
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: MaskFunction | None = None, attention_mask: Tensor | None = None, **options: Any,
+    mask_function: MaskFunction | None = None, attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu", **options: Any,
 ) -> Mask | Tensor:  # fmt: skip
     """What transformers' table of masks has under this name; arguments as those of its `sdpa_mask`.
 
@@ -137,14 +139,19 @@ def mask(
         warn_of_pairs(" and ".join(own_functions(mask_function)), problem)
         return every_pair(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **options,
+            mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
         )  # fmt: skip
-    if isinstance(q_offset, Tensor):
-        # a static cache adds to its own tensor before attention is computed
-        q_offset = int(q_offset) if may_look(q_offset) else q_offset.clone()
-    seen = seen_keys(rule, attention_mask, q_length, kv_length, q_offset, kv_offset)
-    sizes = (batch_size, 1, q_length, kv_length)
-    return Mask(sizes, rule.text, rule.shift == 0, tuple(rule.tensors), q_offset, kv_offset, seen)
+    # a decode step of a static cache, which may be compiled and replayed: what differs from step to step is in tensors
+    replayed = q_length == 1 and options.get("allow_is_causal_skip") is False and torch.device(device).type == "cuda"
+    if isinstance(q_offset, Tensor):  # the cache's own, to which it adds before attention is computed
+        q_offset = int(q_offset) if q_offset.device.type == "cpu" and may_look(q_offset) else q_offset.clone()
+    seen = seen_keys(rule, attention_mask, q_length, kv_length, q_offset, kv_offset, look=not replayed)
+    stays = rule.shift == 0
+    if stays:
+        q_offset, kv_offset = q_offset - kv_offset, 0
+        if replayed and not isinstance(q_offset, Tensor):
+            q_offset = torch.full((), q_offset, dtype=torch.int64, device=device)
+    return Mask((batch_size, 1, q_length, kv_length), rule.text, stays, tuple(rule.tensors), q_offset, kv_offset, seen)
 
 
 def every_pair(**given: Any) -> Tensor:
@@ -154,18 +161,19 @@ def every_pair(**given: Any) -> Tensor:
 
 
 def seen_keys(
-    rule: Index, given: Tensor | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
+    rule: Index, given: Tensor | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, look: bool
 ) -> Tensor | None:
     """bool [batch, kv_length], or None where there is no padding that the rule would not hide.
 
-    To look costs a GPU one wait a forward, as it does under "sdpa", and spares every layer reading it.
+    look: whether to look if there is. It costs a GPU one wait a forward, as it does under "sdpa", and spares every
+    layer reading it.
     """
     if given is None:
         return None
     seen = given[:, kv_offset : kv_offset + kv_length]
     behind = kv_length - seen.shape[1]  # not written yet, in a static cache
     ahead = not isinstance(q_offset, Tensor) and rule.causal and q_offset + q_length <= given.shape[1]
-    if (behind == 0 or ahead) and may_look(seen) and bool(seen.all()):
+    if look and (behind == 0 or ahead) and may_look(seen) and bool(seen.all()):
         return None
     return nn.functional.pad(seen, (0, behind)) if behind else seen
 
@@ -270,12 +278,11 @@ def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, 
 def placed(rule: Mask, by_row: bool) -> tuple[str, dict[str, Any], int | Tensor]:
     """A rule at Weft's positions, what it reads, and the option q_offset.
 
-    Key row j has position j here, and index kv_first + j there. A rule that stays as it is under a shift needs no more
-    than q_offset. by_row: q_pos is to be the row of the query, because tensors are read by it; the rest is in `start`.
+    Key row j has position j here, and index kv_first + j there. by_row: q_pos is to be the row of the query, because tensors are read by it; the rest is in `start`.
     """
     operands: dict[str, Any] = {f"t{number}": given for number, given in enumerate(rule.tensors)}
     q_idx, kv_idx, start = "q_pos", "kv_pos", rule.q_first - rule.kv_first
-    if not rule.stays and rule.kv_first != 0:
+    if rule.kv_first != 0:
         operands["first"] = rule.kv_first
         q_idx, kv_idx = "(q_pos + first)", "(kv_pos + first)"
     if isinstance(start, Tensor):

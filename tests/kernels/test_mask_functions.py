@@ -91,9 +91,10 @@ def test_a_mask_function_becomes_a_rule_that_sees_the_same_pairs(name: str) -> N
             # beside a bias, which is read by row, and with a position that lies on the device
             bias = torch.zeros(1, 1, queries, keys)
             assert torch.equal(pairs(rule, queries, keys, position_bias=bias), expected)
-            if kv_first == 0 and "use" not in name:
-                rule.q_first = torch.tensor(first)
-                assert torch.equal(pairs(rule, queries, keys), expected), "tensor"
+            rule.q_first = torch.tensor(rule.q_first)
+            assert torch.equal(pairs(rule, queries, keys), expected), "from a tensor"
+            if "[batch, q_idx]" not in rule.text:
+                assert torch.equal(pairs(rule, queries, keys, position_bias=bias), expected), "from a tensor"
 
 
 def test_padding_is_read_only_where_it_hides_something() -> None:

@@ -70,11 +70,15 @@ def same(eager: Any, ours: Any, seen: Tensor | None = None, **inputs: Any) -> No
         found.append((logits.detach(), gradients(model, (logits * weight).sum())))
     (expected, expected_grads), (got, got_grads) = found
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
-    assert got_grads.keys() == expected_grads.keys()
-    largest = max(float(grad.abs().max()) for grad in expected_grads.values())
-    for name, grad in expected_grads.items():  # some are 0 but for rounding: biases of keys
-        scale = max(float(grad.abs().max()), 1e-3 * largest)
-        assert float((got_grads[name] - grad).abs().max()) < 2e-5 * scale, name
+    alike(got_grads, expected_grads)
+
+
+def alike(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, grad in expected.items():
+        scale = max(float(grad.abs().max()), 1e-3 * largest)  # those of biases of keys are 0 but for rounding
+        assert float((got[name] - grad).abs().max()) < 2e-5 * scale, name
 
 
 def generated_alike(eager: Any, ours: Any, ids: Tensor, cache: str, **inputs: Any) -> None:
@@ -144,3 +148,50 @@ def test_paligemma_sees_its_image_and_prompt_both_ways() -> None:
     same(eager, ours, padding("right"), token_type_ids=kinds, labels=ids, **given)
     for cache in ("dynamic", "static"):
         generated_alike(eager, ours, ids, cache, pixel_values=image, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_a_model_compiles_as_one_graph_with_its_backward(name: str) -> None:
+    torch.compiler.reset()
+    eager, ours = decoder(name)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    ids = tokens(2, 15)
+    packed = torch.cat([torch.arange(4), torch.arange(9), torch.arange(2)])[None].expand(2, -1)
+    for given, seen in (({"attention_mask": padding("left")}, padding("left")), ({"position_ids": packed}, None)):
+        found = []
+        for model, owner in ((eager, eager), (compiled, ours)):
+            logits = model(ids, use_cache=False, **given).logits
+            logits = logits[seen.bool()] if seen is not None else logits
+            found.append((logits.detach(), gradients(owner, logits.square().sum())))
+        torch.testing.assert_close(found[1][0], found[0][0], atol=2e-6, rtol=2e-5)
+        alike(found[1][1], found[0][1])
+
+
+def test_decode_steps_of_a_static_cache_share_a_graph() -> None:
+    """As `generate` compiles them on a GPU, with masks that are made outside."""
+    torch.compiler.reset()
+    eager, ours = decoder("Gemma3")
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(ours.forward, fullgraph=True, backend=backend)
+    ids = tokens(2, 24)
+    found = []
+    for model, decode in ((eager, eager.forward), (ours, compiled)):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+        logits = []
+        for step in range(15, 24):
+            given = model.prepare_inputs_for_generation(
+                ids[:, :step], past_key_values=cache, use_cache=True, is_first_iteration=step == 15,
+                next_sequence_length=None if step == 15 else 1,
+                attention_mask=torch.cat([padding("left"), torch.ones(2, step - 15, dtype=torch.long)], dim=1),
+            )  # fmt: skip
+            with torch.no_grad():
+                logits.append((model.forward if step == 15 else decode)(**given).logits[:, -1])
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
+    assert graphs == 2  # the second one for all numbers but those of the first step
