@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from weft import UnavailableError, WeftError
 
 masking = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
+from weft.integrations.rules import Mask, mask  # noqa: E402
 from weft.integrations.traced import traced  # noqa: E402
-from weft.integrations.transformers import DECLARED, Mask, attention, mask  # noqa: E402
+from weft.integrations.transformers import DECLARED, attention  # noqa: E402
 
 BATCH, LENGTH = 2, 12
 IDS = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
@@ -211,7 +212,9 @@ def test_what_cannot_be_done_is_refused_with_words() -> None:
     for option in ({"output_attentions": True}, {"head_mask": torch.ones(1)}, {"indices": IDS}):
         with pytest.raises(UnavailableError, match=f'{next(iter(option))}: .*; load the model with .*"eager"'):
             attention(nn.Module(), query, query, query, rule, output_hidden_states=True, **option)
-    with pytest.raises(WeftError, match=r"one of 12 queries and 11 keys, got Mask\(\[2, 1, 12, 12\], \(kv_idx <= q_idx\)\)"):
+    with pytest.raises(
+        WeftError, match=r"one of 12 queries and 11 keys, got Mask\(\[2, 1, 12, 12\], \(kv_idx <= q_idx\)\)"
+    ):
         attention(nn.Module(), query, query[:, :, 1:], query[:, :, 1:], rule)
     for wrong in (SEEN, SEEN[:, None, None].long(), SEEN[:, None, :5]):
         with pytest.raises(WeftError, match=r"expected bools or floats \[batch or 1, heads or 1, queries or 1, keys\]"):
@@ -228,5 +231,7 @@ def test_a_mask_is_declared_once() -> None:
     for length in (5, 7, 11):
         for window in (3, 3):
             call = asked("causal", length, 0, length, 0, None)
-            pairs(mask(**{**call, "mask_function": masking.sliding_window_causal_mask_function(window)}), length, length)
+            pairs(
+                mask(**{**call, "mask_function": masking.sliding_window_causal_mask_function(window)}), length, length
+            )
     assert len(vars(DECLARED)) <= before + 1
