@@ -75,7 +75,8 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
     scaling: float | Tensor | None = None, dropout: float = 0.0, softcap: float | None = None,
     s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **options: Any,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, deterministic: bool | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers' table of attention has under the name "weft".
 
@@ -104,10 +105,10 @@ def attention(
         if isinstance(given, Tensor)
     }
     operands: dict[str, Any] = {}
-    call: dict[str, Any] = {}
+    call: dict[str, Any] = {"deterministic": True if deterministic else None}
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not rule.tensors:
         text = inside_sequences(rule, pairs)
-        call = {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": cu_seq_lens_k}
+        call |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": cu_seq_lens_k}
     else:
         text, operands, call["q_offset"] = placed(rule, by_row=bool(pairs))
     biases: list[str] = []

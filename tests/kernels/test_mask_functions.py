@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from weft import UnavailableError, WeftError
 masking = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
 from weft.integrations.rules import Mask, mask  # noqa: E402
 from weft.integrations.traced import traced  # noqa: E402
-from weft.integrations.transformers import DECLARED, attention  # noqa: E402
+from weft.integrations.transformers import REFUSED, attention, register, variants  # noqa: E402
 
 BATCH, LENGTH = 2, 12
 IDS = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
@@ -226,12 +230,38 @@ def test_what_cannot_be_done_is_refused_with_words() -> None:
             computed()
 
 
+def test_all_that_layers_of_the_installed_models_ask_for_is_known() -> None:
+    """By the calls in their sources: a name that is new may change what is computed."""
+    asked_for: set[str] = set()
+    for path in (Path(masking.__file__).parent / "models").glob("*/modeling_*.py"):
+        for _, call in re.findall(r"\n( +)[^\n]*= attention_interface\((.*?)\n\1\)", path.read_text(), re.DOTALL):
+            asked_for |= set(re.findall(r"^ +(\w+)=", call, re.MULTILINE))
+    computed = set(inspect.signature(attention).parameters)
+    told_by_the_mask = {"sliding_window", "position_ids", "max_length_q", "max_length_k"}
+    assert {"scaling", "s_aux", "softcap", "position_bias", "indices"} <= asked_for
+    assert asked_for <= computed | set(REFUSED) | told_by_the_mask
+
+
+def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    for version in ("4.57.6", "5.19.0", "5.24.0", "6.0.0.dev0"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        with pytest.raises(
+            UnavailableError, match=rf"from 5\.20 on and below 5\.24, as tested, got {re.escape(version)}"
+        ):
+            register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnavailableError, match=r"pip install 'weft\[transformers\]'"):
+        register()
+
+
 def test_a_mask_is_declared_once() -> None:
-    before = len(vars(DECLARED))
+    before = len(variants())
     for length in (5, 7, 11):
         for window in (3, 3):
             call = asked("causal", length, 0, length, 0, None)
             pairs(
                 mask(**{**call, "mask_function": masking.sliding_window_causal_mask_function(window)}), length, length
             )
-    assert len(vars(DECLARED)) <= before + 1
+    assert len(variants()) <= before + 1
