@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft import UnavailableError
+
 transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
 from weft.integrations.transformers import register  # noqa: E402
 
@@ -199,3 +201,48 @@ def test_decode_steps_of_a_static_cache_share_a_graph() -> None:
         found.append(torch.stack(logits))
     torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
     assert graphs == 2  # the second one for all numbers but those of the first step
+
+
+def test_packed_sequences_of_the_collator() -> None:
+    """With a cache transformers does not look at position_ids; cu_seq_lens_q tells all the same."""
+    eager, ours = decoder("Mistral")
+    pieces = [{"input_ids": row.tolist()} for row in (tokens(2, 15)[0, :7], tokens(2, 15)[1])]
+    packed = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(pieces)
+    losses = [eager(use_cache=False, **packed).loss, ours(use_cache=False, **packed).loss, ours(**packed).loss]
+    torch.testing.assert_close(losses[1:], losses[:1] * 2, atol=1e-6, rtol=0)
+
+
+def test_checkpoints_drop_the_same_weights() -> None:
+    _, ours = decoder("Llama")
+    ours.train()
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    ids = tokens(2, 15)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(gradients(ours, ours(ids, labels=ids, use_cache=False).loss))
+        getattr(ours, "activation_checkpointing_enable", ours.gradient_checkpointing_enable)()
+    alike(found[1], found[0])
+    others = gradients(ours, ours(ids, labels=ids, use_cache=False).loss)  # of another seed
+    assert any((found[0][name] - grad).abs().max() > 1e-3 for name, grad in others.items())
+
+
+def test_chunks_of_a_prompt_behind_a_cache() -> None:
+    for name in ("Mistral", "Llama4"):
+        found = []
+        for model in decoder(name):
+            cache = transformers.DynamicCache(config=model.config)
+            with torch.no_grad():
+                parts = [
+                    model(tokens(2, 15)[:, a:b], past_key_values=cache, attention_mask=padding("left")[:, :b]).logits
+                    for a, b in ((0, 7), (7, 12), (12, 15))
+                ]
+            found.append(torch.cat(parts, dim=1)[padding("left").bool()])
+        torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
+
+
+def test_weights_that_are_asked_for_are_refused() -> None:
+    _, ours = decoder("Llama")
+    with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):
+        ours(tokens(2, 15), output_attentions=True)
