@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -91,9 +90,11 @@ def mask(
         rule = traced(mask_function)
         problem = not_understood(rule.text, tuple([kind_of(given) for given in rule.tensors]))
     except Exception as error:  # whatever a function does with an index that is no tensor
-        problem = f"{type(error).__name__}: {error}"
+        problem = "call the model without torch.compile to see which, and why"
+        if not torch.compiler.is_compiling():
+            problem = f"{type(error).__name__}: {error}"
     if problem:
-        warn_of_pairs(", ".join(own_functions(mask_function)), problem)
+        warn_of_pairs("" if torch.compiler.is_compiling() else ", ".join(own_functions(mask_function)), problem)
         return every_pair(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
@@ -113,9 +114,9 @@ def mask(
 
 def every_pair(**given: Any) -> Tensor:
     """The mask as a bool tensor, made by transformers."""
-    dense: Tensor = importlib.import_module("transformers.masking_utils").sdpa_mask(
-        **{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    )
+    from transformers.masking_utils import sdpa_mask  # it is an extra, but whoever calls this has it
+
+    dense: Tensor = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     return dense
 
 

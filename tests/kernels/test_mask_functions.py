@@ -18,7 +18,7 @@ from weft import UnavailableError, WeftError
 
 masking = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
 from weft.integrations.rules import Mask, mask  # noqa: E402
-from weft.integrations.traced import traced  # noqa: E402
+from weft.integrations.traced import Untraceable, traced  # noqa: E402
 from weft.integrations.transformers import REFUSED, attention, register, variants  # noqa: E402
 
 BATCH, LENGTH = 2, 12
@@ -136,8 +136,17 @@ def test_what_is_no_function_of_indices_alone_is_evaluated_for_every_pair_with_o
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             mask(**call)  # the same function again
-    with pytest.raises(Exception, match="decides what is run next"):
+    with pytest.raises(Untraceable, match="decides what is run next"):
         traced(of_a_branch)
+
+    def compiled(query: Tensor) -> Tensor:
+        given = mask(**{**asked("causal", 12, 0, 12, 0, SEEN), "mask_function": of_floats})
+        return attention(nn.Module(), query, query, query, given)[0]
+
+    query = torch.randn(BATCH, 1, 12, 4)
+    with pytest.warns(RuntimeWarning, match="of the model is evaluated for every pair.*without torch.compile to see"):
+        found = torch.compile(compiled, fullgraph=True, backend="eager")(query)
+    torch.testing.assert_close(found, compiled(query))
 
 
 def test_a_mask_that_is_given_as_a_tensor_is_used_as_it_is() -> None:
