@@ -22,9 +22,9 @@ def main(steps: int = 80, count: int = 30) -> None:
 
     prompts = [text.encode(prompt)[0] for prompt in PROMPTS]
     ids, seen = torch.zeros(2, len(prompts), max(map(len, prompts)), dtype=torch.long, device=model.device)
-    for row, prompt in enumerate(prompts):
-        ids[row, -len(prompt) :] = prompt
-        seen[row, -len(prompt) :] = 1
+    for number, row in enumerate(prompts):
+        ids[number, -len(row) :] = row
+        seen[number, -len(row) :] = 1
 
     def following(ids: torch.Tensor, seen: torch.Tensor, implementation: str, cache: str = "dynamic") -> torch.Tensor:
         model.set_attn_implementation(implementation)
@@ -33,10 +33,11 @@ def main(steps: int = 80, count: int = 30) -> None:
         return found[:, ids.shape[1] :]
 
     grows = following(ids, seen, "weft")
-    for prompt, row in zip(PROMPTS, grows):
-        print(f"{prompt}|{text.decode(row)}")
-    rows = [prompt[None].to(model.device) for prompt in prompts]
-    alone = torch.cat([following(row, torch.ones_like(row), "weft") for row in rows])
+    for prompt, found in zip(PROMPTS, grows):
+        print(f"{prompt}|{text.decode(found)}")
+    alone = torch.cat(
+        [following(row[None].to(ids.device), torch.ones_like(row)[None].to(ids.device), "weft") for row in prompts]
+    )
     print("the same with a static cache:", torch.equal(grows, following(ids, seen, "weft", "static")))
     print("each prompt by itself:       ", torch.equal(grows, alone))
     print("under eager:                 ", torch.equal(grows, following(ids, seen, "eager")))

@@ -5,6 +5,8 @@ pieces of text, one after the other, and position_ids that start anew tell them 
 what layers see instead is printed. Needs the extra weft[transformers]; nothing is downloaded.
 """
 
+from typing import Any
+
 import torch
 from char_gpt import Text, python_manual
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -18,7 +20,7 @@ def prose() -> Text:
     return Text(" ".join(manual.decode(manual.tokens).lower().split()))
 
 
-def made(text: Text, implementation: str, width: int = 64) -> Gemma2ForCausalLM:
+def made(text: Text, implementation: str, width: int = 64) -> Any:
     """A model with random weights, the same for every implementation."""
     torch.manual_seed(0)
     config = Gemma2Config(
@@ -30,7 +32,7 @@ def made(text: Text, implementation: str, width: int = 64) -> Gemma2ForCausalLM:
     return Gemma2ForCausalLM._from_config(config, attn_implementation=implementation).to(device)
 
 
-def train(model: Gemma2ForCausalLM, text: Text, steps: int, batch: int = 4, length: int = 48) -> list[float]:
+def train(model: Any, text: Text, steps: int, batch: int = 4, length: int = 48) -> list[float]:
     """Losses, in nats a character."""
     random = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -42,15 +42,20 @@ def below_a_number_in_memory(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return torch.logical_not(torch.logical_and(kv > torch.tensor(4), kv - q <= LEFT[b]))
 
 
+def packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers makes it for position_ids: since 5.23 by positions in each sequence."""
+    if hasattr(masking, "packed_sequence_compatibility_function"):
+        return masking.packed_sequence_compatibility_function(function, POSITIONS, IDS)
+    return masking.and_masks(function, masking.packed_sequence_mask_function(IDS))
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal": masking.causal_mask_function,
     "all": masking.bidirectional_mask_function,
     "window": masking.sliding_window_causal_mask_function(4),
     "window both ways": masking.sliding_window_bidirectional_mask_function(3),
     "chunks": masking.chunked_causal_mask_function(5, LEFT),
-    "packed": masking.packed_sequence_compatibility_function(
-        masking.sliding_window_causal_mask_function(3), POSITIONS, IDS
-    ),
+    "packed": packed(masking.sliding_window_causal_mask_function(3)),
     "images": masking.or_masks(masking.causal_mask_function, masking.blockwise_overlay(IMAGES)),
     "window and images": masking.or_masks(
         masking.sliding_window_causal_mask_function(4), masking.blockwise_overlay(IMAGES)
