@@ -103,7 +103,7 @@ def mask(
     # then lie in tensors
     replayed = q_length == 1 and options.get("allow_is_causal_skip") is False and torch.device(device).type == "cuda"
     if isinstance(q_offset, Tensor):  # the cache's own, to which it adds before attention is computed
-        q_offset = int(q_offset) if q_offset.device.type == "cpu" and may_look(q_offset) else q_offset.clone()
+        q_offset = int(q_offset) if not replayed and may_look(q_offset) else q_offset.clone()
     seen = seen_keys(rule, attention_mask, q_length, kv_length, q_offset, kv_offset, look=not replayed)
     if rule.shift == 0:
         q_offset, kv_offset = q_offset - kv_offset, 0
@@ -125,8 +125,7 @@ def seen_keys(
 ) -> Tensor | None:
     """bool [batch, kv_length], or None where there is no padding that the rule would not hide.
 
-    look: whether to look if there is. It costs a GPU one wait a forward, as it does under "sdpa", and spares every
-    layer reading it.
+    look: whether to look if it hides any. That costs a GPU one wait, as under "sdpa", and spares every layer reading it.
     """
     if given is None:
         return None
