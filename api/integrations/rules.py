@@ -125,7 +125,7 @@ def seen_keys(
 ) -> Tensor | None:
     """bool [batch, kv_length], or None where there is no padding that the rule would not hide.
 
-    look: whether to look if it hides any. That costs a GPU one wait, as under "sdpa", and spares every layer reading it.
+    look: whether to look if it hides any. That costs a GPU a wait, as under "sdpa", and spares every layer reading it.
     """
     if given is None:
         return None

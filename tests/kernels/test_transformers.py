@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import weft
 from weft import UnavailableError
 
 transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
-from weft.integrations.transformers import register  # noqa: E402
-
-register()
+weft.integrations.transformers.register()
 
 WIDTH = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
@@ -246,3 +245,9 @@ def test_weights_that_are_asked_for_are_refused() -> None:
     _, ours = decoder("Llama")
     with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):
         ours(tokens(2, 15), output_attentions=True)
+
+
+def test_a_decoder_trains_in_the_interpreter() -> None:
+    eager, ours = decoder("Gemma2")
+    with weft.settings(target="interpret"):
+        same(eager, ours, padding("left"), input_ids=tokens(2, 15), attention_mask=padding("left"))
