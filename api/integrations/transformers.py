@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ..attention import Attention
 from ..ir import functions
 from ..ir.errors import UnavailableError, WeftError
-from ..ir.expr import Expr, Scalar, symbol
+from ..ir.expr import Expr, TensorOperand, symbol
 from ..ir.parse import parse
 from ..runtime.torch_private import constant_while_tracing
-from .rules import NAME, Mask, mask, operand_of, placed
+from . import rules
+from .rules import NAME, Mask, operand_of, placed
 from .traced import at_positions, kind_of
 
 __all__ = ["register", "variants"]
@@ -63,7 +64,7 @@ def register() -> None:
             f"as tested, got {package.__version__}; pip install 'transformers>={oldest},<{too_new}'"
         )
     package.AttentionInterface.register(NAME, attention)
-    masks.AttentionMaskInterface.register(NAME, mask)
+    masks.AttentionMaskInterface.register(NAME, rules.mask)
 
 
 def variants() -> tuple[Attention, ...]:
@@ -120,12 +121,12 @@ def attention(
             biases.append(read)
     if s_aux is not None:
         operands["sinks"] = s_aux
-    kinds = tuple([(name, kind_of(given) if isinstance(given, Tensor) else "int") for name, given in operands.items()])
-    drops = dropout > 0.0 and module.training
-    if drops:
+    kinds = [(name, kind_of(given) if isinstance(given, Tensor) else "int") for name, given in operands.items()]
+    if dropout > 0.0 and module.training:
         operands["share"] = dropout
+        kinds.append(("share", "float"))
     # an attribute of its own: torch.compile guards what it takes, and what is declared later is no matter to it
-    variant = getattr(DECLARED, declared(text, kinds, tuple(biases), softcap, scaling, s_aux is not None, drops))
+    variant = getattr(DECLARED, declared(text, tuple(kinds), tuple(biases), softcap, scaling))
     return variant(query, key, value, **call, **operands).transpose(1, 2).contiguous(), None
 
 
@@ -185,28 +186,29 @@ _numbers = count()
 
 @constant_while_tracing
 def declared(
-    text: str, kinds: tuple[tuple[str, str], ...], biases: tuple[str, ...], softcap: float | None,
-    scale: float | None, sink: bool, drops: bool,
-) -> str:  # fmt: skip
-    """The name, in `DECLARED`, of the variant with this mask, which is declared when it is first wanted."""
-    return _declared(text, kinds, biases, softcap, scale, sink, drops)
+    text: str, kinds: tuple[tuple[str, str], ...], biases: tuple[str, ...], softcap: float | None, scale: float | None
+) -> str:
+    """The name, in `DECLARED`, of the variant with this mask, which is declared when it is first wanted.
+
+    kinds: operands, by name. One that is called sinks is the sink of a head, one that is called share the dropout.
+    """
+    return _declared(text, kinds, biases, softcap, scale)
 
 
 @cache
 def _declared(
-    text: str, kinds: tuple[tuple[str, str], ...], biases: tuple[str, ...], softcap: float | None,
-    scale: float | None, sink: bool, drops: bool,
-) -> str:  # fmt: skip
+    text: str, kinds: tuple[tuple[str, str], ...], biases: tuple[str, ...], softcap: float | None, scale: float | None
+) -> str:
     operands = {name: operand_of(name, kind) for name, kind in kinds}
     score: Expr = symbol("score")
     if softcap is not None:
         score = softcap * functions.tanh(score / softcap)
     for bias in biases:
         score = score + parse(bias, operands)
+    share = operands.get("share", 0.0)
+    assert not isinstance(share, TensorOperand)
+    sink = parse("sinks[head]", operands) if "sinks" in operands else None
     name = f"variant_{next(_numbers)}"
-    variant = Attention(
-        score, parse(text, operands), scale=scale, sink=parse("sinks[head]", operands) if sink else None,
-        dropout=Scalar("share", "float") if drops else 0.0, name="transformers",
-    )  # fmt: skip
-    setattr(DECLARED, name, variant)
+    mask = parse(text, operands)
+    setattr(DECLARED, name, Attention(score, mask, scale=scale, sink=sink, dropout=share, name="transformers"))
     return name

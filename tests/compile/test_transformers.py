@@ -27,8 +27,8 @@ def test_masks_with_padding(name: str) -> None:
     rule = mask(2, 8, 8, mask_function=FUNCTIONS[name], attention_mask=SEEN)
     assert isinstance(rule, Mask)
     text, operands, _ = placed(rule, by_row=False)
-    kinds = tuple((name, kind_of(given)) for name, given in operands.items())
-    variant: weft.Attention = getattr(DECLARED, declared(text, kinds, (), 50.0, 0.0625, True, False))
+    kinds = tuple((name, kind_of(given)) for name, given in (*operands.items(), ("sinks", torch.zeros(16))))
+    variant: weft.Attention = getattr(DECLARED, declared(text, kinds, (), 50.0, 0.0625))
     assert "flash_forward=hopper" in variant.explain(weft.shape(heads=16, q_len=4096, head_dim=128), device="h200")
     module = compiled(variant, "forward", 128)
     assert module.kernels["flash_forward"].count("wgmma.mma_async") and "kv_spans" in module.kernels
