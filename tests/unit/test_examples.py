@@ -31,7 +31,7 @@ def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
-        "t5_bias",
+        "t5_bias", "transformers_train", "transformers_generate",
         "demo",
     }  # fmt: skip
 
@@ -107,6 +107,21 @@ def test_a_t5_bias_learns_a_distance(capsys: pytest.CaptureFixture[str]) -> None
     losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
     assert losses[-1] < 0.2 * losses[0]
     assert "learned to read: [2, 2], of distance 2" in output
+
+
+def test_a_model_of_transformers_trains_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")  # the extra weft[transformers]
+    load("transformers_train").main(steps=12)
+    output = capsys.readouterr().out
+    difference = re.search(r"losses of eager, 3 steps: (\S+)", output)
+    assert difference is not None and float(difference[1]) < 1e-4
+    losses = [float(x) for x in re.findall(r"loss (\d\S+)", output)]
+    assert losses[-1] < losses[0]
+    assert "mask (t0[batch, q_pos] == t0[batch, kv_pos]) &" in output
+    load("transformers_generate").main(steps=5, count=8)
+    output = capsys.readouterr().out
+    assert re.search(r"^if the value of the expression \|.{8}$", output, re.M)
+    assert len(re.findall(r"(?:static cache|by itself|under eager): +True$", output, re.M)) == 3
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
