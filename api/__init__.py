@@ -36,8 +36,8 @@ score = symbol("score")
 
 __all__ = [
     "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
-    "batch", "bucket", "group", "head", "head_dim", "kv", "kv_head", "kv_len", "kv_pos", "masks", "parse", "parse_attention",
-    "q_len", "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor", "variants",
+    "batch", "bucket", "group", "head", "head_dim", "kv", "kv_head", "kv_len", "kv_pos", "masks", "parse",
+    "parse_attention", "q_len", "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor", "variants",
 ]  # fmt: skip
 
 if _taken := sorted({*globals()} & {*_functions.__all__}):

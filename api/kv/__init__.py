@@ -1,7 +1,7 @@
-"""Caches of keys and values for prefill and decode: `PagedCache` in blocks that sequences share, `DenseCache` contiguous.
+"""Caches of keys and values for prefill and decode: `PagedCache`, in blocks that sequences share, and `DenseCache`.
 
-Both have the same face: sequences are allocated, extended a step at a time, forked, truncated, swapped and freed; lengths
-and blocks are kept on the host, rows on the device.
+Both have the same face: sequences are allocated, extended a step at a time, forked, truncated, swapped and freed;
+lengths and blocks are kept on the host, rows on the device.
 """
 
 from .batch import Batch

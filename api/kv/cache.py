@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,9 +98,9 @@ class Cache:
         self.latent, self.dtype, self.device = latent, dtype, _device(name, device)
         shape = (blocks, kv_heads, page)
         # zeros, so that rows which nobody wrote hold numbers; each pool by itself, so that compiled code sees no views
-        make: Callable[[int], Tensor] = lambda width: torch.zeros(*shape, width, dtype=dtype, device=self.device)
-        self._keys = [make(head_dim) for _ in range(layers)]
-        self._values = [make(self.value_dim) for _ in range(layers)] if latent is None else []
+        widths = [head_dim] * layers + [self.value_dim] * (layers if latent is None else 0)
+        pools = [torch.zeros(*shape, width, dtype=dtype, device=self.device) for width in widths]
+        self._keys, self._values = pools[:layers], pools[layers:]
         self._blocks, self._table = Blocks(blocks), Table()
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
@@ -116,7 +116,7 @@ class Cache:
         return self.latent is None
 
     def keys(self, layer: int = 0) -> Tensor:
-        """The keys of a layer, [blocks, Hkv, page, D]; of a latent cache its vectors, [blocks, 1, page, rank + rope]."""
+        """The keys of a layer, [blocks, Hkv, page, D]; of a latent cache its vectors [blocks, 1, page, rank + rope]."""
         return self._keys[layer]
 
     def values(self, layer: int = 0) -> Tensor:
@@ -253,17 +253,18 @@ class Cache:
             got = "None" if keys is None else f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {self.layers} layers, got {got}")
         new = [keys[0].shape[2] if keys[0].dim() == 4 else 0] * len(sequences) if lengths is None else lengths
-        values = [None] * self.layers if values is None else values
-        for layer, pair in enumerate(zip(keys, values)):
+        pairs = list(zip(keys, [None] * self.layers if values is None else values))
+        for layer, pair in enumerate(pairs):
             self._check_rows(len(sequences), max(new, default=0), layer, *pair)
         with self.extend(sequences, new, tokens) as batch:
-            for layer, pair in enumerate(zip(keys, values)):
+            for layer, pair in enumerate(pairs):
                 batch.append(layer, *pair)
         return batch
 
     def _needs(self, found: Sequence[_Sequence], new: Sequence[int]) -> tuple[list[_Sequence], list[int]]:
         """Sequences whose last block is to be copied before it is written, and how many fresh blocks each wants."""
-        copied, writers = [], {}
+        copied: list[_Sequence] = []
+        writers: dict[int, int] = {}  # by block
         for sequence, rows in zip(found, new):
             if not rows or sequence.length % self.page == 0:
                 continue
@@ -431,7 +432,7 @@ class Cache:
         right = len(new) == len(found) and all(_is_size(n) or (n == 0 and type(n) is int) for n in new)
         if not right:
             raise WeftError(
-                f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; lengths on a "
+                f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; those on a "
                 "device are not read"
             )
         for sequence, number, more in zip(found, sequences, new):
@@ -505,7 +506,7 @@ def _checked_tokens(
 ) -> list[Sequence[int] | None]:
     if tokens is None:
         return [None] * len(lengths)
-    found = [None if t is None else _ids("extend: tokens", t) for t in tokens]
+    found: list[Sequence[int] | None] = [None if t is None else _ids("extend: tokens", t) for t in tokens]
     got = [None if t is None else len(t) for t in found]
     if len(got) != len(lengths) or any(g not in (None, n) for g, n in zip(got, lengths)):
         raise WeftError(f"extend: tokens: expected the ids of {list(lengths)} new tokens, got {got}")

@@ -12,7 +12,7 @@ _LARGEST_PAGE = 256
 
 
 class PagedCache(Cache):
-    """Keys and values of many sequences in blocks of `page` tokens (PagedAttention, Kwon et al. 2023, arXiv 2309.06180).
+    """Keys and values of many sequences in blocks of `page` tokens (PagedAttention: Kwon et al. 2023, 2309.06180).
 
     Each layer has a pool of keys [blocks, Hkv, page, D] and one of values [blocks, Hkv, page, Dv]; all layers share one
     block table and one account. A step of a model extends its sequences, appends the rows of each layer, and commits:
