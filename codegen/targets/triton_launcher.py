@@ -52,10 +52,12 @@ class Mode(NamedTuple):
     per_row: bool  # q_offset is a tensor
     no_dlse: bool
     head_dim: int  # the value of the symbol
+    page: int = 0  # rows of a block of a paged cache
 
 
 WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
-_LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"), "paged": ()}
+_LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
+            "paged": ("q_lens", "kv_lens", "table")}  # fmt: skip
 _MAKE = "empty({}, {}, dtype)"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -127,7 +129,8 @@ class TritonLauncher:
         if row >= 2**31 // 512:
             self._check_rows(row, aligned)
         no_dlse = results.get("dlse") is None
-        return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim))
+        page = call.key.shape[2] if self.sequences == "paged" else 0
+        return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim, page))
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]
@@ -336,7 +339,9 @@ class TritonLauncher:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
         given = [n for n in self._given_names() if n not in ("lse", "dlse")]
         conditions = ["not is_heard()", "current_device() == device"]
-        conditions += fitting(self.code.signature.widths.value_is_key)
+        conditions += fitting(self.code.signature.widths.value_is_key, self.sequences == "paged")
+        if self.sequences == "paged":
+            conditions += [f"kv_len == {mode.page}"]
         if self.backward:
             conditions += self._backward_conditions(mode, given, lengths)
         if self.sequences == "packed":
@@ -433,7 +438,7 @@ class TritonLauncher:
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
             "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
             "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
-            "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
+            "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim, "PAGE": mode.page,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
@@ -505,6 +510,8 @@ class TritonLauncher:
         if self.sequences == "dense":
             return {}
         rows = {"q_extent": "q_len", "kv_extent": "kv_len", "n_sequences": "cu_q.shape[0] - 1"}
+        if self.sequences == "paged":
+            rows |= {"kv_extent": "table.shape[1] * kv_len", "table_row": "table.stride(0)", "n_blocks": "key_batches"}
         for kernel in self.code.kernels:
             if kernel.name in WORK:
                 side, block = self._listed(kernel.name, aligned)

@@ -60,3 +60,17 @@ def test_sinks_cost_the_loops_nothing(sequences, device):
 def test_measured_tiles_of_packed_sequences():
     module = compiled(DOCUMENTS, "backward", 64, sequences="packed")
     assert {"query_work", "key_work", "kv_spans", "q_spans"} <= module.kernels.keys()
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_pages_are_copied_16_bytes_at_a_time(page):
+    """Smaller than a tile of keys, and larger."""
+    for name, kernel in compiled(CAUSAL, "forward", 128, sequences="paged", page=page).kernels.items():
+        assert not kernel.spilled and not kernel.serialised, name
+        assert kernel.count("wgmma.mma_async") and kernel.count(r"cp.async.cg.shared.global .* 0x10") >= 16, name
+
+
+def test_pages_on_other_gpus():
+    for device, page in (("a100", 16), ("mi300x", 64)):
+        for kernel in compiled(CAUSAL, "forward", 64, device=device, sequences="paged", page=page).kernels.values():
+            assert kernel.count(PRODUCTS[device])

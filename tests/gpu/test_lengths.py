@@ -214,20 +214,15 @@ def test_new_lengths_compile_nothing():
     assert compiled_kernels() == before
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_no_call_waits_for_the_device(kind):
+def test_no_call_waits_for_the_device(kind, no_waiting):
     made, lengths = given(kind)
     leaves = [t.requires_grad_() for t in made]
     out = CAUSAL(*leaves, **lengths)
     torch.autograd.grad(out, leaves, torch.ones_like(out))
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         out = CAUSAL(*leaves, **lengths)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])

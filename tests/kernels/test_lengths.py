@@ -588,12 +588,6 @@ def test_other_schedules_and_targets_say_what_they_lack():
         CAUSAL.plan(sizes, device="h100", target="hopper", q_lens=lens)
 
 
-def test_pages_are_not_there_yet():
-    query = torch.randn(2, 2, 8, 16)
-    with pytest.raises(weft.UnavailableError, match=r"the option block_table is not available; gather the pages"):
-        CAUSAL(query, query, query, kv_lens=torch.tensor([3, 8]), block_table=torch.zeros(2, 1, dtype=torch.int32))
-
-
 # -- plans -------------------------------------------------------------------------------------------------------------
 def test_a_plan_counts_the_pairs_of_sequences():
     starts = torch.arange(0, 4097, 1024)

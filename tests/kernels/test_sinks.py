@@ -232,7 +232,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
 
 def test_opcheck() -> None:
     query, key, value, table = inputs()
-    arguments = (query, key, value, None, [table], [], [], 0, *[None] * 5, 16, LEARNED.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [], 0, *[None] * 6, 16, LEARNED.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():

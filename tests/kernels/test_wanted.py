@@ -73,7 +73,7 @@ def latent_gradients(schedule: str, wanted: set[str]) -> dict[str, Tensor]:
     made = {n: torch.randn(1, heads, 40, width, generator=generated) for n, (heads, width) in sizes.items()}
     leaves = {n: t.requires_grad_(n in wanted) for n, t in made.items()}
     options = f"target=interpret;schedule={schedule}"
-    out, _ = torch.ops.weft.attention(*leaves.values(), [], [], [], 0, *[None] * 5, 32, LATENT.canonical_text, options)
+    out, _ = torch.ops.weft.attention(*leaves.values(), [], [], [], 0, *[None] * 6, 32, LATENT.canonical_text, options)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     return dict(zip(sorted(wanted), torch.autograd.grad(out, [leaves[n] for n in sorted(wanted)], dout)))
 
