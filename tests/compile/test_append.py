@@ -13,8 +13,10 @@ from weft.compiler.planning.hardware import by_name
 
 from .ahead import compile_ahead
 
+WIDTHS = [("h200", 128, 128), ("a100", 576, 0), ("mi300x", 128, 128)]
 
-@pytest.mark.parametrize(("device", "width", "value_width"), [("h200", 128, 128), ("a100", 576, 0), ("mi300x", 80, 64)])
+
+@pytest.mark.parametrize(("device", "width", "value_width"), WIDTHS)
 def test_rows_move_many_bytes_at_a_time(device, width, value_width):
     kernel = module(False).append_rows
     parameters, _ = parameters_of(kernel)

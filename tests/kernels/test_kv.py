@@ -153,14 +153,6 @@ def test_an_error_in_a_step_takes_its_room_away():
 
 
 # -- what a call takes ---------------------------------------------------------------------------------------------
-def gathered(batch, layer=0):
-    """Keys and values [B, Hkv, T, D] of the sequences of a batch, whatever the cache."""
-    if batch.block_table is None:
-        return batch.keys(layer), batch.values(layer)
-    table = batch.block_table.long()
-    return [pool[table].transpose(1, 2).flatten(2, 3) for pool in (batch.keys(layer), batch.values(layer))]
-
-
 @pytest.mark.parametrize("kind", ["paged", "dense"])
 def test_prefill_and_decode_read_what_was_appended(kind):
     """Steps of different lengths, against each sequence alone in one piece."""
@@ -181,8 +173,9 @@ def test_prefill_and_decode_read_what_was_appended(kind):
             part = [torch.stack([torch.nn.functional.pad(x, p, value=9e9) for x, p in zip(m, behind)]) for m in mine]
             for layer in range(2):
                 batch.append(layer, *part[1:])
-            out = CAUSAL(part[0], *gathered(batch, 1), kv_lens=batch.kv_lens, q_lens=batch.q_lens)
-        assert batch.options.keys() >= {"kv_lens"}
+            out = CAUSAL(part[0], batch.keys(1), batch.values(1), **batch.options)
+        assert ("q_lens" in batch.options) == (lengths != [1, 1, 1])
+        assert ("block_table" in batch.options) == (kind == "paged")
         for b, (s, n) in enumerate(zip(done, lengths)):
             assert batch.positions[b, :n].tolist() == list(range(s, s + n))
             torch.testing.assert_close(out[b, :, :n].double(), whole[b][0, :, s : s + n], atol=1e-5, rtol=1e-5)
@@ -199,8 +192,7 @@ def test_latent_caches_have_one_vector_a_token():
     batch = cache.append([a, b], vectors)
     uk, uv = torch.randn(3, 8, 6), torch.randn(3, 8, 5)
     assert cache.keys().shape == (6, 1, 4, 12)
-    read = cache.keys()[batch.block_table.long()].transpose(1, 2).flatten(2, 3)
-    out = mla(query, read, uk=uk, uv=uv, kv_lens=batch.kv_lens)
+    out = mla(query, batch.keys(), uk=uk, uv=uv, **batch.options)
     torch.testing.assert_close(out, mla.reference(query, vectors, uk=uk, uv=uv), atol=1e-4, rtol=1e-4)
     with pytest.raises(weft.WeftError, match="a latent cache has no values"):
         cache.values()
