@@ -4,10 +4,10 @@ Both have the same face: sequences are allocated, extended a step at a time, for
 lengths and blocks are kept on the host, rows on the device.
 """
 
-from .batch import Batch
 from .blocks import OutOfBlocksError
 from .cache import Cache, Usage
 from .dense import DenseCache
 from .paged import PagedCache
+from .step import Step
 
-__all__ = ["Batch", "Cache", "DenseCache", "OutOfBlocksError", "PagedCache", "Usage"]
+__all__ = ["Cache", "DenseCache", "OutOfBlocksError", "PagedCache", "Step", "Usage"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
-from .batch import Batch, on_device
 from .blocks import Blocks
+from .step import Step, on_device
 from .table import Table
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -57,8 +57,8 @@ class _Sequence:
     length: int = 0  # tokens
     tokens: list[int] = field(default_factory=list)  # ids of the first ones, as far as they are known
     numbers: list[int] = field(default_factory=list)  # of the published pages, from the first on
-    batch: Batch | None = None  # the one that is open
-    new: int = 0  # rows of that batch
+    step: Step | None = None  # the one that is open
+    new: int = 0  # rows of that step
     new_tokens: Sequence[int] | None = None  # their ids
     swapped: _Swapped | None = None
 
@@ -207,10 +207,10 @@ class Cache:
     # -- steps -------------------------------------------------------------------------------------------------------
     def extend(
         self, sequences: Sequence[int], lengths: Sequence[int], tokens: Sequence[Sequence[int] | None] | None = None
-    ) -> Batch:
+    ) -> Step:
         """Make room for `lengths[b]` more rows in sequence `sequences[b]`: one step of a model, all layers together.
 
-        tokens: ids of the new tokens of each sequence, for reuse; None where they are not known. Until the batch is
+        tokens: ids of the new tokens of each sequence, for reuse; None where they are not known. Until the step is
         committed or cancelled no other may change these sequences. Raises OutOfBlocksError, and WeftError for anything
         that does not fit; then nothing was changed.
         """
@@ -226,23 +226,23 @@ class Cache:
                 blocks = self._blocks.take(number)
                 self._table.write(sequence.row, len(sequence.blocks), blocks)
                 sequence.blocks += blocks
-            batch = self._batch(tuple(sequences), found, new, rows, "open")
+            step = self._step(tuple(sequences), found, new, rows, "open")
             for sequence, number, given in zip(found, new, ids):
-                sequence.batch, sequence.new, sequence.new_tokens = batch, number, given
+                sequence.step, sequence.new, sequence.new_tokens = step, number, given
                 if number and sequence.length % self.page:  # a full page once, before it was cut
                     self._blocks.forget(sequence.blocks[sequence.length // self.page])
-            return batch
+            return step
 
-    def batch(self, sequences: Sequence[int]) -> Batch:
+    def view(self, sequences: Sequence[int]) -> Step:
         """These sequences as they are, to be read: `block_table` and `kv_lens`, and no new rows."""
         with self._lock:
-            found = self._all("batch", sequences)
-            return self._batch(tuple(sequences), found, [0] * len(found), self._rows_of(found), "read only")
+            found = self._all("view", sequences)
+            return self._step(tuple(sequences), found, [0] * len(found), self._rows_of(found), "read only")
 
     def append(
         self, sequences: Sequence[int], key: Tensor | Sequence[Tensor], value: Tensor | Sequence[Tensor] | None = None,
         *, lengths: Sequence[int] | None = None, tokens: Sequence[Sequence[int] | None] | None = None,
-    ) -> Batch:  # fmt: skip
+    ) -> Step:  # fmt: skip
         """extend, write the rows of every layer, and commit.
 
         key [B, Hkv, L, D] and value [B, Hkv, L, Dv]: a tensor a layer, or the tensor where there is one layer. lengths:
@@ -256,10 +256,10 @@ class Cache:
         pairs = list(zip(keys, [None] * self.layers if values is None else values))
         for layer, pair in enumerate(pairs):
             self._check_rows(len(sequences), max(new, default=0), layer, *pair)
-        with self.extend(sequences, new, tokens) as batch:
+        with self.extend(sequences, new, tokens) as step:
             for layer, pair in enumerate(pairs):
-                batch.append(layer, *pair)
-        return batch
+                step.append(layer, *pair)
+        return step
 
     def _needs(self, found: Sequence[_Sequence], new: Sequence[int]) -> tuple[list[_Sequence], list[int]]:
         """Sequences whose last block is to be copied before it is written, and how many fresh blocks each wants."""
@@ -290,9 +290,9 @@ class Cache:
             sequence.blocks[-1] = block
             self._table.write(sequence.row, len(sequence.blocks) - 1, [block])
 
-    def _batch(
+    def _step(
         self, ids: tuple[int, ...], found: Sequence[_Sequence], new: Sequence[int], rows: slice | None, state: Any
-    ) -> Batch:
+    ) -> Step:
         starts = [s.length for s in found]
         ends = [start + n for start, n in zip(starts, new)]
         first, lens, length = _ints(starts), _ints(new), max(new, default=0)
@@ -304,18 +304,18 @@ class Cache:
         parts = on_device([lens, _ints(ends), positions, slots, table], self.device)
         q_lens, kv_lens, positions, slots, table = parts
         tensors = (q_lens, kv_lens, positions, slots, table if self._holds_pages else None)
-        return Batch(self, ids, tuple(starts), tuple(ends), tensors, rows, state)
+        return Step(self, ids, tuple(starts), tuple(ends), tensors, rows, state)
 
-    def _close(self, batch: Batch, keeps: bool) -> None:
+    def _close(self, step: Step, keeps: bool) -> None:
         with self._lock:
-            if batch.state != "open":
+            if step.state != "open":
                 word = "commit" if keeps else "cancel"
-                raise WeftError(f"{word}: this batch is {batch.state} already")
-            batch.state = "committed" if keeps else "cancelled"
-            for number, start, end in zip(batch.sequences, batch.starts, batch.ends):
+                raise WeftError(f"{word}: this step is {step.state} already")
+            step.state = "committed" if keeps else "cancelled"
+            for number, start, end in zip(step.sequences, step.starts, step.ends):
                 found = self._sequences[number]
                 given = found.new_tokens
-                found.batch, found.new, found.new_tokens = None, 0, None
+                found.step, found.new, found.new_tokens = None, 0, None
                 if not keeps:
                     self._cut(found, start)
                     continue
@@ -406,11 +406,11 @@ class Cache:
         return found
 
     def _idle(self, method: str, sequence: int, resident: bool = False) -> _Sequence:
-        """A sequence that no open batch writes; one that is not swapped out, if resident."""
+        """A sequence that no open step writes; one that is not swapped out, if resident."""
         found = self._known(method, sequence)
-        if found.batch is not None:
+        if found.step is not None:
             raise WeftError(
-                f"{method}: two writers: sequence {sequence} belongs to a batch that is open; commit() or cancel() it "
+                f"{method}: two writers: sequence {sequence} belongs to a step that is open; commit() or cancel() it "
                 "first"
             )
         if resident and found.swapped is not None:

@@ -15,7 +15,7 @@ class DenseCache(Cache):
     """Keys and values [sequences, Hkv, capacity, D], with the face of PagedCache: a row is a block of its own.
 
     A fork copies its row at once, nothing is shared or found again, and each sequence that was allocated holds its
-    row, long or short. The sequences of a batch must lie evenly apart, in order, as their keys are a view: all of them
+    row, long or short. The sequences of a step must lie evenly apart, in order, as their keys are a view: all of them
     do, in the order of allocation; rows of those that get nothing have length 0.
 
     sequences: rows. capacity: tokens of a row. The others are those of PagedCache.
@@ -74,7 +74,7 @@ class DenseCache(Cache):
 
     def __repr__(self) -> str:
         u = self.usage
-        swapped = f", {u.swapped} rows on the host" if u.swapped else ""
+        swapped = f", rows on the host: {u.swapped}" if u.swapped else ""
         return (
             f"DenseCache({len(self)} sequences, {u.tokens} tokens; {u.used} of {u.blocks} rows of {u.page} used, "
             f"{u.free} free, {u.fragmentation:.1%} fragmentation{swapped}; {u.bytes / 2**20:.1f} MiB, "

@@ -17,10 +17,10 @@ class PagedCache(Cache):
     Each layer has a pool of keys [blocks, Hkv, page, D] and one of values [blocks, Hkv, page, Dv]; all layers share one
     block table and one account. A step of a model extends its sequences, appends the rows of each layer, and commits:
 
-        with cache.extend([a, b], [3, 1]) as batch:  # a gets three rows, b one
+        with cache.extend([a, b], [3, 1]) as step:  # a gets three rows, b one
             for layer in range(cache.layers):
-                batch.append(layer, key, value)  # [2, Hkv, 3, D]
-                out = variant(query, batch.keys(layer), batch.values(layer), **batch.options)
+                step.append(layer, key, value)  # [2, Hkv, 3, D]
+                out = variant(query, step.keys(layer), step.values(layer), **step.options)
 
     Lengths and blocks are kept on the host, so that no step waits for the device. Work on it goes in the order of the
     current stream.
@@ -42,7 +42,7 @@ class PagedCache(Cache):
     def __repr__(self) -> str:
         u = self.usage
         kept = f" ({u.kept} of them kept for reuse)" if u.kept else ""
-        swapped = f", {u.swapped} pages on the host" if u.swapped else ""
+        swapped = f", pages on the host: {u.swapped}" if u.swapped else ""
         return (
             f"PagedCache({len(self)} sequences, {u.tokens} tokens; {u.used} of {u.blocks} blocks of {u.page} used, "
             f"{u.shared} shared, {u.free} free{kept}, {u.fragmentation:.1%} fragmentation{swapped}; "

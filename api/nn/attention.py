@@ -12,7 +12,7 @@ from ..attention import Attention as Variant
 from ..ir.errors import WeftError, collected
 from ..ir.expr import Load, Symbol, symbol
 from ..ir.walk import children
-from ..kv import Batch
+from ..kv import Step
 from .rotary import Rotary, Rotation
 
 CAUSAL = Variant(mask=symbol("kv_pos") <= symbol("q_pos"), name="causal")
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps, **made) if eps else None
 
     def forward(
-        self, x: Tensor, *, cache: Batch | None = None, rotation: Rotation | None = None,
+        self, x: Tensor, *, cache: Step | None = None, rotation: Rotation | None = None,
         positions: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """x [B, L, width] -> [B, L, width].
@@ -163,7 +163,7 @@ def rope_problems(rope: object, columns: int) -> list[str]:
 
 
 def rotation_of(
-    rope: Rotary, x: Tensor, cache: Batch | None, positions: Tensor | None, options: Mapping[str, Any]
+    rope: Rotary, x: Tensor, cache: Step | None, positions: Tensor | None, options: Mapping[str, Any]
 ) -> Rotation:
     """The rotation of the rows of x [B, L, width], where none was given."""
     if cache is not None:
@@ -176,9 +176,9 @@ def rotation_of(
     return rope(positions, x.shape[1])
 
 
-def check_cache(cache: Batch, batch: int, options: Mapping[str, Any]) -> None:
+def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:
     """Raise for what no step of a cache is called with."""
-    if not isinstance(cache, Batch):
+    if not isinstance(cache, Step):
         raise WeftError(f"nn: cache: expected a step of a cache, cache.extend(...), got {type(cache).__name__}")
     taken = [n for n in (*cache.options, *_PACKED) if options.get(n) is not None]
     if taken:

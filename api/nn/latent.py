@@ -11,7 +11,7 @@ from ..attention import Attention as Variant
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
 from ..ir.expr import symbol
-from ..kv import Batch
+from ..kv import Step
 from .attention import assigned, check_cache, check_shard, positive, rope_problems, rotation_of, variant_problems
 from .rotary import Rotary, Rotation, YarnScaling
 
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
     _form: Form | None = None  # by cost, expanded where gradients are wanted
 
     def forward(
-        self, x: Tensor, *, cache: Batch | None = None, rotation: Rotation | None = None,
+        self, x: Tensor, *, cache: Step | None = None, rotation: Rotation | None = None,
         positions: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """x [B, L, width] -> [B, L, width]; the arguments are those of `nn.Attention`. cache: of `latent=`."""

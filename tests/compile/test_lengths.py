@@ -33,6 +33,27 @@ def test_loops_are_those_of_dense_kernels(sequences, direction):
         assert not own.serialised, name
 
 
+@pytest.mark.parametrize(("sequences", "direction", "dim", "value_dim"), [
+    ("packed", "forward", 128, 128), ("lengths", "backward", 128, 128), ("packed", "backward", 64, 64),
+    ("lengths", "forward", 192, 128),
+])  # fmt: skip
+def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, value_dim):
+    """A sequence's own lengths cost a few instructions of the loops, no SRAM but a card's, and serialise no product."""
+    dense, made = (
+        compiled(CAUSAL, direction, dim, value_dim=value_dim, sequences=s, target="hopper").kernels
+        for s in ("dense", sequences)
+    )
+    assert made.keys() - LISTS == dense.keys()
+    assert bool(made.keys() & LISTS) == (sequences == "packed")
+    for name, kernel in dense.items():
+        own = made[name]
+        assert own.sram <= kernel.sram + 256 and not own.serialised, name
+        assert own.count("wgmma.mma_async") == kernel.count("wgmma.mma_async"), name
+        assert own.spills_in_loops() <= kernel.spills_in_loops() + 4, name
+        for ours, theirs in zip(own.product_loops(), kernel.product_loops(), strict=True):
+            assert len(ours) <= 1.03 * len(theirs), name
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("device", ["a100", "mi300x"])
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])

@@ -47,9 +47,9 @@ def test_steps_wait_for_nothing(dense):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(20):
-            with cache.extend(sequences, [1, 1, 1]) as batch:
+            with cache.extend(sequences, [1, 1, 1]) as step:
                 for layer in range(2):
-                    batch.append(layer, rows[:, :, step % 9 :][:, :, :1], rows[:, :, :1])
+                    step.append(layer, rows[:, :, step % 9 :][:, :, :1], rows[:, :, :1])
         fork = cache.fork(sequences[0])
         cache.append([sequences[0]], [rows[:1, :, :1]] * 2, [rows[:1, :, :1]] * 2)  # copies a block of the paged cache
         cache.swap_out(fork)
@@ -57,11 +57,11 @@ def test_steps_wait_for_nothing(dense):
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert [cache.length(s) for s in sequences] == [30, 23, 25]
-    batch = cache.batch(sequences[1:2])
+    step = cache.view(sequences[1:2])
     if not dense:
-        read = cache.keys(1)[batch.block_table[0].long()].transpose(0, 1).flatten(1, 2)[:, :23]
+        read = cache.keys(1)[step.block_table[0].long()].transpose(0, 1).flatten(1, 2)[:, :23]
     else:
-        read = batch.keys(1)[0, :, :23]
+        read = step.keys(1)[0, :, :23]
     assert torch.equal(read, torch.cat([rows[1, :, :3], *(rows[1, :, s % 9 : s % 9 + 1] for s in range(20))], 1))
 
 
@@ -105,13 +105,13 @@ def test_an_append_costs_the_host_little():
     cache = PagedCache(1024, layers=1, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
     sequences = [cache.allocate() for _ in range(64)]
     rows = torch.randn(64, 8, 1, 128, dtype=torch.bfloat16, device="cuda")
-    with cache.extend(sequences, [1] * 64) as batch:
-        batch.append(0, rows, rows)
+    with cache.extend(sequences, [1] * 64) as step:
+        step.append(0, rows, rows)
         times = []
         for _ in range(300):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            batch.append(0, rows, rows)
+            step.append(0, rows, rows)
             times.append(time.perf_counter() - start)
     print(f"append: {sorted(times)[150] * 1e6:.1f} us")
     assert sorted(times)[150] < 60e-6
@@ -119,6 +119,6 @@ def test_an_append_costs_the_host_little():
 
 def test_other_devices_are_refused():
     cache = PagedCache(4, kv_heads=1, head_dim=8, dtype=torch.float32, device="cuda")
-    batch = cache.extend([cache.allocate()], [1])
+    step = cache.extend([cache.allocate()], [1])
     with pytest.raises(weft.WeftError, match="key: expected device cuda:0 as the cache has, got cpu"):
-        batch.append(0, torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
+        step.append(0, torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))

@@ -89,9 +89,9 @@ def test_full_pages_are_found_again_until_they_are_taken_or_overwritten():
     prompt = list(range(10))
     a = cache.allocate(prompt)
     assert cache.length(a) == 0
-    with cache.extend([a], [10], [prompt]) as batch:
+    with cache.extend([a], [10], [prompt]) as step:
         assert cache.length(cache.allocate(prompt)) == 0  # not before it is committed
-        batch.append(0, rows(1, 10), rows(1, 10))
+        step.append(0, rows(1, 10), rows(1, 10))
     b, other = cache.allocate(prompt[:9]), cache.allocate([*prompt[:4], 77, 77, 77, 77, 8])
     assert cache.length(b) == 8 and cache.blocks(b) == cache.blocks(a)[:2]
     assert cache.length(other) == 4  # the same as far as the tokens before are the same
@@ -167,17 +167,17 @@ def test_prefill_and_decode_read_what_was_appended(kind):
     ]
     done = [0, 0, 0]
     for lengths in ([9, 3, 14], [3, 1, 6], [1, 1, 1]):
-        with cache.extend(sequences, lengths) as batch:
-            behind = [(0, 0, 0, batch.length - n) for n in lengths]
+        with cache.extend(sequences, lengths) as step:
+            behind = [(0, 0, 0, step.length - n) for n in lengths]
             mine = [[x[b, :, s : s + n] for b, (s, n) in enumerate(zip(done, lengths))] for x in (query, key, value)]
             part = [torch.stack([torch.nn.functional.pad(x, p, value=9e9) for x, p in zip(m, behind)]) for m in mine]
             for layer in range(2):
-                batch.append(layer, *part[1:])
-            out = CAUSAL(part[0], batch.keys(1), batch.values(1), **batch.options)
-        assert ("q_lens" in batch.options) == (lengths != [1, 1, 1])
-        assert ("block_table" in batch.options) == (kind == "paged")
+                step.append(layer, *part[1:])
+            out = CAUSAL(part[0], step.keys(1), step.values(1), **step.options)
+        assert ("q_lens" in step.options) == (lengths != [1, 1, 1])
+        assert ("block_table" in step.options) == (kind == "paged")
         for b, (s, n) in enumerate(zip(done, lengths)):
-            assert batch.positions[b, :n].tolist() == list(range(s, s + n))
+            assert step.positions[b, :n].tolist() == list(range(s, s + n))
             torch.testing.assert_close(out[b, :, :n].double(), whole[b][0, :, s : s + n], atol=1e-5, rtol=1e-5)
         done = [s + n for s, n in zip(done, lengths)]
     assert [cache.length(s) for s in sequences] == totals
@@ -189,10 +189,10 @@ def test_latent_caches_have_one_vector_a_token():
     cache = PagedCache(6, page=4, latent=latent, dtype=torch.float32)
     a, b = cache.allocate(), cache.allocate()
     vectors, query = torch.randn(2, 1, 7, 12), torch.randn(2, 3, 7, 10)
-    batch = cache.append([a, b], vectors)
+    step = cache.append([a, b], vectors)
     uk, uv = torch.randn(3, 8, 6), torch.randn(3, 8, 5)
     assert cache.keys().shape == (6, 1, 4, 12)
-    out = mla(query, batch.keys(), uk=uk, uv=uv, **batch.options)
+    out = mla(query, step.keys(), uk=uk, uv=uv, **step.options)
     torch.testing.assert_close(out, mla.reference(query, vectors, uk=uk, uv=uv), atol=1e-4, rtol=1e-4)
     with pytest.raises(weft.WeftError, match="a latent cache has no values"):
         cache.values()
@@ -203,8 +203,8 @@ def test_rows_of_a_dense_cache_are_a_view():
     a, b, c, d = (cache.allocate() for _ in range(4))
     with pytest.raises(OutOfBlocksError, match="DenseCache.allocate: expected 1 free blocks"):
         cache.allocate()
-    batch = cache.append([b, d], rows(2, 2), rows(2, 2))
-    assert batch.keys().data_ptr() == cache.keys()[1].data_ptr() and batch.keys().shape == (2, 2, 6, 8)
+    step = cache.append([b, d], rows(2, 2), rows(2, 2))
+    assert step.keys().data_ptr() == cache.keys()[1].data_ptr() and step.keys().shape == (2, 2, 6, 8)
     with pytest.raises(
         weft.WeftError, match=r"rows lie evenly apart, in order, got rows \[0, 1, 3\]; take all of them"
     ):
@@ -242,7 +242,7 @@ def test_ids_lengths_and_tokens_that_do_not_fit():
     cache.free(freed)
     for call, words in {
         lambda: cache.extend([freed], [1]): f"sequence {freed}, which was freed",
-        lambda: cache.batch([99]): r"got 99, which allocate\(\) never gave",
+        lambda: cache.view([99]): r"got 99, which allocate\(\) never gave",
         lambda: cache.free(torch.tensor(0)): "never gave",
         lambda: cache.extend([a, a], [1, 1]): "two writers: expected each sequence once",
         lambda: cache.extend([], []): "expected the ids of some sequences, got none",
@@ -261,7 +261,7 @@ def test_ids_lengths_and_tokens_that_do_not_fit():
         lambda: cache.extend([a], [1]),
         lambda: cache.fork(a),
         lambda: cache.swap_out(a),
-        lambda: cache.batch([a]),
+        lambda: cache.view([a]),
     ):
         with pytest.raises(weft.WeftError, match=r"sequence 0 is swapped out; swap_in\(0\) first"):
             call()
@@ -270,7 +270,7 @@ def test_ids_lengths_and_tokens_that_do_not_fit():
 
 def test_rows_that_do_not_fit():
     cache = PagedCache(8, page=4, **SIZES)
-    batch = cache.extend([cache.allocate()], [3])
+    step = cache.extend([cache.allocate()], [3])
     good = rows(1, 3)
     for key, value, words in [
         (rows(1, 2), good, r"key: expected \[1, 2, 3, 8\], got \[1, 2, 2, 8\]"),
@@ -281,16 +281,16 @@ def test_rows_that_do_not_fit():
         (good.clone().requires_grad_(), good, r"a cache keeps no gradients; call the model under torch.no_grad\(\)"),
     ]:
         with pytest.raises(weft.WeftError, match=words):
-            batch.append(0, key, value)
+            step.append(0, key, value)
     with pytest.raises(weft.WeftError, match="layer: expected 0 to 0, got 1"):
-        batch.append(1, good, good)
-    with pytest.raises(weft.WeftError, match=r"free: two writers: sequence 0 belongs to a batch that is open"):
+        step.append(1, good, good)
+    with pytest.raises(weft.WeftError, match=r"free: two writers: sequence 0 belongs to a step that is open"):
         cache.free(0)
-    batch.append(0, good, good)
-    batch.commit()
-    with pytest.raises(weft.WeftError, match="append: this batch is committed"):
-        batch.append(0, good, good)
-    with pytest.raises(weft.WeftError, match="append: this batch is read only"):
-        cache.batch([0]).append(0, good, good)
+    step.append(0, good, good)
+    step.commit()
+    with pytest.raises(weft.WeftError, match="append: this step is committed"):
+        step.append(0, good, good)
+    with pytest.raises(weft.WeftError, match="append: this step is read only"):
+        cache.view([0]).append(0, good, good)
     with pytest.raises(weft.WeftError, match=r"expected key and value of each of 1 layers, got 2 and 1"):
         cache.append([0], [good, good], good)

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import weft
-from weft.kv import Batch, DenseCache, OutOfBlocksError, PagedCache
+from weft.kv import DenseCache, OutOfBlocksError, PagedCache, Step
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 2, 2, 3, 2
 LATENT = weft.Latent(rank=3, rope=2)
 
 
-def rows_of(cache: Any, batch: Batch, index: int, pool: torch.Tensor) -> torch.Tensor:
+def rows_of(cache: Any, step: Step, index: int, pool: torch.Tensor) -> torch.Tensor:
     """[Hkv, tokens, D]: what a call reads of one sequence, by the tensors that it is given."""
-    length = int(batch.kv_lens[index])
-    if batch.block_table is None:
+    length = int(step.kv_lens[index])
+    if step.block_table is None:
         return pool[index, :, :length]
-    pages = batch.block_table[index].long()
+    pages = step.block_table[index].long()
     return pool[pages].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
@@ -43,7 +43,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.lists: dict[int, list[list[torch.Tensor]]] = {}  # id -> pool -> rows [heads, width]
         self.ids: dict[int, list[int]] = {}  # id -> tokens
-        self.open: list[tuple[Batch, list[int]]] = []
+        self.open: list[tuple[Step, list[int]]] = []
         self.freed: list[int] = []
         self.written = 0
         self.pending: dict[int, list[list[list[torch.Tensor]]]] = {}  # of open batches, the new rows of each sequence
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
             self.accounts_are_exact()
 
     def idle(self, swapped: bool = False) -> list[int]:
-        busy = {s for batch, _ in self.open for s in batch.sequences}
+        busy = {s for step, _ in self.open for s in step.sequences}
         return [s for s in self.lists if s not in busy and self.cache.is_swapped(s) == swapped]
 
     def state(self) -> object:
@@ -131,23 +131,23 @@ class Machine(RuleBasedStateMachine):
         given = [t if draw.random() < 0.9 else None for t in tokens]
         before = self.state()
         try:
-            batch = self.cache.extend(chosen, lengths, given)
+            step = self.cache.extend(chosen, lengths, given)
         except weft.WeftError as error:
             assert isinstance(error, OutOfBlocksError) or self.dense  # whose rows may be no view, or full
             assert self.state() == before
             return False
-        assert batch.starts == tuple(len(self.lists[s][0]) for s in chosen)
+        assert step.starts == tuple(len(self.lists[s][0]) for s in chosen)
         for s, t in zip(chosen, tokens):
             self.ids[s] = self.ids[s] + t
-        self.open.append((batch, lengths))
-        self.write(batch, tokens)
+        self.open.append((step, lengths))
+        self.write(step, tokens)
         return True
 
-    def write(self, batch: Batch, tokens: list[list[int]]) -> None:
+    def write(self, step: Step, tokens: list[list[int]]) -> None:
         """Rows of all layers; the last column of each holds the token's id. NaN where no row is."""
         made = []
         for pool in self.pools:
-            rows = torch.full((len(tokens), pool.shape[1], batch.length, pool.shape[3]), torch.nan)
+            rows = torch.full((len(tokens), pool.shape[1], step.length, pool.shape[3]), torch.nan)
             for b, row_ids in enumerate(tokens):
                 for n, token in enumerate(row_ids):
                     self.written += 1
@@ -155,21 +155,21 @@ class Machine(RuleBasedStateMachine):
                     rows[b, :, n, -1] = token
             made.append(rows)
         for layer in range(LAYERS):
-            batch.append(layer, made[layer], None if self.latent else made[LAYERS + layer])
-        self.pending[id(batch)] = [[list(rows[b, :, : len(row_ids)].unbind(1)) for rows in made]
+            step.append(layer, made[layer], None if self.latent else made[LAYERS + layer])
+        self.pending[id(step)] = [[list(rows[b, :, : len(row_ids)].unbind(1)) for rows in made]
                                    for b, row_ids in enumerate(tokens)]  # fmt: skip
 
     def close(self, keeps: bool, which: int) -> None:
-        batch, lengths = self.open.pop(which)
-        rows = self.pending.pop(id(batch))
+        step, lengths = self.open.pop(which)
+        rows = self.pending.pop(id(step))
         for refused in (
-            lambda: self.cache.extend([batch.sequences[0]], [1]),
-            lambda: self.cache.free(batch.sequences[-1]),
+            lambda: self.cache.extend([step.sequences[0]], [1]),
+            lambda: self.cache.free(step.sequences[-1]),
         ):
             self.unchanged(refused)  # two writers
-        (batch.commit if keeps else batch.cancel)()
-        self.unchanged(batch.commit)
-        for s, new, count in zip(batch.sequences, rows, lengths):
+        (step.commit if keeps else step.cancel)()
+        self.unchanged(step.commit)
+        for s, new, count in zip(step.sequences, rows, lengths):
             if keeps:
                 for pool, more in zip(self.lists[s], new):
                     pool += more
@@ -229,19 +229,19 @@ class Machine(RuleBasedStateMachine):
     # -- what holds --------------------------------------------------------------------------------------------------
     def sequences_read_as_lists(self) -> None:
         for s in self.idle():
-            batch = self.cache.batch([s])
-            assert self.cache.length(s) == len(self.ids[s]) == int(batch.kv_lens[0])
+            step = self.cache.view([s])
+            assert self.cache.length(s) == len(self.ids[s]) == int(step.kv_lens[0])
             for p, rows in enumerate(self.lists[s]):
                 layer = p % LAYERS
-                pool = batch.keys(layer) if p < LAYERS else batch.values(layer)
-                found = rows_of(self.cache, batch, 0, pool)
+                pool = step.keys(layer) if p < LAYERS else step.values(layer)
+                found = rows_of(self.cache, step, 0, pool)
                 assert torch.equal(found, torch.stack(rows, 1) if rows else found[:, :0])
 
     def accounts_are_exact(self) -> None:
         usage, page = self.cache.usage, self.cache.page
         held = Counter(b for s in self.lists for b in self.cache.blocks(s) if b >= 0)
         filled: dict[int, int] = {}
-        adding = {s: n for batch, lengths in self.open for s, n in zip(batch.sequences, lengths)}
+        adding = {s: n for step, lengths in self.open for s, n in zip(step.sequences, lengths)}
         for s in self.lists:
             end = self.cache.length(s) + adding.get(s, 0)
             for n, b in enumerate(self.cache.blocks(s)):

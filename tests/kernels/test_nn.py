@@ -121,7 +121,7 @@ MODULES = {
 @pytest.mark.parametrize("kind", ["paged", "dense"])
 @torch.no_grad()
 def test_prefill_and_decode_are_the_whole_forward(kind, name):
-    """Sequences of different lengths in one batch: prefill, a chunk, then token by token."""
+    """Sequences of different lengths in one step: prefill, a chunk, then token by token."""
     make, more, options = MODULES[name]
     module = make(**more)
     totals, chunks = [15, 6, 11], [[8, 2, 5], [4, 1, 3], *[[1, 1, 1]] * 3]
@@ -130,11 +130,11 @@ def test_prefill_and_decode_are_the_whole_forward(kind, name):
     cache = cache_of(kind, module)
     sequences, done = [cache.allocate() for _ in totals], [0, 0, 0]
     for lengths in chunks:
-        with cache.extend(sequences, lengths) as batch:
-            rows = torch.full((3, batch.length, WIDTH), torch.nan)
+        with cache.extend(sequences, lengths) as step:
+            rows = torch.full((3, step.length, WIDTH), torch.nan)
             for b, (start, n) in enumerate(zip(done, lengths)):
                 rows[b, :n] = x[b, start : start + n]
-            out = module(rows, cache=batch, **options)
+            out = module(rows, cache=step, **options)
         for b, (start, n) in enumerate(zip(done, lengths)):
             torch.testing.assert_close(out[b, :n], whole[b][0, start : start + n], atol=2e-5, rtol=2e-5)
         done = [start + n for start, n in zip(done, lengths)]
@@ -155,12 +155,12 @@ def test_layers_share_one_step_and_prompts_share_pages():
 
     whole = run(embedded)
     a = cache.allocate(tokens)
-    with cache.extend([a], [10], [tokens]) as batch:
-        run(embedded, cache=batch)
+    with cache.extend([a], [10], [tokens]) as step:
+        run(embedded, cache=step)
     b = cache.allocate(tokens)
     assert cache.length(b) == 8
-    with cache.extend([b], [2], [tokens[8:]]) as batch:
-        torch.testing.assert_close(run(embedded[:, 8:], cache=batch), whole[:, 8:], atol=2e-5, rtol=2e-5)
+    with cache.extend([b], [2], [tokens[8:]]) as step:
+        torch.testing.assert_close(run(embedded[:, 8:], cache=step), whole[:, 8:], atol=2e-5, rtol=2e-5)
     assert cache.usage.shared == 2
 
 
@@ -181,8 +181,8 @@ def test_compiled_in_one_graph(make):
         for cache, run in ((plain, module), (own, compiled)):
             sequences, found = [cache.allocate() for _ in range(3)], []
             for n in (4, 1, 1, 1, 1, 1, 1):
-                with cache.extend(sequences, [n] * 3) as batch:
-                    found.append(run(x[:, :n], cache=batch))
+                with cache.extend(sequences, [n] * 3) as step:
+                    found.append(run(x[:, :n], cache=step))
             outs.append(torch.cat(found, 1))
         torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
         assert torch.equal(plain.keys(), own.keys())
@@ -313,15 +313,15 @@ def test_what_no_module_has(make, words):
 def test_calls_that_do_not_fit():
     module, x = attention(), torch.randn(1, 4, WIDTH)
     cache = cache_of("paged", module)
-    batch = cache.extend([cache.allocate()], [4])
+    step = cache.extend([cache.allocate()], [4])
     with torch.no_grad():
         for call, words in {
             lambda: module(x, cache=cache): r"expected a step of a cache, cache.extend\(...\), got PagedCache",
-            lambda: module(x.repeat(2, 1, 1), cache=batch): "expected a step of 2 sequences, as x has rows, got 1",
-            lambda: module(x, cache=batch, kv_lens=torch.tensor([4])): "kv_lens: expected none beside cache=",
+            lambda: module(x.repeat(2, 1, 1), cache=step): "expected a step of 2 sequences, as x has rows, got 1",
+            lambda: module(x, cache=step, kv_lens=torch.tensor([4])): "kv_lens: expected none beside cache=",
             lambda: module(x, cu_seqlens_q=torch.tensor([0, 4])): "positions: missing; with cu_seqlens_q rows do not",
         }.items():
             with pytest.raises(weft.WeftError, match=words):
                 call()
     with pytest.raises(weft.WeftError, match="a cache keeps no gradients"):
-        module(x, cache=batch)
+        module(x, cache=step)

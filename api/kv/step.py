@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .cache import Cache
 
 
-class Batch:
+class Step:
     """Some sequences of a cache, in this order, with the rows that a step adds to each; made by `cache.extend`.
 
     All that lies on the device is written once a step, whatever the number of layers, and nothing is read back.
@@ -55,8 +55,8 @@ class Batch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of a call whose queries are the new rows: `variant(query, batch.keys(0), batch.values(0),
-        **batch.options)`."""
+        """Options of a call whose queries are the new rows: `variant(query, step.keys(0), step.values(0),
+        **step.options)`."""
         found: dict[str, Any] = {"kv_lens": self.kv_lens}
         if not self._all_full:
             found["q_lens"] = self.q_lens
@@ -68,10 +68,10 @@ class Batch:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
 
         Rows behind q_lens are not read. Of a latent cache: the cached vectors [B, 1, L, rank + rope], and no value.
-        Raises WeftError for rows that do not fit, and for a batch that is not open.
+        Raises WeftError for rows that do not fit, and for a step that is not open.
         """
         if self.state != "open":
-            raise WeftError(f"append: this batch is {self.state}; make the next one with extend(...)")
+            raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
         self.cache._check_rows(len(self.sequences), self.length, layer, key, value)
         has_values = self.cache.has_values
         append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
@@ -85,7 +85,7 @@ class Batch:
         """Take the room away again: the sequences are as long as before."""
         self.cache._close(self, keeps=False)
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> Step:
         return self
 
     def __exit__(
@@ -96,7 +96,7 @@ class Batch:
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
-        return f"Batch({self.state}; tokens of each sequence: {{{rows}}})"
+        return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
 
 
 def on_device(parts: list[Tensor], device: torch.device) -> list[Tensor]:
