@@ -32,7 +32,7 @@ def test_every_example_is_tested_here() -> None:
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias",
-        "demo",
+        "demo", "server",
     }  # fmt: skip
 
 
@@ -107,6 +107,14 @@ def test_a_t5_bias_learns_a_distance(capsys: pytest.CaptureFixture[str]) -> None
     losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
     assert losses[-1] < 0.2 * losses[0]
     assert "learned to read: [2, 2], of distance 2" in output
+
+
+def test_the_server_answers_as_the_model_does_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    load("server").main(["--steps=2", "--requests=5", "--new=40", "--blocks=14"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
+    swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)
+    assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
