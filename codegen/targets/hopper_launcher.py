@@ -119,7 +119,8 @@ class HopperLauncher(TritonLauncher):
         super().__init__(*arguments)
         self.columns, self.value_columns = columns_of(self.code.signature.widths)
         self.tools = {
-            "box": Box, "ragged": RaggedBox, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter,
+            "box": Box, "ragged": RaggedBox, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min,
+            "counter": self._launching.counter,
         }  # fmt: skip
 
     def partition(self, call: CallTensors, results: Named) -> Partition:

@@ -707,13 +707,13 @@ _LISTS, _ALL_SEQUENCES = 8, "all sequences, many at a time"  # bytes of a tile's
 
 @lru_cache(maxsize=64)
 def work_kernel(follows: str, side: Literal["q", "kv"] | None = None) -> Kernel:
-    """query_work or key_work: the tiles of all sequences, for the kernel whose programs own them, or for those of a side.
+    """query_work or key_work: the tiles of all sequences, for the kernel that owns them, or for a side of one.
 
     A sequence is as good as nothing beside its rows, so that formulas have the lists alone.
     """
     visitor = next(k for k in (*FLASH, HOPPER_BACKWARD) if k.name == follows)
     owns_queries = visitor.axis == "kv" if side is None else side == "q"
-    name = WORK[0] if owns_queries else WORK[1]
+    name, axis = (WORK[0], "kv") if owns_queries else (WORK[1], "q")
 
     def programs(x: Sizes) -> float:
         return x.B
@@ -722,7 +722,7 @@ def work_kernel(follows: str, side: Literal["q", "kv"] | None = None) -> Kernel:
         return _LISTS * x.B * (x.nq if owns_queries else x.nkv)
 
     return Kernel(
-        name, visitor.direction, visitor.slot, "kv" if owns_queries else "q", _ALL_SEQUENCES, programs, none, none, written, none, none,
+        name, visitor.direction, visitor.slot, axis, _ALL_SEQUENCES, programs, none, none, written, none, none,
         visitor.again, follows,
     )  # fmt: skip
 
