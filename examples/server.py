@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from char_gpt import CharGPT, Config, Text, capped_window, python_manual
+from char_gpt import Block, CharGPT, Config, Text, capped_window, python_manual
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -46,6 +46,7 @@ class Served:
         model, c = self.model, self.model.config
         x, rotation = model.embedding(tokens), self.rope(step.positions)
         for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
             heads = block.qkv(block.before_attention(x)).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
             query, key, value = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
             step.append(layer, self.rope.rotate(key, rotation), value)
