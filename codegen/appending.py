@@ -16,6 +16,7 @@ from .loader import load
 KERNEL = "append_rows"
 _ROWS = 8  # of a program: few, as a step of decode has few rows
 _STRIDES = [f"{name}_s{axis}" for name in ("key", "value", "keys", "values") for axis in "bhl"]
+Mode = tuple[torch.dtype, int, int, bool]  # width of a key, of a value or 0, whether everything is aligned
 _WIDE = 1 << 40  # strides are compiled as int64: a cache may have more elements than int32 counts
 
 
@@ -27,47 +28,53 @@ class Appending:
 
         self._launching, self._device, self._interprets = launching, device, interprets
         self._kernel = getattr(module(interprets), KERNEL)
-        self._runs: dict[tuple[object, ...], Any] = {}
+        self._runs: dict[Mode, tuple[Any, tuple[object, ...]]] = {}
 
     def __call__(
         self, key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor
     ) -> None:  # fmt: skip
         """Rows [B, H, L, D] of key and value to their places in caches [blocks, H, page, D]; slots int32 [B, L]."""
         batches, heads, length, width = key.shape
-        tensors = (slots, key, key if value is None else value, keys, keys if values is None else values)
-        strides = [stride for t in tensors[1:] for stride in t.stride()[:3]]
-        bits = 0
-        for tensor in tensors[1:]:
-            bits |= tensor.data_ptr()
-        for stride in strides:
-            bits |= stride * key.element_size()
-        value_width = 0 if value is None else value.shape[3]
-        mode = (key.dtype, width, value_width, bits & 15 == 0)
-        run = self._runs.get(mode)
-        if run is None:
-            run = self._runs[mode] = self._prepared(mode, tensors)
-        constants = run[1]
-        sizes = (batches * length, length, heads, keys.shape[2])
-        programs = -(-batches * length // _ROWS) * heads
-        if self._interprets:
-            return run[0](programs, (*tensors, *sizes, *strides), 0)
-        addresses = [t.data_ptr() for t in tensors]
-        stream = self._launching.current_stream(self._device)
-        run[0](programs, (*addresses, *sizes, *strides, *constants), stream)
+        if value is None or values is None:
+            value, values, value_width = key, keys, 0
+        else:
+            value_width = value.shape[3]
+        key_sb, key_sh, key_sl, _ = key.stride()
+        value_sb, value_sh, value_sl, _ = value.stride()
+        keys_sb, keys_sh, keys_sl, _ = keys.stride()
+        values_sb, values_sh, values_sl, _ = values.stride()
+        key_at, value_at, keys_at, values_at = key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr()
+        steps = key_sb | key_sh | key_sl | value_sb | value_sh | value_sl | keys_sb | keys_sh | keys_sl
+        steps = (steps | values_sb | values_sh | values_sl) * key.element_size()
+        mode = (key.dtype, width, value_width, (key_at | value_at | keys_at | values_at | steps) & 15 == 0)
+        ready = self._runs.get(mode)
+        if ready is None:
+            ready = self._runs[mode] = self._prepared(mode)
+        run, constants = ready
+        places = (slots, key, value, keys, values) if self._interprets else (
+            slots.data_ptr(), key_at, value_at, keys_at, values_at
+        )  # fmt: skip
+        arguments = (
+            *places, batches * length, length, heads, keys.shape[2], key_sb, key_sh, key_sl, value_sb, value_sh,
+            value_sl, keys_sb, keys_sh, keys_sl, values_sb, values_sh, values_sl, *constants,
+        )  # fmt: skip
+        stream = 0 if self._interprets else self._launching.current_stream(self._device)
+        run(-(-batches * length // _ROWS) * heads, arguments, stream)
 
-    def _prepared(self, mode: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[Any, tuple[object, ...]]:
+    def _prepared(self, mode: Mode) -> tuple[Any, tuple[object, ...]]:
+        """What launches rows of one kind, and the constants that a launch is handed."""
         binding = binding_of(self._launching.parameters_of(self._kernel)[0], mode)
-        values = tuple(binding.constants.values())
         options = {"num_warps": 4}
         if self._interprets:
-            return self._launching.interpreted(self._kernel, binding, options), values
-        types = [t.dtype for t in tensors] + [1] * 4 + [_WIDE] * len(_STRIDES)
+            return self._launching.interpreted(self._kernel, binding, options), ()
+        types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[_WIDE] * len(_STRIDES)]
         with torch.cuda.device(self._device):
-            return self._launching.compiled(self._kernel, binding, types, options), values
+            run = self._launching.compiled(self._kernel, binding, types, options)
+        return run, tuple(binding.constants.values())
 
 
-def binding_of(parameters: list[str], mode: tuple[Any, ...]) -> Binding:
-    """What is constant for rows of one kind: (dtype, width of a key, of a value or 0, all aligned?)."""
+def binding_of(parameters: list[str], mode: Mode) -> Binding:
+    """What is constant for rows of one kind."""
     _, width, value_width, aligned = mode
     constants = {
         "ROWS": _ROWS, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,

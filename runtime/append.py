@@ -34,8 +34,13 @@ def append_rows(key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor 
 
 
 def _on_gpu(key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
-    if slots.numel():
-        appending(key.device.index, False)(key, value, keys, values, slots)
+    if not slots.numel():
+        return
+    device = key.get_device()
+    if device == torch.cuda.current_device():
+        return appending(device, False)(key, value, keys, values, slots)
+    with torch.cuda.device(device):  # Triton launches on the current one
+        appending(device, False)(key, value, keys, values, slots)
 
 
 def _on_cpu(key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:

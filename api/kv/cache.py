@@ -78,7 +78,7 @@ class Cache:
             given |= {"kv_heads": kv_heads, "head_dim": head_dim}
             if value_dim is not None:
                 given["value_dim"] = value_dim
-        problems = [f"{n}: expected a positive int, got {v!r}" for n, v in given.items() if not _is_size(v)]
+        problems = [f"{n}: expected a positive int, got {v!r}" for n, v in given.items() if not is_size(v)]
         if latent is not None:
             if not isinstance(latent, Latent):
                 problems.append(f"latent: expected weft.Latent(rank=..., rope=...), got {latent!r}")
@@ -99,7 +99,8 @@ class Cache:
         shape = (blocks, kv_heads, page)
         # zeros, so that rows which nobody wrote hold numbers; each pool by itself, so that compiled code sees no views
         widths = [head_dim] * layers + [self.value_dim] * (layers if latent is None else 0)
-        pools = [torch.zeros(*shape, width, dtype=dtype, device=self.device) for width in widths]
+        with torch.inference_mode(False):  # so that steps may be made in that mode or outside
+            pools = [torch.zeros(*shape, width, dtype=dtype, device=self.device) for width in widths]
         self._keys, self._values = pools[:layers], pools[layers:]
         self._blocks, self._table = Blocks(blocks), Table()
         self._sequences: dict[int, _Sequence] = {}
@@ -220,12 +221,15 @@ class Cache:
             ids = _checked_tokens(new, tokens)
             rows = self._rows_of(found)
             copied, fresh = self._needs(found, new)
-            self._blocks.check_free(len(copied) + sum(fresh), f"{type(self).__name__}.extend")
+            self._blocks.check_free(
+                len(copied) + sum(max(number, 0) for number in fresh), f"{type(self).__name__}.extend"
+            )
             self._copy_last(copied)
             for sequence, number in zip(found, fresh):
-                blocks = self._blocks.take(number)
-                self._table.write(sequence.row, len(sequence.blocks), blocks)
-                sequence.blocks += blocks
+                if number > 0:
+                    blocks = self._blocks.take(number)
+                    self._table.write(sequence.row, len(sequence.blocks), blocks)
+                    sequence.blocks += blocks
             step = self._step(tuple(sequences), found, new, rows, "open")
             for sequence, number, given in zip(found, new, ids):
                 sequence.step, sequence.new, sequence.new_tokens = step, number, given
@@ -273,8 +277,7 @@ class Cache:
             if held > 1:
                 copied.append(sequence)
                 writers[last] += 1
-        fresh = [self._pages(s.length + rows) - len(s.blocks) for s, rows in zip(found, new)]
-        return copied, [max(number, 0) for number in fresh]
+        return copied, [self._pages(s.length + rows) - len(s.blocks) for s, rows in zip(found, new)]
 
     def _copy_last(self, sequences: Sequence[_Sequence]) -> None:
         """A last block of its own for each, with what the shared one holds."""
@@ -295,13 +298,13 @@ class Cache:
     ) -> Step:
         starts = [s.length for s in found]
         ends = [start + n for start, n in zip(starts, new)]
-        first, lens, length = _ints(starts), _ints(new), max(new, default=0)
-        pages = max(max(map(self._pages, ends), default=0), 1)
-        table = self._table.of([s.row for s in found], pages)
-        positions = first[:, None] + torch.arange(length, dtype=torch.int32)
-        block = table.gather(1, (positions // self.page).clamp(max=pages - 1).long())
-        slots = torch.where(positions < (first + lens)[:, None], block * self.page + positions % self.page, -1)
-        parts = on_device([lens, _ints(ends), positions, slots, table], self.device)
+        pages = max(self._pages(max(ends)), 1)
+        first, q_lens, kv_lens, at = _ints([*starts, *new, *ends, *(s.row for s in found)]).view(4, -1)
+        table = self._table.of(at, pages)
+        positions = first[:, None] + torch.arange(max(new), dtype=torch.int32, device="cpu")
+        block = table.gather(1, (positions // self.page).clamp_(max=pages - 1).long())
+        slots = torch.where(positions < kv_lens[:, None], block * self.page + positions % self.page, -1)
+        parts = on_device([q_lens, kv_lens, positions, slots, table], self.device)
         q_lens, kv_lens, positions, slots, table = parts
         tensors = (q_lens, kv_lens, positions, slots, table if self._holds_pages else None)
         return Step(self, ids, tuple(starts), tuple(ends), tensors, rows, state)
@@ -322,7 +325,8 @@ class Cache:
                 if given is not None and len(found.tokens) == start:
                     found.tokens += given
                 found.length = end
-                self._publish(found)
+                if len(found.tokens) // self.page > len(found.numbers):
+                    self._publish(found)
 
     def _publish(self, found: _Sequence) -> None:
         """Let full pages whose tokens are known be found again."""
@@ -429,7 +433,7 @@ class Cache:
         self, found: Sequence[_Sequence], sequences: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
         new = list(lengths)
-        right = len(new) == len(found) and all(_is_size(n) or (n == 0 and type(n) is int) for n in new)
+        right = len(new) == len(found) and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
         if not right:
             raise WeftError(
                 f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; those on a "
@@ -475,7 +479,7 @@ class Cache:
         return problems
 
 
-def _is_size(value: object) -> bool:
+def is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

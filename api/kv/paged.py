@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..ir.attention import Latent
-from ..ir.errors import WeftError
-from .cache import Cache
+from ..ir.errors import WeftError, collected
+from .cache import Cache, is_size
+from .step import Step
 
 _LARGEST_PAGE = 256
 
@@ -38,6 +41,21 @@ class PagedCache(Cache):
         if not isinstance(page, int) or not 1 <= page <= _LARGEST_PAGE or page & (page - 1):
             raise WeftError(f"PagedCache: page: expected a power of two from 1 to {_LARGEST_PAGE}, got {page!r}")
         super().__init__(blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
+
+    def fixed_step(self, sequences: int, length: int = 1, *, pages: int) -> Step:
+        """A step whose tensors stay where they are, for CUDA graphs: up to so many sequences, rows of each, and pages.
+
+        `fixed.fill(step)` lets it stand for a step of this cache. What lies behind the sequences of that one gets
+        nothing, and nothing is written for it.
+        """
+        given = {"sequences": sequences, "length": length, "pages": pages}
+        problems = [f"{n}: expected a positive int, got {v!r}" for n, v in given.items() if not is_size(v)]
+        if problems:
+            raise collected("fixed_step", problems)
+        with torch.inference_mode(False):
+            zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
+            tensors = (zeros(sequences), zeros(sequences), zeros(sequences, length), zeros(sequences, length) - 1)
+            return Step(self, (), (), (), (*tensors, zeros(sequences, pages)), None, "fixed")
 
     def __repr__(self) -> str:
         u = self.usage

@@ -33,14 +33,14 @@ class Step:
     def __init__(
         self, cache: Cache, sequences: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...],
         tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], rows: slice | None,
-        state: Literal["open", "committed", "cancelled", "read only"],
+        state: Literal["open", "committed", "cancelled", "read only", "fixed"],
     ) -> None:  # fmt: skip
         self.cache, self.sequences, self.starts, self.ends = cache, sequences, starts, ends
         self.q_lens, self.kv_lens, self.positions, self.slots, self.block_table = tensors
         self.length = self.slots.shape[1]
         self.state = state
         self._rows = rows  # of a DenseCache: where these sequences lie
-        self._all_full = all(end - start == self.length for start, end in zip(starts, ends))
+        self._all_full = state != "fixed" and all(end - start == self.length for start, end in zip(starts, ends))
 
     # -- what a call takes -------------------------------------------------------------------------------------------
     def keys(self, layer: int = 0) -> Tensor:
@@ -70,11 +70,38 @@ class Step:
         Rows behind q_lens are not read. Of a latent cache: the cached vectors [B, 1, L, rank + rope], and no value.
         Raises WeftError for rows that do not fit, and for a step that is not open.
         """
-        if self.state != "open":
+        if self.state not in ("open", "fixed"):
             raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
-        self.cache._check_rows(len(self.sequences), self.length, layer, key, value)
+        self.cache._check_rows(self.q_lens.shape[0], self.length, layer, key, value)
         has_values = self.cache.has_values
         append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
+
+    def fill(self, step: Step) -> None:
+        """Of a fixed step: let its tensors describe another one, with as many sequences and rows, or fewer.
+
+        A CUDA graph that was captured with this step then computes that one.
+        """
+        if (
+            self.state != "fixed"
+            or step.cache is not self.cache
+            or step.block_table is None
+            or self.block_table is None
+        ):
+            raise WeftError(f"fill: expected a fixed step and one of the same cache, got {self!r} and {step!r}")
+        there = (*self.slots.shape, self.block_table.shape[1])
+        given = (*step.slots.shape, step.block_table.shape[1])
+        if any(n > most for n, most in zip(given, there)):
+            raise WeftError(
+                f"fill: expected at most {there[0]} sequences, {there[1]} rows and {there[2]} pages, got {list(given)}"
+            )
+        self.slots.fill_(-1)
+        self.q_lens.zero_()
+        self.kv_lens.zero_()
+        self.slots[: given[0], : given[1]].copy_(step.slots)
+        self.positions[: given[0], : given[1]].copy_(step.positions)
+        self.block_table[: given[0], : given[2]].copy_(step.block_table)
+        self.q_lens[: given[0]].copy_(step.q_lens)
+        self.kv_lens[: given[0]].copy_(step.kv_lens)
 
     # -- the end of a step -------------------------------------------------------------------------------------------
     def commit(self) -> None:
@@ -95,6 +122,8 @@ class Step:
             self.cache._close(self, keeps=kind is None)
 
     def __repr__(self) -> str:
+        if self.state == "fixed":
+            return f"Step(fixed; {list(self.slots.shape)} rows)"
         rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
         return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
 

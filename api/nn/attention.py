@@ -183,8 +183,9 @@ def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:
     taken = [n for n in (*cache.options, *_PACKED) if options.get(n) is not None]
     if taken:
         raise WeftError(f"nn: {', '.join(taken)}: expected none beside cache=, which brings its own")
-    if len(cache.sequences) != batch:
-        raise WeftError(f"nn: cache: expected a step of {batch} sequences, as x has rows, got {len(cache.sequences)}")
+    number = cache.q_lens.shape[0]
+    if number != batch:
+        raise WeftError(f"nn: cache: expected a step of {batch} sequences, as x has rows, got {number}")
 
 
 def check_shard(name: str, variant: Variant, heads: int, rank: int, ranks: int) -> None:

@@ -164,6 +164,40 @@ def test_layers_share_one_step_and_prompts_share_pages():
     assert cache.usage.shared == 2
 
 
+@pytest.mark.parametrize("name", ["plain", "latent"])
+@torch.no_grad()
+def test_a_fixed_step_stands_for_others(name):
+    """As a CUDA graph wants it: the same tensors for any lengths, tables and numbers of sequences."""
+    module = MODULES[name][0]()
+    x = torch.randn(3, 6, WIDTH)
+    plain, own = cache_of("paged", module), cache_of("paged", module)
+    fixed = own.fixed_step(3, 4, pages=5)
+    places = [t.data_ptr() for t in (fixed.slots, fixed.kv_lens, fixed.block_table)]
+    sequences = [(plain.allocate(), own.allocate()) for _ in range(3)]
+    for chosen, lengths in (([0, 1, 2], [4, 1, 3]), ([2, 0], [1, 2]), ([1], [4])):
+        expected, found = (
+            cache.extend([sequences[n][i] for n in chosen], lengths) for i, cache in enumerate((plain, own))
+        )
+        fixed.fill(found)
+        rows = torch.nn.functional.pad(
+            x[: len(chosen), : found.length], (0, 0, 0, 4 - found.length, 0, 3 - len(chosen))
+        )
+        out = module(rows, cache=fixed)
+        wanted = module(x[: len(chosen), : found.length], cache=expected)
+        for b, n in enumerate(lengths):
+            torch.testing.assert_close(out[b, :n], wanted[b, :n], atol=1e-5, rtol=1e-5)
+        assert places == [t.data_ptr() for t in (fixed.slots, fixed.kv_lens, fixed.block_table)]
+        expected.commit()
+        found.commit()
+    assert torch.equal(plain.keys(), own.keys())
+    with pytest.raises(weft.WeftError, match=r"at most 3 sequences, 4 rows and 5 pages, got \[1, 5, "):
+        fixed.fill(own.extend([sequences[1][1]], [5]))
+    with pytest.raises(weft.WeftError, match="expected a fixed step and one of the same cache"):
+        fixed.fill(plain.view([sequences[0][0]]))
+    with pytest.raises(weft.WeftError, match="pages: expected a positive int, got 0"):
+        own.fixed_step(3, pages=0)
+
+
 # -- in models -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [attention, latent])
 def test_compiled_in_one_graph(make):
