@@ -88,14 +88,14 @@ class Server:
         self.swapped: list[Request] = []
         self.totals = Totals()
         self._random = torch.Generator(cache.device).manual_seed(seed)
-        self._submitted = 0
+        self._submitted, self._blocks = 0, cache.usage.blocks
 
     def submit(self, prompt: Iterable[int], count: int, stop: Iterable[int] = ()) -> Request:
         """Queue a prompt, to be continued by `count` tokens, or up to one of `stop`."""
         tokens = tuple(prompt)
         if not tokens or count < 1:
             raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count}")
-        pages, blocks = -(-(len(tokens) + count) // self.cache.page), self.cache.usage.blocks
+        pages, blocks = -(-(len(tokens) + count) // self.cache.page), self._blocks
         if pages > blocks:
             raise WeftError(
                 f"submit: {len(tokens)} tokens and {count} more take {pages} blocks, and the cache has {blocks}; make "
@@ -142,7 +142,7 @@ class Server:
         while self.swapped and len(self.running) < self.most:
             request = min(self.swapped, key=lambda r: r.number)
             needed = self.cache.blocks(_sequence(request)).count(-1) + len(self.running) + 1
-            if self.running and needed > self.cache.usage.free:
+            if self.running and needed > self.cache.free_blocks:
                 return
             try:
                 self.cache.swap_in(_sequence(request))
@@ -162,7 +162,7 @@ class Server:
             tokens = request.tokens
             sequence = self.cache.allocate(tokens)
             needed = -(-len(tokens) // page) - len(self.cache.blocks(sequence)) + len(self.running) + 1
-            if self.running and needed > self.cache.usage.free:
+            if self.running and needed > self.cache.free_blocks:
                 self.cache.free(sequence)
                 return
             self.waiting.popleft()
@@ -220,7 +220,7 @@ class Server:
             drawn = self._draw(logits)
         found = drawn.tolist()  # the one wait of a step
         now = time.perf_counter()
-        self.totals.most_used = max(self.totals.most_used, self.cache.usage.used)
+        self.totals.most_used = max(self.totals.most_used, self._blocks - self.cache.free_blocks)
         for (request, _), token in zip(fed, found):
             if not self._left(request):
                 self._write(request, token, now)

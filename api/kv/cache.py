@@ -166,6 +166,11 @@ class Cache:
         """Whether pages of a sequence are on the host."""
         return self._known("is_swapped", sequence).swapped is not None
 
+    @property
+    def free_blocks(self) -> int:
+        """`usage.free`, without counting anything else."""
+        return self._blocks.free
+
     def blocks(self, sequence: int) -> tuple[int, ...]:
         """The block of each page of a sequence, in order; -1 for one that is swapped out."""
         return tuple(self._known("blocks", sequence).blocks)
@@ -201,7 +206,6 @@ class Cache:
         pages = self._pages(length)
         self._blocks.drop(found.blocks[pages:])
         del found.blocks[pages:]
-        self._table.clear(found.row, pages)
         found.length = length
         del found.tokens[length:], found.numbers[length // self.page :]
 
@@ -233,7 +237,7 @@ class Cache:
             step = self._step(tuple(sequences), found, new, rows, "open")
             for sequence, number, given in zip(found, new, ids):
                 sequence.step, sequence.new, sequence.new_tokens = step, number, given
-                if number and sequence.length % self.page:  # a full page once, before it was cut
+                if number:  # it may have been full before it was cut, and be known by what it held
                     self._blocks.forget(sequence.blocks[sequence.length // self.page])
             return step
 

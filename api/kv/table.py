@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Table:
-    """int32 rows that grow in number and width. Entries behind the pages of a sequence are 0, a block that there is."""
+    """int32 rows that grow in number and width. Entries behind the pages of a sequence are blocks that there are."""
 
     def __init__(self) -> None:
         self._entries = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
@@ -24,14 +24,13 @@ class Table:
         self._free += range(rows - 1, old.shape[0] - 1, -1)
 
     def take(self) -> int:
-        """A row of zeros."""
+        """A row that nobody has."""
         if not self._free:
             self._grow(2 * self._entries.shape[0], self._entries.shape[1])
         return self._free.pop()
 
     def give(self, row: int) -> None:
         """A row that is no longer used."""
-        self._entries[row] = 0
         self._free.append(row)
 
     def write(self, row: int, first: int, blocks: Sequence[int]) -> None:
@@ -40,10 +39,6 @@ class Table:
         if end > self._entries.shape[1]:
             self._grow(self._entries.shape[0], max(end, 2 * self._entries.shape[1]))
         self._entries[row, first:end] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
-
-    def clear(self, row: int, first: int) -> None:
-        """No blocks from this page on."""
-        self._entries[row, first:] = 0
 
     def of(self, rows: Tensor, pages: int) -> Tensor:
         """[rows, pages], a copy. rows: int32, on the host."""

@@ -73,12 +73,12 @@ def test_writing_is_an_op_that_compiles():
 
 # -- what is shared ------------------------------------------------------------------------------------------------
 def test_a_fork_copies_one_block_when_it_is_written_and_no_more():
-    cache = PagedCache(8, page=4, **SIZES)
+    cache = PagedCache(4, page=4, **SIZES)
     a = cache.allocate()
     cache.append([a], rows(1, 6), rows(1, 6))
     b, c = cache.fork(a), cache.fork(a)
     assert (cache.usage.used, cache.usage.shared) == (2, 2)
-    cache.append([a, b, c], rows(3, 1), rows(3, 1))  # two copy, and the third keeps the block
+    cache.append([a, b, c], rows(3, 1), rows(3, 1))  # two copy, for whom there is just room, and one keeps the block
     assert (cache.usage.used, cache.usage.shared, cache.usage.tokens) == (4, 1, 4 + 3 * 3)
     assert len({cache.blocks(s)[0] for s in (a, b, c)}) == 1 and len({cache.blocks(s)[1] for s in (a, b, c)}) == 3
     assert "1 shared" in repr(cache) and "18.8% fragmentation" in repr(cache)

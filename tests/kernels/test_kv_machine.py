@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             for n, b in enumerate(self.cache.blocks(s)):
                 if b >= 0:
                     filled[b] = max(filled.get(b, 0), min(page, end - n * page))
-        assert usage.used == len(held) and usage.free == usage.blocks - len(held)
+        assert usage.used == len(held) and usage.free == usage.blocks - len(held) == self.cache.free_blocks
         assert usage.shared == sum(n > 1 for n in held.values())
         assert usage.tokens == sum(filled.values())
         assert usage.fragmentation == pytest.approx(1 - usage.tokens / (usage.used * page) if usage.used else 0)
