@@ -225,16 +225,19 @@ class Cache:
             ids = _checked_tokens(new, tokens)
             rows = self._rows_of(found)
             copied, fresh = self._needs(found, new)
-            self._blocks.check_free(
-                len(copied) + sum(max(number, 0) for number in fresh), f"{type(self).__name__}.extend"
-            )
-            self._copy_last(copied)
-            for sequence, number in zip(found, fresh):
-                if number > 0:
-                    blocks = self._blocks.take(number)
-                    self._table.write(sequence.row, len(sequence.blocks), blocks)
-                    sequence.blocks += blocks
-            step = self._step(tuple(sequences), found, new, rows, "open")
+            self._blocks.check_free(len(copied) + sum(fresh), f"{type(self).__name__}.extend")
+            try:
+                self._copy_last(copied)
+                for sequence, number in zip(found, fresh):
+                    if number:
+                        sequence.blocks += self._blocks.take(number)
+                        first = len(sequence.blocks) - number
+                        self._table.write(sequence.row, first, sequence.blocks[first:])
+                step = self._step(tuple(sequences), found, new, rows, "open")
+            except BaseException:  # of torch, where the device has no memory left
+                for sequence in found:
+                    self._cut(sequence, sequence.length)
+                raise
             for sequence, number, given in zip(found, new, ids):
                 sequence.step, sequence.new, sequence.new_tokens = step, number, given
                 if number:  # it may have been full before it was cut, and be known by what it held
@@ -287,13 +290,16 @@ class Cache:
         """A last block of its own for each, with what the shared one holds."""
         if not sequences:
             return
-        fresh = self._blocks.take(len(sequences))
-        shared = [s.blocks[-1] for s in sequences]
-        source, target = (t.long() for t in on_device([_ints(shared), _ints(fresh)], self.device))
-        for pool in self._pools:
-            pool[target] = pool[source]
+        shared, fresh = [s.blocks[-1] for s in sequences], self._blocks.take(len(sequences))
+        try:
+            source, target = (t.long() for t in on_device([_ints(shared), _ints(fresh)], self.device))
+            for pool in self._pools:
+                pool[target] = pool[source]
+        except BaseException:
+            self._blocks.drop(fresh)
+            raise
+        self._blocks.drop(shared)
         for sequence, block in zip(sequences, fresh):
-            self._blocks.drop([sequence.blocks[-1]])
             sequence.blocks[-1] = block
             self._table.write(sequence.row, len(sequence.blocks) - 1, [block])
 

@@ -152,6 +152,31 @@ def test_an_error_in_a_step_takes_its_room_away():
     assert cache.usage.used == 0 and cache.length(a) == 0
 
 
+@pytest.mark.parametrize("parts", [2, 5])
+def test_a_device_without_memory_loses_nothing(monkeypatch, parts):
+    """Where the copy of a shared block fails, and where the tensors of the step do."""
+    cache = PagedCache(8, page=4, **SIZES)
+    a = cache.allocate()
+    cache.append([a], rows(1, 6), rows(1, 6))
+    b = cache.fork(a)
+    read = cache.keys()[list(cache.blocks(b))].clone()
+
+    def full(given, device):
+        if len(given) == parts:
+            raise torch.OutOfMemoryError
+        return [part.to(device) for part in given]
+
+    monkeypatch.setattr("weft.kv.cache.on_device", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.extend([a], [9])
+    monkeypatch.undo()
+    assert cache.length(a) == 6 and len(cache.blocks(a)) == 2
+    assert cache.usage.used == (2 if parts == 2 else 3)  # a copy that was made is a's own now
+    assert torch.equal(cache.keys()[list(cache.blocks(a))], read)
+    cache.append([a, b], rows(2, 3), rows(2, 3))
+    assert cache.usage.used == 5
+
+
 # -- what a call takes ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["paged", "dense"])
 def test_prefill_and_decode_read_what_was_appended(kind):
