@@ -81,7 +81,7 @@ class Attention(nn.Module):
             p(x).view(batch, length, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = normed(self.q_norm, query), normed(self.k_norm, key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.rope is not None:
             if rotation is None:
@@ -174,6 +174,12 @@ def rotation_of(
             raise WeftError(f"nn: positions: missing; with {', '.join(moved)} rows do not count from 0: give [B, L]")
         positions = torch.arange(x.shape[1], device=x.device)
     return rope(positions, x.shape[1])
+
+
+def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:
+    """The norm in the dtype of its weight: under autocast rows have another, and keep it."""
+    found: Tensor = norm(rows.to(norm.weight.dtype))
+    return found.to(rows.dtype)
 
 
 def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:

@@ -12,7 +12,16 @@ from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
 from ..ir.expr import symbol
 from ..kv import Step
-from .attention import assigned, check_cache, check_shard, positive, rope_problems, rotation_of, variant_problems
+from .attention import (
+    assigned,
+    check_cache,
+    check_shard,
+    normed,
+    positive,
+    rope_problems,
+    rotation_of,
+    variant_problems,
+)
 from .rotary import Rotary, Rotation, YarnScaling
 
 Form = Literal["expanded", "absorbed"]
@@ -85,14 +94,16 @@ class LatentAttention(nn.Module):
         batch, length, _ = x.shape
         if cache is not None:
             check_cache(cache, batch, options)
-        query = self.q_proj(x) if self.q_lora is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        query = self.q_proj(x) if self.q_lora is None else self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
         query = query.view(batch, length, self.heads, -1).transpose(1, 2)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.kv_lora, self.rope_dim], dim=-1)
         if rotation is None:
             rotation = rotation_of(self.rope, x, cache, positions, options)
         turned = self.rope.rotate(query[..., self.nope :], rotation)
         query = torch.cat([query[..., : self.nope], turned], dim=-1)
-        vector = torch.cat([self.kv_a_layernorm(latent)[:, None], self.rope.rotate(shared[:, None], rotation)], dim=-1)
+        vector = torch.cat(
+            [normed(self.kv_a_layernorm, latent)[:, None], self.rope.rotate(shared[:, None], rotation)], dim=-1
+        )
         form: Form | None = options.pop("form", self._form)
         if cache is not None:
             cache.append(self.layer, vector)

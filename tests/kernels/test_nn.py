@@ -255,6 +255,20 @@ def test_parts_with_half_of_the_heads_sum_to_the_whole(name):
     assert torch.equal(module.shard(0, 1)(x, **options), module(x, **options))
 
 
+@pytest.mark.parametrize("make", [lambda: attention(qk_norm=True), lambda: latent(q_lora=20)])
+@torch.no_grad()
+def test_under_autocast_rows_have_its_dtype(make):
+    module, x = make(), torch.randn(1, 6, WIDTH)
+    cache = cache_of("paged", module, dtype=torch.bfloat16)
+    a = cache.allocate()
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, found = module(x), []
+        for start, n in ((0, 5), (5, 1)):
+            with cache.extend([a], [n]) as step:
+                found.append(module(x[:, start : start + n], cache=step))
+    torch.testing.assert_close(torch.cat(found, 1), whole, atol=2e-2, rtol=2e-2)
+
+
 # -- rotary embeddings -----------------------------------------------------------------------------------------------
 def test_scalings_of_rotary_embeddings():
     """Against the papers' formulas, in terms of wave lengths."""
