@@ -36,26 +36,22 @@ def test_the_kernel_writes_what_torch_writes(width, value_width, dtype, page):
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_steps_wait_for_nothing(dense):
+def test_steps_wait_for_nothing(dense, no_waiting):
     """torch refuses whatever would wait, after a first step that compiles."""
     sizes = {"layers": 2, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     cache = DenseCache(4, 64, **sizes) if dense else PagedCache(64, page=4, **sizes)
     sequences = [cache.allocate() for _ in range(3)]
     rows = torch.randn(3, 2, 9, 64, dtype=torch.bfloat16, device="cuda")
     cache.append(sequences, [rows] * 2, [rows] * 2, lengths=[9, 3, 5])
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for step in range(20):
+    with no_waiting():
+        for turn in range(20):
             with cache.extend(sequences, [1, 1, 1]) as step:
                 for layer in range(2):
-                    step.append(layer, rows[:, :, step % 9 :][:, :, :1], rows[:, :, :1])
+                    step.append(layer, rows[:, :, turn % 9 :][:, :, :1], rows[:, :, :1])
         fork = cache.fork(sequences[0])
         cache.append([sequences[0]], [rows[:1, :, :1]] * 2, [rows[:1, :, :1]] * 2)  # copies a block of the paged cache
         cache.swap_out(fork)
         cache.swap_in(fork)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert [cache.length(s) for s in sequences] == [30, 23, 25]
     step = cache.view(sequences[1:2])
     if not dense:

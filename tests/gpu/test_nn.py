@@ -59,6 +59,28 @@ def test_prefill_and_decode_are_the_whole_forward(place, kind, dtype, limit):
 
 
 @pytest.mark.parametrize("kind", ["plain", "latent"])
+@pytest.mark.parametrize("place", ["paged", "dense"])
+@torch.no_grad()
+def test_decode_waits_for_nothing(place, kind, no_waiting):
+    module = module_of(kind).to("cuda", torch.bfloat16)
+    module = module.absorb() if kind == "latent" else module
+    cache = cache_of(place, module, torch.bfloat16)
+    x = torch.randn(3, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    sequences = [cache.allocate() for _ in range(3)]
+
+    def decode():
+        with cache.extend(sequences, [1, 1, 1]) as step:
+            return module(x, cache=step)
+
+    decode()
+    decode()
+    with no_waiting():
+        for _ in range(20):
+            out = decode()
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["plain", "latent"])
 @torch.no_grad()
 def test_decode_in_a_graph(kind):
     """One capture, replayed for other lengths, tables and numbers of sequences."""
