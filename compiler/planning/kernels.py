@@ -713,7 +713,8 @@ def work_kernel(follows: str, side: Literal["q", "kv"] | None = None) -> Kernel:
     """
     visitor = next(k for k in (*FLASH, HOPPER_BACKWARD) if k.name == follows)
     owns_queries = visitor.axis == "kv" if side is None else side == "q"
-    name, axis = (WORK[0], "kv") if owns_queries else (WORK[1], "q")
+    name = WORK[0] if owns_queries else WORK[1]
+    axis: Axis = "kv" if owns_queries else "q"
 
     def programs(x: Sizes) -> float:
         return x.B
