@@ -32,7 +32,7 @@ def test_every_example_is_tested_here() -> None:
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate",
-        "demo",
+        "demo", "server",
     }  # fmt: skip
 
 
@@ -122,6 +122,14 @@ def test_a_model_of_transformers_trains_and_generates(capsys: pytest.CaptureFixt
     output = capsys.readouterr().out
     assert re.search(r"^if the value of the expression \|.{8}$", output, re.M)
     assert len(re.findall(r"(?:static cache|by itself|under eager): +True$", output, re.M)) == 3
+
+
+def test_the_server_answers_as_the_model_does_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    load("server").main(["--steps=2", "--requests=5", "--new=40", "--blocks=14"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
+    swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)
+    assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
