@@ -20,7 +20,7 @@ from .compiler.analysis.records import TileProgram
 from .compiler.analysis.tiles import tile_ranges
 from .compiler.planning import hardware, picture
 from .compiler.planning.cost import CountTiles
-from .compiler.planning.kernels import SPANS
+from .compiler.planning.kernels import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -409,7 +409,7 @@ def _counter(
 
 def _measures(code: CodePlan) -> bool:
     """Whether kernels read from memory which tiles to visit, as measured for the call."""
-    return any(code.has(name) for name in SPANS)
+    return any(code.has(name) for name in MEASURES)
 
 
 def plan(

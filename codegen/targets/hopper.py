@@ -104,6 +104,8 @@ class HopperTarget:
                 f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
+        if facts.tile_source == "lists":
+            return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
         if signature.sequences != "dense":
             return "hopper: sequences of their own lengths are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None

@@ -19,9 +19,9 @@ from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
     FLASH,
     KERNELS,
+    MEASURES,
     PAIR_SUMS,
     ROW_STATISTICS,
-    SPANS,
     WORK,
     Algorithm,
     Kernel,
@@ -88,7 +88,7 @@ class TritonTarget:
                 own.remove(ROW_STATISTICS)
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if k.name in of_pairs]
-        found = with_measuring(own, facts.traits.measured)
+        found = with_measuring(own, facts.traits.measured, signature.sequences)
         return with_work(found) if signature.sequences == "packed" else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -243,7 +243,7 @@ def pair_context(code: CodePlan, facts: Facts) -> Context:
 
 def is_of_flash(kernel: Kernel) -> bool:
     """Whether it belongs to schedule flash, or comes before its kernels."""
-    return kernel in FLASH or kernel in PAIR_SUMS or kernel.name in (*SPANS, *WORK)
+    return kernel in FLASH or kernel in PAIR_SUMS or kernel.name in (*MEASURES, *WORK)
 
 
 def _algorithm(kernel: Kernel) -> Algorithm:

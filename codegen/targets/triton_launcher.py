@@ -14,13 +14,13 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import LISTED, SPANS, WORK, Kernel
+from ...compiler.planning.kernels import CELL, LIST_HEAD, LIST_ROOM, LISTED, LISTS, MEASURES, PAIR_CELLS, WORK, Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
 from ...ir.errors import WeftError
-from ...ir.expr import TensorOperand
+from ...ir.expr import Symbol, TensorOperand
 from ...ir.parse import PARSING
 from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing, rows_of
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
-ROWS_TOGETHER = 4096  # positions of the other axis that a program of a spans kernel looks at together
+ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
+TILES_TOGETHER, CELLS_TOGETHER = 256, 8  # tiles that it looks at, at most; blocks of pairs, one after the other
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
 # asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
 UNALIGNED = Tiling(32, 32, 4, 2)
@@ -234,9 +235,9 @@ class TritonLauncher:
     def form(self, kernel: str, aligned: bool) -> Tiling:
         form = self.code.form(kernel)
         assert isinstance(form, Tiling)
-        if aligned or kernel in FIXED:
+        if aligned or kernel in (*FIXED, PAIR_CELLS):
             return form
-        return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in SPANS else UNALIGNED
+        return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in MEASURES else UNALIGNED
 
     def _check_rows(self, row: int, aligned: bool) -> None:
         rows = max(max(f.block_q, f.block_kv) for f in (self.form(k.name, aligned) for k in self.code.kernels))
@@ -308,7 +309,7 @@ class TritonLauncher:
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
         launching = self._launching
         tools: dict[str, object] = {
-            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "device": self.device,
+            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "device": self.device,
             "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
             "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
@@ -376,7 +377,7 @@ class TritonLauncher:
 
     def _made(self, mode: Mode) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-        made = self._made_spans(mode)
+        made = self._made_measures(mode)
         if not self.backward:
             width = str(self.code.signature.widths.value_dim)
             made |= {"out": like("query", "heads", "q_len", width, _MAKE)}
@@ -406,15 +407,22 @@ class TritonLauncher:
         """What the rows of statistics are padded to a multiple of."""
         return max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
 
-    def _made_spans(self, mode: Mode) -> dict[str, str]:
+    def _made_measures(self, mode: Mode) -> dict[str, str]:
+        """Lists of the tiles of packed sequences, and what is measured of tiles, as expressions."""
         rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
         made = {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
         tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
-        return made | {
-            f"{axis}_spans": rows_of(rows, tiles.get(axis, f"{axis}_span_tiles"), str(len(p.outputs)), dtype="int32")
-            for axis, p in programs if self.code.has(f"{axis}_spans")
-        }  # fmt: skip
+        if self.code.has(PAIR_CELLS):
+            cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", "kv_len")]
+            made[PAIR_CELLS] = rows_of(rows, *cells, dtype="uint8")
+        for axis, program in programs:
+            own = tiles.get(axis, f"{axis}_measured_tiles")
+            if self.code.has(f"{axis}_spans"):
+                made[f"{axis}_spans"] = rows_of(rows, own, str(len(program.outputs)), dtype="int32")
+            if self.code.has(f"{axis}_lists"):
+                made[f"{axis}_lists"] = rows_of(rows, own, f"({LIST_HEAD} + {axis}_room)", dtype="int32")
+        return made
 
     def _options(self, form: Any) -> dict[str, int]:
         return {"num_warps": form.num_warps, "num_stages": form.num_stages, **self._rounding()}
@@ -431,12 +439,31 @@ class TritonLauncher:
         """Values of the constexpr parameters that kernels of this target have."""
         return {
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
-            "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
+            **self._looking(kernel, form),
             "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
             "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
+
+    def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
+        """How a kernel that measures tiles looks at them: how many together, and at how many blocks of pairs in each."""
+        rows = form.block_kv if kernel.axis == "kv" else form.block_q
+        if kernel.name not in (*LISTS, PAIR_CELLS):
+            return {"TILES": max(1, ROWS_TOGETHER // rows)}
+        found = self.facts.survey
+        assert found is not None
+        own: dict[str, object] = {
+            "TOGETHER": CELLS_TOGETHER, "Q_CELLS": max(1, form.block_q // CELL), "KV_CELLS": max(1, form.block_kv // CELL)
+        }  # fmt: skip
+        numbers = [max(1, form.block_q // CELL) * max(1, form.block_kv // CELL)]
+        for n, cells in enumerate(found.cells):
+            q, kv = cells_of(form.block_q, cells.q, False), cells_of(form.block_kv, cells.kv, True)
+            own |= {f"Q_CELLS{n}": q, f"KV_CELLS{n}": kv}
+            numbers.append(q * kv)
+        values = found.kv_values if kernel.axis == "kv" else found.q_values
+        numbers += [rows] if any(not isinstance(value, Symbol) for value in values) else []
+        return {**own, "TILES": max(1, min(TILES_TOGETHER, ROWS_TOGETHER // max(numbers)))}
 
     def pair_programs(self, call: CallTensors, mode: Mode) -> tuple[int, int]:
         """Programs of flash_dpairs of a call, and how many are launched at once, which bounds what they list."""
@@ -465,22 +492,25 @@ class TritonLauncher:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
         elif self.sequences == "packed":
             side, heads = ("q", "heads") if kernel.axis == "kv" else ("kv", "kv_heads")
-            if kernel.name in SPANS:
+            if kernel.name in MEASURES:
                 heads = "heads" if self.facts.mask_differs_by_head else "1"
             text = f"{side}_slots * {heads}"
-        elif kernel.name in SPANS:
+        elif kernel.name in MEASURES:
             rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
             text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
+            if kernel.name == PAIR_CELLS:
+                text = f"{text} * (({_KV_TILES} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        """Both axes call what was measured for them `spans`, and both sides the list of their tiles `work`."""
+        """Both axes call what was measured for them `spans` or `lists`, and both sides the list of their tiles `work`."""
         side = "q" if kernel.axis == "kv" else "kv"
         return {
-            "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles", "work": f"{side}_work",
-            "n_slots": f"{side}_slots",
+            "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_measured_tiles", "work": f"{side}_work",
+            "n_slots": f"{side}_slots", "lists": f"{kernel.axis}_lists", "room": f"{kernel.axis}_room",
+            "cells": PAIR_CELLS,
         }  # fmt: skip
 
     def _rows(self, aligned: bool) -> dict[str, str]:
@@ -488,10 +518,13 @@ class TritonLauncher:
         for n, gradient in enumerate(self.sums):
             tensor = gradient.load.tensor
             rows |= {f"e{n}_{d}": f"arg_{tensor.name}.shape[{d}]" for d in range(1, tensor.rank)}
-        for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
-            if self.code.has(f"{axis}_spans"):
-                form = self.form(f"{axis}_spans", aligned)
-                rows[f"{axis}_span_tiles"] = text.format(BLOCK_Q=form.block_q, BLOCK_KV=form.block_kv)
+        for axis, own, others in (("kv", _Q_TILES, _KV_TILES), ("q", _KV_TILES, _Q_TILES)):
+            for kernel in (f"{axis}_spans", f"{axis}_lists"):
+                if self.code.has(kernel):
+                    form = self.form(kernel, aligned)
+                    blocks = {"BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv}
+                    rows[f"{axis}_measured_tiles"] = own.format(**blocks)
+                    rows[f"{axis}_room"] = f"min({others.format(**blocks)}, {LIST_ROOM})"
         if self.code.schedule.algorithm == "streaming" and not self.backward:
             rows["padded_len"] = "running_max.shape[2]"
         if self.code.schedule.algorithm == "standard" and self.backward:
@@ -569,7 +602,7 @@ def tiles_of(length: int, block: int) -> int:
 def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """What the kernels of a schedule need besides operands and results."""
     own = _backward_workspace if launcher.backward else _forward_workspace
-    return work_of(launcher, call, mode) | spans_of(launcher, call, mode) | own(launcher, call, mode)
+    return work_of(launcher, call, mode) | measures_of(launcher, call, mode) | own(launcher, call, mode)
 
 
 def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
@@ -578,24 +611,37 @@ def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str
     return {f"{s}_work": flat_place(launcher.slots(s, call, mode.aligned), 2, dtype=torch.int32) for s in sides}
 
 
-def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
-    """Ranges of tiles to visit, int32 [B (* Hq), tiles, 4 * ranges]."""
+def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+    """What is measured of tiles, int32 [B (* Hq), tiles, ...]: ranges to visit, 4 numbers each, or a list of tiles."""
     batches, heads, q_len, _ = call.query.shape
+    kv_len = call.key.shape[2]
     rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
     places = {}
-    if launcher.sequences == "packed":
-        for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
-            if launcher.code.has(f"{axis}_spans"):
-                slots = launcher.slots(side, call, mode.aligned)
-                places[f"{axis}_spans"] = flat_place(rows, slots, len(program.outputs), dtype=torch.int32)
-        return places
-    if launcher.code.has("kv_spans"):
-        tiles = tiles_of(q_len, launcher.form("kv_spans", mode.aligned).block_q)
-        places["kv_spans"] = flat_place(rows, tiles, len(launcher.facts.kv_tiles.outputs), dtype=torch.int32)
-    if launcher.code.has("q_spans"):
-        tiles = tiles_of(call.key.shape[2], launcher.form("q_spans", mode.aligned).block_kv)
-        places["q_spans"] = flat_place(rows, tiles, len(launcher.facts.q_tiles.outputs), dtype=torch.int32)
+    if launcher.code.has(PAIR_CELLS):
+        places[PAIR_CELLS] = flat_place(rows, tiles_of(q_len, CELL), tiles_of(kv_len, CELL), dtype=torch.uint8)
+    for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
+        for kernel in (f"{axis}_spans", f"{axis}_lists"):
+            if not launcher.code.has(kernel):
+                continue
+            form = launcher.form(kernel, mode.aligned)
+            q_tiles, kv_tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
+            own, others = (q_tiles, kv_tiles) if axis == "kv" else (kv_tiles, q_tiles)
+            if launcher.sequences == "packed":
+                own = launcher.slots(side, call, mode.aligned)
+            width = len(program.outputs) if kernel.endswith("spans") else LIST_HEAD + min(others, LIST_ROOM)
+            places[kernel] = flat_place(rows, own, width, dtype=torch.int32)
     return places
+
+
+def cells_of(block: int, cell: int, from_start: bool) -> int:
+    """Blocks of `cell` positions that a tile of `block` positions reaches into at most, as a power of 2.
+
+    from_start: tiles begin at multiples of `block`, as those of keys do; queries begin at any position.
+    """
+    if from_start and cell % block == 0:
+        return 1
+    most = block // cell if from_start and block % cell == 0 else (block - 2) // cell + 2
+    return min(block, 1 << (most - 1).bit_length())
 
 
 def _matrix(call: CallTensors) -> Place:

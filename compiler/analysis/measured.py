@@ -43,7 +43,10 @@ def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_hea
         return sum(1 for load in inside.values() if symbols(load) & {"q_pos", "kv_pos"})
 
     kv_ranges, q_ranges = (len(program.outputs) // 4 for program in (kv_tiles, q_tiles))
-    return Measuring(by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values))
+    return Measuring(
+        by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values),
+        "lists" if found.joins_reads else "spans", len(found.cells), found.by_pair,
+    )  # fmt: skip
 
 
 def visited(spans: Iterable[Span]) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from math import ceil, exp
 from ..analysis.records import Axis, TileCounts, Traits
 from .forms import Form
 from .hardware import Hardware
-from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPANS, WORK, Bound, Kernel, Sizes, traffic
+from .kernels import PAIR_CELLS, ROUND_DQUERY, ROW_STATISTICS, SPANS, WORK, Bound, Kernel, Sizes, traffic
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 
@@ -233,7 +233,7 @@ def predict(
     for kernel, form in kernels:
         # The textbook algorithm stores every score, visible or not.
         counter = every if count is None or kernel.name.startswith("standard_") else count
-        visits = kernel.name not in (ROW_STATISTICS.name, ROUND_DQUERY.name, *SPANS, *WORK)
+        visits = kernel.name not in (ROW_STATISTICS.name, ROUND_DQUERY.name, PAIR_CELLS, *SPANS, *WORK)
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits))
     return tuple(costs)

@@ -13,13 +13,13 @@ from math import ceil
 
 from ...ir.errors import InternalError, WeftError
 from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
-from ..analysis.records import Axis, TileCounts, TileProgram, Traits
+from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import Bound, Formula, Kernel, Sizes, traffic
+from .kernels import CELL, LISTS, PAIR_CELLS, SPANS, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -59,12 +59,18 @@ class CodePlan:
         return any(k.name == kernel for k in self.kernels)
 
     @property
+    def tile_source(self) -> TileSource:
+        """Where the kernels learn which tiles to visit."""
+        names = {k.name for k in self.kernels}
+        return "lists" if names & {*LISTS} else "spans" if names & {*SPANS} else "program"
+
+    @property
     def looks_first(self) -> bool:
         """Whether the mask of each tile is evaluated before the tile is, which is skipped where nothing is visible."""
         return any(isinstance(k.form, CpuForm) for k in self.kernels)
 
 
-SPANS_WARPS = 8  # of a program that measures tiles
+SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
 _VISITORS = {
     ("forward", "kv"): "flash_forward",
     ("backward", "kv"): "flash_dquery",
@@ -89,7 +95,9 @@ def code_plan(
         own, words = target, family
         followed = kernel.follows or kernel.name
         form = schedule.kernels[followed].form if followed in schedule.kernels else None
-        if form is None:
+        if kernel.name == PAIR_CELLS:
+            own, words, form = measured_by, "", Tiling(CELL, CELL, CELLS_WARPS, 1)
+        elif form is None:
             name = _VISITORS[kernel.direction, kernel.axis]
             visitor = schedule.form(name if name in schedule.kernels else _ONE_PASS)
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
