@@ -117,7 +117,7 @@ class FunctionPrinter:
         if found is None:
             return []
         parts = [self.values("q", found.q_values), self.values("kv", found.kv_values), *self._cells(found)]
-        return [part for part in (*parts, self.pair(found)) if part]
+        return [part for part in (*parts, self.pair(found) if found.decides else "") if part]
 
     def _cells(self, found: Survey) -> list[str]:
         """cells<n>: the conditions that are looked at once a block of pairs."""
@@ -334,7 +334,7 @@ class FunctionPrinter:
                      for n in range(len(values)) for end in ("low", "high")]  # fmt: skip
         arguments += [f"cells{n}_{some}" for n in range(len(found.cells)) for some in ("any", "all")]
         lines = _returned([printer(found.possible), printer(found.certain)])
-        return self._function(f"pair({', '.join(arguments)}, {self.env})", title, lines)
+        return self._function(f"pair({', '.join([*arguments, self.env])})", title, lines)
 
     def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
         """Ints enter in 64 bits, so that no bound can overflow."""

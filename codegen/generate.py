@@ -185,11 +185,12 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
 def _looked_at(found: Survey | None) -> Context:
     """What templates need of a survey."""
     if found is None:
-        return {"values": {}, "cells": [], "by_pair": False, "cell": CELL}
+        return {"values": {}, "cells": [], "by_pair": False, "decides": False, "cell": CELL}
     return {
         "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
         "cells": [{"i": i, "q": c.q, "kv": c.kv} for i, c in enumerate(found.cells)],
         "by_pair": found.by_pair,
+        "decides": found.decides,
         "cell": CELL,
     }
 

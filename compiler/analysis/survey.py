@@ -60,6 +60,11 @@ class Survey:
     by_pair: bool = False  # what is left over depends on what a tensor holds for each pair
 
     @property
+    def decides(self) -> bool:
+        """Whether anything is known of two tiles before their pairs are looked at."""
+        return not (is_bool(self.possible, True) and is_bool(self.certain, False))
+
+    @property
     def joins_reads(self) -> bool:
         """Whether a tensor is read by both positions: what a tile visits then lies anywhere."""
         return bool(self.cells) or self.by_pair
