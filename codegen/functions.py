@@ -14,13 +14,13 @@ from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
-from ..compiler.analysis.survey import Survey
+from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import SEED, Attention
 from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
-from ..ir.walk import nodes, symbols
+from ..ir.walk import nodes, rewrite, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
@@ -116,14 +116,14 @@ class FunctionPrinter:
     def _survey_parts(self, found: Survey | None) -> list[str]:
         if found is None:
             return []
-        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values), *self._cells(found)]
+        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values), *self._cells(found.cells)]
         return [part for part in (*parts, self.pair(found) if found.decides else "") if part]
 
-    def _cells(self, found: Survey) -> list[str]:
+    def _cells(self, found: tuple[Cells, ...]) -> list[str]:
         """cells<n>: the conditions that are looked at once a block of pairs."""
         title = "The same for all pairs of a block of {0.q} queries and {0.kv} keys: {0.condition}."
         return [
-            self.elementwise(f"cells{n}", c.condition, title.format(c), qk=False) for n, c in enumerate(found.cells)
+            self.elementwise(f"cells{n}", c.condition, title.format(c), qk=False) for n, c in enumerate(found)
         ]
 
     @property
@@ -184,7 +184,21 @@ class FunctionPrinter:
         mask = self.facts.attention.folded_mask
         if not self.facts.attention.is_masked:
             return []
-        return [self.elementwise("visible", mask, "True where the query at q_pos sees the key at kv_pos.", qk=False)]
+        title = "True where the query at q_pos sees the key at kv_pos."
+        known = self.cells_of_tiles
+        if not known:
+            return [self.elementwise("visible", mask, title, qk=False)]
+        names = {c.condition.text: Symbol(f"in_cells{n}", "bool") for n, c in enumerate(known)}
+        mask = rewrite(mask, lambda node: names.get(node.text))
+        parts = "".join(f"in_cells{n}, " for n in range(len(known)))
+        return [*self._cells(known), self.elementwise("visible", mask, title, qk=False, parts=parts)]
+
+    @property
+    def cells_of_tiles(self) -> tuple[Cells, ...]:
+        """Conditions of the mask that are the same in blocks of pairs: kernels that visit listed tiles look at them by
+        themselves, because a tile lies in few blocks, and a read for each of its pairs wants many registers."""
+        found = self.facts.survey
+        return found.cells if self.source == "lists" and found is not None else ()
 
     def _sink_parts(self) -> list[str]:
         sink = self.facts.attention.folded_sink

@@ -15,7 +15,7 @@ from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
-from ..compiler.analysis.survey import Survey
+from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.planning.kernels import CELL, LIST_HEAD, LISTS, MEASURES, PAIR_CELLS, SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
@@ -66,6 +66,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "list_head": LIST_HEAD,
         "survey": found is not None,
         **_looked_at(found),
+        "tile_cells": _cells(printer.cells_of_tiles),
         "by_head": facts.mask_differs_by_head,
         "linear": facts.linear_scale is not None,
         "signed_scale": facts.scale_sign_unknown,
@@ -188,11 +189,15 @@ def _looked_at(found: Survey | None) -> Context:
         return {"values": {}, "cells": [], "by_pair": False, "decides": False, "cell": CELL}
     return {
         "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
-        "cells": [{"i": i, "q": c.q, "kv": c.kv} for i, c in enumerate(found.cells)],
+        "cells": _cells(found.cells),
         "by_pair": found.by_pair,
         "decides": found.decides,
         "cell": CELL,
     }
+
+
+def _cells(found: tuple[Cells, ...]) -> list[dict[str, int]]:
+    return [{"i": i, "q": c.q, "kv": c.kv} for i, c in enumerate(found)]
 
 
 def _measured(axis: str, values: tuple[Expr, ...]) -> list[dict[str, object]]:

@@ -45,7 +45,8 @@ def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_hea
     kv_ranges, q_ranges = (len(program.outputs) // 4 for program in (kv_tiles, q_tiles))
     return Measuring(
         by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values),
-        "lists" if found.joins_reads else "spans", len(found.cells), found.by_pair,
+        "lists" if found.joins_reads else "spans", len(found.cells), min((c.q for c in found.cells), default=0),
+        found.by_pair,
     )  # fmt: skip
 
 

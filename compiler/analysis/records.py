@@ -74,6 +74,7 @@ class Measuring:
     kv_reads: int  # reads of tensors at the position of a key
     source: Literal["spans", "lists"] = "spans"  # runs of tiles, or lists of them
     cells: int = 0  # conditions that are looked at once a block of pairs
+    cell_rows: int = 0  # queries of the smallest of these blocks
     by_pair: bool = False  # and one that is looked at for each pair
 
 

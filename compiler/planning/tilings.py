@@ -151,12 +151,18 @@ def _table(
         return _FLASH_GFX942
     if hardware.capability < 90:
         return _FLASH_SM80
-    if traits.masked and traits.measured:
+    if traits.masked and traits.measured and not _few_edges(traits):
         return _FLASH_SM90_MEASURED
     if traits.drops or (traits.masked and not traits.linear):
         return _FLASH_SM90_CURVED
     table = _FLASH_SM90_MASKED if traits.masked else _FLASH_SM90_DENSE
     return table if traits.normalizer.weight is None else {**table, 64: (table[64][0], _SLOPED, table[64][2])}
+
+
+def _few_edges(traits: Traits) -> bool:
+    """Whether tiles see all or nothing but for few, as where large blocks of pairs do: then no registers are wanting."""
+    found = traits.measured
+    return found is not None and found.source == "lists" and not found.by_pair and found.cell_rows >= 128
 
 
 # -- candidates ------------------------------------------------------------------------------------------------------
