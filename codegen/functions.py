@@ -122,9 +122,7 @@ class FunctionPrinter:
     def _cells(self, found: tuple[Cells, ...]) -> list[str]:
         """cells<n>: the conditions that are looked at once a block of pairs."""
         title = "The same for all pairs of a block of {0.q} queries and {0.kv} keys: {0.condition}."
-        return [
-            self.elementwise(f"cells{n}", c.condition, title.format(c), qk=False) for n, c in enumerate(found)
-        ]
+        return [self.elementwise(f"cells{n}", c.condition, title.format(c), qk=False) for n, c in enumerate(found)]
 
     @property
     def survey_of_torch(self) -> Survey | None:

@@ -15,8 +15,8 @@ from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
-from ..compiler.analysis.survey import Cells, Survey
-from ..compiler.planning.kernels import CELL, LIST_HEAD, LISTS, MEASURES, PAIR_CELLS, SPANS
+from ..compiler.analysis.survey import CELL, Cells, Survey
+from ..compiler.planning.kernels import LIST_HEAD, LISTS, MEASURES, PAIR_CELLS, SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -44,8 +44,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     signature, algorithm = code.signature, code.schedule.algorithm
     backward = signature.direction == "backward"
     printer = FunctionPrinter(
-        facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source, wide=signature.wide,
-        floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
+        facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
+        wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
@@ -172,7 +172,8 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         "kv_ranges": len(facts.kv_tiles.outputs) // 4,
         "list_head": LIST_HEAD,
     }
-    name, kernels = f"triton/tile_{facts.tile_source}.py.jinja", SPANS
+    name = f"triton/tile_{facts.tile_source}.py.jinja"
+    kernels: tuple[str, ...] = SPANS
     if facts.tile_source == "lists":
         kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width

@@ -267,8 +267,8 @@ def forget() -> None:
 def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:
     target = target_named(next(k.target for k in code.kernels if k.name in MEASURES))
     key = cache.Key(
-        name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=target.name, layout=code.signature.arch,
-        variant=facts.attention.canonical_text, schedule=_measures_kind(code),
+        name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=target.name,
+        layout=code.signature.arch, variant=facts.attention.canonical_text, schedule=_measures_kind(code),
     )  # fmt: skip
     entry = cache.load_or_build(key, lambda: _generate_measures(facts, code.signature))
     settings.trace(settings.SOURCE, entry.source)

@@ -12,9 +12,20 @@ from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS
+from ...compiler.analysis.survey import CELL
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import CELL, LIST_HEAD, LIST_ROOM, LISTED, LISTS, MEASURES, PAIR_CELLS, WORK, Kernel
+from ...compiler.planning.kernels import (
+    CELLS_TOGETHER,
+    LIST_HEAD,
+    LIST_ROOM,
+    LISTED,
+    LISTS,
+    MEASURES,
+    PAIR_CELLS,
+    WORK,
+    Kernel,
+)
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
@@ -30,7 +41,7 @@ if TYPE_CHECKING:
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
 ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
-TILES_TOGETHER, CELLS_TOGETHER = 256, 8  # tiles that it looks at, at most; blocks of pairs, one after the other
+TILES_TOGETHER = 256  # tiles of the other axis that it looks at together, at most
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
 # asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
 UNALIGNED = Tiling(32, 32, 4, 2)
@@ -309,7 +320,8 @@ class TritonLauncher:
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
         launching = self._launching
         tools: dict[str, object] = {
-            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "device": self.device,
+            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
+            "device": self.device,
             "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
             "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
@@ -447,14 +459,15 @@ class TritonLauncher:
         }  # fmt: skip
 
     def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
-        """How a kernel that measures tiles looks at them: how many together, and at how many blocks of pairs in each."""
+        """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
         rows = form.block_kv if kernel.axis == "kv" else form.block_q
         if kernel.name not in (*LISTS, PAIR_CELLS):
             return {"TILES": max(1, ROWS_TOGETHER // rows)}
         found = self.facts.survey
         assert found is not None
         own: dict[str, object] = {
-            "TOGETHER": CELLS_TOGETHER, "Q_CELLS": max(1, form.block_q // CELL), "KV_CELLS": max(1, form.block_kv // CELL)
+            "TOGETHER": CELLS_TOGETHER,
+            "Q_CELLS": max(1, form.block_q // CELL), "KV_CELLS": max(1, form.block_kv // CELL),
         }  # fmt: skip
         numbers = [max(1, form.block_q // CELL) * max(1, form.block_kv // CELL)]
         for n, cells in enumerate(found.cells):
@@ -505,7 +518,7 @@ class TritonLauncher:
         return text.format(**constants)
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        """Both axes call what was measured for them `spans` or `lists`, and both sides the list of their tiles `work`."""
+        """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""
         side = "q" if kernel.axis == "kv" else "kv"
         return {
             "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_measured_tiles", "work": f"{side}_work",

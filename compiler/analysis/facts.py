@@ -103,8 +103,11 @@ class Facts:
 
     @cached_property
     def tile_source(self) -> TileSource:
-        """Where kernels for GPUs learn which tiles to visit: from positions alone, from runs of tiles that are measured
-        in each call, or, where a tensor is read by both positions and one run would be wasteful, from lists of tiles."""
+        """Where kernels for GPUs learn which tiles to visit.
+
+        From positions alone; from runs of tiles that are measured in each call; or, where a tensor is read by both
+        positions, so that what a tile sees may lie anywhere, from lists of tiles.
+        """
         if self.survey is None:
             return "program"
         return "lists" if self.survey.joins_reads else "spans"

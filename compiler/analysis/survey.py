@@ -29,6 +29,7 @@ Range: TypeAlias = tuple[Expr, Expr]  # least and greatest value over both tiles
 _AXES = {"q_pos": "q", "kv_pos": "kv"}
 _FLIPPED = {"gt": "lt", "ge": "le"}
 _LARGEST = 1000  # nodes; alternatives inside alternatives double, and a longer decision costs more than a tile
+CELL = 64  # queries and keys of a block of pairs that is looked at whole, whatever the tiles of the kernels
 LEAST_CELL = 64  # pairs of a cell that is worth looking at by itself
 
 
@@ -46,8 +47,8 @@ class Survey:
     """What to measure of a tile of queries and a tile of keys, and what follows for the pair.
 
     Symbols q<n>_low and q<n>_high stand for the least and greatest value of q_values[n] over the tile's real positions,
-    kv<n>_low and kv<n>_high for those of kv_values[n]; bools count as 0 and 1. cells<n>_any and cells<n>_all say whether
-    cells[n] holds for some, and for all, of the real pairs. Each tile holds a position at least.
+    kv<n>_low and kv<n>_high for those of kv_values[n]; bools count as 0 and 1. Of cells[n], cells<n>_any and
+    cells<n>_all say whether it holds for some, and for all, real pairs. Each tile holds a position at least.
     Sound where a value is computed as in the mask, in the mask's width, and only then widened to 64 bits: a call is
     checked for sums of values in 32 bits, and a sum of ends may be larger.
     """

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from ..analysis.records import Axis, Measuring
+from ..analysis.survey import CELL
 from .signature import Direction, SequenceKind
 
 Bound = Literal["matrix", "memory", "L2", "exp", "latency"]
@@ -658,8 +659,8 @@ LISTS = ("kv_lists", "q_lists")
 PAIR_CELLS = "pair_cells"
 MEASURES = (*SPANS, *LISTS, PAIR_CELLS)
 LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
+CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
 LIST_HEAD = 4  # numbers before the tiles of a list
-CELL = 64  # queries and keys of a block of pairs that pair_cells looks at, whatever the tiles of the kernels
 _VISITORS = (FLASH[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
 _A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
@@ -698,8 +699,8 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
 def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
     """kv_lists or q_lists: which tiles of `axis` each tile of the other one must visit, one by one.
 
-    It reads what the spans kernel reads, an entry of each condition on cells for each pair of tiles, and what pair_cells
-    found; it writes the tiles that are visited.
+    It reads what the spans kernel reads, an entry of each condition on cells for each pair of tiles, and what
+    pair_cells found; it writes the tiles that are visited.
     """
     spans = spans_kernel(axis, direction, slot, measuring)
 
@@ -716,9 +717,7 @@ def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
         return 4 * (LIST_HEAD * spans.programs(x) + x.n / (1 if measuring.by_head else x.Hq))
 
     name = f"{axis}_lists"
-    return Kernel(
-        name, direction, slot, axis, spans.loop, spans.programs, none, read, written, none, none, spans.again
-    )
+    return Kernel(name, direction, slot, axis, spans.loop, spans.programs, none, read, written, none, none, spans.again)
 
 
 def cells_bytes(x: Sizes, measuring: Measuring) -> float:
@@ -731,7 +730,7 @@ def cells_kernel(direction: Direction, measuring: Measuring) -> Kernel:
     """pair_cells: whether the pairs of each block of CELL x CELL see each other: none, some, or all of them."""
 
     def programs(x: Sizes) -> float:
-        return cells_bytes(x, measuring)
+        return cells_bytes(x, measuring) / CELLS_TOGETHER
 
     def read(x: Sizes) -> float:
         return x.B * (x.Hq if measuring.by_head else 1) * x.L * x.T
@@ -740,9 +739,7 @@ def cells_kernel(direction: Direction, measuring: Measuring) -> Kernel:
         return cells_bytes(x, measuring)
 
     slot: Slot = "forward" if direction == "forward" else "backward_q"
-    return Kernel(
-        PAIR_CELLS, direction, slot, "kv", _A_FEW_CELLS, programs, none, read, written, none, none, _KEYS
-    )
+    return Kernel(PAIR_CELLS, direction, slot, "kv", _A_FEW_CELLS, programs, none, read, written, none, none, _KEYS)
 
 
 def with_measuring(

@@ -7,19 +7,19 @@ Neither needs a GPU or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from ...ir.errors import InternalError, WeftError
-from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
+from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
-from ..analysis.survey import Survey
+from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import CELL, LISTS, PAIR_CELLS, SPANS, Bound, Formula, Kernel, Sizes, traffic
+from .kernels import LISTS, PAIR_CELLS, SPANS, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -328,6 +328,7 @@ def counter(
     by_batch: bool = False,
     survey: Survey | None = None,
     first_batch: int = 0,
+    blocks: Callable[[Mapping[str, int]], Blocks] | None = None,
 ) -> CountTiles:
     """The tiles that kernels of a variant visit, over all heads and batches, from the programs that they run.
 
@@ -335,25 +336,29 @@ def counter(
     the kernels'. by_head, by_batch: tiles differ from head to head, from
     batch row to batch row; some are counted and stand for the others. survey: the kernels measure what the mask reads,
     and visit what is left then. first_batch: number of the
-    first batch row. Raises WeftError, at the latest when tiles are counted, naming a missing value.
+    first batch row. blocks: of a survey that looks at pairs, what is found of a head, by batch, head, kv_head, group.
+    Raises WeftError, at the latest when tiles are counted, naming a missing value.
     """
     length = shape.q_len + shape.kv_len
     most = max(1, min(HEADS_COUNTED, MOST_POSITIONS // length)) if survey else HEADS_COUNTED
     own = {"head_dim": shape.head_dim, **(env or {})}
     heads = [
-        {**own, "batch": first_batch + batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
+        {"batch": first_batch + batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
         for batch, head in some_heads(shape.batch if by_batch else 1, shape.heads if by_head else 1, most)
     ]
     sizes = {"q_len": shape.q_len, "kv_len": shape.kv_len}
-    measured = [Measurement(survey, head, q_offset=q_offset, **sizes) for head in heads] if survey else []
+    measured = [
+        Measurement(survey, {**own, **head}, q_offset=q_offset, **sizes, blocks=blocks(head) if blocks else None)
+        for head in heads
+    ] if survey else []  # fmt: skip
 
     def count(axis: Axis, block_q: int, block_kv: int) -> TileCounts:
         program = kv_tiles if axis == "kv" else q_tiles
-        blocks = {"block_q": block_q, "block_kv": block_kv}
+        tile = {"block_q": block_q, "block_kv": block_kv}
         if measured:
-            found = [m.count(program, **blocks, most=MOST_STEPS // len(measured)) for m in measured]
+            found = [m.count(program, **tile, kv_tiles=kv_tiles, most=MOST_STEPS // len(measured)) for m in measured]
         else:
-            found = [count_tiles(program, q_offset=q_offset, env=head, **sizes, **blocks) for head in heads]
+            found = [count_tiles(program, q_offset=q_offset, env={**own, **head}, **sizes, **tile) for head in heads]
         all_heads = shape.batch * shape.heads
         share = all_heads / len(found)
         edge, full = (round(share * sum(part)) for part in zip(*((c.edge, c.full) for c in found)))

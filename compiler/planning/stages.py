@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ...ir.errors import InternalError
 from ..analysis.records import Traits
+from ..analysis.survey import CELL
 from .forms import ROWS_OF_A_WARPGROUP
-from .kernels import CELL
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -435,7 +435,9 @@ def _q_lists(t: Tiles) -> list[Stage]:
 
 def _lists(own: str, others: str, each: str, t: Tiles) -> list[Stage]:
     measured = t.traits.measured
-    looked = ["least and greatest of each"] + (["blocks of pairs by one of each"] if measured and measured.cells else [])
+    looked = ["least and greatest of each"] + (
+        ["blocks of pairs by one of each"] if measured and measured.cells else []
+    )
     return [
         _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
         _load("others", f"what the mask reads at {others}; {', '.join(looked)}", each, "HBM -> registers"),
