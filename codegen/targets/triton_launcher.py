@@ -141,6 +141,11 @@ class TritonLauncher:
         no_dlse = results.get("dlse") is None
         return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim))
 
+    def measures(self, partition: Partition) -> dict[str, str]:
+        aligned = partition.mode.aligned  # type: ignore[attr-defined]
+        forms = {k.name: self.form(k.name, aligned) for k in self.code.kernels if k.name in MEASURES}
+        return {name: f"{name} {form.block_q}x{form.block_kv}" for name, form in forms.items()}
+
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]
 
@@ -150,8 +155,9 @@ class TritonLauncher:
         given |= {"first_program": 0, "most_programs": of_pairs[1]}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
-        for run, (programs, arguments) in zip(ready.runs, ready.pack(given)):
-            run(programs, arguments, stream)
+        for code, run, (programs, arguments) in zip(self.code.kernels, ready.runs, ready.pack(given)):
+            if code.name not in partition.known:
+                run(programs, arguments, stream)
         tables = self._tables(call, workspace)
         for first in range(of_pairs[1], *of_pairs):
             self._list_more(ready, given, first, tables, stream)
