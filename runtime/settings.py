@@ -6,7 +6,7 @@
 | cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; default: the user's cache folder |
 | target | `WEFT_TARGET` | `target=` | target of calls that name none; default: from the operands' device |
 | check of values | `WEFT_CHECK` | `check=` | looks at what index tensors hold in each call; waits for the device |
-| kept tiles | `WEFT_KEEP_TILES` | `keep_tiles=` | what is measured of tiles serves later calls with the same tensors |
+| kept tiles | `WEFT_KEEP_TILES` | `keep_tiles=` | what is measured of tiles serves later calls too (kept.py) |
 | edited modules | `WEFT_EDITED_DIR` | | folder of modules to load in place of generated ones |
 | size of the cache | `WEFT_CACHE_MAX_SIZE` | | what the cache folder is kept below, once a day; default: 256MB |
 

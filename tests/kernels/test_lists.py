@@ -152,7 +152,7 @@ def test_a_list_without_room_goes_on_as_a_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(triton_launcher, "LIST_ROOM", 2)
     monkeypatch.setattr(triton_launcher, "TILES_TOGETHER", 1)
     variant = weft.Attention(mask=MASKS["hidden_blocks"], name="no_room")
-    found = measured(variant, "kv", (32, 16), (33, 250), 0, given(variant), (1, 2, 1))
+    found = measured(variant, "kv", (32, 16), (33, 250), 200, given(variant), (1, 2, 1))
     assert found.shape[-1] == LIST_HEAD + 2
     for row in found.flatten(0, 1).tolist():
         n_edge, n_full, _, n_behind, *_ = row
