@@ -1,7 +1,8 @@
 # One word a check. Every word sets up what it needs first; CI calls the same words.
 #
 #   make demo      train a small GPT with a generated attention op      (two minutes on two cores, uses a GPU if there is one)
-#   make test      all tests that need no GPU
+#   make test      tests that need no GPU: a quarter of an hour on two cores
+#   make test-all  these, and more variants and widths of the same       (half an hour)
 #   make lint      ruff and mypy                                        make format   rewrite in the project's format
 #   make prove     z3 proves the tiles of masks sound, and explain says of which (a quarter of an hour; JOBS= processes,
 #                  RANDOM= masks besides those of the library)
@@ -38,13 +39,16 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test lint format prove fuzz bench bench-cpu gpu-test clean
+.PHONY: demo test test-all lint format prove fuzz bench bench-cpu gpu-test clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(RUN) examples/demo.py
 
 test: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) -m "not gpu and not thorough" tests
+
+test-all: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) -m "not gpu" tests
 
 lint: $(READY)

@@ -17,7 +17,7 @@ from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
-from .ir.errors import UnavailableError, WeftError
+from .ir.errors import WeftError
 from .ir.expr import Scalar, TensorOperand
 from .ir.philox import drawn_seed
 from .ir.reference import expand_latent, ragged_reference, reference
@@ -27,6 +27,7 @@ from .runtime.call import (
     Call,
     Lengths,
     Packed,
+    Paged,
     Sequences,
     dense_offset,
     float_tensor,
@@ -35,7 +36,7 @@ from .runtime.call import (
     sequences_of,
 )
 from .runtime.checks import check_call, check_q_offset, check_tensors
-from .runtime.lengths import Options, check_contents, checked, cleared
+from .runtime.lengths import Options, check_contents, checked, cleared, gathered, has_pages
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
 from .runtime.values import check_offsets, check_reads
@@ -154,6 +155,9 @@ class Attention(Declaration):
           end, int32 or int64 [sequences + 1]; one may be left out where both are the same. With lengths, the symbols
           batch, q_len, kv_len and positions are those of a sequence, q_offset is kv_len - q_len of each (or an int, or
           int32 [sequences]), and rows that no sequence has give 0, lse -inf and zero gradients, whatever lies there.
+        block_table: int32 [B, pages], with kv_lens: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are
+          pools of blocks of page rows (1, 2, 4 ... 256; any strides), and rows i * page on of sequence b are block
+          block_table[b, i]. What stands in the table behind a length is never read. Forward only.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
         schedule: "flash", "streaming", "standard", or a Schedule or its text.
         deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
@@ -204,11 +208,7 @@ class Attention(Declaration):
         self, q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
         block_table: Tensor | None = None,
     ) -> Options:  # fmt: skip
-        if block_table is not None:
-            raise UnavailableError(
-                f"{self.name}: the option block_table is not available; gather the pages, and pass kv_lens="
-            )
-        return q_lens, kv_lens, cu_q, cu_kv
+        return q_lens, kv_lens, cu_q, cu_kv, block_table
 
     def _seeded(self, operands: Mapping[str, Any], seed: Any, query: Any) -> dict[str, Any]:
         """Operands with the seed as kernels take it, where weights are dropped."""
@@ -231,7 +231,7 @@ class Attention(Declaration):
         q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool | None,
         operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
-        """lengths: q_lens, kv_lens, cu_seqlens_q and cu_seqlens_kv, where one of them is given."""
+        """lengths: q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, where one of them is given."""
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
             validate.check_target(str(self.name), target)
@@ -250,7 +250,7 @@ class Attention(Declaration):
             or query.is_meta
             or key.is_meta
         ):
-            self._check(query, key, value, operands)
+            self._check(query, key, value, operands, has_pages(lengths))
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
         if q_offset is None and lengths is None:
@@ -276,7 +276,9 @@ class Attention(Declaration):
         if lengths is None:
             sequences: Sequences = dense_offset(q_offset)  # type: ignore[arg-type]
         else:
-            sequences = sequences_of(q_offset, *checked(str(self.name), query, key, lengths, q_offset))
+            sequences = sequences_of(
+                q_offset, *checked(str(self.name), query, key, lengths, q_offset), page=key.shape[2]
+            )
         call = Call(
             query, key, value, rope, given, sequences,
             options_of(default_target() if target is None else target, text, deterministic), head_dim or query.shape[3],
@@ -295,7 +297,7 @@ class Attention(Declaration):
     ) -> Result:  # fmt: skip
         """Nested operands [B, H, j, D], packed."""
         made = packed(str(self.name), query, key, value)
-        lengths = (None, None, *made.starts)
+        lengths = (None, None, *made.starts, None)
         found = self._run(*made.tensors, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths)
         return made.nested(found) if isinstance(found, Tensor) else (made.nested(found[0]), made.nested(found[1]))
 
@@ -307,10 +309,12 @@ class Attention(Declaration):
         """Operands without those that nothing depends on."""
         return {name: value for name, value in operands.items() if name not in self._unread}
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any]) -> None:
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any], paged: bool = False
+    ) -> None:
         """Raise for a call that cannot be put together, naming all that is wrong with it."""
         if self.latent is None:
-            check_tensors(str(self.name), query, key, value)
+            check_tensors(str(self.name), query, key, value, paged)
         validate.check_operands(self, operands, query.device)
 
     def _traced(
@@ -320,7 +324,7 @@ class Attention(Declaration):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
         if self.latent is None:
-            check_tensors(str(self.name), query, key, value)
+            check_tensors(str(self.name), query, key, value, has_pages(lengths))
         if set(operands) != set(self._names):
             unknown = [f"{n}: unknown operand or option" for n in operands if n not in self._names]
             missing = [f"{n}: missing; pass {n}=..." for n in self._names if n not in operands]
@@ -345,7 +349,7 @@ class Attention(Declaration):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
         if lengths is None:
-            lengths = (None, None, None, None)
+            lengths = (None, None, None, None, None)
         else:
             lengths = checked(str(self.name), query, key, lengths, offset)
         return ops.FORWARD(
@@ -371,7 +375,8 @@ class Attention(Declaration):
         query, cache = _autocast(query, cache)
         if uk is not None and uv is not None:
             uk, uv = _autocast(uk, uv)
-        validate.check_latent(self, query, cache, uk, uv)
+        paged = has_pages(lengths)
+        validate.check_latent(self, query, cache, uk, uv, paged)
         rank, rope_dim = self.latent.rank, self.latent.rope
         return_lse, *_, operands = tail
         if uk is None or uv is None:
@@ -379,6 +384,9 @@ class Attention(Declaration):
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
             return self._run(query, cache, None, None, *tail, lengths)
         nope = query.shape[3] - rope_dim
+        if paged:
+            validate.check_absorbed(self, form, (query, cache, uk, uv))
+            form = "absorbed"
         form = form or describe.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
             if lengths is not None:  # what lies behind a length must not reach gradients of uk and uv
@@ -401,21 +409,24 @@ class Attention(Declaration):
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
         q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
+        train: bool = True, **operands: Own,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
         q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
+        train: bool = True, **operands: Own,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def reference(
         self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
         q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
         kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True, **operands: Own,
+        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
+        train: bool = True, **operands: Own,
     ) -> Result: ...  # fmt: skip
     def reference(
         self,
@@ -431,6 +442,7 @@ class Attention(Declaration):
         q_lens: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        block_table: Tensor | None = None,
         seed: int | Tensor | None = None,
         train: bool = True,
         **operands: Any,
@@ -447,7 +459,8 @@ class Attention(Declaration):
             if self._undropped is not None and not train:
                 return self._undropped.reference(
                     query, key, value, return_lse=return_lse, q_offset=q_offset, uk=uk, uv=uv, kv_lens=kv_lens,
-                    q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, seed=seed,
+                    q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, block_table=block_table,
+                    seed=seed,
                     **{n: v for n, v in operands.items() if n != self._share},
                 )  # fmt: skip
             operands = self._seeded(operands, seed, query)
@@ -459,10 +472,23 @@ class Attention(Declaration):
             )
             return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
         lengths = None
-        if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is None):
-            lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv)
+        if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
+            lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+        paged = has_pages(lengths)
         if self.latent is not None:
-            validate.check_latent(self, query, key, uk, uv)
+            validate.check_latent(self, query, key, uk, uv, paged)
+        else:
+            validate.check_no_latent(self, uk, uv)
+            check_tensors(str(self.name), query, key, value, paged)
+        if paged:  # from here on padded rows, of which those behind a length belong to nobody
+            assert lengths is not None
+            options = checked(str(self.name), query, key, lengths, q_offset)
+            pages = sequences_of(q_offset, *options, page=key.shape[2])
+            assert isinstance(pages, Paged)
+            check_contents(str(self.name), query, key, pages)
+            key, value = gathered(key, pages), None if value is None else gathered(value, pages)
+            lengths = (*options[:4], None)
+        if self.latent is not None:
             head_dim = query.shape[3]
             if lengths is not None:
                 sequences = sequences_of(q_offset, *checked(str(self.name), query, key, lengths, q_offset))
@@ -472,8 +498,6 @@ class Attention(Declaration):
             else:
                 value = key[..., : self.latent.rank]
         else:
-            validate.check_no_latent(self, uk, uv)
-            check_tensors(str(self.name), query, key, value)
             assert value is not None
             head_dim = query.shape[3]
         operands = {name: validate.as_number(given, dict(self._numbers).get(name)) for name, given in operands.items()}

@@ -41,6 +41,7 @@ from .runtime.checks import (
     range_problems,
     tensor_problems,
 )
+from .runtime.lengths import TABLE
 from .runtime.settings import default_target
 from .runtime.variant import offset_kind
 
@@ -95,16 +96,17 @@ def _shape_of(
             f"({'query and cache' if wanted == 2 else 'query, key and value'}), got {got}"
         )
     query, key = tensors[0], tensors[1]
-    uk, uv = options.get("uk"), options.get("uv")
+    uk, uv, paged = options.get("uk"), options.get("uv"), options.get(TABLE) is not None
     if wanted == 3:
-        check_tensors(str(attention.name), *tensors)
+        check_tensors(str(attention.name), query, key, tensors[2], paged)
     else:
-        validate.check_latent(attention, query, key, uk, uv)
-    if 0 in (query.shape[0], query.shape[2], key.shape[2]):
+        validate.check_latent(attention, query, key, uk, uv, paged)
+    kv_len = parts.kv_rows(str(attention.name), query, key, options) if paged else key.shape[2]
+    if 0 in (query.shape[0], query.shape[2], kv_len):
         raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
     kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
-    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], key.shape[2], query.shape[3], width,
+    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width,
                  DTYPES[query.dtype])  # fmt: skip
     return made, str(query.device)
 
@@ -130,13 +132,12 @@ def _check_sizes(attention: Attention, sizes: Shape) -> None:
 
 # What a call takes besides operands, as far as it is available; a plan is the same for every value of most of these.
 _OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic", *parts.OPTIONS)
-_NOT_AVAILABLE = ("block_table",)
 
 
 def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
     """Raise WeftError for options and operands that a call of these sizes refuses."""
     name = str(attention.name)
-    given = {n: value for n, value in options.items() if n not in (*_OPTIONS, *_NOT_AVAILABLE)}
+    given = {n: value for n, value in options.items() if n not in _OPTIONS}
     check_operands(name, attention, given)
     offset = options.get("q_offset")
     if offset is not None and not any(options.get(n) is not None for n in parts.OPTIONS):
@@ -201,6 +202,9 @@ def _request(
     if target is not None:
         validate.check_target(str(attention.name), target)
     machine = _hardware(device, tensors_on)
+    if attention.latent is not None and options.get(TABLE) is not None:
+        validate.check_absorbed(attention, form)
+        form = "absorbed"
     if form is None and tensors_on is not None and attention.latent is not None:
         form = _form_of_call(attention, operands, options)
     head_dim = sizes.head_dim
@@ -227,8 +231,9 @@ def _request(
         return driver.resolve(attention, signature, machine, target, schedule)
 
     forward = resolved("forward", frozenset())
-    if widths.value_is_key:
-        return _Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, _NO_BACKWARD))
+    lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
+    if widths.value_is_key or lacking != _NO_BACKWARD:
+        return _Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking))
     given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
     backward = resolved("backward", _everything(attention, widths) - given)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
@@ -242,10 +247,13 @@ def _sequences(
     rows: tuple[Any, Any] = operands[:2]  # type: ignore[assignment]
     if isinstance(operands[0], Shape):
         rows = [(sizes.batch, sizes.heads, length, sizes.head_dim) for length in (sizes.q_len, sizes.kv_len)]  # type: ignore[assignment]
+        if isinstance(options.get(TABLE), Tensor):
+            rows[1] = parts.pool_of(str(attention.name), sizes, options[TABLE])  # type: ignore[index]
     return parts.described(str(attention.name), *rows, options)
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
+_PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 
 
 def cheaper_form(attention: Attention, sizes: Shape) -> Form:
@@ -289,9 +297,6 @@ def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mappin
 # -- the methods -------------------------------------------------------------------------------------------------------
 def _described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
     """The operands and options of a call that is planned, checked as far as they are given."""
-    lacking = [option for option in _NOT_AVAILABLE if options.get(option) is not None]
-    if lacking:
-        raise WeftError(f"{attention.name}: the option {lacking[0]} is not available; gather the pages, pass kv_lens=")
     first = operands[0] if operands else None
     if any(options.get(n) is not None for n in parts.OPTIONS):
         offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
@@ -572,7 +577,7 @@ def source(
     r = _request(attention, operands, device, target, schedule, form, options)
     found = r.forward if direction == "forward" else r.backward
     if found is None:
-        raise WeftError(f"{attention.name}: {_NO_BACKWARD}")
+        raise WeftError(f"{attention.name}: {r.notes[-1]}")
     return generate(facts_of(attention), found.code, found.target)
 
 

@@ -16,11 +16,12 @@ from .compiler.analysis.records import TileCounts
 from .compiler.planning.cost import CountTiles
 from .compiler.planning.plan import VisiblePairs
 from .compiler.planning.records import Shape
+from .ir.errors import WeftError
 from .ir.sequences import Rows
-from .runtime.call import Lengths, Packed, Ragged, sequences_of
-from .runtime.lengths import LENS, STARTS, check_contents, checked
+from .runtime.call import Dense, Packed, Paged, Ragged, sequences_of
+from .runtime.lengths import LENS, STARTS, TABLE, check_contents, checked
 
-OPTIONS = (*LENS, *STARTS)
+OPTIONS = (*LENS, *STARTS, TABLE)
 MOST_PARTS = 64  # kinds of sequences that are counted; of more, some stand for all
 
 
@@ -52,10 +53,27 @@ def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> De
         device = next((t.device for t in lengths if isinstance(t, Tensor)), torch.device("cpu"))
         query, key = (torch.empty(1, device=device).expand(size) for size in (query, key))
     q_offset = options.get("q_offset")
-    sequences = sequences_of(q_offset, *checked(name, query, key, given, q_offset))  # type: ignore[arg-type]
-    assert isinstance(sequences, (Lengths, Packed))
+    sequences = sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])  # type: ignore[arg-type]
+    assert not isinstance(sequences, Dense)
     check_contents(name, query, key, sequences)
     return Described(sequences, sequences.rows(query, key))
+
+
+def kv_rows(name: str, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> int:
+    """The keys that a table of pages has room for. Raises WeftError where it is none."""
+    found = described(name, query, key, options)
+    assert found is not None and isinstance(found.sequences, Paged)
+    return found.sequences.table.shape[1] * found.sequences.page if key.shape[0] else 0
+
+
+def pool_of(name: str, sizes: Shape, table: Tensor) -> tuple[int, int, int, int]:
+    """The pool that a table of a described call may be of: its pages hold the kv_len rows of `sizes`."""
+    pages = table.shape[-1] if table.dim() else 0
+    if pages == 0 or sizes.kv_len % pages:
+        raise WeftError(
+            f"{name}: shape: kv_len: expected a multiple of the {pages} pages of block_table, got {sizes.kv_len}"
+        )
+    return 2**31 - 1, sizes.kv_heads, sizes.kv_len // pages, sizes.head_dim
 
 
 def parts_of(sizes: Shape, q_offset: int | None, found: Described | None, by_batch: bool) -> list[tuple[Part, float]]:
@@ -134,6 +152,8 @@ def note(found: Described) -> str:
 
     q, kv = span([r.q_len for r in found.rows]), span([r.kv_len for r in found.rows])
     how = "packed one after the other" if isinstance(found.sequences, Packed) else "in padded operands"
+    if isinstance(found.sequences, Paged):
+        how = f"these in pages of {found.sequences.page}"
     return (
         f"{len(found.rows)} sequences of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
     )

@@ -167,8 +167,29 @@ def check_ints(method: str, least: int, **given: object) -> None:
             raise WeftError(f"{method}: {name}: expected an int of at least {least}, got {value!r}")
 
 
-def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None) -> None:
-    """query [B, H, L, nope + rope], cache [B, 1, T, rank + rope], uk [H, rank, nope], uv [H, rank, Dv]."""
+def check_absorbed(attention: Attention, form: object, tensors: Sequence[Tensor] = ()) -> None:
+    """That a call over pages is absorbed, and wants no gradient: pages are read as they are."""
+    if form == "expanded":
+        raise WeftError(
+            f"{attention.name}: form='expanded' reads no pages; leave form= out for the absorbed form, or gather the "
+            "pages into a cache [B, 1, T, rank + rope], and pass kv_lens= alone"
+        )
+    if form not in (None, "absorbed"):
+        raise WeftError(f"{attention.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise WeftError(
+            f"{attention.name}: a call with block_table has no backward: call under torch.no_grad(), or gather the "
+            "pages into padded operands, and pass kv_lens= alone, to train"
+        )
+
+
+def check_latent(
+    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor | None, uv: Tensor | None, paged: bool = False
+) -> None:
+    """query [B, H, L, nope + rope], cache [B, 1, T, rank + rope], uk [H, rank, nope], uv [H, rank, Dv].
+
+    paged: cache [blocks, 1, page, rank + rope] is a pool.
+    """
     latent, name = attention.latent, str(attention.name)
     assert latent is not None
     problems = list(rank_problems({"query": query, "cache": cache}))
@@ -178,7 +199,7 @@ def check_latent(attention: Attention, query: Tensor, cache: Tensor, uk: Tensor 
         problems.append(f"cache: expected 1 head [B, 1, T, rank + rope], got {cache.shape[1]}")
     if cache.shape[3] != latent.rank + latent.rope:
         problems.append(f"cache: expected dim {latent.rank + latent.rope} (rank + rope), got {cache.shape[3]}")
-    if cache.shape[0] != query.shape[0]:
+    if cache.shape[0] != query.shape[0] and not paged:
         problems.append(f"cache: expected batch {query.shape[0]} as in query, got {cache.shape[0]}")
     problems += kind_problems({"query": query, "cache": cache})
     for label, tensor in (("query", query), ("cache", cache)):

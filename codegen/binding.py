@@ -136,12 +136,15 @@ class Packer:
             raise InternalError(f"binding: no kernel argument is known by the name {name}")
 
 
-def fitting(absorbed: bool) -> list[str]:
-    """Conditions that operands of a dense call fit each other, with something to compute."""
-    value = [] if absorbed else ["batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
+def fitting(absorbed: bool, paged: bool = False) -> list[str]:
+    """Conditions that operands of a call fit each other, with something to compute."""
+    value = [] if absorbed else ["key_batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
     something = "batches * heads * kv_heads * q_len * kv_len > 0"
     lengths = f"q_len | kv_len <= {2**30}"  # else the slower way looks closely
-    return [something, lengths, "batches == key_batches", "q_dim == key_dim", "heads % kv_heads == 0", *value]
+    rows = ["batches == key_batches"]
+    if paged:  # kv_len is that of a block
+        rows = ["key_batches > 0", f"0 < table.shape[1] * kv_len <= {2**30}", "table.stride(1) == 1"]
+    return [something, lengths, *rows, "q_dim == key_dim", "heads % kv_heads == 0", *value]
 
 
 def like(name: str, heads: str, rows: str, width: str, make: str = "query.new_empty_strided({}, {})") -> str:

@@ -1,4 +1,7 @@
-"""Sequences of their own lengths on a CPU: runs of equal ones are dense calls on views of the operands."""
+"""Sequences of their own lengths on a CPU: runs of equal ones are dense calls on views of the operands.
+
+Of a paged cache the keys of a run are copied out of their blocks, a bounded number of rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,18 @@ class Run:
     first: Rows  # of the first one
     count: int
     packed: bool  # they lie one after the other in one batch row, and not in batch rows of their own
+    table: Tensor | None = None  # int32 [B, pages], where keys are pools [blocks, Hkv, page, ...]
 
     def queries(self, tensor: Tensor) -> Tensor:
         """Their rows of [B, Hq, L, ...], or of packed [1, Hq, total, ...]: a view [count, Hq, q_len, ...]."""
         return self._view(tensor, self.first.q_first, self.first.q_len)
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """The same of keys, values and their gradients."""
+        """The same of keys, values and their gradients; a copy where these are pools."""
+        if self.table is not None:
+            pages = -(-self.first.kv_len // tensor.shape[2])
+            blocks = self.table[self.first.row : self.first.row + self.count, :pages].long()
+            return tensor[blocks].transpose(1, 2).flatten(2, 3)[:, :, : self.first.kv_len]
         return self._view(tensor, self.first.kv_first, self.first.kv_len)
 
     def _view(self, tensor: Tensor, first: int, length: int) -> Tensor:
@@ -42,13 +50,18 @@ class Runs(NamedTuple):
     runs: list[Run]
 
 
-def runs_of(rows: Sequence[Rows], packed: bool, sink: bool = False) -> Runs:
+MOST_COPIED = 1 << 15  # rows of keys that are copied out of pages at once, where one sequence has no more
+
+
+def runs_of(rows: Sequence[Rows], packed: bool, sink: bool = False, table: Tensor | None = None) -> Runs:
     """The runs of those that compute something: others have no query, or no key (nor sink) that a query could see."""
     computed = (r for r in rows if r.q_len and (r.kv_len or sink))
     found = []
     for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed)):
         members = [r for _, r in same]
-        found.append(Run(members[0], len(members), packed))
+        most = len(members) if table is None else max(1, MOST_COPIED // max(members[0].kv_len, 1))
+        for i in range(0, len(members), most):
+            found.append(Run(members[i], len(members[i : i + most]), packed, table))
     return Runs(len(rows), found)
 
 

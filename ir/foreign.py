@@ -251,7 +251,7 @@ _STARTS = (
     "dim]"
 )
 _LENGTHS = "write kv_lens=: lengths of the keys, int32 [batch], where the cache is longer than what was written"
-_PAGES = "paged caches are not available; gather the pages, and pass kv_lens="
+_PAGES = "write block_table=: int32 [batch, pages], with kv_lens= and pools [blocks, heads, page, dim] as key and value"
 _SINK = "declare it: sinks = weft.tensor('sinks', 1), weft.Attention(sink=sinks[weft.head]), called with sinks=..."
 OPTIONS = {
     "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,

@@ -78,18 +78,48 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Keys and values in pools [blocks, Hkv, page, D]. No target computes it yet."""
+    """Padded queries, as of Lengths; keys and values in pools [blocks, Hkv, page, D].
+
+    Rows page * i on of sequence b are those of block table[b, i]; entries behind a length are never read.
+    """
 
     kind: ClassVar[SequenceKind] = "paged"
 
-    kv_lens: Tensor  # int32 [B]
+    q_lens: Tensor | None  # int32 or int64 [B]; None: all L rows
+    kv_lens: Tensor  # the same of keys
     table: Tensor  # int32 [B, pages], the block of each page
-    page: int  # rows of a block
-    q_offset: int | Tensor | None
+    page: int  # rows of a block, a power of two
+    q_offset: int | Tensor | None  # None: kv_len - q_len of each sequence
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"q_lens": self.q_lens, "kv_lens": self.kv_lens, "table": self.table}
+
+    def number(self, query: Tensor) -> int:
+        return query.shape[0]
+
+    def rows(self, query: Tensor, key: Tensor) -> list[Rows]:
+        """As of Lengths; rows of keys are counted as if pages lay one after the other."""
+        q_lens = None if self.q_lens is None else self.q_lens.tolist()
+        return padded_rows(
+            query.shape[0],
+            query.shape[2],
+            key_rows(key, self),
+            q_lens,
+            self.kv_lens.tolist(),
+            numbers_of(self.q_offset),
+        )
 
 
-Ragged = Lengths | Packed  # sequences of their own lengths
+Ragged = Lengths | Packed | Paged  # sequences of their own lengths
 Sequences = Dense | Lengths | Packed | Paged
+
+
+def key_rows(key: Tensor, sequences: Sequences) -> int:
+    """T: the keys that a sequence can have."""
+    if isinstance(sequences, Paged):
+        return sequences.table.shape[1] * sequences.page if key.shape[0] else 0
+    return key.shape[2]
 
 
 def numbers_of(q_offset: int | Tensor | None) -> int | list[int] | None:
@@ -144,8 +174,9 @@ def parse_options(text: str) -> Options:
 class Call:
     """One call of a variant.
 
-    query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv]; None where the value is the first columns of the key
-    (absorbed latent attention). rope [B, 1, T, R]: columns of the key that all heads share (expanded).
+    query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv] (pools of blocks, where there are pages); None where
+    the value is the first columns of the key (absorbed latent attention). rope [B, 1, T, R]: columns of the key that
+    all heads share (expanded).
     """
 
     query: Tensor
@@ -173,7 +204,12 @@ class Call:
     def ragged(self) -> Ragged | None:
         """The sequences where they have lengths of their own."""
         sequences = self.sequences
-        return sequences if isinstance(sequences, (Lengths, Packed)) else None
+        return None if isinstance(sequences, Dense) else sequences
+
+    @property
+    def kv_rows(self) -> int:
+        """T: rows of the keys, or of the pages that a table has room for."""
+        return key_rows(self.key, self.sequences)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -199,13 +235,23 @@ class BackwardCall:
 
 def sequences_of(
     q_offset: int | Tensor | None, q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None,
-    cu_kv: Tensor | None,
+    cu_kv: Tensor | None, table: Tensor | None = None, page: int = 0,
 ) -> Sequences:  # fmt: skip
-    """The record of these options of a call. Kernels read what is one number a sequence one after the other."""
-    if q_lens is kv_lens is cu_q is cu_kv is None:
+    """The record of these options of a call. Kernels read what is one number a sequence one after the other.
+
+    page: rows of a block of the key, which counts where there is a table.
+    """
+    if q_lens is kv_lens is cu_q is cu_kv is table is None:
         assert q_offset is not None
         return dense_offset(q_offset)
     q_offset = q_offset.contiguous() if isinstance(q_offset, Tensor) else q_offset
+    if table is not None:
+        if kv_lens is None or not cu_q is cu_kv is None:
+            raise WeftError("block_table: expected kv_lens with it, and neither cu_seqlens_q nor cu_seqlens_kv")
+        q_lens = None if q_lens is None else q_lens.contiguous()
+        # rows may lie apart, as those of the first columns of a larger table do
+        table = table if table.stride(1) == 1 or table.shape[1] < 2 else table.contiguous()
+        return Paged(q_lens, kv_lens.contiguous(), table, page, q_offset)
     if cu_q is None and cu_kv is None:
         q_lens, kv_lens = (None if t is None else t.contiguous() for t in (q_lens, kv_lens))
         return Lengths(q_lens, kv_lens, q_offset)
@@ -244,14 +290,16 @@ def flat(call: Call, kinds: Sequence[str], text: str) -> tuple[Any, ...]:
 
 
 def sequence_tensors(sequences: Sequences) -> tuple[Tensor | None, ...]:
-    """q_lens, kv_lens, cu_seqlens_q and cu_seqlens_kv, as the op takes them."""
+    """q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, as the op takes them."""
     match sequences:
         case Dense():
-            return None, None, None, None
+            return None, None, None, None, None
         case Lengths(q_lens, kv_lens):
-            return q_lens, kv_lens, None, None
+            return q_lens, kv_lens, None, None, None
         case Packed(cu_q, cu_kv):
-            return None, None, cu_q, cu_kv
+            return None, None, cu_q, cu_kv, None
+        case Paged(q_lens, kv_lens, table):
+            return q_lens, kv_lens, None, None, table
         case _:
             raise InternalError(f"call: sequences of kind {sequences.kind} have no place in the op")
 
@@ -260,13 +308,14 @@ def call_of(
     names: Sequence[str], kinds: Sequence[str], options: str, query: Tensor, key: Tensor, value: Tensor | None,
     rope: Tensor | None, operands: Sequence[Tensor], floats: Sequence[Tensor], ints: Sequence[int],
     q_offset: int | None, q_offsets: Tensor | None, q_lens: Tensor | None, kv_lens: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None, head_dim: int,
+    cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None, block_table: Tensor | None, head_dim: int,
 ) -> Call:  # fmt: skip
     """The call that an op's arguments stand for."""
     of_kind = {"tensor": iter(operands), "float": (f.item() for f in floats), "int": iter(ints)}
     named: dict[str, Operand] = {name: next(of_kind[kind]) for name, kind in zip(names, kinds)}
     offset = q_offset if q_offsets is None else q_offsets
-    lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv)
-    if offset is None and lengths == (None,) * 4:
+    lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+    if offset is None and all(t is None for t in lengths):
         raise WeftError("weft::attention: q_offset: expected a number or q_offsets, where no lengths are given")
-    return Call(query, key, value, rope, named, sequences_of(offset, *lengths), parse_options(options), head_dim)
+    sequences = sequences_of(offset, *lengths, page=key.shape[2])
+    return Call(query, key, value, rope, named, sequences, parse_options(options), head_dim)

@@ -16,7 +16,7 @@ from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from ..ir.operators import Range
 from ..ir.sequences import Rows
-from .call import BackwardCall, Call, Dense, Lengths, Packed, Ragged
+from .call import BackwardCall, Call, Dense, Lengths, Packed, Paged, Ragged
 from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
@@ -29,21 +29,24 @@ _LARGEST = 2**128  # what float32 cannot hold
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None) -> None:
-    """query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], one dtype and device, last dim contiguous."""
+def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None, paged: bool = False) -> None:
+    """query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], one dtype and device, last dim contiguous.
+
+    paged: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are pools.
+    """
     if value is None:
         raise WeftError(f"{name}: value: missing; call it with query, key and value")
-    if _fit(query, key, value):
+    if _fit(query, key, value, paged):
         return
     named = {"query": query, "key": key, "value": value}
     problems = list(rank_problems(named))
     if not problems:
-        problems = [*_shape_problems(query, key, value), *kind_problems(named)]
+        problems = [*_shape_problems(query, key, value, paged), *kind_problems(named)]
     if problems:
         raise collected(name, problems)
 
 
-def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _fit(query: Tensor, key: Tensor, value: Tensor, paged: bool = False) -> bool:
     """Whether all is as it should be: one expression, because it runs at every call and torch.compile traces it."""
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     if not tensors or query.is_nested or key.is_nested or value.is_nested:
@@ -54,7 +57,8 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
     key_batch, kv_heads, kv_len, key_dim = key.shape
     value_batch, value_heads, value_len, value_dim = value.shape
     return (
-        batch == key_batch == value_batch
+        (batch == key_batch or paged)
+        and key_batch == value_batch
         and dim == key_dim
         and kv_heads == value_heads
         and kv_len == value_len
@@ -98,18 +102,21 @@ def rank_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {shape}; {hint}"
 
 
-def _shape_problems(query: Tensor, key: Tensor, value: Tensor) -> Iterator[str]:
+def _shape_problems(query: Tensor, key: Tensor, value: Tensor, paged: bool = False) -> Iterator[str]:
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     for label, tensor in (("key", key), ("value", value)):
-        if tensor.shape[0] != batch:
+        if tensor.shape[0] != batch and not paged:
             yield f"{label}: expected batch {batch} as in query, got {tensor.shape[0]}"
+    if paged and value.shape[0] != key.shape[0]:
+        yield f"value: expected {key.shape[0]} blocks as in key, got {value.shape[0]}"
     if key.shape[3] != dim:
         yield f"key: expected dim {dim} as in query, got {key.shape[3]}"
     if value.shape[1] != kv_heads:
         yield f"value: expected {kv_heads} heads as in key, got {value.shape[1]}"
     if value.shape[2] != kv_len:
-        yield f"value: expected length {kv_len} as in key, got {value.shape[2]}"
+        what = "page" if paged else "length"
+        yield f"value: expected {what} {kv_len} as in key, got {value.shape[2]}"
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
         yield (
             f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head); "
@@ -152,7 +159,7 @@ def fits(call: Call) -> bool:
         return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
-    return _fit(call.query, call.key, call.value)
+    return _fit(call.query, call.key, call.value, isinstance(sequences, Paged))
 
 
 def _rows_fit(call: Call) -> bool:
@@ -163,6 +170,9 @@ def _rows_fit(call: Call) -> bool:
             fit = all(t is None or t.shape[0] == batches[0] for t in (q_lens, kv_lens))
         case Packed(cu_q, cu_kv):
             fit = batches == (1, 1) and cu_q.shape == cu_kv.shape
+        case Paged(q_lens, kv_lens, table):
+            fit = all(t is None or t.shape[0] == batches[0] for t in (q_lens, kv_lens, table))
+            fit = fit and call.kv_rows <= MAX_LENGTH
         case _:
             return False
     offset = sequences.q_offset
@@ -173,9 +183,10 @@ def _latent_fits(call: Call) -> bool:
     query, key, value, rope = call.query, call.key, call.value, call.rope
     tensors = [t for t in (key, value, rope) if t is not None]
     kv_len, width = key.shape[2], key.shape[3] + (0 if rope is None else rope.shape[3])
+    batch = key.shape[0] if isinstance(call.sequences, Paged) else query.shape[0]
     return (
         all(t.dim() == 4 and t.dtype == query.dtype and t.device == query.device for t in tensors)
-        and all(t.shape[0] == query.shape[0] and t.shape[2] == kv_len and t.stride(3) == 1 for t in tensors)
+        and all(t.shape[0] == batch and t.shape[2] == kv_len and t.stride(3) == 1 for t in tensors)
         and query.shape[3] == width
         and query.stride(3) == 1
         and all(t.shape[1] > 0 and query.shape[1] % t.shape[1] == 0 for t in tensors)
@@ -193,7 +204,7 @@ def check_call(attention: Attention, call: Call) -> None:
     """
     name = str(attention.name)
     if call.value is not None and call.rope is None:
-        check_tensors(name, call.query, call.key, call.value)
+        check_tensors(name, call.query, call.key, call.value, isinstance(call.sequences, Paged))
     elif not _latent_fits(call):
         shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in call.tensors.items())
         raise WeftError(f"{name}: the operands of latent attention do not fit each other: {shapes}")
@@ -477,7 +488,7 @@ def _ragged_ranges(
     that positions stay inside the keys there.
     """
     heads, q_rows = call.query.shape[1:3]
-    kv_heads, kv_rows = call.key.shape[1:3]
+    kv_heads, kv_rows = call.key.shape[1], call.kv_rows
     offset, far = sequences.q_offset, None
     numbers = 0, max(sequences.number(call.query) - 1, 0)
     q_lens, kv_lens = (1, max(q_rows, 1)), (least_keys, max(kv_rows, 1))

@@ -1,4 +1,4 @@
-"""What the lengths of a call must satisfy: `q_lens` and `kv_lens`, or `cu_seqlens_q` and `cu_seqlens_kv`."""
+"""What the lengths of a call must satisfy: `q_lens` and `kv_lens`, or `cu_seqlens_q` and `cu_seqlens_kv`; and pages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from torch import Tensor
 from ..codegen.targets.triton_launcher import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected
-from .call import Lengths, Packed, Ragged
-from .checks import check_q_offset
+from .call import Packed, Paged, Ragged, key_rows
+from .checks import MAX_LENGTH, check_q_offset
 from .settings import checks_values
 
 _INTS = (torch.int32, torch.int64)
-LENS, STARTS = ("q_lens", "kv_lens"), ("cu_seqlens_q", "cu_seqlens_kv")
+LENS, STARTS, TABLE = ("q_lens", "kv_lens"), ("cu_seqlens_q", "cu_seqlens_kv"), "block_table"
+MOST_ROWS = 256  # of a page
+
+# q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table
+Options = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-Options = tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]  # q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
+def has_pages(given: Options | None) -> bool:
+    """Whether key and value are pools."""
+    return given is not None and given[4] is not None
 
 
 def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
@@ -30,7 +34,9 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
 
     query and key must have four dimensions. torch.compile traces this.
     """
-    q_lens, kv_lens, cu_q, cu_kv = given
+    q_lens, kv_lens, cu_q, cu_kv, table = given
+    if table is not None:
+        return _checked_pages(name, query, key, given, q_offset)
     if not (q_lens is kv_lens is None or cu_q is cu_kv is None):
         got = [n for n, t in zip((*LENS, *STARTS), given) if t is not None]
         raise WeftError(
@@ -46,7 +52,7 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
                 f"{query.shape[2]} rows and key {key.shape[2]}"
             )
         cu_q = cu_kv = cu_kv if cu_q is None else cu_q
-    options = (q_lens, kv_lens, cu_q, cu_kv)
+    options = (q_lens, kv_lens, cu_q, cu_kv, None)
     problems = list(_problems(query, key, {n: t for n, t in zip((*LENS, *STARTS), options) if t is not None}))
     if problems:
         raise collected(name, problems)
@@ -55,9 +61,54 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
     return options
 
 
+def _checked_pages(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
+    """The same of a call with pages."""
+    q_lens, kv_lens, cu_q, cu_kv, table = given
+    if not cu_q is cu_kv is None:
+        raise WeftError(
+            f"{name}: block_table: expected padded queries [B, Hq, L, D] with it, got packed ones (cu_seqlens_q); pass "
+            "q_lens= where sequences have fewer than L queries"
+        )
+    if kv_lens is None:
+        raise WeftError(f"{name}: kv_lens: missing; with block_table pass the length of each sequence, int32 [B]")
+    lens = {n: t for n, t in zip(LENS, (q_lens, kv_lens)) if t is not None}
+    problems = [*_problems(query, key, lens), *_table_problems(query, key, table)]
+    if problems:
+        raise collected(name, problems)
+    if q_offset is not None:
+        check_q_offset(q_offset, query.shape[0], query.device)
+    return given
+
+
+def _table_problems(query: Tensor, key: Tensor, table: object) -> Iterator[str]:
+    """What a table of pages, and a pool of blocks, must be."""
+    rows = key.shape[2]
+    if isinstance(rows, int) and not (0 < rows <= MOST_ROWS and rows & (rows - 1) == 0):
+        yield (
+            f"key: expected a page of 1, 2, 4 ... {MOST_ROWS} rows in the pool [blocks, Hkv, page, D], got {rows} "
+            f"(shape {list(key.shape)}); pass x.transpose(1, 2) of a pool [blocks, page, Hkv, D]"
+        )
+    expected = f"an int32 tensor [{query.shape[0]}, pages]"
+    if not isinstance(table, Tensor):
+        made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(table, "__len__") else ""
+        yield f"block_table: expected {expected}, got {type(table).__name__}{made}"
+        return
+    if table.dtype != torch.int32 or table.dim() != 2:
+        how = "; pass x.to(torch.int32)" if table.dtype == torch.int64 else ""
+        yield f"block_table: expected {expected}, got {table.dtype} {list(table.shape)}{how}"
+    elif table.shape[0] != query.shape[0]:
+        yield f"block_table: expected {expected}, one row for each batch row, got {list(table.shape)}"
+    elif isinstance(rows, int) and isinstance(table.shape[1], int) and rows * table.shape[1] > MAX_LENGTH:
+        yield f"block_table: integer overflow: expected room for up to 2**30 keys, got {table.shape[1]} pages of {rows}"
+    if table.device != query.device:
+        yield f"block_table: expected device {query.device} as in query, got {table.device}"
+
+
 def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
     """Raise WeftError where the lengths of a call do not fit its operands; what a device holds is not looked at."""
     problems = list(_problems(query, key, named(sequences)))
+    if isinstance(sequences, Paged):
+        problems += _table_problems(query, key, sequences.table)
     if problems:
         raise collected(name, problems)
     if sequences.q_offset is not None:
@@ -66,8 +117,8 @@ def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> No
 
 def named(sequences: Ragged) -> dict[str, Tensor]:
     """The lengths that there are, by the names of their options."""
-    names = LENS if isinstance(sequences, Lengths) else STARTS
-    return {n: t for n, t in zip(names, sequences.tensors.values(), strict=True) if t is not None}
+    names = STARTS if isinstance(sequences, Packed) else LENS
+    return {n: t for n, t in zip(names, sequences.tensors.values()) if t is not None}
 
 
 def _problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor]) -> Iterator[str]:
@@ -106,19 +157,62 @@ def check_contents(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> 
     Looked at on a CPU, and on a device where that is asked for: unasked, kernels cut them to what there is.
     """
     problems: list[str] = []
-    rows = (query.shape[2], key.shape[2])
-    names = LENS if isinstance(sequences, Lengths) else STARTS
-    for label, tensor, most in zip(names, sequences.tensors.values(), rows, strict=True):
+    rows = (query.shape[2], key_rows(key, sequences))
+    names = STARTS if isinstance(sequences, Packed) else LENS
+    of_keys = f"{sequences.table.shape[1]} pages of {sequences.page}" if isinstance(sequences, Paged) else ""
+    for label, tensor, most in zip(names, sequences.tensors.values(), rows):
         if tensor is not None and (tensor.is_cpu or checks_values()):
-            find = _lens_problem if isinstance(sequences, Lengths) else _starts_problem
-            problem = find(label, tensor.tolist(), most)
+            if isinstance(sequences, Packed):
+                problem = _starts_problem(label, tensor.tolist(), most)
+            else:
+                problem = _lens_problem(label, tensor.tolist(), most, of_keys if label == "kv_lens" else "")
             problems += [] if problem is None else [problem]
+    if not problems and isinstance(sequences, Paged) and (sequences.table.is_cpu or checks_values()):
+        problem = _page_problem(sequences, key.shape[0])
+        problems += [] if problem is None else [problem]
     if problems:
         raise collected(name, problems)
 
 
-def _lens_problem(label: str, lens: list[int], most: int) -> str | None:
+def _page_problem(sequences: Paged, blocks: int) -> str | None:
+    """The first block that a sequence would read and that no pool has."""
+    table, page = sequences.table, sequences.page
+    used = torch.arange(table.shape[1], device=table.device) < used_pages(sequences)
+    wrong = (((table < 0) | (table >= blocks)) & used).nonzero()
+    if not len(wrong):
+        return None
+    b, i = wrong[0].tolist()
+    return (
+        f"block_table[{b}, {i}]: expected a block from 0 to {blocks - 1}, as key has {blocks}, got "
+        f"{table[b, i].item()}; it holds rows {i * page} on of a sequence of {sequences.kv_lens[b].item()} keys"
+    )
+
+
+def used_pages(sequences: Paged) -> Tensor:
+    """How many entries of its row of the table each sequence has, [B, 1], on the device."""
+    most = sequences.table.shape[1]
+    return (((sequences.kv_lens.long() + sequences.page - 1) // sequences.page).clamp(0, most))[:, None]
+
+
+def gathered(pool: Tensor, sequences: Paged) -> Tensor:
+    """The keys of a pool [blocks, Hkv, page, D] as padded rows [B, Hkv, pages * page, D]: a copy.
+
+    What no sequence has is that of some block, and what lies in the table there is not looked at.
+    """
+    table = sequences.table
+    used = torch.arange(table.shape[1], device=table.device) < used_pages(sequences)
+    blocks = torch.where(used, table, 0).long()
+    if pool.shape[0] == 0:
+        return pool.new_zeros(table.shape[0], pool.shape[1], 0, pool.shape[3])
+    return pool[blocks].transpose(1, 2).flatten(2, 3)
+
+
+def _lens_problem(label: str, lens: list[int], most: int, room: str = "") -> str | None:
     operand = "query" if label == "q_lens" else "key"
+    if room:
+        for b, length in enumerate(lens):
+            if not 0 <= length <= most:
+                return f"{label}[{b}]: expected a length from 0 to {most}, {room} in block_table, got {length}"
     for b, length in enumerate(lens):
         if not 0 <= length <= most:
             return f"{label}[{b}]: expected a length from 0 to {most}, the rows of {operand}, got {length}"
@@ -201,13 +295,12 @@ def cleared(tensor: Tensor, sequences: Ragged, query: Tensor) -> Tensor:
 def _extents(sequences: Ragged, query: Tensor, key: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(first row, length) of the queries and of the keys of all sequences, int64 on the device, within the operands."""
     found = []
-    for tensor, operand in zip(sequences.tensors.values(), (query, key), strict=True):
-        rows = operand.shape[2]
+    for tensor, rows in zip(sequences.tensors.values(), (query.shape[2], key_rows(key, sequences))):
         if isinstance(sequences, Packed):
             assert tensor is not None
             starts = tensor.long().clamp(0, rows)
             found.append((starts[:-1], (starts[1:] - starts[:-1]).clamp(min=0)))
         else:
-            zeros = torch.zeros(operand.shape[0], dtype=torch.int64, device=operand.device)
+            zeros = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
             found.append((zeros, zeros + rows if tensor is None else tensor.long().clamp(0, rows)))
     return found

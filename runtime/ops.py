@@ -1,7 +1,7 @@
 """The two torch ops of Weft, one a direction for all variants, registered when this module is imported.
 
     weft::attention(query, key, value, rope, operands, floats, ints, q_offset, q_offsets, q_lens, kv_lens, cu_seqlens_q,
-                    cu_seqlens_kv, head_dim, variant, options)
+                    cu_seqlens_kv, block_table, head_dim, variant, options)
     weft::attention_backward(dout, dlse, out, lse, <the same>, wanted)
 
 `variant` is the canonical text of the variant, which reads back: declaring registers nothing, an exported program runs
@@ -41,7 +41,7 @@ from .variant import Variant, check_trainable, contiguous_like, key_of, kinds_of
 _CALL = (
     "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
     "SymInt? q_offset, Tensor? q_offsets, Tensor? q_lens, Tensor? kv_lens, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_kv, SymInt head_dim, str variant, str options"
+    "Tensor? cu_seqlens_kv, Tensor? block_table, SymInt head_dim, str variant, str options"
 )
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(f"attention({_CALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -111,7 +111,7 @@ def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tupl
     """Raises WeftError where a gradient that is wanted cannot be computed."""
     names = variant.tensor_names
     wanted = frozenset([n for n, need in zip(names, needed[2:]) if need])
-    check_trainable(variant, call.value is not None, sorted(wanted))
+    check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind == "paged")
     operands = kinds_of(call.operands)
     return _Kind(variant, key, names, wanted, operands, call.options, call.head_dim, (None,) * (len(names) - 3))
 
@@ -154,7 +154,7 @@ class _Recorded(torch.autograd.Function):
         if offset is None:
             offset = tensors.pop()
         elif isinstance(offset, _Ragged):
-            *tensors, q_lens, kv_lens, cu_q, cu_kv, offsets = tensors
+            *tensors, q_lens, kv_lens, cu_q, cu_kv, _, offsets = tensors  # no call with pages is recorded
             offset = sequences = sequences_of(
                 offset.number if offsets is None else offsets, q_lens, kv_lens, cu_q, cu_kv
             )
@@ -254,7 +254,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argu
     variant = variant_of_text(of_call[-2])
     names = variant.tensor_names
     wanted = [n for n, flag in zip(names, flags, strict=True) if flag]
-    check_trainable(variant, of_call[2] is not None, wanted)
+    check_trainable(variant, of_call[2] is not None, wanted, paged=of_call[-4] is not None)
     call = _call(variant, of_call)
     with named(f"weft::{variant.name}_backward"):
         found = variant.backward(_backward_call(call, out, lse, dout, dlse, frozenset(wanted)))
@@ -274,7 +274,8 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor
     query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text, options = inputs
     flags = list(ctx.needs_input_grad[: len(MAIN) + len(operands)])  # flat here, nested in a backward
     variant = variant_of_text(text)
-    check_trainable(variant, value is not None, [n for n, flag in zip(variant.tensor_names, flags) if flag])
+    wanted = [n for n, flag in zip(variant.tensor_names, flags) if flag]
+    check_trainable(variant, value is not None, wanted, paged=lengths[-1] is not None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, rope, *lengths, *operands, *floats)
     target = default_target()  # of the caller's thread; a backward runs in another
@@ -288,7 +289,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
     flags, n_operands, ints, q_offset, head_dim, text, options = ctx.rest
     _refuse_many(variant_of_text(text).name, dout, dlse)
     out, lse, query, key, value, rope, *more = ctx.saved_tensors
-    lengths, more = more[:5], more[5:]  # q_offsets, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv
+    lengths, more = more[:6], more[6:]  # q_offsets, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table
     operands, floats = more[:n_operands], more[n_operands:]
     dout = torch.zeros_like(out) if dout is None else dout
     found = iter(
@@ -300,7 +301,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
     gradients = [next(found) if flag else None for flag in flags]
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
     return (
-        *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, *(None,) * 9
+        *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, *(None,) * 10
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from .call import MAIN, Call, flat
 from .variant import Variant, check_trainable
 
 Dim = int | None  # of a tensor that is mapped over
-N_SEQUENCE = 5  # q_offset, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, as tensors
+N_SEQUENCE = 6  # q_offset, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table, as tensors
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rest:
         """Of each tensor the axis that a mapped dimension joins; None where it cannot, because something tells rows of
         the batch apart, or adds them up."""
         operands = len(MAIN) + N_SEQUENCE
-        packed = tensors[operands - 1] is not None or tensors[operands - 2] is not None
+        packed = any(t is not None for t in tensors[operands - 3 : operands])  # or pages, which rows share
         reads_batch = any("batch" in symbols(e) for e in self.variant.attention.expressions)
         mapped = any(d is not None for d in dims[operands:])
         if packed or reads_batch or mapped or self.variant.attention.drops or wanted.difference(MAIN):
@@ -60,11 +60,11 @@ class Rest:
 
 def call_under_transform(variant: Variant, call: Call, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
     """out and lse. forward, backward: the ops."""
-    *main, operands, floats, ints, q_offset, offsets, q_lens, kv_lens, cu_q, cu_kv, head_dim, text, options = flat(
-        call, variant.kinds, variant.text
-    )
+    arguments = flat(call, variant.kinds, variant.text)
+    main, (operands, floats, ints, q_offset, *sequences) = arguments[: len(MAIN)], arguments[len(MAIN) : -3]
+    head_dim, text, options = arguments[-3:]
     rest = Rest(variant, floats, ints, q_offset, (head_dim, text, options))
-    tensors = (*main, offsets, q_lens, kv_lens, cu_q, cu_kv, *operands)
+    tensors = (*main, *sequences, *operands)
     return _Attention.apply(rest, forward, backward, *tensors)
 
 
@@ -89,7 +89,9 @@ class _Attention(torch.autograd.Function):
         names = rest.variant.tensor_names
         places = [*range(len(MAIN)), *range(len(MAIN) + N_SEQUENCE, len(tensors))]
         ctx.flags = tuple(ctx.needs_input_grad[3 + place] for place in places)
-        check_trainable(rest.variant, tensors[2] is not None, [n for n, flag in zip(names, ctx.flags) if flag])
+        wanted = [n for n, flag in zip(names, ctx.flags) if flag]
+        paged = tensors[len(MAIN) + N_SEQUENCE - 1] is not None
+        check_trainable(rest.variant, tensors[2] is not None, wanted, paged)
         ctx.rest, ctx.op, ctx.places = rest, backward, places
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, *tensors)

@@ -27,7 +27,7 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Ragged
+from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Paged, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
@@ -131,7 +131,7 @@ class Variant:
         if found is None or (ready.measures and any_kept()):  # type: ignore[union-attr]
             return None
         if self._sizes.needed:
-            sequences = q_offset if isinstance(q_offset, (Lengths, Packed)) else Dense(q_offset)
+            sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged)) else Dense(q_offset)
             self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
         return found(query, key, value, operands, q_offset, out, lse, dout, dlse)
 
@@ -319,6 +319,8 @@ def key_of(call: Call) -> tuple[object, ...]:
         found += (sequences.kind,)
         for t in sequences.tensors.values():  # type: ignore[union-attr]
             found += (None,) if t is None else (t.dtype, t.get_device(), t.is_meta, t.dim())
+        if type(sequences) is Paged:
+            found += (sequences.page,)
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
@@ -336,7 +338,7 @@ def _is_empty(call: Call) -> bool:
     """Whether there is nothing to compute, whatever lengths say."""
     ragged = call.ragged
     none = ragged is not None and ragged.number(call.query) == 0
-    return none or 0 in (call.query.shape[0], call.query.shape[2], call.key.shape[2])
+    return none or 0 in (call.query.shape[0], call.query.shape[2], call.kv_rows)
 
 
 def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
@@ -461,8 +463,13 @@ def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str]) -> None:
+def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str], paged: bool = False) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
+    if paged and wanted:
+        raise WeftError(
+            f"{variant.name}: a call with block_table has no backward: call under torch.no_grad(), or gather the pages "
+            "into padded operands, and pass kv_lens= alone, to train"
+        )
     if not has_value and wanted:
         raise WeftError(
             f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"

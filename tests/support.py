@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 TILE = 64  # rows over which errors are also compared as norms
+
+
+def mostly(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Parameters of a test of which `make test` runs those kept, and `make test-all` every one."""
+    single = [v if isinstance(v, tuple) else (v,) for v in values]
+    return [v if v in kept else pytest.param(*one, marks=pytest.mark.thorough) for v, one in zip(values, single)]
 
 
 def poisoned(

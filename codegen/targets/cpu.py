@@ -154,7 +154,7 @@ class _CpuLauncher:
             where: Any = call.q_offset
         else:
             rows = ragged.rows(call.query, call.key)
-            where = runs_of(rows, ragged.kind == "packed", self.sink)
+            where = runs_of(rows, ragged.kind == "packed", self.sink, ragged.tensors.get("table"))
         arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)

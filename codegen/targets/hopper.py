@@ -23,6 +23,7 @@ from ...compiler.planning.kernels import (
     hopper_statistics_sram,
     statistics_written,
     with_measuring,
+    with_work,
 )
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Segment, Shape
@@ -37,7 +38,7 @@ from ...ir.walk import nodes
 from ..functions import GLUON_LANGUAGE
 from ..loader import load
 from ..normalizers import softmax_only
-from .hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_readable
+from .hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_ragged_readable, is_readable
 from .hopper_tiles import (
     CONSUMERS,
     ROWS,
@@ -76,7 +77,8 @@ class HopperTarget:
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             kernels = ONE_PASS if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
-        return with_measuring(kernels, facts.traits.measured)
+        found = with_measuring(kernels, facts.traits.measured)
+        return with_work(found) if signature.sequences == "packed" else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
@@ -106,18 +108,26 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
-        if signature.sequences != "dense":
-            return "hopper: sequences of their own lengths are computed by the triton target"
+        if signature.sequences == "paged":
+            return "hopper: pages are read by the triton target"
+        if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
+            return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
         assert call.value is not None
+        ragged = signature.sequences != "dense"
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
             if not is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
                     "accelerator"
+                )
+            if ragged and not is_ragged_readable(tensor):
+                return (
+                    f"hopper: {name}: with lengths, batch rows must lie a whole number of rows of a head apart; its "
+                    f"strides are {list(tensor.stride())}"
                 )
         return None
 
@@ -174,7 +184,10 @@ class HopperTarget:
             "loads_at_positions": facts.loads_at_positions,
         }  # fmt: skip
         per_row = code.signature.offset == "per_row"
-        offset = {"per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset"}
+        offset = {
+            "per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset",
+            "offset_kind": code.signature.offset,
+        }  # fmt: skip
         if code.signature.direction == "forward":
             pieces = two_pieces("key", columns_of_form(forward_form(code), own)[0])
             return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, **offset}
@@ -240,6 +253,17 @@ def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ..
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
     return statistics, *passes
+
+
+def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+    """What it computes of sequences of one length alone."""
+    if facts.traits.measured is not None:
+        return "tiles measured from tensors"
+    if kernel.direction == "forward":
+        return None
+    if any(load.tensor.name in signature.wanted for load, _ in facts.gradient_kinds):
+        return "gradients of operands"
+    return None if is_one_pass(signature) else "backwards in two passes"
 
 
 LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another

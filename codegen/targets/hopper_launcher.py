@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
-from ...compiler.planning.kernels import SPANS, Kernel
+from ...compiler.planning.kernels import SPANS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding, rows_of
 from .hopper_tiles import (
@@ -28,10 +28,11 @@ from .hopper_tiles import (
     sums_of_a_tile,
     two_pieces,
 )
-from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tiles_of
+from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
+_ANY = 0x7FFF0000  # a size that no coordinate reaches
 
 
 class Box:
@@ -54,6 +55,24 @@ class Box:
         ]
 
 
+class RaggedBox:
+    """The same of rows that end anywhere: [2**30 rows back, a sequence's end, head, row of 2**30, column].
+
+    templates/hopper/parts/sequences.py.jinja has the coordinates.
+    """
+
+    __slots__ = ("base", "shape", "strides")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.base = tensor
+        _, heads, _, width = tensor.shape
+        _, head, row, _ = tensor.stride()
+        self.shape = [_ANY, _ANY, heads, 1 << 30, width]
+        self.strides = [(1 << 34) - row, row, head if heads > 1 else row, row, 1]
+
+
 def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     """Query heads whose K and V fit L2 together, of as many equal groups as it takes."""
     groups = -(-batch_heads // max(1, int(L2_BYTES / max(1.0, kv_bytes))))
@@ -73,9 +92,17 @@ class FlatBox:
         self.strides = [width, 1] if width else [1]
 
 
-def readable(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor, ragged: bool = False) -> Tensor:
     """The tensor [B, H, rows, D], or a copy that the tensor memory accelerator can read."""
-    return tensor if is_readable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    is_fit = is_ragged_readable(tensor) if ragged else is_readable(tensor)
+    return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_ragged_readable(tensor: Tensor) -> bool:
+    """The same of sequences with lengths: batch rows lie a whole number of rows of a head apart, whatever the sizes."""
+    batch, _, row, _ = tensor.stride()
+    whole = row > 0 and (tensor.shape[0] == 1 or batch % row == 0)
+    return whole and row * tensor.element_size() % 16 == 0 and is_readable(tensor)
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -92,12 +119,21 @@ class HopperLauncher(TritonLauncher):
         super().__init__(*arguments)
         self.columns, self.value_columns = columns_of(self.code.signature.widths)
         self.tools = {
-            "box": Box, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min, "counter": self._launching.counter,
+            "box": Box, "ragged": RaggedBox, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min,
+            "counter": self._launching.counter,
         }  # fmt: skip
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
-        per_row = isinstance(call.q_offset, Tensor)
+        per_row = self.code.signature.offset == "per_row"
         return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim))
+
+    def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
+        found = super()._conditions(mode, lengths)
+        if self.sequences == "lengths":  # is_ragged_readable
+            given = [n for n in self._given_names() if n not in ("lse", "dlse")]
+            found += [f"min({', '.join(f'{n}_sl' for n in given)}) > 0"]
+            found += [" == ".join([*(f"{n}_sb % {n}_sl" for n in given), "0"])]
+        return found
 
     def form(self, kernel: str, aligned: bool) -> Any:
         return self.code.form(kernel)
@@ -108,7 +144,16 @@ class HopperLauncher(TritonLauncher):
     def _rows(self, aligned: bool) -> dict[str, str]:
         names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
         names += [f"{name}{piece.box}" for name, piece in self._pieces]
-        return {**super()._rows(aligned), **{f"{n}_desc": f"box({n.partition('_')[0]}, {self.columns})" for n in names}}
+        rows = {f"{n}_desc": self._box(n.partition("_")[0]) for n in names}
+        return super()._rows(aligned) | rows | {f"{n}_step": f"{n}_sb // {n}_sl" for n in names}
+
+    def _box(self, tensor: str) -> str:
+        return f"box({tensor}, {self.columns})" if self.sequences == "dense" else f"ragged({tensor})"
+
+    @property
+    def _ones(self) -> list[int]:
+        """Sizes of a tile before its rows."""
+        return [1, 1] if self.sequences == "dense" else [1, 1, 1]
 
     @property
     def _head_bytes(self) -> str:
@@ -127,7 +172,7 @@ class HopperLauncher(TritonLauncher):
     def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
         blocks, types = self._blocks(), super()._types(binding, arguments)
         return [
-            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | FlatBox) else value
+            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | RaggedBox | FlatBox) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)
         ]
 
@@ -150,7 +195,7 @@ class HopperForwardLauncher(HopperLauncher):
         return processors(self.device)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in SPANS:
+        if kernel.name in (*SPANS, *WORK):
             return super()._programs(kernel, constants)
         return f"least({self._processors()}, query_tiles * batch_heads)"
 
@@ -160,7 +205,7 @@ class HopperForwardLauncher(HopperLauncher):
             **super()._rows(aligned),
             "lse_ptr": "lse",
             "n_heads": "heads",
-            "query_tiles": f"(q_len + {block_q - 1}) // {block_q}",
+            "query_tiles": "q_slots" if self.sequences == "packed" else f"(q_len + {block_q - 1}) // {block_q}",
             "kv_bytes": self._head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip
@@ -173,8 +218,9 @@ class HopperForwardLauncher(HopperLauncher):
     def _blocks(self) -> dict[str, list[int]]:
         block_kv = forward_form(self.code).block_kv
         rows = {"query": ROWS, "key": block_kv}
-        blocks = {"value_desc": [1, 1, block_kv, self.value_columns], "out_desc": [1, 1, ROWS, self.value_columns]}
-        return blocks | {f"{n}{piece.box}_desc": [1, 1, rows[n], piece.columns] for n, piece in self._pieces}
+        blocks = {"value": (block_kv, self.value_columns), "out": (ROWS, self.value_columns)}
+        blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in self._pieces}
+        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()}
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -182,16 +228,20 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
-        tiles = batches * heads * tiles_of(q_len, self._form.block_q)
-        own = {"statistics": flat_place(tiles, self._statistics_of_a_tile)}
+        packed = self.sequences == "packed"
+        tiles = batches * heads * (self.slots("q", call, True) if packed else tiles_of(q_len, self._form.block_q))
+        # a sequence without queries has a tile that nobody writes, and that its keys visit
+        own = {"statistics": flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)}
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
         for n, gradient in enumerate(self.sums):
             own[f"sum{n}"] = flat_place(batches, heads, self._sums_of_a_head(gradient.kind, q_len))
-        return measures_of(self, call, partition.mode) | own  # type: ignore[arg-type]
+        mode: Mode = partition.mode  # type: ignore[assignment]
+        return work_of(self, call, mode) | measures_of(self, call, mode) | own
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
-        read = {name: readable(results[name]) for name in ("out", "dout")}  # hooks of the user may have made them
+        ragged = self.sequences != "dense"  # hooks of the user may have made them
+        read = {name: readable(results[name], ragged) for name in ("out", "dout")}
         return super().__call__(call, {**results, **read}, workspace, partition)
 
     def _sums_of_a_head(self, kind: str, q_len: int) -> int:
@@ -210,14 +260,15 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _made(self, mode: Mode) -> dict[str, str]:
         tiles = "batches * heads * query_tiles"
-        own = {"statistics": rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")}
+        statistics = rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")
+        own = {"statistics": f"{statistics}.zero_()" if self.sequences == "packed" else statistics}
         if self.code.has("flash_backward"):
             floats = sums_of_a_tile(self._form, self.code.signature.widths)
             own["dquery_sums"] = rows_of(tiles, str(floats), dtype="float32")
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in SPANS:
+        if kernel.name in (*SPANS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"
@@ -230,12 +281,12 @@ class HopperBackwardLauncher(HopperLauncher):
         return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        form = self._form
+        form, packed = self._form, self.sequences == "packed"
         return {
             **super()._rows(aligned),
             "n_rows": "batches * heads * q_len",
-            "query_tiles": f"(q_len + {form.block_q - 1}) // {form.block_q}",
-            "key_tiles": f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
+            "query_tiles": "q_slots" if packed else f"(q_len + {form.block_q - 1}) // {form.block_q}",
+            "key_tiles": "kv_slots" if packed else f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
             "statistics_desc": "flat(statistics)",
             "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
             # Q, dO and the sums of dQ of one head of keys
@@ -269,10 +320,10 @@ class HopperBackwardLauncher(HopperLauncher):
         if self.code.has("flash_dquery"):
             rows |= dict.fromkeys(("seen_key", "seen_value"), self._query_form.block_kv)
         narrow = {"dout", "out", "value", "dvalue", "dout_rows", "seen_value"}
-        blocks = {n: [1, 1, count, self.value_columns if n in narrow else self.columns] for n, count in rows.items()}
-        blocks |= {f"{name}{piece.box}": [1, 1, rows[name], piece.columns] for name, piece in self._pieces}
-        return {f"{name}_desc": block for name, block in blocks.items()} | {
-            "dquery_desc": [1, 1, ROWS, columns],
+        blocks = {n: (count, self.value_columns if n in narrow else self.columns) for n, count in rows.items()}
+        blocks |= {f"{name}{piece.box}": (rows[name], piece.columns) for name, piece in self._pieces}
+        return {f"{name}_desc": [*self._ones, *block] for name, block in blocks.items()} | {
+            "dquery_desc": [*self._ones, ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],
             "dquery_sums_desc": [ROWS * columns // _LINE, _LINE],
         }

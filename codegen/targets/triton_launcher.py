@@ -64,10 +64,12 @@ class Mode(NamedTuple):
     per_row: bool  # q_offset is a tensor
     no_dlse: bool
     head_dim: int  # the value of the symbol
+    page: int = 0  # rows of a block of a paged cache
 
 
 WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
-_LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"), "paged": ()}
+_LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
+            "paged": ("q_lens", "kv_lens", "table")}  # fmt: skip
 _MAKE = "empty({}, {}, dtype)"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -139,7 +141,8 @@ class TritonLauncher:
         if row >= 2**31 // 512:
             self._check_rows(row, aligned)
         no_dlse = results.get("dlse") is None
-        return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim))
+        page = call.key.shape[2] if self.sequences == "paged" else 0
+        return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim, page))
 
     def measures(self, partition: Partition) -> dict[str, str]:
         aligned = partition.mode.aligned  # type: ignore[attr-defined]
@@ -355,7 +358,9 @@ class TritonLauncher:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
         given = [n for n in self._given_names() if n not in ("lse", "dlse")]
         conditions = ["not is_heard()", "current_device() == device"]
-        conditions += fitting(self.code.signature.widths.value_is_key)
+        conditions += fitting(self.code.signature.widths.value_is_key, self.sequences == "paged")
+        if self.sequences == "paged":
+            conditions += [f"kv_len == {mode.page}"]
         if self.backward:
             conditions += self._backward_conditions(mode, given, lengths)
         if self.sequences == "packed":
@@ -432,7 +437,7 @@ class TritonLauncher:
         made = {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
         tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
         if self.code.has(PAIR_CELLS):
-            cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", "kv_len")]
+            cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", self._kv_rows)]
             made[PAIR_CELLS] = rows_of(rows, *cells, dtype="uint8")
         for axis, program in programs:
             own = tiles.get(axis, f"{axis}_measured_tiles")
@@ -459,10 +464,15 @@ class TritonLauncher:
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
             **self._looking(kernel, form),
             "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
-            "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim,
+            "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim, "PAGE": mode.page,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
+
+    @property
+    def _kv_rows(self) -> str:
+        """Keys that a call has room for, as an expression: the key of a paged one has rows of blocks."""
+        return "kv_extent" if self.sequences == "paged" else "kv_len"
 
     def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
         """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
@@ -518,7 +528,8 @@ class TritonLauncher:
             rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
             text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
             if kernel.name == PAIR_CELLS:
-                text = f"{text} * (({_KV_TILES} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
+                tiles = _KV_TILES.replace("kv_len", self._kv_rows)
+                text = f"{text} * (({tiles} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
@@ -543,7 +554,8 @@ class TritonLauncher:
                     form = self.form(kernel, aligned)
                     blocks = {"BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv}
                     rows[f"{axis}_measured_tiles"] = own.format(**blocks)
-                    rows[f"{axis}_room"] = f"min({others.format(**blocks)}, {LIST_ROOM})"
+                    others = others.format(**blocks).replace("kv_len", self._kv_rows)
+                    rows[f"{axis}_room"] = f"min({others}, {LIST_ROOM})"
         if self.code.schedule.algorithm == "streaming" and not self.backward:
             rows["padded_len"] = "running_max.shape[2]"
         if self.code.schedule.algorithm == "standard" and self.backward:
@@ -557,6 +569,8 @@ class TritonLauncher:
         if self.sequences == "dense":
             return {}
         rows = {"q_extent": "q_len", "kv_extent": "kv_len", "n_sequences": "cu_q.shape[0] - 1"}
+        if self.sequences == "paged":
+            rows |= {"kv_extent": "table.shape[1] * kv_len", "table_row": "table.stride(0)", "n_blocks": "key_batches"}
         for kernel in self.code.kernels:
             if kernel.name in WORK:
                 side, block = self._listed(kernel.name, aligned)
@@ -634,6 +648,8 @@ def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict
     """What is measured of tiles, int32 [B (* Hq), tiles, ...]: ranges to visit, 4 numbers each, or a list of tiles."""
     batches, heads, q_len, _ = call.query.shape
     kv_len = call.key.shape[2]
+    if launcher.sequences == "paged":  # rows of a block
+        kv_len *= call.ragged.tensors["table"].shape[1]  # type: ignore[union-attr]
     rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
     places = {}
     if launcher.code.has(PAIR_CELLS):

@@ -108,8 +108,8 @@ class _Evaluation:
             case Load():
                 return _LOADED
             case Call("where", (condition, a, b)):
-                first, second = self._under(condition, True).of_int(a), self._under(condition, False).of_int(b)
-                return min(first[0], second[0]), max(first[1], second[1])
+                found = [self._under(condition, taken).of_int(value) for value, taken in self._taken(condition, a, b)]
+                return min(low for low, _ in found), max(high for _, high in found)
             case Call(op, args) if OPERATORS[op].makes_ints:
                 found = self.of_float(args[0])
                 return _FLOORED if op != "floor" or found is None else (_floored(found[0]), _floored(found[1]))
@@ -129,22 +129,37 @@ class _Evaluation:
             case Scalar(name) if name in self._floats:
                 return _rounded((self._floats[name],) * 2)
             case Call("where", (condition, a, b)):
-                first, second = self._under(condition, True).of_float(a), self._under(condition, False).of_float(b)
-                return None if first is None or second is None else (min(*first, *second), max(*first, *second))
+                either = [
+                    self._under(condition, taken).of_float(value) for value, taken in self._taken(condition, a, b)
+                ]
+                known = [ends for ends in either if ends is not None]
+                if len(known) < len(either):
+                    return None
+                return min(low for low, _ in known), max(high for _, high in known)
             case Call(op, args):
                 operands = [self.of_float(a) for a in args]
                 return None if None in operands else _applied(op, [o for o in operands if o is not None])
             case _:
                 return None
 
+    def _taken(self, condition: Expr, a: Expr, b: Expr) -> list[tuple[Expr, bool]]:
+        """The branches of where(condition, a, b) that may be taken, each with what the condition is then."""
+        both = [(a, True), (b, False)]
+        return [branch for branch in both if not self._is_impossible(condition, branch[1])] or both
+
+    def _is_impossible(self, condition: Expr, holds: bool) -> bool:
+        """Whether it cannot hold, or cannot fail to, as `abs(q_pos - kv_pos) >= 4` where both are 0."""
+        own = [(self.of_int(node), found) for node, found in self._learned(condition, holds)]
+        return any(max(low, least) > min(high, most) for (low, high), (least, most) in own)
+
     def _under(self, condition: Expr, holds: bool) -> _Evaluation:
         """The same where a condition is known to hold, or not to."""
         limits = dict(self._limits)
-        for text, found in self._learned(condition, holds):
-            limits[text] = _both(found, limits.get(text, found))
+        for node, found in self._learned(condition, holds):
+            limits[node.text] = _both(found, limits.get(node.text, found))
         return self if limits == self._limits else _Evaluation(self._env, limits, self._floats)
 
-    def _learned(self, condition: Expr, holds: bool) -> Iterator[tuple[str, Range]]:
+    def _learned(self, condition: Expr, holds: bool) -> Iterator[tuple[Expr, Range]]:
         match condition:
             case Call("not", (inner,)):
                 yield from self._learned(inner, not holds)
@@ -162,8 +177,8 @@ class _Evaluation:
                     op, a, b = {"lt": "le", "le": "lt"}[op], b, a
                 gap = 1 if op == "lt" else 0
                 (low, _), (_, high) = self.of_int(a), self.of_int(b)
-                yield a.text, (-(2**63), high - gap)
-                yield b.text, (low + gap, 2**63)
+                yield a, (-(2**63), high - gap)
+                yield b, (low + gap, 2**63)
 
 
 def _both(a: Range, b: Range) -> Range:

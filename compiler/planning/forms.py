@@ -123,6 +123,8 @@ class HopperForm:
         return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
+        if kernel.follows:
+            return kernel.sram
         if self.output_in_query:
             return hopper_forward_sram_in_place
         return hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries

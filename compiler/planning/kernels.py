@@ -766,14 +766,14 @@ _LISTS, _ALL_SEQUENCES = 8, "all sequences, many at a time"  # bytes of a tile's
 
 
 @lru_cache(maxsize=64)
-def work_kernel(follows: str) -> Kernel:
-    """query_work or key_work: the tiles of all sequences, for the kernel whose programs own them.
+def work_kernel(follows: str, side: Literal["q", "kv"] | None = None) -> Kernel:
+    """query_work or key_work: the tiles of all sequences, for the kernel that owns them, or for a side of one.
 
     A sequence is as good as nothing beside its rows, so that formulas have the lists alone.
     """
-    visitor = next(k for k in FLASH if k.name == follows)
-    owns_queries = visitor.axis == "kv"
-    name = WORK[0] if owns_queries else WORK[1]
+    visitor = next(k for k in (*FLASH, HOPPER_BACKWARD) if k.name == follows)
+    owns_queries = visitor.axis == "kv" if side is None else side == "q"
+    name, axis = (WORK[0], "kv") if owns_queries else (WORK[1], "q")
 
     def programs(x: Sizes) -> float:
         return x.B
@@ -782,11 +782,16 @@ def work_kernel(follows: str) -> Kernel:
         return _LISTS * x.B * (x.nq if owns_queries else x.nkv)
 
     return Kernel(
-        name, visitor.direction, visitor.slot, visitor.axis, _ALL_SEQUENCES, programs, none, none, written, none, none,
+        name, visitor.direction, visitor.slot, axis, _ALL_SEQUENCES, programs, none, none, written, none, none,
         visitor.again, follows,
     )  # fmt: skip
 
 
 def with_work(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """The kernels of a packed call: before all others those that list tiles for the ones that own them."""
+    """The kernels of a packed call: before all others those that list tiles for the ones that own them.
+
+    The kernels around the hopper backward own tiles of queries, as large as those that it visits.
+    """
+    if HOPPER_BACKWARD in kernels:
+        return [work_kernel(HOPPER_BACKWARD.name, side) for side in ("q", "kv")] + list(kernels)
     return [*(work_kernel(k.name) for k in kernels if k in FLASH and k != ROW_STATISTICS), *kernels]

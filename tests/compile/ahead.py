@@ -30,7 +30,7 @@ from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.signature import SequenceKind
 from weft.ir.attention import Attention
-from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed
+from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed, Paged
 from weft.runtime.driver import Compiled, compile_kernels
 
 Direction = Literal["forward", "backward"]
@@ -133,12 +133,12 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
-    sequences: SequenceKind = "dense",
+    sequences: SequenceKind = "dense", page: int = 16,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
-    sequences: of the call; "lengths" and "packed" ones are bottom right.
+    sequences: of the call; others than "dense" ones are bottom right, and "paged" ones have pages of `page` rows.
     """
     sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, value_dim=value_dim or head_dim, dtype=dtype)
     machine = by_name(device)
@@ -152,17 +152,25 @@ def compiled(
         signature = replace(signature, sequences=sequences, offset="bottom_right")
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
-        kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset)}
+        kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset, page)}
     return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels)
 
 
-def launched(made: Compiled, variant: Attention, sizes: Shape, q_offset: int | Tensor = 0) -> list[Compilation]:
+def launched(
+    made: Compiled, variant: Attention, sizes: Shape, q_offset: int | Tensor = 0, page: int = 16
+) -> list[Compilation]:
     """The kernels of one call, in order."""
     query, key, value, out, dout = _rows(sizes, 5)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
     lens = torch.zeros(query.shape[0] + 1, dtype=torch.int32)
-    kinds = {"dense": Dense(q_offset), "lengths": Lengths(None, lens[1:], None), "packed": Packed(lens, lens, None)}
+    table = torch.zeros(query.shape[0], 2, dtype=torch.int32)
+    kinds = {
+        "dense": Dense(q_offset), "lengths": Lengths(None, lens[1:], None), "packed": Packed(lens, lens, None),
+        "paged": Paged(None, lens[1:], table, page, None),
+    }  # fmt: skip
     sequences = kinds[made.resolved.code.signature.sequences]
+    if isinstance(sequences, Paged):
+        key, value = key[:, :, :page], value[:, :, :page]
     call = Call(query, key, value, None, _operands(variant), sequences, Options(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":

@@ -8,6 +8,7 @@ import weft
 from weft import kv_pos, q_pos
 
 pytest.importorskip("triton")
+from ..support import mostly
 from .ahead import compiled
 
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
@@ -33,16 +34,42 @@ def test_loops_are_those_of_dense_kernels(sequences, direction):
         assert not own.serialised, name
 
 
+OF_HOPPER = [
+    ("packed", "forward", 128, 128), ("lengths", "backward", 128, 128), ("packed", "backward", 64, 64),
+    ("lengths", "forward", 192, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sequences", "direction", "dim", "value_dim"), mostly(OF_HOPPER[:2], OF_HOPPER))
+def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, value_dim):
+    """A sequence's own lengths cost a few instructions of the loops, no SRAM but a card's, and serialise no product."""
+    dense, made = (
+        compiled(CAUSAL, direction, dim, value_dim=value_dim, sequences=s, target="hopper").kernels
+        for s in ("dense", sequences)
+    )
+    assert made.keys() - LISTS == dense.keys()
+    assert bool(made.keys() & LISTS) == (sequences == "packed")
+    for name, kernel in dense.items():
+        own = made[name]
+        assert own.sram <= kernel.sram + 256 and not own.serialised, name
+        assert own.count("wgmma.mma_async") == kernel.count("wgmma.mma_async"), name
+        assert own.spills_in_loops() <= kernel.spills_in_loops() + 4, name
+        for ours, theirs in zip(own.product_loops(), kernel.product_loops(), strict=True):
+            assert len(ours) <= 1.03 * len(theirs), name
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("device", ["a100", "mi300x"])
-@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+@pytest.mark.parametrize("sequences", mostly(["packed"], ["lengths", "packed"]))
 def test_other_gpus(sequences, device, direction):
     module = compiled(CAUSAL, direction, 64, device=device, sequences=sequences)
     for name, kernel in module.kernels.items():
         assert bool(kernel.count(PRODUCTS[device])) == name.startswith("flash_"), name
 
 
-@pytest.mark.parametrize(("sequences", "device"), [("lengths", "a100"), ("packed", "h200")])
+@pytest.mark.parametrize(
+    ("sequences", "device"), mostly([("lengths", "a100")], [("lengths", "a100"), ("packed", "h200")])
+)
 def test_sinks_cost_the_loops_nothing(sequences, device):
     sinks = weft.tensor("sinks", 2)
     sunk = CAUSAL.replace(sink=sinks[weft.batch, weft.head], name="sunk")
@@ -60,3 +87,17 @@ def test_sinks_cost_the_loops_nothing(sequences, device):
 def test_measured_tiles_of_packed_sequences():
     module = compiled(DOCUMENTS, "backward", 64, sequences="packed")
     assert {"query_work", "key_work", "kv_spans", "q_spans"} <= module.kernels.keys()
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_pages_are_copied_16_bytes_at_a_time(page):
+    """Smaller than a tile of keys, and larger."""
+    for name, kernel in compiled(CAUSAL, "forward", 128, sequences="paged", page=page).kernels.items():
+        assert not kernel.spilled and not kernel.serialised, name
+        assert kernel.count("wgmma.mma_async") and kernel.count(r"cp.async.cg.shared.global .* 0x10") >= 16, name
+
+
+def test_pages_on_other_gpus():
+    for device, page in (("a100", 16), ("mi300x", 64)):
+        for kernel in compiled(CAUSAL, "forward", 64, device=device, sequences="paged", page=page).kernels.values():
+            assert kernel.count(PRODUCTS[device])

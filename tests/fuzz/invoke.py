@@ -66,7 +66,7 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
 
     like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
     """
-    kind = random.choice(KINDS if target != "hopper" else ("dense",))
+    kind = random.choice(KINDS)
     if like is not None:
         kind = "dense" if like.lens is None else "packed" if like.lens.packed else "padded"
     call = _draw_call(random, variant, target, kind)

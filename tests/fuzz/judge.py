@@ -65,6 +65,13 @@ def _is_unaligned(built: Built, words: re.Match[str]) -> bool:
     return built.call.target == "hopper" and any(n % 16 for n in in_bytes)
 
 
+def _is_apart(built: Built, words: re.Match[str]) -> bool:
+    """Padded operands whose batch rows do not lie a whole number of rows of a head apart."""
+    batch, _, row, _ = built.tensors[words["name"]].stride()
+    whole = row > 0 and row * built.tensors[words["name"]].element_size() % 16 == 0 and batch % row == 0
+    return built.call.target == "hopper" and built.call.lens is not None and not whole
+
+
 def _refusal(words: str, right: Callable[[Built, re.Match[str]], bool]) -> Refusal:
     return Refusal(re.compile(words), right)
 
@@ -89,6 +96,13 @@ REFUSALS = {
     "hopper: alignment": _refusal(
         r"UnavailableError: .*hopper: (?P<name>query|key|value): its address and strides must be multiples of 16 bytes",
         _is_unaligned,
+    ),
+    "hopper: batch rows": _refusal(
+        r"UnavailableError: .*hopper: (?P<name>query|key|value): with lengths, batch rows must lie", _is_apart
+    ),
+    "hopper: measured lengths": _refusal(
+        r"UnavailableError: .*hopper: tiles measured from tensors of sequences of their own lengths",
+        _for_hopper(lambda built: built.call.lens is not None and bool(built.variant.tensors)),
     ),
 }
 

@@ -115,16 +115,13 @@ def test_a_graph_draws_anew_and_takes_a_seed_from_a_tensor() -> None:
             assert torch.equal(out, CAUSAL(*given, seed=2)) and torch.equal(first, CAUSAL(*given, seed=1))
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_nothing_waits_for_the_device(no_waiting: Any) -> None:
     given = operands()
     CAUSAL(*given, seed=3).sum().backward()
     CAUSAL(*given).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         CAUSAL(*given, seed=4).sum().backward()
         CAUSAL(*given).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_sequences_with_lengths() -> None:

@@ -581,24 +581,25 @@ def test_other_schedules_and_targets_say_what_they_lack():
         with pytest.raises(weft.UnavailableError, match=rf"schedule {schedule} computes sequences of one length"):
             CAUSAL(query, query, query, q_lens=lens, target="interpret", schedule=schedule)
     sizes = weft.shape(batch=2, heads=2, q_len=8, head_dim=64)
-    said = CAUSAL.explain(sizes, device="h100", q_lens=lens)
-    assert "hopper: sequences of their own lengths are computed by the triton target" in said
+    documents = CAUSAL.replace(mask=CAUSAL.mask & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
+    said = documents.explain(sizes, device="h100", q_lens=lens)
+    assert "hopper: tiles measured from tensors of sequences of their own lengths" in said
     assert "flash_forward=triton" in said
-    with pytest.raises(weft.UnavailableError, match="hopper: sequences of their own lengths"):
-        CAUSAL.plan(sizes, device="h100", target="hopper", q_lens=lens)
-
-
-def test_pages_are_not_there_yet():
-    query = torch.randn(2, 2, 8, 16)
-    with pytest.raises(weft.UnavailableError, match=r"the option block_table is not available; gather the pages"):
-        CAUSAL(query, query, query, kv_lens=torch.tensor([3, 8]), block_table=torch.zeros(2, 1, dtype=torch.int32))
+    with pytest.raises(weft.UnavailableError, match="hopper: tiles measured from tensors of sequences"):
+        documents.plan(sizes, device="h100", target="hopper", q_lens=lens)
+    said = CAUSAL.explain(sizes, device="h100", q_lens=lens)
+    assert "flash_forward=hopper" in said and "flash_backward=hopper" in said
+    said = " ".join(CAUSAL.explain(sizes, device="h100", q_lens=lens, deterministic=True).split())
+    assert "hopper: backwards in two passes of sequences of their own lengths are computed by the triton target" in said
+    assert "flash_forward=hopper" in said and "flash_dquery=triton" in said
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-def test_a_plan_counts_the_pairs_of_sequences():
-    starts = torch.arange(0, 4097, 1024)
-    packed_plan = CAUSAL.plan(weft.shape(heads=2, q_len=4096, head_dim=64), device="h100", cu_seqlens_q=starts)
-    dense = CAUSAL.plan(weft.shape(batch=4, heads=2, q_len=1024, head_dim=64), device="h100", target="triton")
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_a_plan_counts_the_pairs_of_sequences(target):
+    starts, sizes = torch.arange(0, 4097, 1024), weft.shape(heads=2, q_len=4096, head_dim=128)
+    packed_plan = CAUSAL.plan(sizes, device="h100", target=target, cu_seqlens_q=starts)
+    dense = CAUSAL.plan(weft.shape(batch=4, heads=2, q_len=1024, head_dim=128), device="h100", target=target)
     assert packed_plan.useful("forward") == dense.useful("forward")
     assert packed_plan.useful("backward") == dense.useful("backward")
     assert packed_plan.flops("forward") == dense.flops("forward")

@@ -30,7 +30,7 @@ def attend(query, key, value, slopes):
 
 def test_opcheck():
     query, key, value, table = operands()
-    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * 5, 16, VARIANT.canonical_text, "")
+    arguments = (query, key, value, None, [table], [], [9], 0, *[None] * 6, 16, VARIANT.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_opcheck_with_lengths(name):
     given = LENGTHS[name]
     query, key, value, table = operands(batch=2 if name == "padded" else 1)
     starts = [given.get("cu_seqlens_q")] * 2
-    lengths = (given.get("q_offset"), given.get("q_lens"), given.get("kv_lens"), *starts)
+    lengths = (given.get("q_offset"), given.get("q_lens"), given.get("kv_lens"), *starts, None)
     arguments = (query, key, value, None, [table], [], [9], None, *lengths, 16, VARIANT.canonical_text, "")
     found = torch.library.opcheck(torch.ops.weft.attention.default, arguments)
     assert set(found.values()) == {"SUCCESS"}, found

@@ -256,9 +256,20 @@ def random_case(mask: Expr, draw: random.Random) -> Case:
     return Case(mask, *lengths, *blocks, offset, values, past_end=draw.random() < 0.5)
 
 
-@settings(max_examples=1000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**40))
 def test_random_masks_are_sound_on_both_axes(seed: int) -> None:
+    check_random_mask(seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_more_random_masks_are_sound(first: int) -> None:
+    for seed in range(first, first + 100):
+        check_random_mask(seed)
+
+
+def check_random_mask(seed: int) -> None:
     draw = random.Random(seed)
     mask = condition(draw, draw.choice([0, 1, 1, 2]))
     for _ in range(3):

@@ -80,7 +80,7 @@ def test_an_op_checks_operands_that_no_call_has_seen():
 
     def call(ids, slopes):
         return torch.ops.weft.attention(
-            *qkv(), None, [ids, slopes], [], [], 0, *[None] * 5, 16, packed.canonical_text, "target=cpu"
+            *qkv(), None, [ids, slopes], [], [], 0, *[None] * 6, 16, packed.canonical_text, "target=cpu"
         )
 
     out, _ = call(torch.zeros(8, dtype=torch.int64), torch.ones(4))
@@ -141,8 +141,6 @@ def test_targets_and_schedules():
 
 def test_options_that_are_not_there_say_so():
     q, k, v = qkv()
-    with pytest.raises(weft.UnavailableError, match=r"the option block_table is not available"):
-        CAUSAL(q, k, v, kv_lens=torch.ones(2, dtype=torch.int32), block_table=torch.ones(2, 1, dtype=torch.int32))
     with pytest.raises(WeftError, match=r"uk, uv and form belong to variants declared with latent="):
         CAUSAL(q, k, v, form="absorbed")
     with pytest.raises(WeftError, match=r"q_offset: expected an int or an int32 tensor \[2\]"):

@@ -20,6 +20,7 @@ from weft import kv_pos, q_pos, score
 from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
 from weft.codegen.generate import TEMPLATES
 from weft.codegen.targets.hopper import HopperTarget
+from weft.codegen.targets.hopper_launcher import RaggedBox
 from weft.compiler.analysis.facts import facts_of
 
 causal = kv_pos <= q_pos
@@ -212,10 +213,13 @@ def environment() -> jinja2.Environment:
     return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
-@pytest.mark.parametrize("longest", ["last", "first"])
+@pytest.mark.parametrize(("longest", "packed"), [("last", False), ("first", False), ("last", True), ("first", True)])
 @pytest.mark.parametrize(("head_tiles", "batch_heads", "together"), [(1, 1, 1), (5, 6, 4), (3, 7, 7), (4, 9, 2)])
-def test_every_unit_of_work_is_handed_out_once(longest: str, head_tiles: int, batch_heads: int, together: int) -> None:
-    text = environment().get_template("hopper/parts/work_order.py.jinja").render(longest=longest)
+def test_every_unit_of_work_is_handed_out_once(
+    longest: str, packed: bool, head_tiles: int, batch_heads: int, together: int
+) -> None:
+    """Units that see most come first; of a list, which packed sequences have, these are the first ones."""
+    text = environment().get_template("hopper/parts/work_order.py.jinja").render(longest=longest, packed=packed)
     launch = SimpleNamespace(head_tiles=head_tiles, batch_heads=batch_heads, heads_together=together)
     everything = [(tile, head) for tile in range(head_tiles) for head in range(batch_heads)]
     for masked in (False, True):
@@ -223,7 +227,7 @@ def test_every_unit_of_work_is_handed_out_once(longest: str, head_tiles: int, ba
         places = [place_of(i, launch) for i in range(head_tiles * batch_heads)]
         assert sorted(places) == everything
         if masked:
-            assert places[0][0] == (head_tiles - 1 if longest == "last" else 0)
+            assert places[0][0] == (head_tiles - 1 if longest == "last" and not packed else 0)
             assert {head for _, head in places[: min(together, batch_heads) * head_tiles]} == set(
                 range(min(together, batch_heads))
             )
@@ -249,5 +253,45 @@ def test_addresses_and_strides_that_are_used_are_multiples_of_16_bytes(size, str
     odd = torch.empty(1 << 18, dtype=torch.bfloat16).as_strided(size, stride, offset)
     for name in ("query", "key", "value"):
         call = SimpleNamespace(**{**dict.fromkeys(("query", "key", "value"), sound), name: odd})
-        found = HopperTarget().misfit(None, call)
+        found = HopperTarget().misfit(SimpleNamespace(sequences="dense"), call)
         assert found is None if fits else f"hopper: {name}: its address and strides" in found
+
+
+@pytest.mark.parametrize(
+    ("stride", "fits"),
+    [
+        ((1 << 16, 1 << 14, 64, 1), True),
+        ((1 << 16, 64, 1 << 8, 1), True),  # [B, L, H, D]
+        ((1 << 18, 8, 1 << 8, 1), True),  # a part of each row
+        ((1 << 16, 1 << 14, 0, 1), False),  # one row for all
+        (((1 << 16) + 8, 1 << 14, 64, 1), False),
+    ],
+)
+def test_batch_rows_of_sequences_with_lengths_are_a_whole_number_of_rows_apart(stride, fits):
+    sound = torch.empty((2, 4, 256, 64), dtype=torch.bfloat16)
+    key = torch.empty(1 << 20, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride)
+    found = HopperTarget().misfit(
+        SimpleNamespace(sequences="lengths"), SimpleNamespace(query=sound, key=key, value=sound)
+    )
+    assert (
+        found is None
+        if fits
+        else "key: with lengths, batch rows must lie a whole number of rows of a head apart" in found
+    )
+
+
+@pytest.mark.parametrize("stride", [(1 << 16, 1 << 14, 64, 1), (1 << 16, 64, 256, 1), (1536 << 9, 192, 1536, 1)])
+def test_rows_that_end_anywhere(stride):
+    """Coordinates of sequences.py.jinja lead to the rows of a sequence, and past its end out of the descriptor."""
+    box = RaggedBox(torch.empty(1 << 21, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride))
+    part = '{% import "hopper/parts/sequences.py.jinja" as seq with context %}'
+    render = environment().from_string(part + '{{ seq.at("key", "head", "row", "8", "length") }}')
+    text = render.render(sequences="lengths", offset_kind="bottom_right")
+    for batch, head, row, length in ((0, 0, 0, 1), (1, 3, 77, 78), (1, 2, 0, 256), (0, 1, 78, 77), (1, 1, 5, 0)):
+        names = {"key_start": batch * (stride[0] // stride[2]), "head": head, "row": row, "length": length}
+        place = eval(text, {"WRAP": 2**30, "LAST_ROW": 2**30, **names})
+        element = sum(at * step for at, step in zip(place, box.strides, strict=True))
+        assert 2 * element % 2**64 == 2 * (batch * stride[0] + head * stride[1] + row * stride[2] + 8)
+        inside = [0 <= at < size < 2**31 for at, size in zip(place, box.shape, strict=True)]
+        assert all(inside) == (row < length) and all(inside[:3]) and inside[4]
+        assert all(0 < 2 * step < 2**40 for step in box.strides)

@@ -153,7 +153,7 @@ REFUSED = [  # sizes, options and the words of the message, which are those of a
     ({}, {"q_offset": 0.5}, "q_offset: expected an int or an int32 tensor .1., got 0.5"),
     ({}, {"q_offset": torch.zeros(3, dtype=torch.int32)}, r"q_offset: expected an int or an int32 tensor .1., got"),
     ({}, {"kv_lens": torch.zeros(1)}, r"local: kv_lens: expected a tensor int32 or int64 .1., got torch.float32 .1."),
-    ({}, {"block_table": torch.zeros(1)}, "local: the option block_table is not available; gather the pages"),
+    ({}, {"block_table": torch.zeros(1, 2).int()}, "local: kv_lens: missing; with block_table pass the length of each"),
     ({}, {"form": "absorbed"}, "local: form: uk, uv and form belong to variants declared with latent=weft.Latent"),
     ({}, {"target": "abacus"}, "abacus"),
     ({}, {"device": "abacus"}, "hardware: expected one of a100, .*got 'abacus'"),

@@ -78,6 +78,22 @@ def test_ranges_of_what_users_write(node: Expr, expected: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (T5_BUCKET, (0, 0)),
+        (weft.where(abs(q_pos - kv_pos) >= 4, 99, q_pos), (0, 0)),
+        (weft.where((q_pos < 0) | (kv_pos > 0), 99, 3), (3, 99)),  # either of two could hold, for all that is looked at
+        (weft.where((q_pos >= 0) & (kv_pos > 0), 99, 3), (3, 3)),
+        (weft.where(~(q_pos == 0) & (q_pos > 0), 99, 3), (3, 3)),
+        (weft.floor(weft.where(q_pos > 0, weft.log(1.0 * q_pos), 0.5)), (0, 0)),
+    ],
+)
+def test_a_branch_that_is_never_taken_has_no_part_in_a_range(node: Expr, expected: tuple[int, int]) -> None:
+    """Of the first token: one query and one key, at 0."""
+    assert range_of(node, {**ENV, "q_pos": (0, 0), "kv_pos": (0, 0)}, {}) == expected
+
+
+@pytest.mark.parametrize(
     "root",
     [
         masks.causal & (q_pos - kv_pos < n),

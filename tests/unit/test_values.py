@@ -73,7 +73,7 @@ def test_the_backward_is_checked_too() -> None:
 
 
 def test_a_compiled_graph_is_checked_too() -> None:
-    arguments = (*qkv(), None, [ids], [], [], 0, offsets(0, 5), *[None] * 4, 16, PACKED.canonical_text, "target=cpu")
+    arguments = (*qkv(), None, [ids], [], [], 0, offsets(0, 5), *[None] * 5, 16, PACKED.canonical_text, "target=cpu")
     with pytest.raises(WeftError, match=r"packed: q_offset\[1\] is 5"):
         torch.ops.weft.attention(*arguments)
 
