@@ -42,7 +42,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
         rows = self.project(self.norm(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         query, key, value = rows.unbind(2)  # [B, heads, L, dim], views
-        return x + self.out(sparse(query, key, value, blocks=seen).transpose(1, 2).flatten(2))
+        update: Tensor = self.out(sparse(query, key, value, blocks=seen).transpose(1, 2).flatten(2))
+        return x + update
 
 
 class Classifier(nn.Module):
@@ -56,7 +57,8 @@ class Classifier(nn.Module):
         x = self.words(tokens)
         for layer in self.layers:
             x = layer(x, seen)
-        return self.read(x[:, -1])
+        kinds: Tensor = self.read(x[:, -1])
+        return kinds
 
 
 def batch(number: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
