@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat, overloa
 import torch
 from torch import Tensor
 
-from . import describe, validate
+from . import describe, distributed, validate
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -232,6 +232,14 @@ class Attention(Declaration):
         operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
         """lengths: q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, where one of them is given."""
+        if type(query) is not Tensor and distributed.is_sharded(query):
+
+            def compute(main: Any, own: Mapping[str, Any], offset: int | Tensor | None, rows: Options | None) -> Result:
+                options = (return_lse, offset, target, schedule, deterministic, own, rows, head_dim)
+                return self._run(main["query"], main["key"], main["value"], main["rope"], *options)
+
+            main = {"query": query, "key": key, "value": value, "rope": rope}
+            return distributed.of_shards(self, compute, main, operands, q_offset, lengths)
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
             validate.check_target(str(self.name), target)

@@ -20,12 +20,13 @@ from .compiler.analysis.records import TileProgram
 from .compiler.analysis.survey import CELL, Survey
 from .compiler.analysis.tiles import tile_ranges
 from .compiler.planning import hardware, picture
-from .compiler.planning.cost import CountTiles
+from .compiler.planning.cost import CountLongest, CountTiles
 from .compiler.planning.kernels import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, has_few
+from .compiler.planning.splits import longest_visits
 from .ir import parse
 from .ir.errors import WeftError, collected
 from .ir.expr import Scalar, TensorOperand
@@ -225,6 +226,7 @@ def _request(
         signature = Signature(
             direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
             sequences="dense" if found is None else found.sequences.kind,
+            few=has_few(direction, "dense" if found is None else found.sequences.kind, sizes.q_len),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
         )  # fmt: skip
@@ -438,6 +440,19 @@ def _blocks(facts: Facts, env: Mapping[str, Any]) -> Blocks:
     return of
 
 
+def _longest(attention: Attention, r: _Request, options: Mapping[str, Any]) -> CountLongest:
+    """What a launch divides keys by: tiles of a sequence with all rows, by positions."""
+    offset, program = options.get("q_offset"), facts_of(attention).kv_tiles
+    numbers = {n: v for n, v in options.items() if isinstance(v, (int, float))}
+    rows = r.sizes.q_len, r.sizes.kv_len
+
+    def longest(block_q: int, block_kv: int) -> int:
+        known = offset if isinstance(offset, int) else None
+        return longest_visits(program, *rows, block_q, block_kv, known, {"head_dim": r.head_dim, **numbers})
+
+    return longest
+
+
 def _measures(code: CodePlan) -> bool:
     """Whether kernels read from memory which tiles to visit, as measured for the call."""
     return any(code.has(name) for name in MEASURES)
@@ -472,9 +487,13 @@ def plan(
         most = facts.traits.pair_bytes
         notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")
 
+    longest = _longest(attention, r, options)
+
     def made(visible: VisiblePairs | None = None) -> Plan:
         name = str(attention.name)
-        return make_plan(name, r.sizes, r.machine, codes, facts.traits, count=count, notes=notes, visible=visible)
+        return make_plan(
+            name, r.sizes, r.machine, codes, facts.traits, count=count, longest=longest, notes=notes, visible=visible
+        )
 
     try:
         offset = options.get("q_offset") if r.sequences is None else None

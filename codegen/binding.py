@@ -47,6 +47,7 @@ class Binding:
     programs: str  # size of the grid, over names and constants
     constants: Mapping[str, object] = field(default_factory=dict)  # constexpr parameters, in order
     renamed: Mapping[str, str] = field(default_factory=dict)  # parameter -> the name that the call has for it
+    launched_if: str = ""  # where it has something to do, over names; "" everywhere
 
 
 class Launch(NamedTuple):
@@ -192,7 +193,8 @@ def direct(
         fixed = {f"fixed_{n}_{i}": value for i, value in enumerate(launch.fixed)}
         scope |= fixed | {f"launch_{n}": launch.function}
         between = ", ".join("None" if value is None else name for name, value in fixed.items())
-        lines.append(f"    launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
+        only = f"if {packer.expression(binding.launched_if)}: " if binding.launched_if else ""
+        lines.append(f"    {only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
     return function(
         "\n".join([

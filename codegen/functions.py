@@ -82,7 +82,7 @@ class FunctionPrinter:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
         parts = [*self._scores([]), *self._mask_parts(), *self._sink_parts(), *self._dropout_parts()]
         match algorithm:
-            case "flash":
+            case "flash" | "split_kv":
                 parts += self._tiles_and_lookups(self.facts.kv_tiles)
             case "streaming":
                 parts += self._prefixed_tiles(self.facts.q_tiles)

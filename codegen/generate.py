@@ -114,7 +114,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
 
 def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool) -> Blocks | None:
     """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
-    linear = facts.linear_scale is not None
+    splits = code.schedule.algorithm == "split_kv"
+    linear = facts.linear_scale is not None and not splits  # rows of a tile may have scales of their own
     score = SCORES.get((family, code.signature.direction, linear))
     if score is None:
         return None
@@ -125,7 +126,8 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_
         facts.attention.drops,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
-    if family == "triton" and code.signature.direction == "forward" and facts.attention.folded_sink is not None:
+    sinks = facts.attention.folded_sink is not None and not splits  # joined last, once
+    if family == "triton" and code.signature.direction == "forward" and sinks:
         return with_sink(blocks, facts.scores_lie_far, env)
     return blocks
 

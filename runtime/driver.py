@@ -15,7 +15,7 @@ from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning.hardware import Hardware, this_machine
-from ..compiler.planning.kernels import MEASURES, Algorithm, Kernel
+from ..compiler.planning.kernels import MEASURES, SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import Dtypes, Signature, Widths
@@ -76,7 +76,7 @@ def _resolve(
     # ir.Attention -> Facts
     facts = facts_of(attention)
     # what was asked for -> algorithm, and kernels with forms
-    given = asked(schedule)
+    given = _algorithm(asked(schedule), schedule, facts, signature, target, unfit)
     # Facts + Signature -> target and its kernels
     chosen, notes = _target(facts, signature, given, target, unfit)
     kernels = _kernels(chosen, given.algorithm, signature, facts)
@@ -94,6 +94,24 @@ def _resolve(
     )  # fmt: skip
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
     return Resolved(chosen, code, notes)
+
+
+def _algorithm(
+    given: Schedule, text: str | None, facts: Facts, signature: Signature, name: str | None, unfit: frozenset[str]
+) -> Schedule:  # fmt: skip
+    """What was asked for; unasked, keys of few queries are divided where a target of this device can.
+
+    A backward of calls whose forward divides keys is that of flash: both leave the same behind.
+    """
+    if signature.direction == "backward" and given.algorithm == "split_kv":
+        names = {k.name for k in SPLIT_KV}
+        return Schedule("flash", {kernel: choice for kernel, choice in given.kernels.items() if kernel not in names})
+    if text is not None or not signature.few:
+        return given
+    able = [t for t in targets() if (name is None and not t.by_name_only and t.name not in unfit) or t.name == name]
+    if any(why_not(target, "split_kv", signature, facts) is None for target in able):
+        return Schedule("split_kv", {})
+    return given
 
 
 def _target(
@@ -226,11 +244,11 @@ def _check_used(
 def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
     everything = replace(signature, wanted=signature.wanted | {"query", "key", "value", "rope"})
+    algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
     known = {
         k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
-        for k in target.kernels(
-            given.algorithm, replace(everything, direction=direction, deterministic=repeats), facts
-        )
+        for algorithm in algorithms
+        for k in target.kernels(algorithm, replace(everything, direction=direction, deterministic=repeats), facts)
         if k.name not in MEASURES and not k.follows
     }  # fmt: skip
     unknown = [name for name in given.kernels if name not in known]

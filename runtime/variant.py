@@ -19,7 +19,7 @@ from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
 from ..compiler.planning.kernels import PAIR_CELLS
-from ..compiler.planning.signature import Direction, Dtypes, Offset, Signature, Widths
+from ..compiler.planning.signature import FEW_QUERIES, Direction, Dtypes, Offset, Signature, Widths, has_few
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -300,6 +300,7 @@ class Variant:
             wanted=wanted,
             deterministic=direction == "backward" and call.options.deterministic is True,
             atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
+            few=has_few(direction, call.sequences.kind, call.query.shape[2]),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
         )
 
@@ -311,7 +312,7 @@ def key_of(call: Call) -> tuple[object, ...]:
     offset = sequences.q_offset
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic,
+        type(offset), options.target, options.schedule, options.deterministic, query.shape[2] <= FEW_QUERIES,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())

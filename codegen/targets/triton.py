@@ -22,6 +22,7 @@ from ...compiler.planning.kernels import (
     MEASURES,
     PAIR_SUMS,
     ROW_STATISTICS,
+    SPLIT_KV,
     WORK,
     Algorithm,
     Kernel,
@@ -34,12 +35,14 @@ from ...compiler.planning.segments import Segments, segments_of
 from ...compiler.planning.signature import Direction, Signature, Widths
 from ...compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ...compiler.planning.target import CallTensors, Context, Launcher
-from ...compiler.planning.tilings import FIXED, fits, nominal, square_tilings, tilings
+from ...compiler.planning.tilings import FIXED, fits, nominal, split_tilings, square_tilings, tilings
 from ...ir.attention import Attention
 from ...ir.errors import WeftError
+from ...ir.walk import symbols
 from ..functions import TRITON_LANGUAGE
 from ..loader import load
 from ..normalizers import lacks, softmax_only
+from .split_launcher import SplitLauncher
 from .triton_launcher import TritonLauncher, ways_in
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ class TritonTarget:
                 kinds.add("total")
             own = [k for k in own if k.name in of_pairs or _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
-                own.remove(ROW_STATISTICS)
+                own = [k for k in own if k != ROW_STATISTICS]
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if k.name in of_pairs]
         found = with_measuring(own, facts.traits.measured, signature.sequences)
@@ -107,10 +110,18 @@ class TritonTarget:
     def _why_not(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it has no text of a kernel for such calls of this variant, wherever the operands are."""
         return (
-            self._dense_only(kernel, signature, facts)
+            self._undivided(kernel, signature, facts)
+            or self._dense_only(kernel, signature, facts)
             or self._lacking(kernel, facts)
             or self._no_gradients(kernel, signature, facts)
         )
+
+    def _undivided(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+        """Why it does not divide the keys of such calls."""
+        if kernel not in SPLIT_KV:
+            return None
+        lacking = "dropout" if facts.attention.drops else "packed sequences" if signature.sequences == "packed" else ""
+        return f"{self.name}: schedule split_kv has no {lacking}; use schedule='flash'" if lacking else None
 
     def _no_gradients(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it cannot sum the gradient of what pairs read."""
@@ -167,6 +178,8 @@ class TritonTarget:
         parts = segments_of(facts.attention, widths)
         if kernel in PAIR_SUMS:
             return square_tilings(kernel, sizes, hardware, parts, facts.traits)
+        if kernel in SPLIT_KV:
+            return split_tilings(kernel, sizes, hardware, parts, facts.traits)
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
         of_pairs = any(
             kind in PAIR_KINDS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds
@@ -199,13 +212,14 @@ class TritonTarget:
         return f"triton/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        return pair_context(code, facts)
+        return {**pair_context(code, facts), "tiles_by_head": tiles_by_head(facts)}
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, interpret=self.interprets, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
-        return TritonLauncher(modules, code, facts, device.index or 0, self.interprets)
+        launcher = SplitLauncher if code.schedule.algorithm == "split_kv" else TritonLauncher
+        return launcher(modules, code, facts, device.index or 0, self.interprets)
 
 
 class InterpretTarget(TritonTarget):
@@ -242,8 +256,15 @@ def pair_context(code: CodePlan, facts: Facts) -> Context:
 
 
 def is_of_flash(kernel: Kernel) -> bool:
-    """Whether it belongs to schedule flash, or comes before its kernels."""
-    return kernel in FLASH or kernel in PAIR_SUMS or kernel.name in (*MEASURES, *WORK)
+    """Whether it belongs to schedule flash, or comes before its kernels; or computes as these do."""
+    return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*MEASURES, *WORK)
+
+
+def tiles_by_head(facts: Facts) -> bool:
+    """Whether rows of different query heads may visit different tiles of keys."""
+    if facts.tile_source == "spans":
+        return "head" in symbols(facts.attention.folded_mask)
+    return any("head" in symbols(line.value) for line in facts.kv_tiles.body)
 
 
 def _algorithm(kernel: Kernel) -> Algorithm:

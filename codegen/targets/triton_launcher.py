@@ -65,6 +65,7 @@ class Mode(NamedTuple):
     no_dlse: bool
     head_dim: int  # the value of the symbol
     page: int = 0  # rows of a block of a paged cache
+    rows: int = 0  # of a tile of queries, where these depend on how many there are
 
 
 WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
@@ -106,6 +107,7 @@ class TritonLauncher:
     """Launches of the portable kernels of one direction."""
 
     tools: Mapping[str, object] = MappingProxyType({})  # functions that rows of the vocabulary call
+    numbers = frozenset({"lse2", "shift", "delta"})  # of what is made: those that are no tensors
 
     def __init__(
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
@@ -155,7 +157,7 @@ class TritonLauncher:
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         given = {**self._given(call, results), **workspace}
         of_pairs = self.pair_programs(call, partition.mode) if DPAIRS in self.ways.kernels else (0, 1)  # type: ignore[arg-type]
-        given |= {"first_program": 0, "most_programs": of_pairs[1]}
+        given |= {"first_program": 0, "most_programs": of_pairs[1], **self._divided(partition)}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
         for code, run, (programs, arguments) in zip(self.code.kernels, ready.runs, ready.pack(given)):
@@ -165,6 +167,10 @@ class TritonLauncher:
         for first in range(of_pairs[1], *of_pairs):
             self._list_more(ready, given, first, tables, stream)
         return self._finished(call, results, {**workspace, **{f"sum{n}": table for n, table in tables.items()}})
+
+    def _divided(self, partition: Partition) -> dict[str, Any]:
+        """What kernels are told of how the work is divided."""
+        return {}
 
     def _list_more(
         self, ready: _Prepared, given: Mapping[str, Any], first: int, tables: Mapping[int, Tensor], stream: int
@@ -275,7 +281,8 @@ class TritonLauncher:
             parameters, defaults = self._launching.parameters_of(self._function(code.name))
             used = {n: constants.get(n, default) for n, default in defaults.items()}
             programs = self._programs(code.kernel, constants)
-            bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel)))
+            only = self._launched_if(code.kernel)
+            bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel), only))
             options.append(self._options(form))
         absent = [n for n in ("q_offset_ptr", "dlse", *_LENGTHS[self.sequences]) if given.get(n) is None]
         tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
@@ -301,7 +308,9 @@ class TritonLauncher:
 
     @property
     def _may_go_directly(self) -> bool:
-        return not (self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm != "flash")
+        return not (
+            self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm not in ("flash", "split_kv")
+        )
 
     def _go_directly(self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
@@ -317,7 +326,7 @@ class TritonLauncher:
         sources |= {"q_offset_ptr": offset} if mode.per_row else {"q_offset": offset}
         rows = self._rows(mode.aligned) | ({} if self._has_number(mode) else {"q_offset": "0"})
         made = self._made(mode)
-        tensors = {*names, *self.tensors, *made, *lengths, "q_offset_ptr", "counter_ptr"} - {"lse2", "shift", "delta"}
+        tensors = {*names, *self.tensors, *made, *lengths, "q_offset_ptr", "counter_ptr"} - self.numbers
         given, returns = "call", "out, lse"
         if self.backward:
             wanted = self.code.signature.wanted
@@ -533,6 +542,10 @@ class TritonLauncher:
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
+
+    def _launched_if(self, kernel: Kernel) -> str:
+        """When a kernel of this module has something to do, over names of the vocabulary; "" for always."""
+        return ""
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""

@@ -108,8 +108,8 @@ class _Evaluation:
             case Load():
                 return _LOADED
             case Call("where", (condition, a, b)):
-                found = [self._under(condition, taken).of_int(value) for value, taken in self._taken(condition, a, b)]
-                return min(low for low, _ in found), max(high for _, high in found)
+                either = [self._under(condition, taken).of_int(value) for value, taken in self._taken(condition, a, b)]
+                return min(low for low, _ in either), max(high for _, high in either)
             case Call(op, args) if OPERATORS[op].makes_ints:
                 found = self.of_float(args[0])
                 return _FLOORED if op != "floor" or found is None else (_floored(found[0]), _floored(found[1]))

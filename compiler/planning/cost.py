@@ -18,16 +18,30 @@ from dataclasses import dataclass, replace
 from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
-from .forms import Form
+from .forms import Form, Tiling
 from .hardware import Hardware
-from .kernels import PAIR_CELLS, ROUND_DQUERY, ROW_STATISTICS, SPANS, WORK, Bound, Kernel, Sizes, traffic
+from .kernels import (
+    PAIR_CELLS,
+    ROUND_DQUERY,
+    ROW_STATISTICS,
+    SPANS,
+    SPLIT_KV,
+    WORK,
+    Bound,
+    Kernel,
+    Sizes,
+    traffic,
+)
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
+from .splits import Parts, divided, tile_rows
 
+CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
 
 L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
+INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 
 
@@ -111,13 +125,18 @@ def sizes_of(
 ) -> Sizes:
     """The letters of a problem, with k = 1: as if there were no L2."""
     size = element_bytes(shape.dtype)
+    block_q, tiles = form.block_q, ceil(shape.q_len / form.block_q)
+    if kernel in SPLIT_KV:  # rows of all heads that share keys are in one tile
+        rows = shape.group * shape.q_len
+        block_q = tile_rows(form.block_q, rows)
+        tiles = ceil(rows / block_q)
     ahead, in_sram, score_bytes = form.residence(kernel, hardware, size)
     own_value = not parts.value_is_key
     return Sizes(
         B=shape.batch, Hq=shape.heads, Hkv=shape.kv_heads, L=shape.q_len, T=shape.kv_len, D=shape.head_dim,
         Dv=shape.value_dim, C=parts.qk_columns, Cv=parts.v_columns, Du=shape.value_dim * own_value,
-        Cu=parts.v_columns * own_value, e=size, bq=form.block_q, bkv=form.block_kv, s=ahead, h=in_sram,
-        p=score_bytes, n=visited, nq=ceil(shape.q_len / form.block_q), nkv=ceil(shape.kv_len / form.block_kv),
+        Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, h=in_sram,
+        p=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
         k=1, j=1, w=0 if traits.linear else 1,
     )  # fmt: skip
 
@@ -153,6 +172,8 @@ def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardwar
     visits = kernel.again.visits(sizes)
     if visits <= 1:
         return 1.0  # nothing is repeated, and what no program visits is not read
+    if kernel in SPLIT_KV:
+        return 0.0  # programs that share keys are neighbours
     query_heads = sizes.B * sizes.Hq
     programs_a_head = kernel.programs(sizes) / query_heads
     live = min(query_heads, at_once / programs_a_head)
@@ -188,11 +209,19 @@ def cost_of(
     parts: Segments,
     tiles: TileCounts,
     traits: Traits = Traits(),  # noqa: B008  frozen
+    longest: int | None = None,
 ) -> KernelCost:
-    """Numbers of one kernel."""
+    """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys."""
+    if kernel in SPLIT_KV:
+        tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
+        assert isinstance(form, Tiling)
+        form = form.of_rows(tile_rows(form.block_q, shape.group * shape.q_len))
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
     sram = form.sram(kernel)(once) + pair_bytes(kernel, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
+    if kernel in SPLIT_KV:
+        found = parts_of(SPLIT_KV[0], form, once, ceil(once.nkv) if longest is None else longest, hardware, parts)
+        once = replace(once, S=found.parts, d=int(found.parts > 1))
     sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     read, written = kernel.read(sizes), kernel.written(sizes)
     moved = traffic(kernel)(once)
@@ -202,13 +231,15 @@ def cost_of(
         memory=(read + written) / hardware.hbm_bytes_per_second,
         l2=moved / l2_bytes_per_second(hardware),
         exp=kernel.exps(sizes) / (hardware.exp_per_second * busy),
-        latency=hardware.launch_seconds,
+        latency=hardware.launch_seconds * (kernel.programs(sizes) > 0),
     )
     return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times)
 
 
 def busy_share(programs: float, at_once: int) -> float:
     """Share of the machine that works: the last wave leaves part of it idle."""
+    if not programs:
+        return 1.0
     return programs / (ceil(programs / at_once) * at_once)
 
 
@@ -223,20 +254,43 @@ def predict(
     parts: Segments,
     traits: Traits = Traits(),  # noqa: B008  frozen
     count: CountTiles | None = None,
+    longest: CountLongest | None = None,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
 
-    count: tiles of the whole problem by class; where not given, every tile is visited.
+    count: tiles of the whole problem by class; where not given, every tile is visited. longest: those that a
+    tile of the last queries of a sequence with all rows visits; all where not given.
     """
     every = dense_counts(shape)
     costs = []
     for kernel, form in kernels:
         # The textbook algorithm stores every score, visible or not.
         counter = every if count is None or kernel.name.startswith("standard_") else count
-        visits = kernel.name not in (ROW_STATISTICS.name, ROUND_DQUERY.name, PAIR_CELLS, *SPANS, *WORK)
+        apart = (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, *SPANS, *WORK)
+        visits = kernel.name not in apart
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits))
+        most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most))
     return tuple(costs)
+
+
+def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
+    """Tiles of all query heads as those that rows of heads with the same keys visit together."""
+    rows = shape.group * shape.q_len
+    of_head = ceil(rows / tile_rows(form.block_q, rows))
+    share = of_head / (shape.group * ceil(shape.q_len / form.block_q))
+    edge, full = ceil(tiles.edge * share), ceil(tiles.full * share)
+    total = shape.batch * shape.kv_heads * of_head * ceil(shape.kv_len / form.block_kv)
+    return TileCounts(max(0, total - edge - full), edge, full)
+
+
+def parts_of(kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments) -> Parts:
+    """Into how many parts a call's keys are divided; calls and plans ask here. longest: as of cost_of."""
+    slots = programs_at_once(kernel, form, kernel.sram(x), hardware, parts)
+    if hardware.kind == "cpu":
+        slots = INTERPRETED
+    tile_bytes = x.e * x.bkv * (x.D + x.Du)
+    return divided(int(x.B * x.Hkv * x.nq), longest, slots, tile_bytes, hardware.hbm_bytes_per_second)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..analysis.records import Bounds
 from ..analysis.survey import CELL
 from .cost import l2_bytes_per_second
 from .hardware import Hardware
-from .kernels import LIST_HEAD, LIST_ROOM, PAIR_CELLS
+from .kernels import LIST_HEAD, LIST_ROOM, PAIR_CELLS, SPLIT_KV
 from .plan import KernelPlan, Plan
 from .records import Segment
 
@@ -33,6 +33,7 @@ _GLOSSARY = (
     "n tile pairs visited, nq nkv tiles of a head, v pairs of a query and a key that see each other, k share of "
     "repeated reads that misses {l2} (not shown where 0 or 1)"
 )
+_PARTS = "S parts of a sequence's keys, which programs of their own compute; a tile has rows of all heads of a key head"
 _TIMES = (
     "ms is the launch and the longest of the others, as if these hid behind it: matrix = FLOPs / rate / busy, "
     "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate, exp = exps / rate / busy"
@@ -91,7 +92,8 @@ def explanation(
     parts += ["", _kernel_table(plan, names), "", _time_table(plan, names), "", *_totals(plan, names)]
     for kernel in plan.kernels:
         parts += ["", _stage_table(kernel, names), _formulas(plan, kernel, names)]
-    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in (_GLOSSARY, _TIMES))]
+    splits = (_PARTS,) if any(kernel.name == SPLIT_KV[0].name for kernel in plan.kernels) else ()
+    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in (_GLOSSARY, *splits, _TIMES))]
     if plan.notes:
         parts += ["", Text("Notes", style="bold"), *(Text(f"- {note}") for note in plan.notes)]
     return Group(*parts)
@@ -303,9 +305,11 @@ def _programs_text(kernel: KernelPlan) -> str:
 
 def _tiles_text(plan: Plan, kernel: KernelPlan) -> str:
     tiles = kernel.tiles
-    total = plan.shape.batch * plan.shape.heads * kernel.letters["nq"] * kernel.letters["nkv"]
+    grouped = kernel.code.kernel in SPLIT_KV
+    heads = plan.shape.kv_heads if grouped else plan.shape.heads
+    total = plan.shape.batch * heads * kernel.letters["nq"] * kernel.letters["nkv"]
     classes = f"{tiles.empty:,} empty + {tiles.edge:,} edge + {tiles.full:,} full"
-    return f"B*Hq*nq*nkv = {total:,} = {classes}; visited n = {tiles.visited:,}"
+    return f"B*{'Hkv' if grouped else 'Hq'}*nq*nkv = {total:,} = {classes}; visited n = {tiles.visited:,}"
 
 
 def _letters_text(kernel: KernelPlan, formulas: str) -> str:

@@ -52,6 +52,10 @@ class Tiling:
         """Queries for which tiles are measured together."""
         return self.block_q
 
+    def of_rows(self, rows: int) -> Tiling:
+        """The same for tiles of fewer queries."""
+        return replace(self, block_q=rows)
+
     def sram(self, kernel: Kernel) -> Formula:
         return kernel.sram
 
@@ -73,7 +77,7 @@ class Tiling:
         scores = self.block_q * self.block_kv
         qk_columns, v_columns = parts.qk_columns, parts.v_columns
         match kernel.name:
-            case "flash_forward" | "streaming_forward":
+            case "flash_forward" | "split_forward" | "streaming_forward":
                 kept = self.block_q * v_columns + scores * 3 // 2  # scores, and P in half the width
             case "flash_dquery":
                 kept = self.block_q * qk_columns + scores * 5 // 2  # S, dP, dS in half the width

@@ -23,12 +23,13 @@ from ..analysis.survey import CELL
 from .signature import Direction, SequenceKind
 
 Bound = Literal["matrix", "memory", "L2", "exp", "latency"]
-Algorithm = Literal["standard", "streaming", "flash"]
+Algorithm = Literal["standard", "streaming", "flash", "split_kv"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 
 _READ_PAIRS = frozenset(
     {
         "flash_forward",
+        "split_forward",
         "flash_dquery",
         "flash_dkey_dvalue",
         "streaming_forward",
@@ -71,6 +72,8 @@ class Sizes:
     k: float  # share of repeated reads and writes that reaches HBM: 1 without an L2
     j: float  # the same of reads by neighbours that run at the same time: 0 with an L2 of any size, 1 without
     w: float  # 1 where the score is not linear in q.k, so that its derivative needs q.k; else 0
+    S: float = 1  # parts of the keys that are computed apart
+    d: float = 0  # 1 where these are joined by another kernel, else 0
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -302,6 +305,30 @@ def pair_sums_flops(x: Sizes) -> float:
 
 def diagonal_programs(x: Sizes) -> float:
     return x.B * x.Hq * (x.nq + x.nkv - 1)
+
+
+# -- split-KV: Flash-Decoding (Dao, Haziza, Massa and Sizov 2023) ----------------------------------------------------
+def split_programs(x: Sizes) -> float:
+    """Tiles of the rows that share a key head, and parts of the keys."""
+    return x.B * x.Hkv * x.nq * x.S
+
+
+def row_programs(x: Sizes) -> float:
+    """One a row, where there is something to join."""
+    return x.d * x.B * x.Hq * x.L
+
+
+def parts_bytes(x: Sizes) -> float:
+    """An output and a log-sum-exp of each part, float32."""
+    return x.d * x.S * ROW_STATISTIC * x.B * x.Hq * x.L * (x.Dv + 1)
+
+
+def split_written(x: Sizes) -> float:
+    return parts_bytes(x) + (1 - x.d) * (output_bytes(x) + row_bytes(x))
+
+
+def joined_written(x: Sizes) -> float:
+    return x.d * (output_bytes(x) + row_bytes(x))
 
 
 # -- streaming: FlashAttention, arXiv 2205.14135, algorithms 1 and 4 -------------------------------------------------
@@ -544,6 +571,7 @@ _OVER_KEYS, _OVER_QUERIES = "the key tiles that its queries see", "the query til
 _ALL_KEYS, _ALL_QUERIES = "all key tiles", "all query tiles"
 _SWEEPS = "key tiles, and for each of them the query tiles that see it"
 _ONE_TILE, _ROWS = "nothing: one tile of scores", "its rows"
+_OWN_PART, _PARTS = "its part of the key tiles that its rows see", "the parts of its row"
 _SHARING, _DIAGONAL = "the heads that read what its tile of pairs reads", "the tiles of its diagonal"
 
 ROW_STATISTICS = Kernel(
@@ -563,6 +591,16 @@ FLASH = (
     Kernel(
         "flash_dkey_dvalue", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, flash_dkey_dvalue_sram,
         flash_dkey_dvalue_read, key_value_bytes, flash_dkey_dvalue_flops, score_count, _QUERIES,
+    ),
+)  # fmt: skip
+SPLIT_KV = (
+    Kernel(
+        "split_forward", "forward", "forward", "kv", _OWN_PART, split_programs, flash_forward_sram,
+        flash_forward_read, split_written, forward_flops, forward_exps, _KEYS,
+    ),
+    Kernel(
+        "join_parts", "forward", "forward", "kv", _PARTS, row_programs, none,
+        parts_bytes, joined_written, none, none, _KEYS, "split_forward",
     ),
 )  # fmt: skip
 # What sums the gradients of reads of pairs, after the others (tables.py)
@@ -626,7 +664,9 @@ STANDARD = (
         standard_dkey_read, key_bytes, score_flops, none, _QUERY,
     ),
 )  # fmt: skip
-KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {"flash": FLASH, "streaming": STREAMING, "standard": STANDARD}
+KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {
+    "flash": FLASH, "split_kv": SPLIT_KV, "streaming": STREAMING, "standard": STANDARD,
+}  # fmt: skip
 
 # The cpu target: queries outer in both directions, five products in one backward pass.
 CPU_FLASH = (
@@ -661,7 +701,7 @@ MEASURES = (*SPANS, *LISTS, PAIR_CELLS)
 LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
 CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
 LIST_HEAD = 4  # numbers before the tiles of a list
-_VISITORS = (FLASH[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
+_VISITORS = (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
 _A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
@@ -745,13 +785,17 @@ def cells_kernel(direction: Direction, measuring: Measuring) -> Kernel:
 def with_measuring(
     kernels: Sequence[Kernel], measuring: Measuring | None, sequences: SequenceKind = "dense"
 ) -> list[Kernel]:
-    """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is."""
-    if measuring is None or not any(kernel in _VISITORS for kernel in kernels):
+    """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is.
+
+    Few queries, whose keys are divided, do not visit lists: they look at what positions leave over.
+    """
+    lists = measuring is not None and measuring.source == "lists"
+    if measuring is None or (lists and SPLIT_KV[0] in kernels) or not any(kernel in _VISITORS for kernel in kernels):
         return list(kernels)
     found: list[Kernel] = []
     if measuring.by_pair and sequences != "packed":
         found.append(cells_kernel(kernels[0].direction, measuring))
-    make = lists_kernel if measuring.source == "lists" else spans_kernel
+    make = lists_kernel if lists else spans_kernel
     for kernel in kernels:
         if kernel in _VISITORS:
             found.append(make(kernel.axis, kernel.direction, kernel.slot, measuring))
@@ -773,7 +817,8 @@ def work_kernel(follows: str, side: Literal["q", "kv"] | None = None) -> Kernel:
     """
     visitor = next(k for k in (*FLASH, HOPPER_BACKWARD) if k.name == follows)
     owns_queries = visitor.axis == "kv" if side is None else side == "q"
-    name, axis = (WORK[0], "kv") if owns_queries else (WORK[1], "q")
+    name = WORK[0] if owns_queries else WORK[1]
+    axis: Axis = "kv" if owns_queries else "q"
 
     def programs(x: Sizes) -> float:
         return x.B

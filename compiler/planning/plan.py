@@ -16,10 +16,10 @@ from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
-from .cost import CountTiles, KernelCost, Times, busy_share, predict
+from .cost import CountLongest, CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import LISTS, PAIR_CELLS, SPANS, Bound, Formula, Kernel, Sizes, traffic
+from .kernels import LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -99,7 +99,8 @@ def code_plan(
             own, words, form = measured_by, "", Tiling(CELL, CELL, CELLS_WARPS, 1)
         elif form is None:
             name = _VISITORS[kernel.direction, kernel.axis]
-            visitor = schedule.form(name if name in schedule.kernels else _ONE_PASS)
+            others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
+            visitor = schedule.form(next(others))
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
@@ -259,6 +260,7 @@ def make_plan(
     traits: Traits,
     *,
     count: CountTiles | None = None,
+    longest: CountLongest | None = None,
     notes: tuple[str, ...] = (),
     visible: VisiblePairs | None = None,
 ) -> Plan:
@@ -266,17 +268,19 @@ def make_plan(
 
     visible: pairs that see each other, for the useful part of the work.
     count: tiles of the whole problem by class, see cost.CountTiles; where not given, every tile is visited.
+    longest: those of the last queries of a sequence with all rows, by which keys are divided.
     notes: what `explain` should say besides, such as why another target was not chosen.
     """
     kernels = [k for code in codes for k in code.kernels]
     costs = [
         cost for code in codes
         for cost in predict(
-            shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count
+            shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest
         )
     ]  # fmt: skip
     pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
-    plans = tuple(_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
+    found = (_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
+    plans = tuple(k for k in found if k.programs.value or k.code.kernel not in SPLIT_KV)  # where parts are to be joined
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
 
 
@@ -306,7 +310,7 @@ def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int, visible: V
         flops=quantity(kernel.flops),
         useful=useful,
         exps=quantity(kernel.exps),
-        letters={name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k")},
+        letters={name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S")},
         at_once=cost.at_once,
         times=cost.times,
     )

@@ -10,6 +10,14 @@ SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
 
 
+FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its tiles by the rows that they do not have
+
+
+def has_few(direction: Direction, sequences: SequenceKind, q_len: int) -> bool:
+    """Whether a forward has few queries a sequence; of packed ones the host does not know."""
+    return direction == "forward" and sequences != "packed" and q_len <= FEW_QUERIES
+
+
 @dataclass(frozen=True)
 class Dtypes:
     """Names of dtypes: "bf16", "fp16", "fp32", "fp64"."""
@@ -48,6 +56,7 @@ class Signature:
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
     atomics: bool = False  # of a backward: gradients of operands may be summed in any order
+    few: bool = False  # of a forward: at most FEW_QUERIES, for which keys are divided where a target can
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
 
     @property
@@ -65,7 +74,7 @@ class Signature:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""
         w = self.widths
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
-        wide = " wide" if self.wide else ""
+        wide = (" few" if self.few else "") + (" wide" if self.wide else "")
         repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""
         return (
             f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"

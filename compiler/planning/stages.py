@@ -150,6 +150,26 @@ def _flash_forward(t: Tiles) -> list[Stage]:
     ]
 
 
+def _split_forward(t: Tiles) -> list[Stage]:
+    """As of flash, of a part of the keys and of rows of all heads that share them."""
+    found = {stage.key: stage for stage in _flash_forward(t)}
+    rows = f"Q tile [up to {t.q}, {_columns(t.parts.qk)}], rows of all queries and heads that share the keys"
+    parts = f"{t.results}; of one part of several: O / sum and lse, float32"
+    return [
+        _load("query", rows, _ONCE),
+        *(found[key] for key in found if key not in ("load query", "store output")),
+        _store("output", parts),
+    ]
+
+
+def _join_parts(t: Tiles) -> list[Stage]:
+    return [
+        _load("parts", "O and lse of each part of the row's keys, float32", _ONCE, "HBM -> registers"),
+        _compute("output", "O = sum(O of a part * exp(its lse - max)), and of these factors the sum", _ONCE),
+        _store("output", f"O / sum, lse = max + log(sum){t.sink_text}"),
+    ]
+
+
 def _hopper_flash_forward(t: Tiles) -> list[Stage]:
     """A persistent program: one producer warp loads, warpgroups of ROWS_OF_A_WARPGROUP rows compute."""
     consumers = f"{t.q // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} rows"
@@ -626,6 +646,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "query_work"): _query_work,
     ("", "key_work"): _key_work,
     ("", "flash_forward"): _flash_forward,
+    ("", "split_forward"): _split_forward,
+    ("", "join_parts"): _join_parts,
     ("hopper", "flash_forward"): _hopper_flash_forward,
     ("", "row_statistics"): _row_statistics,
     ("hopper", "row_statistics"): _hopper_row_statistics,

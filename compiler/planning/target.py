@@ -46,6 +46,7 @@ class Partition(NamedTuple):
 
     splits: int = 1  # parts of the keys that are computed apart and joined
     mode: object = None  # what of these tensors a launcher's code depends on: alignment, widths of integers
+    least: int = 1  # tiles of keys that a part has at least
     known: frozenset[str] = frozenset()  # kernels whose results lie in the workspace already
 
 
@@ -84,6 +85,8 @@ class CallTensors(Protocol):
     def ragged(self) -> RaggedRows | None: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def kv_rows(self) -> int: ...
     @property
     def keys(self) -> list[Tensor]: ...
     @property

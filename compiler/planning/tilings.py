@@ -15,7 +15,7 @@ from ..analysis.records import Traits
 from .cost import cost_of, dense_counts, sram_bytes
 from .forms import Tiling
 from .hardware import Hardware
-from .kernels import Algorithm, Kernel, Slot
+from .kernels import SPLIT_KV, Algorithm, Kernel, Slot
 from .records import Shape
 from .segments import Segments
 
@@ -130,6 +130,34 @@ def square_tilings(
     if not found:
         raise _nothing_fits(kernel, shape, hardware, parts, traits)
     return found
+
+
+# Tilings of split_forward: rows of a tile at the most, and tiles of keys that keep many bytes on their way.
+_SPLIT = {
+    64: (Tiling(64, 128, 4, 4), Tiling(64, 64, 4, 4)),
+    128: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 4), Tiling(64, 128, 4, 3), Tiling(64, 32, 4, 4)),
+    256: (Tiling(64, 32, 4, 3), Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 3)),
+    1024: (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2), Tiling(64, 16, 8, 2), Tiling(32, 32, 8, 2)),
+}
+_SPLIT_32 = (Tiling(16, 32, 4, 2), Tiling(16, 32, 8, 1), Tiling(16, 16, 8, 1))
+
+
+def split_tilings(
+    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits
+) -> list[Tiling]:  # fmt: skip
+    """Those of split_forward, the one to use first."""
+    kernel = SPLIT_KV[0]  # what joins parts follows it
+    width = max(parts.qk_columns, parts.v_columns)
+    table = next((row for most, row in _SPLIT.items() if width <= most), _SPLIT[1024])
+    if shape.dtype in ("fp32", "fp64"):
+        table = _SPLIT_32
+    if hardware.kind == "hip":  # one buffer is loaded ahead
+        table = tuple(dict.fromkeys(Tiling(t.block_q, t.block_kv, t.num_warps, min(t.num_stages, 2)) for t in table))
+    found = [t for t in table if fits(kernel, t, nominal(shape), hardware, parts, traits)]
+    found += [t for t in _ranked(kernel, nominal(shape), hardware, parts, traits) if t.block_q <= 64 and t not in found]
+    if not found:
+        raise _nothing_fits(kernel, shape, hardware, parts, traits)
+    return found[:_ALTERNATIVES]
 
 
 def nominal(shape: Shape) -> Shape:

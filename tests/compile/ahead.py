@@ -28,7 +28,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import Hardware, by_name
 from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
-from weft.compiler.planning.signature import SequenceKind
+from weft.compiler.planning.signature import SequenceKind, has_few
 from weft.ir.attention import Attention
 from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed, Paged
 from weft.runtime.driver import Compiled, compile_kernels
@@ -133,14 +133,15 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
-    sequences: SequenceKind = "dense", page: int = 16,
+    sequences: SequenceKind = "dense", page: int = 16, q_len: int = 256, heads: int = 2,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
     sequences: of the call; others than "dense" ones are bottom right, and "paged" ones have pages of `page` rows.
     """
-    sizes = weft.shape(heads=2, q_len=256, head_dim=head_dim, value_dim=value_dim or head_dim, dtype=dtype)
+    widths = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
+    sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
     machine = by_name(device)
     plan = variant.plan(sizes, device=device, target=target, schedule=schedule, deterministic=deterministic)
     signature = plan.code(direction).signature
@@ -149,7 +150,8 @@ def compiled(
     if isinstance(q_offset, Tensor):
         signature = replace(signature, offset="per_row")
     if sequences != "dense":
-        signature = replace(signature, sequences=sequences, offset="bottom_right")
+        few = has_few(direction, sequences, q_len)
+        signature = replace(signature, sequences=sequences, offset="bottom_right", few=few)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
         kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset, page)}
@@ -160,7 +162,8 @@ def launched(
     made: Compiled, variant: Attention, sizes: Shape, q_offset: int | Tensor = 0, page: int = 16
 ) -> list[Compilation]:
     """The kernels of one call, in order."""
-    query, key, value, out, dout = _rows(sizes, 5)
+    query, out, dout = _rows(sizes, 3)
+    key, value = _rows(replace(sizes, heads=sizes.kv_heads, q_len=256), 2)
     lse, dlse = torch.empty(query.shape[:3]), torch.empty(query.shape[:3])
     lens = torch.zeros(query.shape[0] + 1, dtype=torch.int32)
     table = torch.zeros(query.shape[0], 2, dtype=torch.int32)

@@ -130,7 +130,7 @@ def test_targets_and_schedules():
         CAUSAL(q, k, v, target="triton")
     with pytest.raises(weft.UnavailableError, match=r"interpret: .* computes fp32 and fp16 correctly, not bf16"):
         CAUSAL(*qkv(dtype=torch.bfloat16), target="interpret")
-    with pytest.raises(WeftError, match=r"schedule: expected standard, streaming, flash, or text like"):
+    with pytest.raises(WeftError, match=r"schedule: expected standard, streaming, flash, split_kv, or text like"):
         CAUSAL(q, k, v, schedule="fast")
     with pytest.raises(WeftError, match=r"hardware: .*h900|h900"):
         CAUSAL.plan(weft.shape(heads=1, q_len=8, head_dim=64), device="h900")

@@ -386,7 +386,10 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["--mask", "True", "--device", "abacus"], "--device: expected one of a100, .*, got 'abacus'"),
         (["--mask", "True", "--target", "abacus"], "Invalid value for '--target'"),
         (["--mask", "True", "--schedule", "abacus"], "abacus"),
-        (["--mask", "True", "--schedule", "flash/cpu/64x64"], "expected standard, streaming, flash, or text like"),
+        (
+            ["--mask", "True", "--schedule", "flash/cpu/64x64"],
+            "expected standard, streaming, flash, split_kv, or text like",
+        ),
         (["--mask", "True", "--schedule", "flash/dquery=triton:64x64w4s2"], "expected kernels among .*, got dquery"),
         (
             ["--mask", "True", "--device", "h100", "--target", "triton", "--schedule", "flash/flash_forward=cpu:64x64"],

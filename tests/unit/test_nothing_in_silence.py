@@ -134,7 +134,7 @@ def test_pictures(given: Mapping[str, Any], match: str) -> None:
         ({"target": False}, "causal: target: expected hopper, triton, interpret, cpu or None, got False"),
         ({"schedule": []}, r"causal: schedule: expected a name such as 'flash', .* got \[\]"),
         ({"schedule": 3}, "causal: schedule: expected a name such as 'flash', .* got 3"),
-        ({"schedule": ""}, "schedule: expected standard, streaming, flash, or text like"),
+        ({"schedule": ""}, "schedule: expected standard, streaming, flash, split_kv, or text like"),
         ({"q_offset": True}, r"q_offset: expected an int or an int32 tensor \[1\], got True"),
         ({"q_offset": 1.0}, r"q_offset: expected an int or an int32 tensor \[1\], got 1.0"),
         ({"q_offset": [1]}, r"q_offset: expected an int or an int32 tensor \[1\], got \[1\]"),

@@ -20,7 +20,7 @@ from weft.compiler.analysis.records import Traits
 from weft.compiler.planning.cost import sram_bytes
 from weft.compiler.planning.forms import CpuForm, Form, HopperForm, Tiling, check_tiling, parse_form
 from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
-from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS
+from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, SPLIT_KV
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, EXAMPLE, Schedule, asked, parse_schedule
 from weft.compiler.planning.segments import for_heads, for_latent
@@ -69,9 +69,11 @@ def test_every_choice_fits_sram(hardware, algorithm) -> None:
         for dtype in ("bf16", "fp32"):
             sizes = shape(width, dtype)
             found = chosen(sizes, hardware, "triton", algorithm)
-            assert [*found.kernels] == [kernel.name for kernel in KERNELS[algorithm]]
-            for kernel in KERNELS[algorithm]:
-                needed = sram_bytes(kernel, found.form(kernel.name), sizes, hardware, for_heads(width, width))
+            kernels = (*SPLIT_KV, *FLASH[1:]) if algorithm == "split_kv" else KERNELS[algorithm]
+            assert [*found.kernels] == [kernel.name for kernel in kernels if not kernel.follows]
+            for kernel in kernels:
+                form = found.form(kernel.follows or kernel.name)
+                needed = sram_bytes(kernel, form, sizes, hardware, for_heads(width, width))
                 assert needed <= hardware.sram_per_block, (kernel.name, width, dtype)
 
 
@@ -267,7 +269,8 @@ def test_the_text_of_a_choice_can_be_asked_for_with_its_target(target, algorithm
 )  # fmt: skip
 def test_other_text_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(
-        WeftError, match=r"schedule: expected standard, streaming, flash, or text like 'flash/flash_forward=triton:128"
+        WeftError,
+        match=r"schedule: expected standard, streaming, flash, split_kv, or text like 'flash/flash_forward=",
     ):
         parse_schedule(text)
 

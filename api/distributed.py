@@ -1,0 +1,203 @@
+"""Calls on DTensors: each process computes the batch rows and the heads that it holds, and nothing is sent.
+
+Tensor parallel layers shard heads, data parallel ones the batch. Which operand goes along with which is read off the
+variant: `slopes[head]` is sharded like the heads of the query, `bias[batch, kv_pos]` like its batch rows, and what all
+read alike is replicated, its gradient being summed over processes. A sharded sequence wants another algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .ir.attention import Attention
+from .ir.errors import WeftError
+from .ir.expr import Expr, Load, Symbol, TensorOperand
+from .ir.walk import children
+from .runtime.lengths import Options
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+BATCH, HEADS = "batch", "head"  # what a dimension of the mesh divides, by the symbol that counts it
+_DIMENSIONS = {0: BATCH, 1: HEADS}  # of operands [B, H, length, dim]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor."""
+    if type(tensor) is Tensor or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # lazy: takes a second to import
+
+    return isinstance(tensor, DTensor)
+
+
+def of_shards(
+    attention: Attention, compute: Callable[..., Any], main: Mapping[str, Tensor | None], operands: Mapping[str, Any],
+    q_offset: int | Tensor | None, lengths: Options | None,
+) -> Any:  # fmt: skip
+    """out, or (out, lse), of a call on DTensors, sharded as the query is.
+
+    main: query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv] and the rotary share of keys [B, 1, T, R].
+    compute: the call on local tensors, of (main, operands, q_offset, lengths). Raises WeftError where a shard by itself
+    would compute something else.
+    """
+    query = main["query"]
+    assert query is not None
+    call = _Shards(attention, query, main["key"])  # type: ignore[arg-type]
+    local = {n: None if t is None else call.local(t, call.of_main(n, t), n) for n, t in main.items()}
+    tensors = {p.name for p in attention.parameters if isinstance(p, TensorOperand)}
+    own = {
+        n: call.local(t, call.of_operand(n), n) if n in tensors and isinstance(t, Tensor) else t
+        for n, t in operands.items()
+    }
+    if isinstance(q_offset, Tensor):
+        q_offset = call.local(q_offset, call.of_rows(), "q_offset")
+    if lengths is not None:
+        lengths = call.lengths(lengths)
+    found = compute(local, own, q_offset, lengths)
+    return tuple(map(call.whole, found)) if isinstance(found, tuple) else call.whole(found)
+
+
+class _Shards:
+    """How one call is divided: `divided` says what each dimension of the mesh divides, BATCH, HEADS or nothing."""
+
+    def __init__(self, attention: Attention, query: DTensor, key: Tensor) -> None:
+        from torch.distributed.tensor import Partial, Replicate, Shard  # lazy: as above
+
+        self.partial, self.replicate, self.shard = Partial, Replicate, Shard
+        self.attention, self.mesh = attention, query.device_mesh
+        self.placements = [Replicate() if p.is_partial() else p for p in query.placements]
+        self.heads, self.kv_heads = query.shape[1], key.shape[1]
+        self.divided = [self._divides(p) for p in self.placements]
+        for what, size in ((BATCH, query.shape[0]), (HEADS, self.heads)):
+            self._check(what, size)
+        self.reads = _reads(attention)
+        self._check_symbols()
+
+    def _refuse(self, text: str) -> WeftError:
+        return WeftError(f"{self.attention.name}: {text}")
+
+    def _divides(self, placement: Any) -> str | None:
+        if placement.is_replicate():
+            return None
+        if type(placement) is not self.shard or placement.dim not in _DIMENSIONS:
+            raise self._refuse(
+                "query: expected a DTensor that is replicated, or sharded by batch (Shard(0)) or heads (Shard(1)), got "
+                f"{placement}: attention along a sharded sequence is another algorithm; redistribute it"
+            )
+        return _DIMENSIONS[placement.dim]
+
+    def _parts(self, what: str) -> int:
+        """Into how many shards."""
+        return int(torch.tensor([self.mesh.size(n) for n, d in enumerate(self.divided) if d == what]).prod())
+
+    def _check(self, what: str, size: int) -> None:
+        parts = self._parts(what)
+        if size % parts:
+            raise self._refuse(f"query: expected a number of {'heads' if what == HEADS else 'batch rows'} that {parts} "
+                               f"shards divide, got {size}")  # fmt: skip
+        if what == HEADS and self.kv_heads % parts and self.kv_heads != 1:
+            raise self._refuse(f"key: expected one head, or a number that {parts} shards divide, got {self.kv_heads}")
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether all shards of heads have the one head of the keys."""
+        return self.kv_heads == 1 and self._parts(HEADS) > 1
+
+    def _check_symbols(self) -> None:
+        """A shard counts batch rows and heads from 0: what a variant computes of their numbers would differ."""
+        used = {n.name for n in self.reads.values() if isinstance(n, Symbol)}
+        bad = (used & {"batch"} if self._parts(BATCH) > 1 else set()) | (
+            used & ({"head", "group"} if self.shares_keys else {"head", "kv_head"}) if self._parts(HEADS) > 1 else set()
+        )
+        if bad:
+            raise self._refuse(
+                f"{', '.join(sorted(bad))}: a shard counts from 0, so that what is computed of it would differ; read a "
+                "tensor at it instead, as in table[head], or call on local tensors"
+            )
+        if self.attention.drops and any(self.divided):
+            raise self._refuse(
+                "dropout: which weights are dropped follows from batch row and head, which a shard counts from 0; "
+                "call on local tensors (to_local()) with a seed of each process"
+            )
+
+    # -- placements ----------------------------------------------------------------------------------------------------
+    def of_main(self, name: str, tensor: Tensor) -> list[int | None]:
+        """The dimension of a tensor that each dimension of the mesh divides."""
+        lone = name != "query" and tensor.shape[1] == 1
+        return [None if d is None or (d == HEADS and lone and self._parts(HEADS) > 1) else [BATCH, HEADS].index(d)
+                for d in self.divided]  # fmt: skip
+
+    def of_rows(self) -> list[int | None]:
+        """The same of one number for each batch row."""
+        return [0 if d == BATCH else None for d in self.divided]
+
+    def of_operand(self, name: str) -> list[int | None]:
+        """The same of an operand of the variant's own, by the symbols that it is read at."""
+        return [None if d is None else self._read_at(name, d) for d in self.divided]
+
+    def _read_at(self, name: str, what: str) -> int | None:
+        counts = {what} if what == BATCH else {HEADS} if self.shares_keys else {HEADS, "kv_head"}
+        places = {
+            tuple(n for n, index in enumerate(load.index) if isinstance(index, Symbol) and index.name in counts)
+            for load in self.reads.values()
+            if isinstance(load, Load) and load.tensor.name == name
+        }  # fmt: skip
+        if places == {()} or not places:
+            return None
+        if len(places) > 1 or len(found := next(iter(places))) != 1:
+            raise self._refuse(f"{name}: expected one dimension that is read at {what} wherever it is read")
+        return found[0]
+
+    # -- tensors -------------------------------------------------------------------------------------------------------
+    def local(self, tensor: Tensor, dims: list[int | None], name: str) -> Tensor:
+        """This process's part; the gradient of what is replicated is summed over the shards that read it."""
+        from torch.distributed.tensor import DTensor  # lazy: as above
+
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self.mesh, [self.replicate()] * self.mesh.ndim, run_check=False)
+        if tensor.device_mesh != self.mesh:
+            raise self._refuse(f"{name}: expected the device mesh of query, {self.mesh}, got {tensor.device_mesh}")
+        placements = [self.replicate() if dim is None else self.shard(dim) for dim in dims]
+        summed = [
+            self.partial() if dim is None and what is not None else placement
+            for dim, what, placement in zip(dims, self.divided, placements)
+        ]
+        return tensor.redistribute(self.mesh, placements).to_local(grad_placements=summed)
+
+    def lengths(self, lengths: Options) -> Options:
+        q_lens, kv_lens, cu_q, cu_kv, table = lengths
+        if table is not None:
+            raise self._refuse("block_table: pages of DTensors are not read; call on local tensors (to_local())")
+        rows = [None if t is None else self.local(t, self.of_rows(), "q_lens, kv_lens") for t in (q_lens, kv_lens)]
+        none: list[int | None] = [None] * self.mesh.ndim
+        starts = [None if t is None else self.local(t, none, "cu_seqlens") for t in (cu_q, cu_kv)]
+        return rows[0], rows[1], starts[0], starts[1], None
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The DTensor of which this process has computed its part."""
+        from torch.distributed.tensor import DTensor  # lazy: as above
+
+        return DTensor.from_local(part, self.mesh, self.placements, run_check=False)
+
+
+def _reads(attention: Attention) -> dict[str, Expr]:
+    """By text: loads, and symbols that are used other than as an index by themselves."""
+    return {n.text: n for part in attention.expressions for n in _uses(part)}
+
+
+def _uses(node: Expr) -> Iterator[Expr]:
+    if isinstance(node, Symbol):
+        yield node
+    elif isinstance(node, Load):
+        yield node
+        for index in node.index:
+            if not isinstance(index, Symbol) or index.name == "group":
+                yield from _uses(index)
+    else:
+        for child in children(node):
+            yield from _uses(child)

@@ -1,0 +1,157 @@
+"""Launches of split-KV kernels: how a call's keys are divided, and the parts between the two kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...compiler.analysis.facts import Facts
+from ...compiler.planning.cost import parts_of, sizes_of
+from ...compiler.planning.forms import Tiling
+from ...compiler.planning.hardware import Hardware, for_device
+from ...compiler.planning.kernels import SPANS, SPLIT_KV, Kernel
+from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.records import Shape
+from ...compiler.planning.splits import Parts, longest_visits, tile_rows
+from ...compiler.planning.target import CallTensors, Named, Partition, Place
+from ...ir.walk import scalars
+from .triton_launcher import Mode, TritonLauncher, flat_place
+
+SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
+
+
+class SplitLauncher(TritonLauncher):
+    """A forward of two kernels, of which the second is launched where there is something to join."""
+
+    numbers = TritonLauncher.numbers | {"division", "n_parts", "least_tiles"}
+
+    def __init__(
+        self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
+    ) -> None:
+        super().__init__(modules, code, facts, device, interprets)
+        self.tools = {"divide": self._divide}
+        self._ways: list[Callable[[Any], Any]] = []  # the shortest ways, of one mode each
+        self._known: dict[tuple[object, ...], Parts] = {}
+        read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
+        self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
+
+    # -- one call ------------------------------------------------------------------------------------------------------
+    def partition(self, call: CallTensors, results: Named) -> Partition:
+        found = super().partition(call, results)
+        mode = found.mode
+        assert isinstance(mode, Mode)
+        (batches, heads, q_len, _), kv_heads = call.query.shape, call.key.shape[1]
+        most = self.form(SPLIT, mode.aligned).block_q
+        mode = mode._replace(rows=tile_rows(most, heads // kv_heads * q_len))
+        offset = None if call.ragged is not None else call.q_offset
+        known = offset if isinstance(offset, int) else None
+        parts = self._divide(batches, heads, kv_heads, q_len, call.kv_rows, known, call.operands)
+        return Partition(parts.parts, mode, parts.tiles)
+
+    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
+        batches, heads, q_len, _ = call.query.shape
+        n_parts = partition.splits
+        rows = n_parts * batches * heads * q_len if n_parts > 1 else 1
+        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(self._statistics * rows)}
+        return super().workspace(call, results, partition) | places
+
+    @property
+    def _width(self) -> int:
+        return sum(s.width for s in self.code.segments.v)
+
+    @property
+    def _statistics(self) -> int:
+        return 2 if self.shifts else 1
+
+    def _divided(self, partition: Partition) -> dict[str, Any]:
+        return {"n_parts": partition.splits, "least_tiles": partition.least}
+
+    # -- how keys are divided ------------------------------------------------------------------------------------------
+    def _machine(self) -> Hardware:
+        return for_device("cpu" if self.interprets else torch.device("cuda", self.device))
+
+    def _divide(
+        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | None,
+        operands: Mapping[str, Any],
+    ) -> Parts:  # fmt: skip
+        """By sizes and scalars that the host knows. Lengths count up to a 32nd, so that a cache that grows by a token
+        does not ask anew."""
+        step = 1 << max(kv_len.bit_length() - 6, 4)
+        rounded = -(-kv_len // step) * step
+        short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
+        numbers = tuple([operands[name] for name in self._numbers])
+        key = (batches, heads, kv_heads, q_len, rounded, short, *numbers)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= 4096:
+                self._known.clear()
+            found = self._known[key] = self._parts(batches, heads, kv_heads, q_len, rounded, short, numbers)
+        return found
+
+    def _parts(
+        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, numbers: Sequence[float]
+    ) -> Parts:
+        signature, machine, kernel = self.code.signature, self._machine(), SPLIT_KV[0]
+        form, widths = self.form(SPLIT, True), signature.widths
+        shape = Shape(batches, heads, kv_heads, q_len, kv_len, widths.head_dim, widths.value_dim, signature.dtype)
+        offset = kv_len - q_len - short
+        env = {"head_dim": widths.head_dim, **dict(zip(self._numbers, numbers))}
+        longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
+        narrow = form.of_rows(tile_rows(form.block_q, shape.group * q_len))
+        sizes = sizes_of(kernel, narrow, shape, machine, self.code.segments, 1, self.facts.traits)
+        return parts_of(kernel, narrow, sizes, longest, machine, self.code.segments)
+
+    # -- what is prepared ----------------------------------------------------------------------------------------------
+    def _go_directly(self, mode: Mode, *prepared: Any) -> None:
+        super()._go_directly(mode, *prepared)
+        ways = self._ways
+        ways.append(self.direct)
+        if len(ways) > 1:
+            self.direct = lambda call: next((found for way in ways if (found := way(call)) is not None), None)
+
+    def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
+        rows, most = "heads // kv_heads * q_len", self.form(SPLIT, mode.aligned).block_q
+        conditions = super()._conditions(mode, lengths)
+        if mode.rows > 16:
+            conditions.append(f"{rows} > {mode.rows // 2}")
+        if mode.rows < most:
+            conditions.append(f"{rows} <= {mode.rows}")
+        return conditions
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        kv_len = "table.shape[1] * kv_len" if self.sequences == "paged" else "kv_len"
+        offset = "q_offset" if self.sequences == "dense" and self._has_number(mode) else "None"
+        rows = "(n_parts * batches * heads * q_len if n_parts > 1 else 1)"
+        return super()._made(mode) | {
+            "division": f"divide(batches, heads, kv_heads, q_len, {kv_len}, {offset}, call.operands)",
+            "n_parts": "division[0]",
+            "least_tiles": "division[1]",
+            "part_out": f"empty(({rows}, {self._width}), ({self._width}, 1), float32)",
+            "part_lse": f"empty(({self._statistics} * {rows},), (1,), float32)",
+        }
+
+    def _constants(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, object]:
+        constants = super()._constants(kernel, form, mode)
+        if kernel.name in SPANS:
+            return constants
+        return constants | {"BLOCK_Q": mode.rows, "SPAN_Q": form.block_q}
+
+    def form(self, kernel: str, aligned: bool) -> Tiling:
+        """That of the kernel that is joined has a few warps of its own."""
+        found = super().form(SPLIT if kernel == JOIN else kernel, aligned)
+        return replace(found, num_warps=4, num_stages=1) if kernel == JOIN else found
+
+    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        if kernel.name == SPLIT:
+            block = constants["BLOCK_Q"]
+            return f"(heads // kv_heads * q_len + {block} - 1) // {block} * batches * kv_heads * n_parts"
+        if kernel.name == JOIN:
+            return "batches * heads * q_len * (n_parts > 1)"
+        return super()._programs(kernel, constants)
+
+    def _launched_if(self, kernel: Kernel) -> str:
+        return "n_parts > 1" if kernel.name == JOIN else ""

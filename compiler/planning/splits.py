@@ -1,0 +1,69 @@
+"""Into how many parts a split-KV kernel divides the keys of a sequence: decided on the host, from sizes alone.
+
+Lengths on the device only decide where parts begin: each sequence is cut into at most `parts` equal ones of at least
+`tiles` tiles, so that programs have as much to do whatever the lengths are, and no two plans differ in a bit.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...ir.errors import WeftError
+from ..analysis.records import TileProgram
+from ..analysis.tiles import Environment, count_tiles
+
+MOST_PARTS = 128
+START = 2.0e-6  # seconds that a program takes before its first tile is there, and after its last
+JOINING = 4.0e-6  # seconds of the kernel that joins parts, besides its bytes
+LONE = 4 / 3  # times its share of the bandwidth that a program reads where others are idle
+
+
+class Parts(NamedTuple):
+    """The division of one call."""
+
+    parts: int  # of a sequence, at the most; 1: nothing is to be joined
+    tiles: int  # of a part, at the least
+
+
+def tile_rows(most: int, rows: int) -> int:
+    """Rows of a tile of queries: as few as hold all that share keys, from 16 on."""
+    return min(most, max(16, 1 << max(rows - 1, 0).bit_length()))
+
+
+def longest_visits(
+    program: TileProgram, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: int | None, env: Environment
+) -> int:  # fmt: skip
+    """Tiles of keys that the last queries of a sequence visit, by positions; all where that takes more to know.
+
+    env: values of scalars, and of head_dim.
+    """
+    rows = min(q_len, block_q)
+    last = None if q_offset is None else q_offset + q_len - rows
+    sizes = {"q_len": rows, "kv_len": kv_len, "block_q": rows, "block_kv": block_kv}
+    try:
+        found = count_tiles(program, **sizes, q_offset=last, env=env)
+    except WeftError:  # it reads tensors
+        return -(-kv_len // block_kv)
+    return found.visited
+
+
+@lru_cache(maxsize=4096)
+def divided(units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float) -> Parts:
+    """The division with the least predicted time.
+
+    units: (sequence, key head, tile of rows). tiles: of keys that the longest of them visits. slots: programs that run
+    together, which share the bandwidth. tile_bytes: of keys and values that a program reads for a tile.
+    """
+    best, least = Parts(1, max(tiles, 1)), float("inf")
+    for parts in range(1, min(MOST_PARTS, max(tiles, 1)) + 1):
+        size = -(-tiles // parts)
+        if parts > 1 and -(-tiles // size) < parts:  # fewer parts are as short
+            continue
+        programs = units * parts
+        sharing = max(min(programs, slots), slots / LONE)
+        waves = -(-programs // slots)
+        seconds = waves * (size * tile_bytes * sharing / bytes_per_second + START) + (JOINING if parts > 1 else 0.0)
+        if seconds < least:
+            best, least = Parts(parts, max(size, 1)), seconds
+    return best

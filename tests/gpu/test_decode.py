@@ -1,0 +1,229 @@
+"""Few queries behind a cache on a GPU: divided keys, pages and latent caches against float64, and under graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import batch, head, kv_pos, masks, q_pos, score
+from weft.runtime.variant import variant_of
+
+from ..support import check_errors, check_variant, poisoned
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+slopes, sinks = weft.tensor("slopes", 1), weft.tensor("sinks", 2)
+doc, pad = weft.tensor("doc", 2, int), weft.tensor("pad", 2)
+ROWS = 1300
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+VARIANTS = {
+    "dense": weft.Attention(name="dense"),
+    "causal": CAUSAL,
+    "window": weft.Attention(mask=masks.sliding_window(200), name="window_of_200"),
+    "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
+    "alibi": weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi"),
+    "factors": weft.Attention(score * slopes[head], masks.causal, name="heated"),
+    "windows by head": weft.Attention(mask=masks.causal & (q_pos - kv_pos < 90 * (head + 1)), name="by_head"),
+    "documents": weft.Attention(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos]), name="documents"),
+    "documents by head": weft.Attention(mask=doc[head, q_pos] >= doc[head, kv_pos], name="documents_by_head"),
+    "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
+    "sink": CAUSAL.replace(sink=sinks[batch, head], name="sunk"),
+    "sigmoid": weft.Attention(mask=masks.causal, normalizer="sigmoid", name="sigmoids"),
+}
+KV_LENS, Q_LENS = [ROWS, 5, 0, 640, 1025], [5, 5, 3, 0, 1]
+
+
+def operands_of(name):
+    given = {
+        "slopes": torch.linspace(-0.3, 0.6, 8), "sinks": torch.randn(5, 8),
+        "doc": (torch.arange(2048) // 450).repeat(8, 1),
+        "pad": torch.where(torch.arange(2048) % 5 == 3, -1e9, 0.0).repeat(5, 1),
+    }  # fmt: skip
+    return {p.name: given[p.name].cuda() for p in VARIANTS[name].parameters}
+
+
+def operands(q_len=5, heads=8, kv_heads=2, dim=128, value_dim=None, dtype=torch.bfloat16):
+    widths = ((heads, q_len, dim), (kv_heads, ROWS, dim), (kv_heads, ROWS, value_dim or dim))
+    return [poisoned((5, *w), dtype, "cuda", blhd=True, seed=n) for n, w in enumerate(widths)]
+
+
+def paged(caches, lens, page, rows_first=True):
+    """The same keys in pools, blocks in any order, NaN behind lengths, and a table with garbage behind them."""
+    pages, pools = -(-ROWS // page), []
+    blocks = torch.randperm(5 * pages, generator=torch.Generator().manual_seed(0)).view(5, pages)
+    for cache in caches:
+        pool = poisoned((5 * pages, cache.shape[1], page, cache.shape[3]), cache.dtype, "cuda", blhd=rows_first)
+        pool.fill_(torch.nan)
+        for b, length in enumerate(lens):
+            for i in range(-(-length // page)):
+                mine = cache[b, :, i * page : min((i + 1) * page, length)]
+                pool[blocks[b, i], :, : mine.shape[1]] = mine
+        pools.append(pool)
+    table = blocks.int()
+    for b, length in enumerate(lens):
+        table[b, -(-length // page) :] = -(2**31)
+    return pools, table.cuda()
+
+
+def check(name, made, lens, page=0, *, rows_first=True, times=3, **options):
+    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    variant, given = VARIANTS[name], operands_of(name)
+    lse = name != "sigmoid"
+    tensors, more = made, {n: torch.tensor(t, device="cuda", dtype=torch.int32) for n, t in lens.items()}
+    shown = dict(more)
+    if page:
+        pools, shown["block_table"] = paged(made[1:], lens["kv_lens"], page, rows_first)
+        tensors = [made[0], *pools]
+    found = [variant(*tensors, **given, **shown, return_lse=lse, **options) for _ in range(times)]
+    results = [found[0]]
+    for dtype in (torch.float64, made[0].dtype):
+        own = {n: v.to(dtype) if v.is_floating_point() and dtype == torch.float64 else v for n, v in given.items()}
+        results.append(variant.reference(*(t.to(dtype) for t in made), **own, **more, return_lse=lse))
+    for label, *three in zip(("out", "lse"), *(r if lse else [r] for r in results)):
+        check_errors(*three, f"{name} {label}")
+    for again in found[1:]:
+        pairs = zip(found[0], again) if lse else [(found[0], again)]
+        assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_masks_scores_sinks_and_normalizers(name):
+    check(name, operands(), {})
+    check(name, operands(1), {"kv_lens": KV_LENS})
+    made = operands()
+    for b, (q_len, kv_len) in enumerate(zip(Q_LENS, KV_LENS)):
+        made[0][b, :, q_len:] = torch.nan
+        made[1][b, :, kv_len:], made[2][b, :, kv_len:] = torch.nan, torch.nan
+    check(name, made, {"q_lens": Q_LENS, "kv_lens": KV_LENS}, 16)
+
+
+@pytest.mark.parametrize("page", [1, 2, 8, 16, 32, 64, 128, 256])
+def test_pages(page):
+    for rows_first in (True, False):
+        check("causal", operands(1), {"kv_lens": KV_LENS}, page, rows_first=rows_first)
+    check("causal", operands(40), {"kv_lens": KV_LENS}, page)  # a chunk of a prompt: the ordinary kernels
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (6, 2), (5, 1), (64, 2)])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 8, 16])
+def test_rows_of_a_group(heads, kv_heads, q_len):
+    made = operands(q_len, heads, kv_heads)
+    check("causal", made, {})
+    check("causal", made, {"kv_lens": KV_LENS}, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(20, 40), (64, 64), (80, 64), (96, 96), (192, 128), (256, 256)])
+def test_widths_and_dtypes(dim, value_dim, dtype):
+    made = operands(3, dim=dim, value_dim=value_dim, dtype=dtype)
+    check("causal", made, {})
+    check("causal", made, {"kv_lens": KV_LENS}, 16)
+
+
+def test_rows_that_are_not_aligned():
+    made = [t[..., 1:] for t in operands(3, dim=65)]
+    check("causal", made, {})
+    check("causal", made, {"kv_lens": KV_LENS}, 64)
+
+
+@pytest.mark.parametrize("offset", [700, [1295, 3, -2, 600, 1024]], ids=["int", "tensor"])
+def test_offsets(offset):
+    offset = torch.tensor(offset, device="cuda", dtype=torch.int32) if isinstance(offset, list) else offset
+    check_variant(CAUSAL, *operands(3), gradients=False, q_offset=offset)
+
+
+def test_gradients_behind_a_divided_forward():
+    check_variant(VARIANTS["sink"], *operands(), operands=operands_of("sink"), differentiate=("sinks",))
+    assert any(
+        r.launcher.code.schedule.algorithm == "split_kv" for r in variant_of(VARIANTS["sink"])._forwards.values()
+    )
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("q_len", [1, 2, 8])
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_latent_caches(page, q_len, heads):
+    torch.manual_seed(3)
+    variant = weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="mla")
+    query = torch.randn(5, heads, q_len, 576, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
+    lens = torch.tensor(KV_LENS, device="cuda", dtype=torch.int32)
+    tensors, given = (query, cache), {"kv_lens": lens}
+    if page:
+        (pool,), table = paged([cache], KV_LENS, page)
+        tensors, given = (query, pool), {"kv_lens": lens, "block_table": table}
+    found = [variant(*tensors, **given, return_lse=True) for _ in range(20)]
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
+    dtypes = (torch.float64, query.dtype)
+    results = [variant.reference(query.to(d), cache.to(d), kv_lens=lens, return_lse=True) for d in dtypes]
+    for label, *three in zip(("out", "lse"), found[0], *results):
+        check_errors(*three, f"latent {label}")
+
+
+@pytest.mark.parametrize("paging", [False, True])
+def test_a_graph_is_replayed_with_other_lengths(paging, no_waiting):
+    """Nothing waits for the device, and no size is taken from what lies there."""
+    query, key, value = operands(1)
+    lens = torch.full((5,), ROWS, device="cuda", dtype=torch.int32)
+    tensors, given = (query, key, value), {"kv_lens": lens}
+    if paging:
+        pools, given["block_table"] = paged((key, value), [ROWS] * 5, 16)
+        tensors = (query, *pools)
+
+    def step():
+        return CAUSAL(*tensors, **given, return_lse=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        with no_waiting():
+            step()
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for other in (KV_LENS, [1] * 5, [0] * 5, [7, 64, 65, 1024, 900], [ROWS] * 5):
+        lens.copy_(torch.tensor(other))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step())), other
+
+
+def test_a_long_cache_beyond_32_bits():
+    """Places in a cache lie 2**31 elements apart."""
+    rows = (1 << 31) // (8 * 128) + 3000
+    key = torch.empty(1, rows, 8, 128, device="cuda", dtype=torch.bfloat16).normal_().transpose(1, 2)
+    value = torch.empty(1, rows, 8, 128, device="cuda", dtype=torch.bfloat16).normal_().transpose(1, 2)
+    query = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    window = VARIANTS["window"]
+    wanted = window.reference(query.double(), key[:, :, -300:].double(), value[:, :, -300:].double())
+    torch.testing.assert_close(window(query, key, value).double(), wanted, atol=2e-2, rtol=2e-2)
+    n = rows // 256
+    pools = [t[:, :, : n * 256].transpose(1, 2).view(n, 256, 8, 128).transpose(1, 2) for t in (key, value)]
+    table = torch.arange(n, device="cuda", dtype=torch.int32)[None]
+    lens = torch.tensor([n * 256], device="cuda", dtype=torch.int32)
+    last = slice(n * 256 - 300, n * 256)
+    wanted = window.reference(query.double(), key[:, :, last].double(), value[:, :, last].double())
+    got = window(query, *pools, block_table=table, kv_lens=lens)
+    torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("schedule", ["flash", "split_kv"])
+def test_contents_are_looked_at_on_request(schedule):
+    query, key, value = operands(1)
+    pools, table = paged((key, value), [ROWS] * 5, 16)
+    lens = torch.full((5,), ROWS, device="cuda", dtype=torch.int32)
+    given = {"block_table": table, "kv_lens": lens, "schedule": schedule}
+    wrong = table.clone()
+    wrong[3, 7] = 100_000
+    with weft.settings(check=True):
+        CAUSAL(query, *pools, **given)
+        with pytest.raises(weft.WeftError, match=r"block_table\[3, 7\]: expected a block from 0 to .* got 100000"):
+            CAUSAL(query, *pools, **{**given, "block_table": wrong})
+        with pytest.raises(weft.WeftError, match=r"kv_lens\[0\]: expected a length from 0 to"):
+            CAUSAL(query, *pools, **{**given, "kv_lens": lens + 1000})
+    CAUSAL(query, *pools, **{**given, "block_table": wrong})  # unasked: some block of the pool, and nothing outside
+    torch.cuda.synchronize()

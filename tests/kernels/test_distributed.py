@@ -1,0 +1,134 @@
+"""Calls on DTensors: four processes on one CPU compute what one does, by batch rows, by heads, and by both."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+import weft
+from weft import batch, head, kv_head, kv_pos, masks, q_pos, score
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package"),
+    pytest.mark.filterwarnings("ignore"),  # of torch's own start of processes
+]
+
+slopes, table, bias = weft.tensor("slopes", 1), weft.tensor("table", 2), weft.tensor("bias", 2)
+warmth, sinks = weft.tensor("warmth", 0), weft.tensor("sinks", 1)
+VARIANTS = {
+    "causal": weft.Attention(mask=masks.causal, name="causal"),
+    "of everything": weft.Attention(
+        score * warmth + slopes[head] * (kv_pos - q_pos) + table[batch, kv_head] + bias[batch, kv_pos],
+        masks.causal, sink=sinks[head], name="of_everything",
+    ),
+}  # fmt: skip
+OPERANDS = {
+    "causal": {},
+    "of everything": {"slopes": (8,), "table": (4, 4), "bias": (4, 30), "warmth": (), "sinks": (8,)},
+}
+# (shape of the mesh, placements, kv heads)
+MESHES = [
+    ((4,), ["S0"], 4), ((4,), ["S1"], 4), ((2, 2), ["S0", "S1"], 4), ((2, 2), ["S1", "S1"], 4), ((4,), ["R"], 2),
+    ((4,), ["S1"], 1), ((2, 2), ["S0", "S1"], 1),
+]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def compute(variant: weft.Attention, tensors: dict[str, Tensor], given: dict[str, Any]) -> dict[str, Tensor]:
+    names = ("query", "key", "value")
+    own = {n: t for n, t in tensors.items() if n not in names}
+    out, lse = variant(*(tensors[n] for n in names), **own, **given, return_lse=True)
+    (out.square().sum() + lse.sum()).backward()
+    return {"out": out, "lse": lse} | {f"d{n}": t.grad for n, t in tensors.items()}  # type: ignore[dict-item]
+
+
+def drawn(name: str, kv_heads: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"query": (4, 8, 20, 16), "key": (4, kv_heads, 30, 16), "value": (4, kv_heads, 30, 24), **OPERANDS[name]}
+    made = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    if "table" in made:
+        made["table"] = made["table"][:, :kv_heads].clone()
+    return {n: t.requires_grad_() for n, t in made.items()}
+
+
+def compare() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    lens = torch.tensor([30, 7, 0, 21])
+    options: list[dict[str, Any]] = [{}, {"kv_lens": lens}, {"q_offset": lens.int()}]
+    for number, (shape, written, kv_heads) in enumerate(MESHES):
+        mesh = init_device_mesh("cpu", shape)
+        placements = [Replicate() if p == "R" else Shard(int(p[1])) for p in written]
+        for name, variant in VARIANTS.items():
+            if kv_heads == 2 and name != "causal":
+                continue
+            whole = drawn(name, kv_heads)
+            given = options[number % 3]
+            expected = compute(variant, {n: t.detach().requires_grad_() for n, t in whole.items()}, given)
+            shards: dict[str, Tensor] = {}
+            for n, t in whole.items():
+                own = [Replicate() if n == "key" and kv_heads == 1 and p == Shard(1) else p for p in placements]
+                if n not in ("query", "key"):  # others are put in their places by the call
+                    own = [Replicate()] * mesh.ndim
+                shards[n] = distribute_tensor(t.detach(), mesh, own).requires_grad_()
+            found = compute(variant, shards, given)
+            for n, right in expected.items():
+                got = found[n]
+                assert isinstance(got, DTensor), n
+                assert n not in ("out", "lse") or list(got.placements) == placements
+                assert torch.allclose(got.full_tensor(), right, atol=1e-4, rtol=1e-4), (shape, name, n)
+
+
+def refusals() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (4,))
+    whole = drawn("causal", 4)
+
+    def call(variant: weft.Attention, dim: int, message: str, **given: Any) -> None:
+        with pytest.raises(weft.WeftError, match=message):
+            variant(*(distribute_tensor(t.detach(), mesh, [Shard(dim)]) for t in whole.values()), **given)
+
+    causal = VARIANTS["causal"]
+    call(causal, 2, r"sharded by batch \(Shard\(0\)\) or heads \(Shard\(1\)\), got S.*2")
+    call(weft.Attention(score + 0.1 * head, name="numbered"), 1, "head: a shard counts from 0")
+    call(weft.Attention(score, q_pos + batch > kv_pos, name="shifted"), 0, "batch: a shard counts from 0")
+    call(causal.replace(dropout=0.1), 0, "dropout: which weights are dropped follows from batch row and head")
+    twice = weft.Attention(score + table[head, head], name="twice")
+    call(twice, 1, "table: expected one dimension that is read at head", table=torch.ones(8, 8))
+    wide = [distribute_tensor(torch.ones(4, h, 6, 16), mesh, [Shard(1) if h == 8 else Shard(0)]) for h in (8, 2, 2)]
+    with pytest.raises(weft.WeftError, match="key: expected one head, or a number that 4 shards divide, got 2"):
+        causal(*wide)
+    weft.Attention(score + 0.1 * head, name="numbered")(
+        *(distribute_tensor(t.detach(), mesh, [Shard(0)]) for t in whole.values())
+    )
+
+
+def child(rank: int, port: int, work: Callable[[], None], folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
+    work()
+    torch.distributed.destroy_process_group()
+    (folder / str(rank)).touch()
+
+
+@pytest.mark.parametrize("work", [compare, refusals])
+def test_four_processes(work: Callable[[], None], tmp_path: Path) -> None:
+    multiprocessing.spawn(child, (free_port(), work, tmp_path), nprocs=4)  # type: ignore[no-untyped-call]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3"]
