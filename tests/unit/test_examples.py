@@ -31,7 +31,7 @@ def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
-        "t5_bias", "transformers_train", "transformers_generate",
+        "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
         "demo", "server",
     }  # fmt: skip
 
@@ -50,6 +50,14 @@ def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gradients stay in the sequence that the loss reads: True" in output
     assert "what lies behind a length reaches nothing: True" in output
     assert "three tokens decoded: [[4, 2, 1, 16]" in output
+
+
+def test_block_sparse_learns_in_memory_of_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    load("block_sparse").main(length=256, steps=20, sequences=4)
+    output = capsys.readouterr().out
+    assert "256 tokens in blocks of 64: " in output and "the loss fell: True" in output
+    kept = [int(n) for n in re.findall(r"(\d+) at \d+", output.splitlines()[-1])]
+    assert len(kept) == 2 and kept[1] < 1.1 * kept[0]
 
 
 def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
