@@ -101,3 +101,13 @@ def test_pages_on_other_gpus():
     for device, page in (("a100", 16), ("mi300x", 64)):
         for kernel in compiled(CAUSAL, "forward", 64, device=device, sequences="paged", page=page).kernels.values():
             assert kernel.count(PRODUCTS[device])
+
+
+@pytest.mark.parametrize("sequences", ["dense", "paged"])
+def test_keys_of_few_queries_are_copied_ahead_of_products(sequences):
+    """16 bytes at a time, as many tiles ahead with pages as without, and nothing is spilled."""
+    kernels = compiled(CAUSAL, "forward", 128, q_len=1, heads=8, sequences=sequences).kernels
+    assert kernels.keys() == {"split_forward", "join_parts"}
+    split = kernels["split_forward"]
+    assert not split.spilled and split.count("mma.sync") and not split.count("wgmma")
+    assert split.count(r"cp.async.cg.shared.global .* 0x10") >= 64 and split.sram > 3 * 64 * 128 * 2
