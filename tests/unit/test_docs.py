@@ -102,8 +102,17 @@ def test_all_code_of_the_language_page_runs() -> None:
     assert namespace["out"].shape == (1, heads, length, 32)  # type: ignore[attr-defined]
 
 
+def test_all_code_of_the_transformers_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")  # the extra weft[transformers]
+    namespace: dict[str, object] = {"__name__": "transformers_page"}
+    for code in blocks("docs/transformers.md", "python"):
+        exec(compile(code, "transformers.md", "exec"), namespace)
+    assert "kv_pos <= q_pos" in capsys.readouterr().out.splitlines()
+
+
 def test_python_stands_in_these_pages_alone() -> None:
-    assert [path for path in PAGES if blocks(path, "python")] == ["README.md", "docs/gallery.md", "docs/language.md"]
+    pages = ["README.md", "docs/gallery.md", "docs/language.md", "docs/transformers.md"]
+    assert [path for path in PAGES if blocks(path, "python")] == pages
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:

@@ -31,7 +31,7 @@ def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
-        "t5_bias",
+        "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
         "demo", "server",
     }  # fmt: skip
 
@@ -50,6 +50,14 @@ def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gradients stay in the sequence that the loss reads: True" in output
     assert "what lies behind a length reaches nothing: True" in output
     assert "three tokens decoded: [[4, 2, 1, 16]" in output
+
+
+def test_block_sparse_learns_in_memory_of_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    load("block_sparse").main(length=256, steps=20, sequences=4)
+    output = capsys.readouterr().out
+    assert "256 tokens in blocks of 64: " in output and "the loss fell: True" in output
+    kept = [int(n) for n in re.findall(r"(\d+) at \d+", output.splitlines()[-1])]
+    assert len(kept) == 2 and kept[1] < 1.1 * kept[0]
 
 
 def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +115,21 @@ def test_a_t5_bias_learns_a_distance(capsys: pytest.CaptureFixture[str]) -> None
     losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
     assert losses[-1] < 0.2 * losses[0]
     assert "learned to read: [2, 2], of distance 2" in output
+
+
+def test_a_model_of_transformers_trains_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")  # the extra weft[transformers]
+    load("transformers_train").main(steps=12)
+    output = capsys.readouterr().out
+    difference = re.search(r"losses of eager, 3 steps: (\S+)", output)
+    assert difference is not None and float(difference[1]) < 1e-4
+    losses = [float(x) for x in re.findall(r"loss (\d\S+)", output)]
+    assert losses[-1] < losses[0]
+    assert "mask (t0[batch, q_pos] == t0[batch, kv_pos]) &" in output
+    load("transformers_generate").main(steps=5, count=8)
+    output = capsys.readouterr().out
+    assert re.search(r"^if the value of the expression \|.{8}$", output, re.M)
+    assert len(re.findall(r"(?:static cache|by itself|under eager): +True$", output, re.M)) == 3
 
 
 def test_the_server_answers_as_the_model_does_alone(capsys: pytest.CaptureFixture[str]) -> None:

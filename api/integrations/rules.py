@@ -1,0 +1,228 @@
+"""Masks of transformers as rules: what its models get under the name "weft", in place of a tensor of all pairs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from ..attention import Attention
+from ..ir.errors import UnavailableError, WeftError
+from ..ir.expr import Scalar, TensorOperand, scalar, tensor
+from ..ir.parse import parse
+from ..runtime.torch_private import constant_while_tracing
+from .traced import Index, MaskFunction, at_positions, kind_of, traced
+
+NAME = "weft"
+MOST_MASKS = 64  # a model has two or three: more come from a function whose numbers differ from call to call
+_TYPES = {"bool": bool, "int": int, "float": float}
+
+
+class Mask(BlockMask):
+    """A mask of transformers [batch, 1, queries, keys], as the rule that it follows.
+
+    It is a BlockMask by name only, because what is made once for all layers is handed on where it is that or a tensor.
+
+    text: bool expression of `q_idx`, `kv_idx`, `batch` and the tensors `t0`, `t1`, ... q_first: index of the first
+    query, an int or a tensor on the device. kv_first: index of the first key; 0 for a rule that a shift of both leaves
+    as it is. seen: bool [batch, keys], keys that are no padding, or None.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int, int],
+        text: str = "True",
+        tensors: tuple[Tensor, ...] = (),
+        q_first: int | Tensor = 0,
+        kv_first: int = 0,
+        seen: Tensor | None = None,
+    ) -> None:
+        self.sizes, self.text, self.tensors = sizes, text, tensors
+        self.q_first, self.kv_first, self.seen = q_first, kv_first, seen
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.sizes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.sizes)}, {self.text}{'' if self.seen is None else ', padding'})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def contiguous(self) -> Mask:
+        return self
+
+    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> Mask:
+        """On another device: layers of a model may lie on several."""
+        q_first = self.q_first.to(device) if isinstance(self.q_first, Tensor) else self.q_first
+        seen = None if self.seen is None else self.seen.to(device)
+        tensors = tuple([given.to(device) for given in self.tensors])
+        return Mask(self.sizes, self.text, tensors, q_first, self.kv_first, seen)
+
+    def _no_tensor(self, *_: Any) -> NoReturn:
+        raise UnavailableError(
+            f"{NAME}: the model computes with its mask itself, and this is a rule, no tensor; load the model with "
+            'attn_implementation="sdpa" or "eager"'
+        )
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __invert__ = _no_tensor
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: MaskFunction | None = None, attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu", **options: Any,
+) -> Mask | Tensor:  # fmt: skip
+    """What transformers' table of masks has under the name "weft"; arguments are those of its `sdpa_mask`.
+
+    attention_mask: bool [batch, keys so far], False where a key is padding. A mask function that the language has no
+    words for is evaluated for every pair, with a warning.
+    """
+    assert mask_function is not None
+    try:
+        rule = traced(mask_function)
+        problem = not_understood(rule.text, tuple([kind_of(given) for given in rule.tensors]))
+    except Exception as error:  # whatever a function does with an index that is no tensor
+        problem = "call the model without torch.compile to see which, and why"
+        if not torch.compiler.is_compiling():
+            problem = f"{type(error).__name__}: {error}"
+    if problem:
+        warn_of_pairs("" if torch.compiler.is_compiling() else ", ".join(own_functions(mask_function)), problem)
+        return every_pair(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
+        )  # fmt: skip
+    # a decode step of a static cache may be compiled, and replayed as a CUDA graph: what differs between steps must
+    # then lie in tensors
+    replayed = q_length == 1 and options.get("allow_is_causal_skip") is False and torch.device(device).type == "cuda"
+    if isinstance(q_offset, Tensor):  # the cache's own, to which it adds before attention is computed
+        q_offset = int(q_offset) if not replayed and may_look(q_offset) else q_offset.clone()
+    seen = seen_keys(rule, attention_mask, q_length, kv_length, q_offset, kv_offset, look=not replayed)
+    if rule.shift == 0:
+        q_offset, kv_offset = q_offset - kv_offset, 0
+        if replayed and not isinstance(q_offset, Tensor):
+            q_offset = torch.full((), q_offset, dtype=torch.int64, device=device)
+    return Mask((batch_size, 1, q_length, kv_length), rule.text, tuple(rule.tensors), q_offset, kv_offset, seen)
+
+
+def every_pair(**given: Any) -> Tensor:
+    """The mask as a bool tensor, made by transformers."""
+    from transformers.masking_utils import sdpa_mask  # it is an extra, but whoever calls this has it
+
+    dense: Tensor = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return dense
+
+
+def seen_keys(
+    rule: Index, given: Tensor | None, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, look: bool
+) -> Tensor | None:
+    """bool [batch, kv_length], or None where there is no padding that the rule would not hide.
+
+    look: whether to look if it hides any. That costs a GPU a wait, as under "sdpa", and spares every layer reading it.
+    """
+    if given is None:
+        return None
+    seen = given[:, kv_offset : kv_offset + kv_length]
+    behind = kv_length - seen.shape[1]  # not written yet, in a static cache
+    ahead = not isinstance(q_offset, Tensor) and rule.causal and q_offset + q_length <= given.shape[1]
+    if look and (behind == 0 or ahead) and may_look(seen) and bool(seen.all()):
+        return None
+    return pad(seen, (0, behind)) if behind else seen
+
+
+def may_look(values: Tensor) -> bool:
+    """Whether what lies in a tensor may decide what is done: not while calls are recorded."""
+    if torch.compiler.is_compiling() or values.is_meta:
+        return False
+    return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def placed(rule: Mask, by_row: bool) -> tuple[str, dict[str, Any], int | Tensor]:
+    """A rule at Weft's positions, what it reads, and the option q_offset.
+
+    Key row j has position j here, and index kv_first + j there. by_row: q_pos is to be the row of the query, because
+    tensors are read by it; the rest is in `start`.
+    """
+    operands: dict[str, Any] = {f"t{number}": given for number, given in enumerate(rule.tensors)}
+    q_idx, kv_idx, start = "q_pos", "kv_pos", rule.q_first - rule.kv_first
+    if rule.kv_first != 0:
+        operands["first"] = rule.kv_first
+        q_idx, kv_idx = "(q_pos + first)", "(kv_pos + first)"
+    if isinstance(start, Tensor):
+        start = start.to(torch.int32).expand(rule.shape[0]).contiguous()
+    q_offset: int | Tensor = 0
+    if by_row and "q_idx" in rule.text:
+        operands["start"] = start
+        q_idx = q_idx.replace("q_pos", "(q_pos + start[batch])" if isinstance(start, Tensor) else "(q_pos + start)")
+    elif "q_idx" in rule.text:
+        q_offset = start
+    text = at_positions(rule.text, q_idx, kv_idx)
+    if rule.seen is not None:
+        operands["valid"] = rule.seen
+        text = f"{text} & valid[batch, kv_pos]"
+    return text, operands, q_offset
+
+
+def operand_of(name: str, kind: str) -> Scalar | TensorOperand:
+    """The operand that a kind of `kind_of` declares, or "int" and "float"."""
+    dtype, rank = kind.rstrip("0123456789"), kind.lstrip("abcdefghijklmnopqrstuvwxyz")
+    return tensor(name, int(rank), _TYPES[dtype]) if rank else scalar(name, _TYPES[dtype])
+
+
+@constant_while_tracing
+def not_understood(text: str, kinds: tuple[str, ...]) -> str:
+    """Why text is no mask of the language; empty where it is one."""
+    return _problem_of(text, kinds)
+
+
+@cache
+def _problem_of(text: str, kinds: tuple[str, ...]) -> str:
+    try:
+        operands = {f"t{number}": operand_of(f"t{number}", kind) for number, kind in enumerate(kinds)}
+        Attention(mask=parse(at_positions(text, "q_pos", "kv_pos"), operands))
+    except WeftError as error:
+        return str(error)
+    if _problem_of.cache_info().currsize == MOST_MASKS:
+        warnings.warn(
+            f"{NAME}: {MOST_MASKS} masks were declared, the last one {text}: each is compiled by itself; a mask "
+            "function whose numbers differ from call to call should read them from a tensor",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return ""
+
+
+def own_functions(mask_function: Any) -> Iterator[str]:
+    """Names of the functions that a mask function is made of, without transformers' own."""
+    module = getattr(mask_function, "__module__", "")
+    if module != "transformers.masking_utils":
+        yield f"{module}.{getattr(mask_function, '__qualname__', type(mask_function).__name__)}"
+        return
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        held = cell.cell_contents
+        for part in held if isinstance(held, tuple) else (held,):
+            if callable(part):
+                yield from own_functions(part)
+
+
+@constant_while_tracing
+def warn_of_pairs(names: str, problem: str) -> None:
+    """Once for each function."""
+    _warn_of_pairs(names, problem)
+
+
+@cache
+def _warn_of_pairs(names: str, problem: str) -> None:
+    warnings.warn(
+        f"{NAME}: the mask function {names or 'of the model'} is evaluated for every pair, in memory of [batch, "
+        f"queries, keys]: the language has no words for it ({problem})",
+        RuntimeWarning,
+        stacklevel=2,
+    )

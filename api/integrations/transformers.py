@@ -1,0 +1,214 @@
+"""Hugging Face transformers: after `register()` models take `attn_implementation="weft"`.
+
+transformers makes masks and computes attention by name, through two tables. In that of masks stands `rules.mask`, which
+takes a mask function of indices down as an expression in place of evaluating it for all pairs, and in that of attention
+`attention`, which calls the variant that has this mask and whatever else a layer asks for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Attention
+from ..ir import functions
+from ..ir.errors import UnavailableError, WeftError
+from ..ir.expr import Expr, TensorOperand, symbol
+from ..ir.parse import parse
+from ..runtime.torch_private import constant_while_tracing
+from . import rules
+from .rules import NAME, Mask, operand_of, placed
+from .traced import at_positions, kind_of
+
+__all__ = ["register", "variants"]
+
+OLDEST, TOO_NEW = (5, 20), (5, 24)  # those between were tested
+
+# arguments of layers that would change what is computed, and what to say of them
+REFUSED = {
+    "output_attentions": "weights are never in memory",
+    "head_mask": "heads are not masked one by one",
+    "layer_head_mask": "heads are not masked one by one",
+    "indices": "keys are not chosen one by one",
+    "block_indices": "blocks of keys are not chosen one by one",
+    "sinks": "there are no sinks of each query",
+    "cache": "paged caches are not read",
+}
+
+
+def register() -> None:
+    """Give models of Hugging Face transformers the name "weft" for their attention.
+
+    After it `from_pretrained(..., attn_implementation="weft")`, `from_config(..., attn_implementation="weft")` and
+    `model.set_attn_implementation("weft")` take it. Calling it again changes nothing.
+
+    Raises UnavailableError where transformers is missing, or is of a version that was not tested.
+    """
+    try:
+        package = importlib.import_module("transformers")
+        masks = importlib.import_module("transformers.masking_utils")
+    except ImportError as error:
+        raise UnavailableError(
+            f"weft.integrations.transformers: transformers is not to be had ({error}); pip install 'weft[transformers]'"
+        ) from None
+    version = tuple(int(part) for part in package.__version__.split(".")[:2])
+    if not OLDEST <= version < TOO_NEW:
+        oldest, too_new = (".".join(map(str, given)) for given in (OLDEST, TOO_NEW))
+        raise UnavailableError(
+            f"weft.integrations.transformers: expected a version of transformers from {oldest} on and below {too_new}, "
+            f"as tested, got {package.__version__}; pip install 'transformers>={oldest},<{too_new}'"
+        )
+    package.AttentionInterface.register(NAME, attention)
+    masks.AttentionMaskInterface.register(NAME, rules.mask)
+
+
+def variants() -> tuple[Attention, ...]:
+    """The variants that models have wanted so far in this process: to print, explain, tune or build ahead."""
+    return tuple(vars(DECLARED).values())
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
+    scaling: float | Tensor | None = None, dropout: float = 0.0, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, deterministic: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers' table of attention has under the name "weft".
+
+    query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv]; gives [B, L, Hq, Dv], and no weights.
+    attention_mask: a `Mask`; a tensor [B or 1, Hq or 1, L or 1, T or more], of bools, True where a key is seen, or of
+    floats, added to scores; or None, which is causal where the module is. position_bias: floats of that shape too.
+    s_aux: sinks [Hq]. cu_seq_lens_q, cu_seq_lens_k: first rows of packed sequences, where position_ids told of none.
+    Gradients flow into whatever is float. Raises WeftError for a mask that does not fit, UnavailableError for what
+    this cannot compute.
+    """
+    for name, reason in REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise UnavailableError(f'{NAME}: {name}: {reason}; load the model with attn_implementation="eager"')
+    if isinstance(scaling, Tensor):
+        query, scaling = query * scaling, 1.0
+    rule = (
+        attention_mask if isinstance(attention_mask, Mask) else besides(attention_mask, module, query, key, is_causal)
+    )
+    if rule.shape[2:] != (query.shape[2], key.shape[2]):
+        raise WeftError(
+            f"{NAME}: attention_mask: expected one of {query.shape[2]} queries and {key.shape[2]} keys, got {rule}"
+        )
+    pairs = {
+        name: by_pair(name, given, query, key)
+        for name, given in (("position_bias", position_bias), ("attention_mask", attention_mask))
+        if isinstance(given, Tensor)
+    }
+    operands: dict[str, Any] = {}
+    call: dict[str, Any] = {"deterministic": True if deterministic else None}
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not rule.tensors:
+        text = inside_sequences(rule, pairs)
+        call |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": cu_seq_lens_k}
+    else:
+        text, operands, call["q_offset"] = placed(rule, by_row=bool(pairs))
+    biases: list[str] = []
+    for name, (read, part) in pairs.items():
+        operands[name] = part
+        if part.dtype is torch.bool:
+            text = f"{text} & {read}"
+        else:
+            biases.append(read)
+    if s_aux is not None:
+        operands["sinks"] = s_aux
+    kinds = [(name, kind_of(given) if isinstance(given, Tensor) else "int") for name, given in operands.items()]
+    if dropout > 0.0 and module.training:
+        operands["share"] = dropout
+        kinds.append(("share", "float"))
+    # an attribute of its own: torch.compile guards what it takes, and what is declared later is no matter to it
+    variant = getattr(DECLARED, declared(text, tuple(kinds), tuple(biases), softcap, scaling))
+    return variant(query, key, value, **call, **operands).transpose(1, 2).contiguous(), None
+
+
+def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Mask:
+    """The rule that holds besides a mask that is a tensor, or where there is none."""
+    if given is not None and not isinstance(given, Tensor):
+        raise WeftError(f"{NAME}: attention_mask: expected a mask of transformers, got {type(given).__name__}")
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if given is not None or not causal or q_len == 1:
+        return Mask((batch, 1, q_len, kv_len))
+    if q_len != kv_len:
+        raise WeftError(
+            f"{NAME}: attention_mask: expected one, for {q_len} queries and {kv_len} keys of a causal layer: without "
+            "it the position of the queries is not known"
+        )
+    return Mask((batch, 1, q_len, kv_len), "(kv_idx <= q_idx)")
+
+
+def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, Tensor]:
+    """How a tensor [B or 1, Hq or 1, L or 1, T or more] is read for a pair, and the part of it that is."""
+    sizes = (*query.shape[:3], key.shape[2])
+    fits = given.dim() == 4 and given.shape[3] >= sizes[3]
+    fits = fits and all(found in (1, size) for found, size in zip(given.shape[:3], sizes))
+    if not fits or not (given.dtype is torch.bool or given.is_floating_point()):
+        raise WeftError(
+            f"{NAME}: {name}: expected bools or floats [batch or 1, heads or 1, queries or 1, keys] for {list(sizes)}, "
+            f"got {given.dtype} {list(given.shape)}"
+        )
+    part, places = given[..., : sizes[3]], ["kv_pos"]
+    for dim, place in ((2, "q_pos"), (1, "head"), (0, "batch")):
+        if given.shape[dim] == 1:
+            part = part.select(dim, 0)
+        else:
+            places.insert(0, place)
+    return f"{name}[{', '.join(places)}]", part
+
+
+def inside_sequences(rule: Mask, pairs: dict[str, tuple[str, Tensor]]) -> str:
+    """A rule inside each of the sequences that cu_seq_lens_q and cu_seq_lens_k tell of."""
+    if pairs or rule.seen is not None or isinstance(rule.q_first, Tensor) or rule.q_first != 0 or rule.kv_first != 0:
+        raise UnavailableError(
+            f"{NAME}: cu_seq_lens_q: expected packed sequences without a cache, a padding mask or a bias; leave it "
+            "out, and give position_ids that start anew in each sequence"
+        )
+    return at_positions(rule.text, "q_pos", "kv_pos")
+
+
+class Declared:
+    """The variants that were wanted so far, each an attribute."""
+
+
+DECLARED = Declared()
+_numbers = count()
+
+
+@constant_while_tracing
+def declared(
+    text: str, kinds: tuple[tuple[str, str], ...], biases: tuple[str, ...], softcap: float | None, scale: float | None
+) -> str:
+    """The name, in `DECLARED`, of the variant with this mask, which is declared when it is first wanted.
+
+    kinds: operands, by name. One that is called sinks is the sink of a head, one that is called share the dropout.
+    """
+    return _declared(text, kinds, biases, softcap, scale)
+
+
+@cache
+def _declared(
+    text: str, kinds: tuple[tuple[str, str], ...], biases: tuple[str, ...], softcap: float | None, scale: float | None
+) -> str:
+    operands = {name: operand_of(name, kind) for name, kind in kinds}
+    score: Expr = symbol("score")
+    if softcap is not None:
+        score = softcap * functions.tanh(score / softcap)
+    for bias in biases:
+        score = score + parse(bias, operands)
+    share = operands.get("share", 0.0)
+    assert not isinstance(share, TensorOperand)
+    sink = parse("sinks[head]", operands) if "sinks" in operands else None
+    name = f"variant_{next(_numbers)}"
+    mask = parse(text, operands)
+    setattr(DECLARED, name, Attention(score, mask, scale=scale, sink=sink, dropout=share, name="transformers"))
+    return name

@@ -1,0 +1,253 @@
+"""Models of Hugging Face transformers under attn_implementation="weft" give what they give under "eager".
+
+All are small and random. Rows of padding are compared with nobody: what stands there is looked at by nobody.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import UnavailableError
+
+transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
+weft.integrations.transformers.register()
+
+WIDTH = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+         "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"sliding_window": 6, "head_dim": 16, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    "Gemma3": {"sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 16, **LAYERS},
+    "GptOss": {"sliding_window": 6, "head_dim": 16, **EXPERTS, **LAYERS},
+    "Qwen3": {"head_dim": 24},
+    "DeepseekV3": {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                   "n_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
+                   "first_k_dense_replace": 1, **LATENT},
+    "Llama4": {"attention_chunk_size": 6, "head_dim": 16, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+               "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"], **EXPERTS},
+}  # fmt: skip
+
+
+def both(made: Callable[[], Any]) -> tuple[Any, Any]:
+    """A random model under "eager" and under "weft"."""
+    torch.manual_seed(0)
+    eager = made().eval()
+    eager.set_attn_implementation("eager")
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("weft")
+    return eager, ours
+
+
+def decoder(name: str) -> tuple[Any, Any]:
+    text = "Text" if name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**(WIDTH | SIZES[name]))
+    return both(lambda: getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(eager: Any, ours: Any, seen: Tensor | None = None, **inputs: Any) -> None:
+    """Logits where `seen`, and gradients of all parameters, are equal to rounding."""
+    found = []
+    for model in (eager, ours):
+        logits = model(**inputs).logits
+        logits = logits[seen.bool()] if seen is not None else logits
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=logits.dtype)
+        found.append((logits.detach(), gradients(model, (logits * weight).sum())))
+    (expected, expected_grads), (got, got_grads) = found
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
+    alike(got_grads, expected_grads)
+
+
+def alike(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, grad in expected.items():
+        scale = max(float(grad.abs().max()), 1e-3 * largest)  # those of biases of keys are 0 but for rounding
+        assert float((got[name] - grad).abs().max()) < 2e-5 * scale, name
+
+
+def generated_alike(eager: Any, ours: Any, ids: Tensor, cache: str, **inputs: Any) -> None:
+    """The logits of each token that is generated."""
+    expected, got = (
+        model.generate(
+            ids, cache_implementation=cache, output_logits=True, return_dict_in_generate=True, max_new_tokens=9,
+            do_sample=False, **inputs,
+        )
+        for model in (eager, ours)
+    )  # fmt: skip
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=2e-6, rtol=2e-5)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(2, 96, shape, generator=torch.Generator().manual_seed(2))
+
+
+def padding(side: str) -> Tensor:
+    seen = torch.ones(2, 15, dtype=torch.long)
+    if side == "left":
+        seen[0, :4] = 0
+    else:
+        seen[1, -5:] = 0
+    return seen
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_decoder_trains_and_generates_as_eager(name: str) -> None:
+    eager, ours = decoder(name)
+    ids = tokens(2, 15)
+    same(eager, ours, input_ids=ids)
+    for side in ("left", "right"):
+        same(eager, ours, padding(side), input_ids=ids, attention_mask=padding(side))
+    packed = torch.cat([torch.arange(4), torch.arange(9), torch.arange(2)])[None]
+    same(eager, ours, input_ids=ids[:1], position_ids=packed, use_cache=False)
+    for cache in ("dynamic", "static"):
+        generated_alike(eager, ours, ids, cache, attention_mask=padding("left"))
+
+
+def t5() -> tuple[Any, Any]:
+    sizes = {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+             "dropout_rate": 0.0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8,
+             "relative_attention_max_distance": 20}  # fmt: skip
+    return both(lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
+
+
+def test_t5_trains_its_position_bias_and_generates() -> None:
+    eager, ours = t5()
+    ids, answer = tokens(2, 15), tokens(2, 7)
+    for side in ("left", "right"):
+        same(eager, ours, input_ids=ids, attention_mask=padding(side), decoder_input_ids=answer)
+    assert ours.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.abs().max() > 0
+    for cache in ("dynamic", "static"):
+        generated_alike(eager, ours, ids, cache, attention_mask=padding("right"))
+
+
+def test_paligemma_sees_its_image_and_prompt_both_ways() -> None:
+    text = {**WIDTH, "model_type": "gemma", "head_dim": 16, "vocab_size": 96}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "vision_use_head": False}  # fmt: skip
+    config = transformers.PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=95, projection_dim=64, pad_token_id=0
+    )
+    eager, ours = both(lambda: transformers.PaliGemmaForConditionalGeneration(config))
+    ids = torch.cat([torch.full((2, 4), 95), tokens(2, 11).clamp(max=94)], dim=1)
+    kinds = (torch.arange(15) >= 9).long().expand(2, -1)  # 0: image and prompt, 1: what is to be learned
+    image = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    given = {"input_ids": ids, "pixel_values": image, "attention_mask": padding("right")}
+    same(eager, ours, padding("right"), token_type_ids=kinds, labels=ids, **given)
+    for cache in ("dynamic", "static"):
+        generated_alike(eager, ours, ids, cache, pixel_values=image, attention_mask=torch.ones_like(ids))
+
+
+def test_a_model_compiles_as_one_graph_with_its_backward() -> None:
+    torch.compiler.reset()
+    eager, ours = decoder("Gemma3")
+    ids, seen = tokens(2, 15), padding("left").bool()
+    found = []
+    for model, owner in ((eager, eager), (torch.compile(ours, fullgraph=True, backend="aot_eager"), ours)):
+        logits = model(ids, use_cache=False, attention_mask=padding("left")).logits[seen]
+        found.append((logits.detach(), gradients(owner, logits.square().sum())))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=2e-6, rtol=2e-5)
+    alike(found[1][1], found[0][1])
+    packed = torch.cat([torch.arange(4), torch.arange(9), torch.arange(2)])[None].expand(2, -1)
+    forward = torch.compile(ours, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        expected, got = (model(ids, use_cache=False, position_ids=packed).logits for model in (eager, forward))
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
+
+
+def test_decode_steps_of_a_static_cache_share_a_graph() -> None:
+    """As `generate` compiles them on a GPU, with masks that are made outside."""
+    torch.compiler.reset()
+    eager, ours = decoder("Gemma3")
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    compiled = torch.compile(ours.forward, fullgraph=True, backend=backend)
+    ids = tokens(2, 24)
+    found = []
+    for model, decode in ((eager, eager.forward), (ours, compiled)):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+        logits = []
+        for step in range(15, 24):
+            given = model.prepare_inputs_for_generation(
+                ids[:, :step], past_key_values=cache, use_cache=True, is_first_iteration=step == 15,
+                next_sequence_length=None if step == 15 else 1,
+                attention_mask=torch.cat([padding("left"), torch.ones(2, step - 15, dtype=torch.long)], dim=1),
+            )  # fmt: skip
+            with torch.no_grad():
+                logits.append((model.forward if step == 15 else decode)(**given).logits[:, -1])
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
+    assert graphs == 2  # the second one for all numbers but those of the first step
+
+
+def test_packed_sequences_of_the_collator() -> None:
+    """With a cache transformers does not look at position_ids; cu_seq_lens_q tells all the same."""
+    eager, ours = decoder("Mistral")
+    pieces = [{"input_ids": row.tolist()} for row in (tokens(2, 15)[0, :7], tokens(2, 15)[1])]
+    packed = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(pieces)
+    losses = [eager(use_cache=False, **packed).loss, ours(use_cache=False, **packed).loss, ours(**packed).loss]
+    torch.testing.assert_close(losses[1:], losses[:1] * 2, atol=1e-6, rtol=0)
+
+
+def test_checkpoints_drop_the_same_weights() -> None:
+    _, ours = decoder("Llama")
+    ours.train()
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    ids = tokens(2, 15)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(gradients(ours, ours(ids, labels=ids, use_cache=False).loss))
+        getattr(ours, "activation_checkpointing_enable", ours.gradient_checkpointing_enable)()
+    alike(found[1], found[0])
+    others = gradients(ours, ours(ids, labels=ids, use_cache=False).loss)  # of another seed
+    assert any((found[0][name] - grad).abs().max() > 1e-3 for name, grad in others.items())
+
+
+def test_chunks_of_a_prompt_behind_a_cache() -> None:
+    for name in ("Mistral", "Llama4"):
+        found = []
+        for model in decoder(name):
+            cache = transformers.DynamicCache(config=model.config)
+            with torch.no_grad():
+                parts = [
+                    model(tokens(2, 15)[:, a:b], past_key_values=cache, attention_mask=padding("left")[:, :b]).logits
+                    for a, b in ((0, 7), (7, 12), (12, 15))
+                ]
+            found.append(torch.cat(parts, dim=1)[padding("left").bool()])
+        torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
+
+
+def test_weights_that_are_asked_for_are_refused() -> None:
+    _, ours = decoder("Llama")
+    with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):
+        ours(tokens(2, 15), output_attentions=True)
+
+
+def test_a_decoder_trains_in_the_interpreter() -> None:
+    eager, ours = decoder("Gemma2")
+    with weft.settings(target="interpret"):
+        same(eager, ours, padding("left"), input_ids=tokens(2, 15), attention_mask=padding("left"))
