@@ -6,7 +6,7 @@
 weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
 """
 
-from . import integrations, masks, scores, variants
+from . import integrations, kv, masks, nn, scores, variants
 from .attention import Attention
 from .buckets import bucket
 from .compiler.planning.plan import Plan
@@ -36,7 +36,8 @@ score = symbol("score")
 
 __all__ = [
     "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
-    "batch", "bucket", "group", "head", "head_dim", "integrations", "kv_head", "kv_len", "kv_pos", "masks", "parse",
+    "batch", "bucket", "group", "head", "head_dim", "integrations", "kv", "kv_head", "kv_len", "kv_pos", "masks", "nn",
+    "parse",
     "parse_attention", "q_len", "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor", "variants",
 ]  # fmt: skip
 

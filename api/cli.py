@@ -493,6 +493,59 @@ def build(
         raise _Mistake(f"{failed} of {len(work)} could not be built")
 
 
+def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise WeftError(f"--{str(option.name).replace('_', '-')}: expected N or LEAST:MOST, got {text!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
+@main.command("bench-serve")
+@_with(*_VARIANT_OPTIONS)
+@click.option("--requests", type=click.IntRange(1), default=24, show_default=True)
+@click.option("--prompt-len", callback=_range, default="32:256", show_default=True, help="Tokens, or LEAST:MOST.")
+@click.option("--shared", type=click.IntRange(0), default=0, show_default=True, help="Tokens that all begin with.")
+@click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Of each request.")
+@click.option("--most", type=click.IntRange(1), default=8, show_default=True, help="Sequences at once.")
+@click.option("--chunk", type=click.IntRange(1), default=512, show_default=True, help="Prompt tokens of a step.")
+@click.option("--blocks", type=click.IntRange(1), help="Of the cache; room for --most requests if not given.")
+@click.option("--page", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a block.")
+@click.option("--layers", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--heads", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--kv-heads", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--head-dim", type=click.IntRange(2, MAX_HEAD_DIM), default=32, show_default=True)
+@click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True)
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="bf16 on a GPU, fp32 on a CPU if not given.")
+@click.option("--on", type=click.Choice(["cpu", "cuda"]), help="The GPU, where there is one, if not given.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.pass_context
+def bench_serve(
+    ctx: click.Context, /, on: str | None, dtype: str | None, prompt_len: tuple[int, int], **load: Any
+) -> None:
+    """Serve random prompts through a decoder with random weights, and say how fast.
+
+    Continuous batching over a paged cache: prefill and decode tokens a second, latencies, and how full the cache was.
+    The variant is causal if none is given.
+    """
+    import torch
+
+    from .bench_serve import Load, measure  # lazy: only this command wants it
+
+    given = ctx.meta[_SHARED]
+    if all(given[k] is None for k in ("variant", "score", "mask", "scale", "sink", "dropout", "normalizer")):
+        given["mask"] = "kv_pos <= q_pos"
+    variant = _variant(given)
+    device = torch.device(on or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise WeftError("--on: expected cpu, as torch can use no GPU here, got cuda")
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    kind = dtypes[dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    with _counted("serving", load["requests"]) as advance:
+        lines = list(measure(Load(prompts=prompt_len, **load), variant, _values(variant, given), device, kind, advance))
+    for line in lines:
+        click.echo(line)
+
+
 # -- cache -----------------------------------------------------------------------------------------------------------
 @main.group("cache")
 def cache_group() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from . import parts, validate
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
-from .compiler.analysis.measured import Measurement, Table, visited
+from .compiler.analysis.measured import Blocks, Measurement, Table
 from .compiler.analysis.ranges import Ranges, check_integers
 from .compiler.analysis.records import TileProgram
+from .compiler.analysis.survey import CELL, Survey
 from .compiler.analysis.tiles import tile_ranges
 from .compiler.planning import hardware, picture
 from .compiler.planning.cost import CountLongest, CountTiles
-from .compiler.planning.kernels import SPANS
+from .compiler.planning.kernels import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -383,13 +384,22 @@ def _counter(
     read = {name for value in decisive for name in symbols(value)}
     offset = options.get("q_offset")
     env = {"head_dim": r.head_dim, **_environment(attention, options)}
+
+    def blocks_of(part: parts.Part, survey: Survey | None) -> Callable[[Mapping[str, int]], Blocks] | None:
+        if survey is None or not survey.by_pair or code.signature.sequences == "packed":
+            return None
+        sizes, first = part.sizes, part.q_offset
+        lengths = {"q_len": sizes.q_len, "kv_len": sizes.kv_len, "head_dim": r.head_dim}
+        lengths["q_offset"] = sizes.kv_len - sizes.q_len if first is None else first
+        return lambda head: _blocks(facts, {**lengths, **head, **options})
+
     found = parts.parts_of(r.sizes, offset if isinstance(offset, int) else None, r.sequences, "batch" in read)
     counters = [
         (
             counter(
                 facts.kv_tiles, facts.q_tiles, part.sizes, q_offset=part.q_offset, env=env,
                 by_head=bool(read & {"head", "kv_head"}), by_batch="batch" in read, survey=survey,
-                first_batch=part.number,
+                first_batch=part.number, blocks=blocks_of(part, survey),
             ),
             times,
         )
@@ -414,6 +424,22 @@ def _counter(
     return count, ("tiles are counted by positions alone, an upper limit",) if open_mask else ()
 
 
+def _blocks(facts: Facts, env: Mapping[str, Any]) -> Blocks:
+    """What is found of the pairs of a head, CELL queries at a time. env: symbols, operands and q_offset."""
+    device, kv_len = torch.device("cpu"), env["kv_len"]
+    keys = torch.arange(kv_len).view(1, 1, 1, -1)
+    values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in env.items()}
+
+    def of(number: int) -> list[int]:
+        rows = torch.arange(number * CELL, min((number + 1) * CELL, env["q_len"])).view(1, 1, -1, 1) + env["q_offset"]
+        shape = (1, 1, rows.shape[2], kv_len)
+        mask = dense_mask(facts.attention, {**values, "q_pos": rows, "kv_pos": keys}, shape, torch.float32, device)
+        some, every = mask[0, 0].any(0).split(CELL), mask[0, 0].all(0).split(CELL)
+        return [int(a.any()) + int(b.all()) for a, b in zip(some, every)]
+
+    return of
+
+
 def _longest(attention: Attention, r: _Request, options: Mapping[str, Any]) -> CountLongest:
     """What a launch divides keys by: tiles of a sequence with all rows, by positions."""
     offset, program = options.get("q_offset"), facts_of(attention).kv_tiles
@@ -429,7 +455,7 @@ def _longest(attention: Attention, r: _Request, options: Mapping[str, Any]) -> C
 
 def _measures(code: CodePlan) -> bool:
     """Whether kernels read from memory which tiles to visit, as measured for the call."""
-    return any(code.has(name) for name in SPANS)
+    return any(code.has(name) for name in MEASURES)
 
 
 def plan(
@@ -449,6 +475,8 @@ def plan(
         notes = (*notes, parts.note(r.sequences))
     elif isinstance(options.get("q_offset"), Tensor):
         notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
+    if facts.survey is not None and facts.survey.by_pair and r.forward.code.signature.sequences == "packed":
+        notes = (*notes, "tiles of packed sequences are listed without a look at pairs")
     if facts.traits.drops:
         notes = (
             *notes,
@@ -605,8 +633,11 @@ def show_mask(
     if facts.survey is not None and missing:
         title += f"; by positions alone, give {missing} for the tiles of a call"
     measured = facts.survey is not None and not missing
-    find = _measured_ranges if measured else _ranges_by_position
-    ranges = find(facts, env, block_q, block_kv)
+    ranges = (
+        _measured_ranges(facts, env, block_q, block_kv, options)
+        if measured
+        else _ranges_by_position(facts, env, block_q, block_kv)
+    )
     grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
     if path is not None:
         dense = None if missing else _dense(attention, {**env, **options})
@@ -668,11 +699,15 @@ def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, bloc
     return ranges
 
 
-def _measured_ranges(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> picture.Ranges:
+def _measured_ranges(
+    facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int, given: Mapping[str, Any]
+) -> picture.Ranges:
+    """given: the operands as they are."""
     assert facts.survey is not None
     lengths = {name: env[name] for name in ("q_len", "kv_len", "q_offset")}
-    spans = Measurement(facts.survey, env, **lengths).spans(facts.kv_tiles, block_q, block_kv)
-    return lambda first_row, last_row: visited(spans(first_row // block_q))
+    blocks = _blocks(facts, {**env, **given}) if facts.survey.by_pair else None
+    tiles = Measurement(facts.survey, env, **lengths, blocks=blocks).tiles(facts.kv_tiles, block_q, block_kv)
+    return lambda first_row, last_row: tiles(first_row // block_q)
 
 
 def _check_drawable(attention: Attention, program: TileProgram, options: Mapping[str, Any]) -> None:

@@ -17,9 +17,9 @@ from .ir.functions import abs as absolute
 from .ir.functions import maximum, minimum, where
 
 __all__ = [
-    "bigbird", "block_causal", "block_diagonal", "block_diffusion", "causal", "chunked", "dilated", "document", "fixed",
-    "global_window", "longformer", "natten_1d", "natten_2d", "natten_3d", "padding_left", "padding_right",
-    "prefix_document", "prefix_lm", "sliding_window", "strided", "swin", "tree",
+    "bigbird", "bit_packed", "block_causal", "block_diagonal", "block_diffusion", "block_sparse", "causal", "chunked",
+    "dilated", "document", "fixed", "global_window", "longformer", "natten_1d", "natten_2d", "natten_3d",
+    "padding_left", "padding_right", "prefix_document", "prefix_lm", "sliding_window", "strided", "swin", "tree",
 ]  # fmt: skip
 _q, _kv, _batch, _head = symbol("q_pos"), symbol("kv_pos"), symbol("batch"), symbol("head")
 
@@ -251,6 +251,42 @@ def longformer(size: Operand, shared: Operand | TensorOperand) -> Expr:
         return local | key | query
     shared = _size("longformer", "shared", shared, least=0)
     return local | (_kv < shared) | (_q < shared)
+
+
+def block_sparse(blocks: TensorOperand, block: Operand = 128, kv_block: Operand | None = None) -> Expr:
+    """Blocks of pairs that see each other, by a table that a call gives (block-sparse FlashAttention, arXiv 2205.14135,
+    section 3.3).
+
+    blocks: bool [blocks of queries, blocks of keys], [heads, ...] or [batch, heads, ...]. block: queries of a block.
+    kv_block: keys of it, as many where not given. Positions index it, so that q_offset must keep queries inside.
+
+    >>> from weft import tensor
+    >>> block_sparse(tensor("blocks", 2, bool), 64)
+    blocks[q_pos // 64, kv_pos // 64]
+    """
+    rows = _size("block_sparse", "block", block)
+    columns = rows if kv_block is None else _size("block_sparse", "kv_block", kv_block)
+    ranks = {2: "[q blocks, kv blocks]", 3: "[heads, q blocks, kv blocks]", 4: "[batch, heads, q blocks, kv blocks]"}
+    return _read("block_sparse", blocks, "bool", ranks, _batch, _head, _q // rows, _kv // columns)
+
+
+def bit_packed(bits: TensorOperand) -> Expr:
+    """Pairs by a table of one bit each: bit kv_pos % 8 of the byte kv_pos // 8 of a query's row.
+
+    bits: int [q_len, kv_len / 8], [heads, ...] or [batch, heads, ...], uint8 as numpy.packbits(allowed, axis=-1,
+    bitorder="little") makes it; an eighth of the memory of a bool tensor. Positions index it.
+
+    >>> from weft import tensor
+    >>> bit_packed(tensor("bits", 2, int))  # doctest: +ELLIPSIS
+    where(kv_pos % 8 // 4 == 1, where(...) // 16, where(...)) % 2 == 1
+    """
+    ranks = {2: "[q_len, bytes]", 3: "[heads, q_len, bytes]", 4: "[batch, heads, q_len, bytes]"}
+    found = _read("bit_packed", bits, "int", ranks, _batch, _head, _q, _kv // 8)
+    place = _kv % 8
+    for bit in (1, 2, 4):  # the byte is moved right by `bit` places where `place` has that bit
+        has_bit = (place // bit if bit == 4 else place // bit % 2) == 1
+        found = where(has_bit, found // 2**bit, found)
+    return found % 2 == 1
 
 
 def bigbird(block: Operand, drawn: TensorOperand, *, window: Operand = 1, shared: Operand = 1) -> Expr:

@@ -15,9 +15,8 @@ class Row:
     heads: int  # H
     length: int  # S
     dim: int  # D
-    parameter: int = (
-        0  # window, prefix, length of a document or of a sequence, the cap, how many sequences, buckets; 0: none
-    )
+    # window, prefix, length of a document or of a sequence, the cap, how many sequences, buckets, percent of the blocks
+    parameter: int = 0  # none
     own_kv_heads: int = 0  # heads of key and value; 0: H
     own_value_dim: int = 0  # Dv; 0: D
 
@@ -52,6 +51,16 @@ class Row:
         return tuple(found)
 
     @property
+    def block(self) -> int:
+        """Queries and keys of a block of a block-sparse row."""
+        return 128 if self.length >= 1024 else 8
+
+    @property
+    def seen_blocks(self) -> int:
+        """Blocks of keys that each block of queries sees."""
+        return max(1, round(self.length // self.block * self.parameter / 100))
+
+    @property
     def visible_pairs(self) -> int:
         """Pairs of a query and a key that the mask leaves, in one head."""
         s, n = self.length, self.parameter
@@ -67,6 +76,8 @@ class Row:
                 return sum(length * (length + 1) // 2 for length in self.lens)
             case "documents":
                 return s // n * (n * (n + 1) // 2)
+            case "blocks":
+                return s * self.seen_blocks * self.block
             case "prefix":
                 return causal + n * (n - 1) // 2
             case other:
@@ -127,5 +138,9 @@ LEARNED = (  # gradients of what the score reads are timed too: a bias [B, H, S,
     Row("bias", 1, 16, 4096, 64),
     Row("t5", 2, 16, 8192, 128, 32),
 )
-ROWS = DENSE + VARIANTS + SHAPES + PACKED + LEARNED
+SPARSE = (  # what is visible is a small part: tiles are found on the device in each call
+    Row("blocks", 1, 16, 65536, 128, 5),
+    Row("documents", 1, 8, 2**20, 128, 1024),
+)
+ROWS = DENSE + VARIANTS + SHAPES + PACKED + LEARNED + SPARSE
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

@@ -69,6 +69,13 @@ def document_ids(row: Row, device: str) -> Tensor:
     return torch.arange(row.length, device=device, dtype=torch.int32) // row.parameter
 
 
+def block_table(row: Row, device: str) -> Tensor:
+    """bool [blocks, blocks]: of each block of queries as many blocks of keys, drawn at random."""
+    blocks = row.length // row.block
+    order = torch.rand(blocks, blocks, generator=torch.Generator(device).manual_seed(2), device=device).argsort(1)
+    return order < row.seen_blocks
+
+
 def starts(row: Row, device: str) -> Tensor:
     """int32 [sequences + 1]: the first token of each packed sequence, and the end."""
     return torch.tensor([0, *row.lens], device=device).cumsum(0).to(torch.int32)
@@ -132,6 +139,9 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
         case "packed" | "ragged":
             number = sequence_numbers(row, device)
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (number[kv] == number[q]))
+        case "blocks":
+            table = block_table(row, device)
+            return TorchVariant(mask_mod=lambda _b, _h, q, kv: table[q // row.block, kv // row.block])
         case "prefix":
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) | (kv < n))
         case other:
@@ -179,6 +189,9 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
             doc = weft.tensor("doc", 1, int)
             declared = weft.Attention(mask=causal & (doc[kv_pos] == doc[q_pos]), name="documents")
             return declared, {"doc": document_ids(row, device)}
+        case "blocks":
+            mask = weft.masks.block_sparse(weft.tensor("blocks", 2, bool), row.block)
+            return weft.Attention(mask=mask, name="block_sparse"), {"blocks": block_table(row, device)}
         case "prefix":
             prefix = weft.scalar("prefix", int)
             return weft.Attention(mask=causal | (kv_pos < prefix), name="prefix_lm"), {"prefix": n}

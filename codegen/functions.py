@@ -10,16 +10,17 @@ import re
 import textwrap
 from dataclasses import dataclass, replace
 
+from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram
-from ..compiler.analysis.survey import Survey
+from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
+from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import SEED, Attention
 from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
-from ..ir.walk import nodes, symbols
+from ..ir.walk import nodes, rewrite, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
@@ -63,7 +64,7 @@ class FunctionPrinter:
     facts: Facts
     language: Language
     approximate_tanh: bool = False  # NVIDIA's tanh.approx.f32: for 16-bit operands only
-    measured: bool = False  # ranges of tiles are read from memory, where the functions of `survey` left them
+    source: TileSource = "program"  # of tiles: the functions of `survey` leave runs or lists of them in memory
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
 
@@ -103,31 +104,41 @@ class FunctionPrinter:
             parts += self._prefixed_tiles(self.facts.kv_tiles)
         if algorithm != "standard" and self.language.is_gpu:
             parts += self._prefixed_tiles(self.facts.q_tiles)
-        if self.measured and any(g.kind in PAIR_KINDS for g in gradients):
+        if self.source != "program" and any(g.kind in PAIR_KINDS for g in gradients):
             parts.append(self.tiles(self.facts.kv_tiles))  # of kernels that visit tiles of other sizes
         return self._join([*parts, *self._survey_parts(self.survey_of_torch)])
 
     def survey(self, found: Survey) -> str:
         """What measures tiles: q_values, kv_values, the decision `pair`, and the ranges that follow from positions."""
         parts = [*self._survey_parts(found), self.tiles(self.facts.kv_tiles), self.tiles(self.facts.q_tiles)]
-        return self._join(parts)
+        return self._join([*parts, *(self._mask_parts() if found.by_pair else [])])
 
     def _survey_parts(self, found: Survey | None) -> list[str]:
         if found is None:
             return []
-        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values), self.pair(found)]
-        return [part for part in parts if part]
+        parts = [self.values("q", found.q_values), self.values("kv", found.kv_values), *self._cells(found.cells)]
+        return [part for part in (*parts, self.pair(found) if found.decides else "") if part]
+
+    def _cells(self, found: tuple[Cells, ...]) -> list[str]:
+        """cells<n>: the conditions that are looked at once a block of pairs."""
+        title = "The same for all pairs of a block of {0.q} queries and {0.kv} keys: {0.condition}."
+        return [self.elementwise(f"cells{n}", c.condition, title.format(c), qk=False) for n, c in enumerate(found)]
 
     @property
     def survey_of_torch(self) -> Survey | None:
         """What a module of torch code measures itself: on a CPU, of masks whose bounds leave some tiles over."""
-        return None if self.language.is_gpu or self.facts.kv_bounds.closed_form else self.facts.survey
+        found = self.facts.survey
+        if self.language.is_gpu or self.facts.kv_bounds.closed_form or found is None:
+            return None
+        return None if is_bool(found.possible, True) else found
 
     def _prefixed_tiles(self, program: TileProgram) -> list[str]:
         return self._tiles_and_lookups(program, prefix=f"{program.axis}_")
 
     def _tiles_and_lookups(self, program: TileProgram, prefix: str = "") -> list[str]:
-        if not self.measured:
+        if self.source == "lists":
+            return []  # the same for all variants: templates/triton/parts/visits.py.jinja
+        if self.source == "program":
             return [self.tiles(program), *self._tile_lookups(program, prefix)]
         return [self.tiles_at(program), *self._tile_lookups(lookups(program), prefix)]
 
@@ -171,7 +182,21 @@ class FunctionPrinter:
         mask = self.facts.attention.folded_mask
         if not self.facts.attention.is_masked:
             return []
-        return [self.elementwise("visible", mask, "True where the query at q_pos sees the key at kv_pos.", qk=False)]
+        title = "True where the query at q_pos sees the key at kv_pos."
+        known = self.cells_of_tiles
+        if not known:
+            return [self.elementwise("visible", mask, title, qk=False)]
+        names = {c.condition.text: Symbol(f"in_cells{n}", "bool") for n, c in enumerate(known)}
+        mask = rewrite(mask, lambda node: names.get(node.text))
+        parts = "".join(f"in_cells{n}, " for n in range(len(known)))
+        return [*self._cells(known), self.elementwise("visible", mask, title, qk=False, parts=parts)]
+
+    @property
+    def cells_of_tiles(self) -> tuple[Cells, ...]:
+        """Conditions of the mask that are the same in blocks of pairs: kernels that visit listed tiles look at them by
+        themselves, because a tile lies in few blocks, and a read for each of its pairs wants many registers."""
+        found = self.facts.survey
+        return found.cells if self.source == "lists" and found is not None else ()
 
     def _sink_parts(self) -> list[str]:
         sink = self.facts.attention.folded_sink
@@ -315,11 +340,13 @@ class FunctionPrinter:
     def pair(self, found: Survey) -> str:
         """Two tiles by the least and greatest values in them."""
         printer = self._printer
-        title = "Whether any pair of two tiles may be visible, and whether every pair is, by least and greatest values."
+        known = "least and greatest values" + (" and by blocks of pairs" if found.cells else "")
+        title = f"Whether any pair of two tiles may be visible, and whether every pair is, by {known}."
         arguments = [f"{axis}{n}_{end}" for axis, values in (("q", found.q_values), ("kv", found.kv_values))
                      for n in range(len(values)) for end in ("low", "high")]  # fmt: skip
+        arguments += [f"cells{n}_{some}" for n in range(len(found.cells)) for some in ("any", "all")]
         lines = _returned([printer(found.possible), printer(found.certain)])
-        return self._function(f"pair({', '.join(arguments)}, {self.env})", title, lines)
+        return self._function(f"pair({', '.join([*arguments, self.env])})", title, lines)
 
     def _widened(self, program: TileProgram, printer: Printer) -> list[str]:
         """Ints enter in 64 bits, so that no bound can overflow."""

@@ -15,7 +15,8 @@ from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
-from ..compiler.planning.kernels import SPANS
+from ..compiler.analysis.survey import CELL, Cells, Survey
+from ..compiler.planning.kernels import LIST_HEAD, LISTS, MEASURES, PAIR_CELLS, SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -42,15 +43,14 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     """
     signature, algorithm = code.signature, code.schedule.algorithm
     backward = signature.direction == "backward"
-    measured = any(code.has(spans) for spans in SPANS)
     printer = FunctionPrinter(
-        facts, target.language, approximate_tanh=_has_fast_tanh(signature), measured=measured, wide=signature.wide,
-        floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
+        facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
+        wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
-    stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in SPANS})
+    stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in MEASURES})
     found = printer.survey_of_torch
     context: Context = {
         "name": facts.attention.name,
@@ -60,9 +60,13 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, strides=target.language.is_gpu)),
         "masked": facts.attention.is_masked,
-        "measured": measured,
+        "measured": code.tile_source != "program",
+        "source": code.tile_source,
+        "measures": {"program": "", "spans": "spans, ", "lists": "lists, room, "}[code.tile_source],
+        "list_head": LIST_HEAD,
         "survey": found is not None,
-        "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)} if found else {},
+        **_looked_at(found),
+        "tile_cells": _cells(printer.cells_of_tiles),
         "by_head": facts.mask_differs_by_head,
         "linear": facts.linear_scale is not None,
         "signed_scale": facts.scale_sign_unknown,
@@ -104,7 +108,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     name = target.template(code)
     text = _tidy(_environment().get_template(name).render(context))
     stages.check()
-    _verify(text, name, [k.name for k in code.kernels if k.name not in SPANS] if target.language.is_gpu else [])
+    _verify(text, name, [k.name for k in code.kernels if k.name not in MEASURES] if target.language.is_gpu else [])
     return text
 
 
@@ -142,8 +146,11 @@ def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
 
 
-def generate_spans(facts: Facts, wide: bool, sequences: SequenceKind = "dense") -> str:
-    """Source of the module that measures which tiles a call must visit, for kernels of any GPU target."""
+def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense") -> str:
+    """Source of the module that measures which tiles a call must visit, for kernels of any GPU target.
+
+    They are runs of tiles, or lists, as `Facts.tile_source` says.
+    """
     found = facts.survey
     if found is None:
         raise InternalError(f"generate: {facts.attention.name} has nothing to measure")
@@ -157,20 +164,43 @@ def generate_spans(facts: Facts, wide: bool, sequences: SequenceKind = "dense") 
         "params": ", ".join(parameter_names(facts.attention, strides=True)),
         "by_head": facts.mask_differs_by_head,
         "sequences": sequences,
-        "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
+        **_looked_at(found),
         "finds_full": not is_bool(found.certain, False),
         "axes": [
             {"axis": axis, "other": other, "bounds": ", ".join(p.outputs), "ranges": len(p.outputs) // 4}
             for axis, other, p in axes
         ],
+        "kv_bounds": ", ".join(facts.kv_tiles.outputs),
+        "kv_ranges": len(facts.kv_tiles.outputs) // 4,
+        "list_head": LIST_HEAD,
     }
-    name = "triton/tile_spans.py.jinja"
+    name = f"triton/tile_{facts.tile_source}.py.jinja"
+    kernels: tuple[str, ...] = SPANS
+    if facts.tile_source == "lists":
+        kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
-    stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in SPANS})
+    stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in kernels})
     text = _tidy(_environment().get_template(name).render(context, stage=stages))
     stages.check()
-    _verify(text, name, SPANS)
+    _verify(text, name, kernels)
     return text
+
+
+def _looked_at(found: Survey | None) -> Context:
+    """What templates need of a survey."""
+    if found is None:
+        return {"values": {}, "cells": [], "by_pair": False, "decides": False, "cell": CELL}
+    return {
+        "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
+        "cells": _cells(found.cells),
+        "by_pair": found.by_pair,
+        "decides": found.decides,
+        "cell": CELL,
+    }
+
+
+def _cells(found: tuple[Cells, ...]) -> list[dict[str, int]]:
+    return [{"i": i, "q": c.q, "kv": c.kv} for i, c in enumerate(found)]
 
 
 def _measured(axis: str, values: tuple[Expr, ...]) -> list[dict[str, object]]:

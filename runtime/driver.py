@@ -15,7 +15,7 @@ from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning.hardware import Hardware, this_machine
-from ..compiler.planning.kernels import SPANS, SPLIT_KV, Algorithm, Kernel
+from ..compiler.planning.kernels import MEASURES, SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import Dtypes, Signature, Widths
@@ -200,7 +200,7 @@ def _schedule(
 ) -> Schedule:  # fmt: skip
     choices: dict[str, Choice] = {}
     for kernel in kernels:
-        if kernel.name in SPANS or kernel.follows:
+        if kernel.name in MEASURES or kernel.follows:
             continue
         choice = given.kernels.get(kernel.name)
         if choice is None:
@@ -249,7 +249,7 @@ def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
         k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
         for algorithm in algorithms
         for k in target.kernels(algorithm, replace(everything, direction=direction, deterministic=repeats), facts)
-        if k.name not in SPANS and not k.follows
+        if k.name not in MEASURES and not k.follows
     }  # fmt: skip
     unknown = [name for name in given.kernels if name not in known]
     if unknown:
@@ -271,8 +271,8 @@ def compile_kernels(
     entry = cache.load_or_build(cache_key(attention, code), lambda: _generate(facts, code, found.target))
     settings.trace(settings.SOURCE, entry.source)
     modules = [_load(found.target, entry)]
-    if any(code.has(name) for name in SPANS):
-        modules.append(_spans_module(facts, code))
+    if any(code.has(name) for name in MEASURES):
+        modules.append(_measures_module(facts, code))
     return Compiled(found, tuple(modules), entry.path, entry.source)
 
 
@@ -282,13 +282,13 @@ def forget() -> None:
     compile_kernels.cache_clear()
 
 
-def _spans_module(facts: Facts, code: CodePlan) -> ModuleType:
-    target = target_named(next(k.target for k in code.kernels if k.name in SPANS))
+def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:
+    target = target_named(next(k.target for k in code.kernels if k.name in MEASURES))
     key = cache.Key(
-        name=str(facts.attention.name), kernel="tile_spans", target=target.name, layout=code.signature.arch,
-        variant=facts.attention.canonical_text, schedule=_spans_kind(code),
+        name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=target.name,
+        layout=code.signature.arch, variant=facts.attention.canonical_text, schedule=_measures_kind(code),
     )  # fmt: skip
-    entry = cache.load_or_build(key, lambda: _generate_spans(facts, code.signature))
+    entry = cache.load_or_build(key, lambda: _generate_measures(facts, code.signature))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)
 
@@ -299,16 +299,16 @@ def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
     return generate(facts, code, target)
 
 
-def _spans_kind(code: CodePlan) -> str:
+def _measures_kind(code: CodePlan) -> str:
     """What the text of such a module depends on besides the variant."""
     sequences = code.signature.sequences
     return " ".join([*(["wide"] if code.signature.wide else []), *([] if sequences == "dense" else [sequences])])
 
 
-def _generate_spans(facts: Facts, signature: Signature) -> str:
-    from ..codegen.generate import generate_spans  # lazy: as above
+def _generate_measures(facts: Facts, signature: Signature) -> str:
+    from ..codegen.generate import generate_measures  # lazy: as above
 
-    return generate_spans(facts, signature.wide, signature.sequences)
+    return generate_measures(facts, signature.wide, signature.sequences)
 
 
 def _load(target: Target, entry: cache.Entry) -> ModuleType:

@@ -6,6 +6,7 @@
 | cache folder | `WEFT_CACHE_DIR` | `cache_dir=` | where generated modules are kept; default: the user's cache folder |
 | target | `WEFT_TARGET` | `target=` | target of calls that name none; default: from the operands' device |
 | check of values | `WEFT_CHECK` | `check=` | looks at what index tensors hold in each call; waits for the device |
+| kept tiles | `WEFT_KEEP_TILES` | `keep_tiles=` | what is measured of tiles serves later calls too (kept.py) |
 | edited modules | `WEFT_EDITED_DIR` | | folder of modules to load in place of generated ones |
 | size of the cache | `WEFT_CACHE_MAX_SIZE` | | what the cache folder is kept below, once a day; default: 256MB |
 
@@ -32,6 +33,7 @@ from .torch_private import constant_while_tracing
 
 PLAN, CACHE, IR, SOURCE = 1, 2, 3, 4
 DEFAULT_CACHE_SIZE = 256 * 10**6
+_KEEP = "setting keep_tiles (WEFT_KEEP_TILES)"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Settings:
     target: str | None = None  # None: from the device of the operands
 
     check: bool = False  # whether what tensors hold is looked at in each call, see values.py
+    keep_tiles: bool = False  # whether what is measured of tiles is kept for later calls, see kept.py
 
     def __post_init__(self) -> None:
         if type(self.debug) is not int or self.debug not in range(SOURCE + 1):
@@ -51,6 +54,8 @@ class Settings:
             _known_target(self.target, "setting target (WEFT_TARGET)")
         if not isinstance(self.check, bool):
             raise WeftError(f"setting check (WEFT_CHECK): expected True or False, got {self.check!r}")
+        if not isinstance(self.keep_tiles, bool):
+            raise WeftError(f"setting keep_tiles (WEFT_KEEP_TILES): expected True or False, got {self.keep_tiles!r}")
 
 
 _block: ContextVar[Settings | None] = ContextVar("weft_settings", default=None)
@@ -63,7 +68,8 @@ def current() -> Settings:
         return block
     get = os.environ.get
     return _from_text(
-        get("WEFT_DEBUG", ""), get("WEFT_CACHE_DIR", ""), get("WEFT_TARGET", ""), get("WEFT_CHECK", "")
+        get("WEFT_DEBUG", ""), get("WEFT_CACHE_DIR", ""), get("WEFT_TARGET", ""), get("WEFT_CHECK", ""),
+        get("WEFT_KEEP_TILES", ""),
     )  # fmt: skip
 
 
@@ -85,6 +91,17 @@ def checks_values() -> bool:
 @cache
 def _check_in_environment() -> bool:
     return _flag(os.environ.get("WEFT_CHECK", ""), "setting check (WEFT_CHECK)")
+
+
+def keeps_tiles() -> bool:
+    """`current().keep_tiles`; the environment is read once."""
+    block = _block.get()
+    return _keep_in_environment() if block is None else block.keep_tiles
+
+
+@cache
+def _keep_in_environment() -> bool:
+    return _flag(os.environ.get("WEFT_KEEP_TILES", ""), _KEEP)
 
 
 @constant_while_tracing
@@ -122,7 +139,7 @@ def size_of(text: str, setting: str) -> int:
 
 def settings(
     *, debug: int | None = None, cache_dir: str | os.PathLike[str] | None = None, target: str | None = None,
-    check: bool | None = None, **unknown: Never,
+    check: bool | None = None, keep_tiles: bool | None = None, **unknown: Never,
 ) -> AbstractContextManager[Settings]:  # fmt: skip
     """Change settings inside a block; what is not given stays as it is outside. Raises WeftError for wrong values.
 
@@ -140,6 +157,7 @@ def settings(
         "cache_dir": None if cache_dir is None else Path(cache_dir),
         "target": target,
         "check": check,
+        "keep_tiles": keep_tiles,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     Settings(**changes)  # type: ignore[arg-type]  # refuses wrong values here, where the block is written
@@ -167,11 +185,12 @@ def _wrong_level(got: int | str) -> WeftError:
 
 
 @lru_cache(maxsize=16)
-def _from_text(debug: str, cache_dir: str, target: str, check: str) -> Settings:
+def _from_text(debug: str, cache_dir: str, target: str, check: str, keep: str) -> Settings:
     if debug and not debug.isdecimal():
         raise _wrong_level(debug)
     folder = Path(cache_dir) if cache_dir else None
-    return Settings(int(debug or 0), folder, target or None, _flag(check, "setting check (WEFT_CHECK)"))
+    flags = _flag(check, "setting check (WEFT_CHECK)"), _flag(keep, _KEEP)
+    return Settings(int(debug or 0), folder, target or None, *flags)
 
 
 @lru_cache(maxsize=16)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..codegen.targets.triton_launcher import TritonLauncher
-from ..compiler.analysis.facts import facts_of
+from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
+from ..compiler.planning.kernels import PAIR_CELLS
 from ..compiler.planning.signature import FEW_QUERIES, Direction, Dtypes, Offset, Signature, Widths, has_few
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
@@ -28,8 +29,9 @@ from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Paged, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
+from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
-from .settings import checks_values
+from .settings import checks_values, keeps_tiles
 from .torch_private import empty_on_gpu
 
 _known: dict[str, Variant] = {}
@@ -61,6 +63,8 @@ class _Ready:
     launcher: Launcher
     target: Target
     signature: Signature
+    facts: Facts
+    measures: bool  # which tiles to visit, by kernels of its own
 
 
 class Variant:
@@ -90,7 +94,8 @@ class Variant:
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
-            found = ready.launcher.direct(call) if type(call.sequences) is Dense or not checks_values() else None
+            direct = type(call.sequences) is Dense or not checks_values()
+            found = ready.launcher.direct(call) if direct and not (ready.measures and keeps_tiles()) else None
             if found is not None:
                 return found
         ready = self._found("forward", call, self._forwards, key)
@@ -98,7 +103,7 @@ class Variant:
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if _is_empty(call):
             return out.zero_(), self._lse_of_nothing(call, lse)
-        _run(ready.launcher, call, {"out": out, "lse": lse})
+        _run(ready, call, {"out": out, "lse": lse}, keeps=ready.measures and keeps_tiles())
         return out, lse
 
     def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
@@ -123,7 +128,7 @@ class Variant:
         q_offset: of a call without lengths; else its sequences."""
         ready = self._backwards.get((kind, wanted, dlse is None))
         found = None if ready is None else getattr(ready.launcher, "backward_of", None)
-        if found is None:
+        if found is None or (ready.measures and any_kept()):  # type: ignore[union-attr]
             return None
         if self._sizes.needed:
             sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged)) else Dense(q_offset)
@@ -138,7 +143,7 @@ class Variant:
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
-            direct = ready.launcher.direct(b)
+            direct = None if ready.measures and any_kept() else ready.launcher.direct(b)
             if direct is not None:
                 return direct
         if ready is None:
@@ -152,7 +157,7 @@ class Variant:
         found = {name: place.beside(call.query) for name, place in gradients.items()}
         results: dict[str, Any] = {"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}
         results |= {f"d{name}": tensor for name, tensor in found.items()}
-        sums = _run(ready.launcher, call, results)
+        sums = _run(ready, call, results)
         if sums:
             found |= self._operand_gradients(call, b.wanted, sums)
         return found
@@ -269,7 +274,8 @@ class Variant:
         launcher = target.bind(made.modules, code, self.facts, call.query.device)
         if isinstance(launcher, TritonLauncher) and call.query.is_cuda and empty_on_gpu is not None:
             launcher.empty = empty_on_gpu
-        return kept.setdefault(key, _Ready(launcher, target, signature))
+        measures = code.tile_source != "program" and not code.looks_first
+        return kept.setdefault(key, _Ready(launcher, target, signature, self.facts, measures))
 
     def _sums_pairs(self, wanted: frozenset[str]) -> bool:
         """Whether a wanted gradient may be summed faster in any order."""
@@ -355,13 +361,26 @@ def _reach(tensor: Tensor) -> int:
     return max(last, tensor.numel() - 1)
 
 
-def _run(launcher: Launcher, call: Call, results: Mapping[str, Any]) -> list[Tensor]:
-    query = call.query
+def _run(ready: _Ready, call: Call, results: Mapping[str, Any], keeps: bool | None = None) -> list[Tensor]:
+    """keeps: what is measured of tiles is kept, and what was is used; None: where it was kept for these tensors."""
+    query, launcher = call.query, ready.launcher
     with _on_device(query):
         partition = launcher.partition(call, results)
         places = launcher.workspace(call, results, partition)
-        workspace = {name: place.beside(query) for name, place in places.items()} if places else places
-        return launcher(call, results, workspace, partition)  # type: ignore[arg-type]
+        found = None
+        if keeps or (keeps is None and ready.measures and any_kept()):
+            found = measured_of(ready.facts, call, make=bool(keeps))
+        if found is None:
+            workspace = {name: place.beside(query) for name, place in places.items()} if places else places
+            return launcher(call, results, workspace, partition)  # type: ignore[arg-type]
+        names = launcher.measures(partition)
+        known = {name: found[key] for name, key in names.items() if key in found}
+        if names.keys() - known.keys() <= {PAIR_CELLS}:  # nobody asks what it found
+            known |= {name: query.new_empty(0, dtype=torch.uint8) for name in names.keys() - known.keys()}
+        workspace = {n: known[n] if n in known else place.beside(query) for n, place in places.items()}
+        sums = launcher(call, results, workspace, partition._replace(known=frozenset(known)))
+        found |= {key: workspace[name] for name, key in names.items() if name not in known}
+        return sums
 
 
 _HERE = nullcontext()

@@ -72,6 +72,18 @@ def _drawn() -> torch.Tensor:
     return torch.rand(16, 16, generator=torch.Generator().manual_seed(0)) < 0.12
 
 
+def _blocks() -> torch.Tensor:
+    """Causal blocks: a query block's own, the first, and random ones before."""
+    return torch.tril(_drawn() | torch.eye(16, dtype=torch.bool) | (torch.arange(16) == 0))
+
+
+def _bits() -> torch.Tensor:
+    """Pairs whose distance is a power of two, or 0, eight to a byte."""
+    distance = torch.arange(64)[:, None] - torch.arange(64)
+    pairs = (distance >= 0) & (distance & (distance - 1) == 0)
+    return (pairs.view(64, 8, 8) << torch.arange(8)).sum(-1).to(torch.uint8)
+
+
 def _ancestors() -> torch.Tensor:
     """Of a binary tree of 31 drafted tokens, level by level."""
     found = torch.eye(31, dtype=torch.bool)
@@ -104,6 +116,13 @@ _MASKS = (
              "`shared` may be a bool tensor: any tokens see all, and are seen by all."),
     _of_mask("BigBird", 'masks.bigbird(4, weft.tensor("drawn", 2, bool))', "Zaheer et al. 2020, arXiv 2007.14062",
              "The random blocks are an operand.", operands={"drawn": _drawn()}),
+    _of_mask("Block-sparse", 'masks.block_sparse(weft.tensor("blocks", 2, bool), 4)',
+             "Block-sparse FlashAttention, arXiv 2205.14135",
+             "Which blocks see each other is an operand, `[heads, ...]` and `[batch, heads, ...]` too; only these are "
+             "visited. Blocks of 64 and more, as large as tiles, cost what is visible.",
+             operands={"blocks": _blocks()}),
+    _of_mask("Pairs, a bit each", 'masks.bit_packed(weft.tensor("bits", 2, int))', "`numpy.packbits`, little end first",
+             "A bool tensor is read as it is: `allowed[batch, q_pos, kv_pos]`.", operands={"bits": _bits()}),
     _of_mask("Block diffusion", "masks.block_diffusion(32, 8)", "BD3-LM, arXiv 2503.09573",
              "The first half is noised, the second clean."),
     _of_mask("Tree", 'masks.tree(weft.tensor("ancestors", 2, bool))',

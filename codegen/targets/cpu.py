@@ -135,6 +135,9 @@ class _CpuLauncher:
     def partition(self, call: CallTensors, results: Named) -> Partition:
         return WHOLE
 
+    def measures(self, partition: Partition) -> dict[str, str]:
+        return {}
+
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         return {}
 

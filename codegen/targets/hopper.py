@@ -106,6 +106,8 @@ class HopperTarget:
                 f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
+        if facts.tile_source == "lists":
+            return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
         if signature.sequences == "paged":
             return "hopper: pages are read by the triton target"
         if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
@@ -259,7 +261,7 @@ def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | Non
         return "tiles measured from tensors"
     if kernel.direction == "forward":
         return None
-    if any(load.tensor.name in signature.wanted for load, _ in facts.gradient_kinds):
+    if sums_of_queries(signature, facts):
         return "gradients of operands"
     return None if is_one_pass(signature) else "backwards in two passes"
 

@@ -28,7 +28,7 @@ from .hopper_tiles import (
     sums_of_a_tile,
     two_pieces,
 )
-from .triton_launcher import Mode, TritonLauncher, flat_place, spans_of, tiles_of, work_of
+from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
@@ -235,9 +235,10 @@ class HopperBackwardLauncher(HopperLauncher):
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
         for n, gradient in enumerate(self.sums):
-            own[f"sum{n}"] = flat_place(batches, heads, self._sums_of_a_head(gradient.kind, q_len))
+            number = self.slots("q", call, True) if packed else self._sums_of_a_head(gradient.kind, q_len)
+            own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
         mode: Mode = partition.mode  # type: ignore[assignment]
-        return work_of(self, call, mode) | spans_of(self, call, mode) | own
+        return work_of(self, call, mode) | measures_of(self, call, mode) | own
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         ragged = self.sequences != "dense"  # hooks of the user may have made them
@@ -265,7 +266,7 @@ class HopperBackwardLauncher(HopperLauncher):
         if self.code.has("flash_backward"):
             floats = sums_of_a_tile(self._form, self.code.signature.widths)
             own["dquery_sums"] = rows_of(tiles, str(floats), dtype="float32")
-        return self._made_spans(mode) | self._made_gradients() | own
+        return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in (*SPANS, *WORK):

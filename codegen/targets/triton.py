@@ -19,9 +19,9 @@ from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
     FLASH,
     KERNELS,
+    MEASURES,
     PAIR_SUMS,
     ROW_STATISTICS,
-    SPANS,
     SPLIT_KV,
     WORK,
     Algorithm,
@@ -91,7 +91,7 @@ class TritonTarget:
                 own = [k for k in own if k != ROW_STATISTICS]
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if k.name in of_pairs]
-        found = with_measuring(own, facts.traits.measured)
+        found = with_measuring(own, facts.traits.measured, signature.sequences)
         return with_work(found) if signature.sequences == "packed" else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -257,12 +257,12 @@ def pair_context(code: CodePlan, facts: Facts) -> Context:
 
 def is_of_flash(kernel: Kernel) -> bool:
     """Whether it belongs to schedule flash, or comes before its kernels; or computes as these do."""
-    return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*SPANS, *WORK)
+    return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*MEASURES, *WORK)
 
 
 def tiles_by_head(facts: Facts) -> bool:
     """Whether rows of different query heads may visit different tiles of keys."""
-    if facts.survey is not None:
+    if facts.tile_source == "spans":
         return "head" in symbols(facts.attention.folded_mask)
     return any("head" in symbols(line.value) for line in facts.kv_tiles.body)
 

@@ -12,15 +12,26 @@ from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS
+from ...compiler.analysis.survey import CELL
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import LISTED, SPANS, WORK, Kernel
+from ...compiler.planning.kernels import (
+    CELLS_TOGETHER,
+    LIST_HEAD,
+    LIST_ROOM,
+    LISTED,
+    LISTS,
+    MEASURES,
+    PAIR_CELLS,
+    WORK,
+    Kernel,
+)
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
 from ...ir.errors import WeftError
-from ...ir.expr import TensorOperand
+from ...ir.expr import Symbol, TensorOperand
 from ...ir.parse import PARSING
 from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing, rows_of
 
@@ -29,7 +40,8 @@ if TYPE_CHECKING:
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
-ROWS_TOGETHER = 4096  # positions of the other axis that a program of a spans kernel looks at together
+ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
+TILES_TOGETHER = 256  # tiles of the other axis that it looks at together, at most
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
 # asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
 UNALIGNED = Tiling(32, 32, 4, 2)
@@ -134,6 +146,11 @@ class TritonLauncher:
         page = call.key.shape[2] if self.sequences == "paged" else 0
         return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim, page))
 
+    def measures(self, partition: Partition) -> dict[str, str]:
+        aligned = partition.mode.aligned  # type: ignore[attr-defined]
+        forms = {k.name: self.form(k.name, aligned) for k in self.code.kernels if k.name in MEASURES}
+        return {name: f"{name} {form.block_q}x{form.block_kv}" for name, form in forms.items()}
+
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]
 
@@ -143,8 +160,9 @@ class TritonLauncher:
         given |= {"first_program": 0, "most_programs": of_pairs[1], **self._divided(partition)}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
-        for run, (programs, arguments) in zip(ready.runs, ready.pack(given)):
-            run(programs, arguments, stream)
+        for code, run, (programs, arguments) in zip(self.code.kernels, ready.runs, ready.pack(given)):
+            if code.name not in partition.known:
+                run(programs, arguments, stream)
         tables = self._tables(call, workspace)
         for first in range(of_pairs[1], *of_pairs):
             self._list_more(ready, given, first, tables, stream)
@@ -243,9 +261,9 @@ class TritonLauncher:
     def form(self, kernel: str, aligned: bool) -> Tiling:
         form = self.code.form(kernel)
         assert isinstance(form, Tiling)
-        if aligned or kernel in FIXED:
+        if aligned or kernel in (*FIXED, PAIR_CELLS):
             return form
-        return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in SPANS else UNALIGNED
+        return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in MEASURES else UNALIGNED
 
     def _check_rows(self, row: int, aligned: bool) -> None:
         rows = max(max(f.block_q, f.block_kv) for f in (self.form(k.name, aligned) for k in self.code.kernels))
@@ -320,7 +338,8 @@ class TritonLauncher:
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
         launching = self._launching
         tools: dict[str, object] = {
-            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "device": self.device,
+            "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
+            "device": self.device,
             "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
             "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
@@ -390,7 +409,7 @@ class TritonLauncher:
 
     def _made(self, mode: Mode) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-        made = self._made_spans(mode)
+        made = self._made_measures(mode)
         if not self.backward:
             width = str(self.code.signature.widths.value_dim)
             made |= {"out": like("query", "heads", "q_len", width, _MAKE)}
@@ -420,15 +439,22 @@ class TritonLauncher:
         """What the rows of statistics are padded to a multiple of."""
         return max(PADDING, *(self.form(k.name, mode.aligned).block_q for k in self.code.kernels))
 
-    def _made_spans(self, mode: Mode) -> dict[str, str]:
+    def _made_measures(self, mode: Mode) -> dict[str, str]:
+        """Lists of the tiles of packed sequences, and what is measured of tiles, as expressions."""
         rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
         made = {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
         tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
-        return made | {
-            f"{axis}_spans": rows_of(rows, tiles.get(axis, f"{axis}_span_tiles"), str(len(p.outputs)), dtype="int32")
-            for axis, p in programs if self.code.has(f"{axis}_spans")
-        }  # fmt: skip
+        if self.code.has(PAIR_CELLS):
+            cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", self._kv_rows)]
+            made[PAIR_CELLS] = rows_of(rows, *cells, dtype="uint8")
+        for axis, program in programs:
+            own = tiles.get(axis, f"{axis}_measured_tiles")
+            if self.code.has(f"{axis}_spans"):
+                made[f"{axis}_spans"] = rows_of(rows, own, str(len(program.outputs)), dtype="int32")
+            if self.code.has(f"{axis}_lists"):
+                made[f"{axis}_lists"] = rows_of(rows, own, f"({LIST_HEAD} + {axis}_room)", dtype="int32")
+        return made
 
     def _options(self, form: Any) -> dict[str, int]:
         return {"num_warps": form.num_warps, "num_stages": form.num_stages, **self._rounding()}
@@ -445,12 +471,37 @@ class TritonLauncher:
         """Values of the constexpr parameters that kernels of this target have."""
         return {
             "BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv, "HEAD_BUNCH": HEAD_BUNCH, "ALIGNED": mode.aligned,
-            "TILES": max(1, ROWS_TOGETHER // (form.block_kv if kernel.axis == "kv" else form.block_q)),
+            **self._looking(kernel, form),
             "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
             "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim, "PAGE": mode.page,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
             "DOT_PRECISION": "ieee",
         }  # fmt: skip
+
+    @property
+    def _kv_rows(self) -> str:
+        """Keys that a call has room for, as an expression: the key of a paged one has rows of blocks."""
+        return "kv_extent" if self.sequences == "paged" else "kv_len"
+
+    def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
+        """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
+        rows = form.block_kv if kernel.axis == "kv" else form.block_q
+        if kernel.name not in (*LISTS, PAIR_CELLS):
+            return {"TILES": max(1, ROWS_TOGETHER // rows)}
+        found = self.facts.survey
+        assert found is not None
+        own: dict[str, object] = {
+            "TOGETHER": CELLS_TOGETHER,
+            "Q_CELLS": max(1, form.block_q // CELL), "KV_CELLS": max(1, form.block_kv // CELL),
+        }  # fmt: skip
+        numbers = [max(1, form.block_q // CELL) * max(1, form.block_kv // CELL)]
+        for n, cells in enumerate(found.cells):
+            q, kv = cells_of(form.block_q, cells.q, False), cells_of(form.block_kv, cells.kv, True)
+            own |= {f"Q_CELLS{n}": q, f"KV_CELLS{n}": kv}
+            numbers.append(q * kv)
+        values = found.kv_values if kernel.axis == "kv" else found.q_values
+        numbers += [rows] if any(not isinstance(value, Symbol) for value in values) else []
+        return {**own, "TILES": max(1, min(TILES_TOGETHER, ROWS_TOGETHER // max(numbers)))}
 
     def pair_programs(self, call: CallTensors, mode: Mode) -> tuple[int, int]:
         """Programs of flash_dpairs of a call, and how many are launched at once, which bounds what they list."""
@@ -479,12 +530,15 @@ class TritonLauncher:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
         elif self.sequences == "packed":
             side, heads = ("q", "heads") if kernel.axis == "kv" else ("kv", "kv_heads")
-            if kernel.name in SPANS:
+            if kernel.name in MEASURES:
                 heads = "heads" if self.facts.mask_differs_by_head else "1"
             text = f"{side}_slots * {heads}"
-        elif kernel.name in SPANS:
+        elif kernel.name in MEASURES:
             rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
             text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
+            if kernel.name == PAIR_CELLS:
+                tiles = _KV_TILES.replace("kv_len", self._kv_rows)
+                text = f"{text} * (({tiles} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
@@ -494,11 +548,12 @@ class TritonLauncher:
         return ""
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        """Both axes call what was measured for them `spans`, and both sides the list of their tiles `work`."""
+        """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""
         side = "q" if kernel.axis == "kv" else "kv"
         return {
-            "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_span_tiles", "work": f"{side}_work",
-            "n_slots": f"{side}_slots",
+            "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_measured_tiles", "work": f"{side}_work",
+            "n_slots": f"{side}_slots", "lists": f"{kernel.axis}_lists", "room": f"{kernel.axis}_room",
+            "cells": PAIR_CELLS,
         }  # fmt: skip
 
     def _rows(self, aligned: bool) -> dict[str, str]:
@@ -506,10 +561,14 @@ class TritonLauncher:
         for n, gradient in enumerate(self.sums):
             tensor = gradient.load.tensor
             rows |= {f"e{n}_{d}": f"arg_{tensor.name}.shape[{d}]" for d in range(1, tensor.rank)}
-        for axis, text in (("kv", _Q_TILES), ("q", _KV_TILES)):
-            if self.code.has(f"{axis}_spans"):
-                form = self.form(f"{axis}_spans", aligned)
-                rows[f"{axis}_span_tiles"] = text.format(BLOCK_Q=form.block_q, BLOCK_KV=form.block_kv)
+        for axis, own, others in (("kv", _Q_TILES, _KV_TILES), ("q", _KV_TILES, _Q_TILES)):
+            for kernel in (f"{axis}_spans", f"{axis}_lists"):
+                if self.code.has(kernel):
+                    form = self.form(kernel, aligned)
+                    blocks = {"BLOCK_Q": form.block_q, "BLOCK_KV": form.block_kv}
+                    rows[f"{axis}_measured_tiles"] = own.format(**blocks)
+                    others = others.format(**blocks).replace("kv_len", self._kv_rows)
+                    rows[f"{axis}_room"] = f"min({others}, {LIST_ROOM})"
         if self.code.schedule.algorithm == "streaming" and not self.backward:
             rows["padded_len"] = "running_max.shape[2]"
         if self.code.schedule.algorithm == "standard" and self.backward:
@@ -589,7 +648,7 @@ def tiles_of(length: int, block: int) -> int:
 def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """What the kernels of a schedule need besides operands and results."""
     own = _backward_workspace if launcher.backward else _forward_workspace
-    return work_of(launcher, call, mode) | spans_of(launcher, call, mode) | own(launcher, call, mode)
+    return work_of(launcher, call, mode) | measures_of(launcher, call, mode) | own(launcher, call, mode)
 
 
 def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
@@ -598,24 +657,39 @@ def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str
     return {f"{s}_work": flat_place(launcher.slots(s, call, mode.aligned), 2, dtype=torch.int32) for s in sides}
 
 
-def spans_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
-    """Ranges of tiles to visit, int32 [B (* Hq), tiles, 4 * ranges]."""
+def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+    """What is measured of tiles, int32 [B (* Hq), tiles, ...]: ranges to visit, 4 numbers each, or a list of tiles."""
     batches, heads, q_len, _ = call.query.shape
+    kv_len = call.key.shape[2]
+    if launcher.sequences == "paged":  # rows of a block
+        kv_len *= call.ragged.tensors["table"].shape[1]  # type: ignore[union-attr]
     rows = batches * (heads if launcher.facts.mask_differs_by_head else 1)
     places = {}
-    if launcher.sequences == "packed":
-        for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
-            if launcher.code.has(f"{axis}_spans"):
-                slots = launcher.slots(side, call, mode.aligned)
-                places[f"{axis}_spans"] = flat_place(rows, slots, len(program.outputs), dtype=torch.int32)
-        return places
-    if launcher.code.has("kv_spans"):
-        tiles = tiles_of(q_len, launcher.form("kv_spans", mode.aligned).block_q)
-        places["kv_spans"] = flat_place(rows, tiles, len(launcher.facts.kv_tiles.outputs), dtype=torch.int32)
-    if launcher.code.has("q_spans"):
-        tiles = tiles_of(call.key.shape[2], launcher.form("q_spans", mode.aligned).block_kv)
-        places["q_spans"] = flat_place(rows, tiles, len(launcher.facts.q_tiles.outputs), dtype=torch.int32)
+    if launcher.code.has(PAIR_CELLS):
+        places[PAIR_CELLS] = flat_place(rows, tiles_of(q_len, CELL), tiles_of(kv_len, CELL), dtype=torch.uint8)
+    for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
+        for kernel in (f"{axis}_spans", f"{axis}_lists"):
+            if not launcher.code.has(kernel):
+                continue
+            form = launcher.form(kernel, mode.aligned)
+            q_tiles, kv_tiles = tiles_of(q_len, form.block_q), tiles_of(kv_len, form.block_kv)
+            own, others = (q_tiles, kv_tiles) if axis == "kv" else (kv_tiles, q_tiles)
+            if launcher.sequences == "packed":
+                own = launcher.slots(side, call, mode.aligned)
+            width = len(program.outputs) if kernel.endswith("spans") else LIST_HEAD + min(others, LIST_ROOM)
+            places[kernel] = flat_place(rows, own, width, dtype=torch.int32)
     return places
+
+
+def cells_of(block: int, cell: int, from_start: bool) -> int:
+    """Blocks of `cell` positions that a tile of `block` positions reaches into at most, as a power of 2.
+
+    from_start: tiles begin at multiples of `block`, as those of keys do; queries begin at any position.
+    """
+    if from_start and cell % block == 0:
+        return 1
+    most = block // cell if from_start and block % cell == 0 else (block - 2) // cell + 2
+    return min(block, 1 << (most - 1).bit_length())
 
 
 def _matrix(call: CallTensors) -> Place:

@@ -17,7 +17,7 @@ from ...ir.walk import children, loads, substitute, symbols
 from .bounds import kv_bounds, q_bounds
 from .measured import measuring
 from .places import POSITIONS, by_difference, index_symbols
-from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, Traits
+from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
 from .tiles import tile_program
@@ -98,7 +98,19 @@ class Facts:
             return None
         found = survey(self.attention.folded_mask)
         measured = (*found.q_values, *found.kv_values) if found else ()
-        return found if any(loads(value) for value in measured) else None
+        joins = found is not None and found.joins_reads
+        return found if joins or any(loads(value) for value in measured) else None
+
+    @cached_property
+    def tile_source(self) -> TileSource:
+        """Where kernels for GPUs learn which tiles to visit.
+
+        From positions alone; from runs of tiles that are measured in each call; or, where a tensor is read by both
+        positions, so that what a tile sees may lie anywhere, from lists of tiles.
+        """
+        if self.survey is None:
+            return "program"
+        return "lists" if self.survey.joins_reads else "spans"
 
     def _measuring(self) -> Measuring | None:
         if self.survey is None:  # tiles are asked for below only: a warm start does without

@@ -1,14 +1,15 @@
 """Which tiles a call visits where kernels measure that, computed in plain Python: for plans, pictures and tests.
 
-The model of the kernels `kv_spans` and `q_spans` (templates/triton/tile_spans.py.jinja), range for range. Ints have any
-size here and floats 64 bits, so it differs where the arithmetic of a kernel overflows or rounds.
+The model of the kernels `kv_spans` and `q_spans` (templates/triton/tile_spans.py.jinja), range for range, and of
+`kv_lists` and `q_lists` (tile_lists.py.jinja), tile for tile where lists have room. Ints have any size here and floats
+64 bits, so it differs where the arithmetic of a kernel overflows or rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from itertools import repeat
+from functools import cached_property, lru_cache
+from itertools import islice, repeat
 from typing import NamedTuple, TypeAlias
 
 from ...ir.errors import WeftError
@@ -17,13 +18,16 @@ from ...ir.operators import OPERATORS
 from ...ir.walk import loads, nodes, scalars, symbols, tensors
 from .affine import is_bool
 from .records import Axis, Measuring, TileCounts, TileProgram
-from .survey import Survey
+from .survey import CELL, Survey
 from .tiles import Environment, Value, _function, _operand, _values
 
 MOST_STEPS = 1 << 22  # operators applied to pairs of tiles by one count of all heads: a fifth of a second
+MOST_PAIRS = 1 << 24  # pairs of a head that are looked at for a count
 MOST_POSITIONS = 1 << 20  # positions of all heads measured together whose values are computed
 Column: TypeAlias = "list[Value] | range"  # one value for each position, or for each tile
 Ends: TypeAlias = dict[str, list[Value]]  # least and greatest values of the tiles of an axis, by name
+# of a block of CELL queries, by number: 0, 1 or 2 for each block of CELL keys, where none, some or all pairs match
+Blocks: TypeAlias = Callable[[int], Sequence[int]]
 
 
 class Span(NamedTuple):
@@ -35,6 +39,9 @@ class Span(NamedTuple):
     hi: int
 
 
+Visited: TypeAlias = tuple[list[int], list[int]]  # edge tiles and full tiles
+
+
 def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_head: bool) -> Measuring:
     """What the cost of measuring depends on besides sizes."""
 
@@ -43,10 +50,14 @@ def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_hea
         return sum(1 for load in inside.values() if symbols(load) & {"q_pos", "kv_pos"})
 
     kv_ranges, q_ranges = (len(program.outputs) // 4 for program in (kv_tiles, q_tiles))
-    return Measuring(by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values))
+    return Measuring(
+        by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values),
+        "lists" if found.joins_reads else "spans", len(found.cells), min((c.q for c in found.cells), default=0),
+        found.by_pair,
+    )  # fmt: skip
 
 
-def visited(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
+def visited(spans: Iterable[Span]) -> Visited:
     """The edge tiles and the full tiles of these ranges, each in the order in which a kernel visits them."""
     spans = list(spans)
     edge = [t for s in spans for t in (*range(s.lo, s.full_lo), *range(s.full_hi, s.hi))]
@@ -119,12 +130,14 @@ class Measurement:
 
     found, programs: of the variant. env: as for tiles.tile_ranges, with values of every operand that the mask reads
     (head, batch, group, ... are 0 or 1 when absent). q_offset: position of query row 0; bottom right when None.
+    blocks: what is found where the survey looks at pairs; where not given, that may be anything.
     Raises WeftError naming operands that are missing, and later for reads beyond the end of a Table.
     """
 
     def __init__(
-        self, found: Survey, env: Environment, *, q_len: int, kv_len: int, q_offset: int | None = None
-    ) -> None:
+        self, found: Survey, env: Environment, *, q_len: int, kv_len: int, q_offset: int | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:  # fmt: skip
         offset = kv_len - q_len if q_offset is None else q_offset
         self.found = found
         self.env: dict[str, object] = {
@@ -133,7 +146,9 @@ class Measurement:
         }  # fmt: skip
         self.positions: dict[Axis, range] = {"q": range(offset, offset + q_len), "kv": range(kv_len)}
         self._known: dict[tuple[Axis, int], Ends] = {}
+        self._blocks = lru_cache(maxsize=None)(blocks) if blocks and found.by_pair else None
         self._steps = sum(isinstance(n, Call) for node in (found.possible, found.certain) for n in nodes(node))
+        self._steps += sum(12 * sum(1 for _ in nodes(c.condition)) for c in found.cells)
         _check_given(found, self.env)
 
     @cached_property
@@ -161,6 +176,76 @@ class Measurement:
             self._known[axis, block] = ends
         return self._known[axis, block]
 
+    def tiles(self, program: TileProgram, block_q: int, block_kv: int) -> Callable[[int], Visited]:
+        """The edge tiles and the full tiles that a tile of the other axis visits, as a function of its number."""
+        if self.found.joins_reads:
+            return self.lists(program, block_q, block_kv)
+        spans = self.spans(program, block_q, block_kv)
+        return lambda tile: visited(spans(tile))
+
+    def lists(self, program: TileProgram, block_q: int, block_kv: int) -> Callable[[int], Visited]:
+        """The same where kernels list tiles one by one."""
+        own: Axis = "q" if program.axis == "kv" else "kv"
+        sizes: dict[Axis, int] = {"q": block_q, "kv": block_kv}
+        mine, others = self._ends(own, sizes[own]), self._ends(program.axis, sizes[program.axis])
+        ranges, length = self._ranges(program, block_q, block_kv), len(self.positions[program.axis])
+
+        def of(tile: int) -> Visited:
+            spans, values = ranges(tile, mine)
+            edge: list[int] = []
+            full: list[int] = []
+            for span in spans:
+                known = {name: column[span.lo : span.hi] for name, column in others.items()}
+                known |= self._cells(own, tile, range(span.lo, span.hi), sizes)
+                for other, (possible, certain) in zip(range(span.lo, span.hi), self._pairs(known, values, span)):
+                    if self._blocks is not None:
+                        seen = self._seen(*((tile, other) if own == "q" else (other, tile)), block_q, block_kv)
+                        possible, certain = possible and seen > 0, certain or seen == 2
+                    whole = other < length // sizes[program.axis]
+                    if possible:
+                        sure = whole and (certain or span.full_lo <= other < span.full_hi)
+                        (full if sure else edge).append(other)
+            return edge, full
+
+        return of
+
+    def _pairs(self, known: Mapping[str, Column], values: dict[str, object], span: Span) -> Iterable[tuple[bool, bool]]:
+        """(possible, certain) of a tile and each of the tiles of a range."""
+        both = (_each(node, known, values) for node in (self.found.possible, self.found.certain))
+        columns = [each if isinstance(each, (list, range)) else [each] * (span.hi - span.lo) for each in both]
+        return zip(*columns)
+
+    def _cells(self, own: Axis, tile: int, others: range, sizes: Mapping[Axis, int]) -> dict[str, list[Value]]:
+        """cells<n>_any and cells<n>_all of a tile and each of others: a pair of each block is looked at."""
+        found: dict[str, list[Value]] = {}
+        for n, cells in enumerate(self.found.cells):
+            step: dict[Axis, int] = {"q": cells.q, "kv": cells.kv}
+            axis: Axis = "kv" if own == "q" else "q"
+            mine = self._of_blocks(own, tile, sizes[own], step[own])
+            theirs = [self._of_blocks(axis, other, sizes[axis], step[axis]) for other in others]
+            pairs = [(a, b) for each in theirs for b in each for a in mine]
+            columns: dict[str, Column] = {f"{own}_pos": [a for a, _ in pairs], f"{axis}_pos": [b for _, b in pairs]}
+            values = iter(_each(cells.condition, columns, self.env) if pairs else [])  # type: ignore[arg-type]
+            looked = [list(islice(values, len(mine) * len(each))) for each in theirs]
+            found[f"cells{n}_any"] = [any(each) for each in looked]
+            found[f"cells{n}_all"] = [all(each) for each in looked]
+        return found
+
+    def _of_blocks(self, axis: Axis, tile: int, rows: int, size: int) -> list[Value]:
+        """A position of each block of `size` that a tile reaches into."""
+        own = self.positions[axis][tile * rows : (tile + 1) * rows]
+        return [own[0], *range(own[0] - own[0] % size + size, own[-1] + 1, size)]
+
+    def _seen(self, q_tile: int, kv_tile: int, block_q: int, block_kv: int) -> int:
+        """0, 1 or 2 where none, some or all of the blocks of pairs that two tiles reach into match."""
+        rows, columns = (
+            _blocks_of(q_tile, block_q, len(self.positions["q"])),
+            _blocks_of(kv_tile, block_kv, len(self.positions["kv"])),
+        )
+        assert self._blocks is not None
+        found = {self._blocks(row)[column] for row in rows for column in columns}
+        return found.pop() if len(found) == 1 else 1
+
     def spans(self, program: TileProgram, block_q: int, block_kv: int) -> Callable[[int], list[Span]]:
         """The ranges of tiles of the program's axis that a tile of the other axis visits, as a function of its number.
 
@@ -170,17 +255,31 @@ class Measurement:
         own: Axis = "q" if program.axis == "kv" else "kv"
         step, block = (block_q, block_kv) if own == "q" else (block_kv, block_q)
         mine, others = self._ends(own, step), self._ends(program.axis, block)
+        ranges, length = self._ranges(program, block_q, block_kv), len(self.positions[program.axis])
+
+        def of(tile: int) -> list[Span]:
+            spans, values = ranges(tile, mine)
+            return [self._narrowed(span, others, values, length // block) for span in spans]
+
+        return of
+
+    def _ranges(
+        self, program: TileProgram, block_q: int, block_kv: int
+    ) -> Callable[[int, Ends], tuple[list[Span], dict[str, object]]]:
+        """Of a tile, by number and with the ends of its axis: the ranges that positions leave over, and all values."""
+        own: Axis = "q" if program.axis == "kv" else "kv"
+        step, block = (block_q, block_kv) if own == "q" else (block_kv, block_q)
         positions, length = self.positions[own], len(self.positions[program.axis])
         lines = [(line.name, _function(line.value)) for line in program.body]
 
-        def of(tile: int) -> list[Span]:
+        def of(tile: int, mine: Ends) -> tuple[list[Span], dict[str, object]]:
             rows = positions[tile * step : (tile + 1) * step]
             values = {**self.env, "block": block, "length": length, f"{own}_first": rows[0], f"{own}_last": rows[-1]}
             for target, value in lines:
                 values[target] = value(values)
             values |= {end: column[tile] for end, column in mine.items()}
             ends = [values[output] for output in program.outputs]
-            return [self._narrowed(Span(*four), others, values, length // block) for four in zip(*[iter(ends)] * 4)]
+            return [Span(*four) for four in zip(*[iter(ends)] * 4)], values
 
         return of
 
@@ -202,8 +301,11 @@ class Measurement:
             return Span(first, end, end, end)
         return Span(first, full[0], full[-1] + 1, end)
 
-    def count(self, program: TileProgram, block_q: int, block_kv: int, most: int = MOST_STEPS) -> TileCounts:
-        """Tiles of the head by class.
+    def count(
+        self, program: TileProgram, block_q: int, block_kv: int, most: int = MOST_STEPS,
+        kv_tiles: TileProgram | None = None,
+    ) -> TileCounts:  # fmt: skip
+        """Tiles of the head by class. kv_tiles: the program of that axis, for both axes where pairs are looked at.
 
         Where to decide on all pairs of tiles would apply more than `most` operators, evenly spaced tiles are looked at,
         as many as keep to that number, each against all of the program's axis, and the counts are scaled.
@@ -212,13 +314,22 @@ class Measurement:
         blocks: dict[Axis, int] = {"q": block_q, "kv": block_kv}
         tiles, others = (-(-len(self.positions[axis]) // blocks[axis]) for axis in (own, program.axis))
         number = min(tiles, max(1, most // (others * max(1, self._steps))))
-        spans = self.spans(program, block_q, block_kv)
+        if self._blocks is not None:  # tiles of queries, whose blocks lie together
+            if own == "kv" and kv_tiles is not None:
+                return self.count(kv_tiles, block_q, block_kv, most)
+            number = min(number, max(1, MOST_PAIRS // (block_q * len(self.positions["kv"]))))
+        of = self.tiles(program, block_q, block_kv)
         edge = full = 0
         for k in range(number):
-            edges, fulls = visited(spans((2 * k + 1) * tiles // (2 * number)))  # from the middle of its share
+            edges, fulls = of((2 * k + 1) * tiles // (2 * number))  # from the middle of its share
             edge, full = edge + len(edges), full + len(fulls)
         edge, full = round(edge * tiles / number), round(full * tiles / number)
         return TileCounts(empty=max(0, tiles * others - edge - full), edge=edge, full=full)
+
+
+def _blocks_of(tile: int, rows: int, length: int) -> range:
+    """Numbers of the blocks of CELL rows that a tile reaches into."""
+    return range(tile * rows // CELL, -(-min((tile + 1) * rows, length) // CELL))
 
 
 def _decided(condition: Expr, others: Ends, values: dict[str, object], first: int, end: int) -> list[Value]:
@@ -228,7 +339,7 @@ def _decided(condition: Expr, others: Ends, values: dict[str, object], first: in
 
 
 def _check_given(found: Survey, values: Mapping[str, object]) -> None:
-    read = (*found.q_values, *found.kv_values, found.possible, found.certain)
+    read = (*found.q_values, *found.kv_values, found.possible, found.certain, *(c.condition for c in found.cells))
     needed = {s.name for node in read for s in scalars(node)} | {t.name for node in read for t in tensors(node)}
     missing = sorted(n for n in needed if _operand(n) not in values)
     if missing:

@@ -50,6 +50,9 @@ def _lines(mask: Expr, kv: TileProgram, q: TileProgram, survey: Survey | None) -
     if survey is not None:
         found = (*survey.q_values, *survey.kv_values, survey.possible, survey.certain)
         yield from (_text(node, numbers) for node in found)
+        yield from (f"cells {c.q} {c.kv} {_text(c.condition, numbers)}" for c in survey.cells)
+        if survey.by_pair:
+            yield "pairs"
 
 
 # -- text in which names of operands change nothing -------------------------------------------------------------------

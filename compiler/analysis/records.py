@@ -9,6 +9,7 @@ from ...ir.expr import Expr, Load
 from ...ir.normalizer import SOFTMAX, Normalizer
 
 Axis = Literal["kv", "q"]
+TileSource = Literal["program", "spans", "lists"]  # where the tiles come from that a kernel visits
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Measuring:
     q_ranges: int  # ranges of query tiles that a tile of keys may visit
     q_reads: int  # reads of tensors at the position of a query
     kv_reads: int  # reads of tensors at the position of a key
+    source: Literal["spans", "lists"] = "spans"  # runs of tiles, or lists of them
+    cells: int = 0  # conditions that are looked at once a block of pairs
+    cell_rows: int = 0  # queries of the smallest of these blocks
+    by_pair: bool = False  # and one that is looked at for each pair
 
 
 GradientKind: TypeAlias = Literal["total", "row", "column", "diagonal", "pair", "sink"]

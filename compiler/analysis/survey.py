@@ -6,23 +6,40 @@ Tile bounds (`bounds.py`) follow from positions alone; here the least and greate
 tile is measured first. The largest parts of the mask that read one position are measured, so whatever arithmetic lies
 inside them is the mask's own; what joins the two sides is decided by interval arithmetic (Moore, Interval Analysis,
 1966) on numbers, and by a pair (certain, possible) on bools.
+
+    blocks[head, q_pos // 128, kv_pos // 128]   -->   cells0_any, and certainly where cells0_all
+
+Where a mask reads a tensor by both positions, a condition that is the same in a block of pairs is looked at once a
+block, a cell; one that differs from pair to pair is left to whoever looks at all pairs of two tiles (`by_pair`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd
 from typing import TypeAlias
 
 from ...ir.canonical import canonical
-from ...ir.expr import Call, Expr, Load
+from ...ir.expr import Call, Const, Expr, Load, Symbol
 from ...ir.operators import OPERATORS
-from ...ir.walk import nodes, substitute, symbols
+from ...ir.walk import children, loads, nodes, substitute, symbols
 from .affine import choose, const, is_bool, make, name
 
 Range: TypeAlias = tuple[Expr, Expr]  # least and greatest value over both tiles
 _AXES = {"q_pos": "q", "kv_pos": "kv"}
 _FLIPPED = {"gt": "lt", "ge": "le"}
 _LARGEST = 1000  # nodes; alternatives inside alternatives double, and a longer decision costs more than a tile
+CELL = 64  # queries and keys of a block of pairs that is looked at whole, whatever the tiles of the kernels
+LEAST_CELL = 64  # pairs of a cell that is worth looking at by itself
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A condition that is the same for all pairs with equal q_pos // q and equal kv_pos // kv."""
+
+    condition: Expr  # bool, of both positions, heads, batch, lengths and operands
+    q: int
+    kv: int
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,8 @@ class Survey:
     """What to measure of a tile of queries and a tile of keys, and what follows for the pair.
 
     Symbols q<n>_low and q<n>_high stand for the least and greatest value of q_values[n] over the tile's real positions,
-    kv<n>_low and kv<n>_high for those of kv_values[n]; bools count as 0 and 1. Each tile holds a position at least.
+    kv<n>_low and kv<n>_high for those of kv_values[n]; bools count as 0 and 1. Of cells[n], cells<n>_any and
+    cells<n>_all say whether it holds for some, and for all, real pairs. Each tile holds a position at least.
     Sound where a value is computed as in the mask, in the mask's width, and only then widened to 64 bits: a call is
     checked for sums of values in 32 bits, and a sum of ends may be larger.
     """
@@ -39,6 +57,18 @@ class Survey:
     kv_values: tuple[Expr, ...]  # the same of kv_pos
     possible: Expr  # bool, over those symbols, heads, batch, lengths and operands: some pair may be visible
     certain: Expr  # bool, likewise: every pair is visible
+    cells: tuple[Cells, ...] = ()  # sorted by text
+    by_pair: bool = False  # what is left over depends on what a tensor holds for each pair
+
+    @property
+    def decides(self) -> bool:
+        """Whether anything is known of two tiles before their pairs are looked at."""
+        return not (is_bool(self.possible, True) and is_bool(self.certain, False))
+
+    @property
+    def joins_reads(self) -> bool:
+        """Whether a tensor is read by both positions: what a tile visits then lies anywhere."""
+        return bool(self.cells) or self.by_pair
 
 
 def survey(mask: Expr) -> Survey | None:
@@ -47,9 +77,42 @@ def survey(mask: Expr) -> Survey | None:
     mask: a canonical bool expression of a verified variant. For all values of operands and lengths that a call accepts,
     `possible` is false only where no pair of the two tiles is visible, `certain` true only where every pair is.
     """
-    surveyor = _Surveyor()
+    surveyor = _Surveyor(looks=reads_pairs(mask))
     found = surveyor.truth(mask)
-    return None if is_bool(found.possible, True) else surveyor.published(found)
+    if is_bool(found.possible, True) and not surveyor.by_pair:
+        return None
+    return surveyor.published(found)
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+def cell_size(node: Expr, position: str) -> int:
+    """The largest c found such that the value depends on the position as position // c alone; 0: not at all."""
+    match node:
+        case Symbol(name):
+            return 1 if name == position else 0
+        case Call("floordiv", (a, Const(c))) if isinstance(c, int) and c > 0:
+            own = cell_size(a, position)
+            # of a multiple of a position, or of a sum, only whole positions are known to agree
+            return own * c if _is_divided(a) else own
+        case _:
+            return gcd(*(cell_size(child, position) for child in children(node)))
+
+
+def _is_divided(node: Expr) -> bool:
+    """Whether it is a position, or one divided by constants: x // a // b is x // (a * b)."""
+    match node:
+        case Symbol(name):
+            return name in _AXES
+        case Call("floordiv", (a, Const(c))) if isinstance(c, int) and c > 0:
+            return _is_divided(a)
+        case _:
+            return False
+
+
+def reads_pairs(node: Expr) -> bool:
+    """Whether it reads a tensor by an index that has both positions."""
+    both = _AXES.keys()
+    return any(both <= set().union(*map(symbols, load.index)) for load in loads(node))
 
 
 # -- conditions -------------------------------------------------------------------------------------------------------
@@ -144,12 +207,30 @@ class _Surveyor:
     Names start with an underscore while they are compared by their text, so that no operand's name can equal one.
     """
 
+    looks: bool  # at cells and pairs: where a tensor is read by both positions
     values: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "kv": []})
+    cells: list[Cells] = field(default_factory=list)
+    by_pair: bool = False
 
     def truth(self, node: Expr) -> _Truth:
         found = self._truth(node)
+        if found.unknown and self.looks:
+            found = self._looked_at(node)
         found = _Truth(canonical(found.certain), canonical(found.possible))
         return found if _small(found.certain, found.possible) else _UNKNOWN
+
+    def _looked_at(self, node: Expr) -> _Truth:
+        """A condition on both positions that no rule decides: looked at cell by cell, or left to who looks at pairs."""
+        size = {axis: cell_size(node, position) for position, axis in _AXES.items()}
+        if size["q"] * size["kv"] < LEAST_CELL:
+            self.by_pair = self.by_pair or reads_pairs(node)
+            return _UNKNOWN
+        texts = [c.condition.text for c in self.cells]
+        if node.text not in texts:
+            self.cells.append(Cells(node, size["q"], size["kv"]))
+            texts.append(node.text)
+        some, every = _cell_names("_cells", texts.index(node.text))
+        return _Truth(Symbol(every, "bool"), Symbol(some, "bool"))
 
     def _truth(self, node: Expr) -> _Truth:
         own = self._one_sided(node)
@@ -231,8 +312,20 @@ class _Surveyor:
             kept[axis] = tuple(values[k] for k in numbers)
             for n, k in enumerate(numbers):
                 public |= {own: name(new) for own, new in zip(_names(f"_{axis}", k), _names(axis, n))}
-        return Survey(kept["q"], kept["kv"], substitute(found.possible, public), substitute(found.certain, public))
+        order = [k for k in range(len(self.cells)) if used & {*_cell_names("_cells", k)}]
+        order.sort(key=lambda k: self.cells[k].condition.text)
+        for n, k in enumerate(order):
+            both = zip(_cell_names("_cells", k), _cell_names("cells", n))
+            public |= {own: Symbol(new, "bool") for own, new in both}
+        return Survey(
+            kept["q"], kept["kv"], substitute(found.possible, public), substitute(found.certain, public),
+            tuple(self.cells[k] for k in order), self.by_pair,
+        )  # fmt: skip
 
 
 def _names(axis: str, number: int) -> tuple[str, str]:
     return f"{axis}{number}_low", f"{axis}{number}_high"
+
+
+def _cell_names(prefix: str, number: int) -> tuple[str, str]:
+    return f"{prefix}{number}_any", f"{prefix}{number}_all"

@@ -20,7 +20,18 @@ from math import ceil, exp
 from ..analysis.records import Axis, TileCounts, Traits
 from .forms import Form, Tiling
 from .hardware import Hardware
-from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPANS, SPLIT_KV, WORK, Bound, Kernel, Sizes, traffic
+from .kernels import (
+    PAIR_CELLS,
+    ROUND_DQUERY,
+    ROW_STATISTICS,
+    SPANS,
+    SPLIT_KV,
+    WORK,
+    Bound,
+    Kernel,
+    Sizes,
+    traffic,
+)
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 from .splits import Parts, divided, tile_rows
@@ -255,7 +266,8 @@ def predict(
     for kernel, form in kernels:
         # The textbook algorithm stores every score, visible or not.
         counter = every if count is None or kernel.name.startswith("standard_") else count
-        visits = kernel.name not in (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, *SPANS, *WORK)
+        apart = (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, *SPANS, *WORK)
+        visits = kernel.name not in apart
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
         costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most))

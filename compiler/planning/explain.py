@@ -20,9 +20,10 @@ from rich.text import Text
 from ...ir.attention import Attention
 from ...ir.normalizer import SOFTMAX
 from ..analysis.records import Bounds
+from ..analysis.survey import CELL
 from .cost import l2_bytes_per_second
 from .hardware import Hardware
-from .kernels import SPLIT_KV
+from .kernels import LIST_HEAD, LIST_ROOM, PAIR_CELLS, SPLIT_KV
 from .plan import KernelPlan, Plan
 from .records import Segment
 
@@ -178,10 +179,31 @@ def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
     if any(kernel.name == spans for kernel in plan.kernels):
         measured = f"what the mask reads is measured in each call by {spans}: tiles that cannot match are skipped"
         return [*notes, measured]
+    lists = next((k for k in plan.kernels if k.name == f"{bounds.axis}_lists"), None)
+    if lists is not None:
+        return [*notes, *_listed(plan, lists)]
     if plan.codes[0].looks_first:
         evaluated = "the mask of each tile is evaluated first: the tile is skipped where nothing is visible"
         return [*notes, evaluated] if notes and bounds.axis == "kv" else notes  # it loops over tiles of keys only
     return [f"no closed form: {note}; every tile is visited and masked" for note in bounds.notes]
+
+
+def _listed(plan: Plan, kernel: KernelPlan) -> list[str]:
+    """How tiles are listed, and the memory that lists have, which follows from shapes alone."""
+    axis, letters = kernel.code.kernel.axis, kernel.letters
+    tile, most = ("queries", letters["nkv"]) if axis == "kv" else ("keys", letters["nq"])
+    room = min(most, LIST_ROOM)
+    bytes_of_lists = 4 * (LIST_HEAD + room) * kernel.programs.value
+    full = f"; tiles beyond {LIST_ROOM:,} of a list are visited as one run" if most > LIST_ROOM else ""
+    lines = [
+        f"tiles are listed in each call by {kernel.name}, those without a visible pair left out: room for "
+        f"{room:,.0f} for each tile of {tile}, {bytes_text(bytes_of_lists)} in all{full}"
+    ]
+    cells = next((k for k in plan.kernels if k.name == PAIR_CELLS), None)
+    if cells is not None and axis == "kv":
+        found = bytes_text(cells.hbm_written.value)
+        lines.append(f"before that {PAIR_CELLS} looks at the mask of every {CELL} x {CELL} pairs once: {found}")
+    return lines
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------

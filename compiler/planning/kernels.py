@@ -19,7 +19,8 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from ..analysis.records import Axis, Measuring
-from .signature import Direction
+from ..analysis.survey import CELL
+from .signature import Direction, SequenceKind
 
 Bound = Literal["matrix", "memory", "L2", "exp", "latency"]
 Algorithm = Literal["standard", "streaming", "flash", "split_kv"]
@@ -694,7 +695,14 @@ ROUND_DQUERY = Kernel(
 
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
+LISTS = ("kv_lists", "q_lists")
+PAIR_CELLS = "pair_cells"
+MEASURES = (*SPANS, *LISTS, PAIR_CELLS)
+LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
+CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
+LIST_HEAD = 4  # numbers before the tiles of a list
 _VISITORS = (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
+_A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
 
@@ -727,14 +735,70 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
     return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, again)
 
 
-def with_measuring(kernels: Sequence[Kernel], measuring: Measuring | None) -> list[Kernel]:
-    """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is."""
-    if measuring is None:
+@lru_cache(maxsize=64)
+def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
+    """kv_lists or q_lists: which tiles of `axis` each tile of the other one must visit, one by one.
+
+    It reads what the spans kernel reads, an entry of each condition on cells for each pair of tiles, and what
+    pair_cells found; it writes the tiles that are visited.
+    """
+    spans = spans_kernel(axis, direction, slot, measuring)
+
+    def pairs(x: Sizes) -> float:
+        """Pairs of tiles of the problem, each once for heads that see the same."""
+        return spans.programs(x) * (x.nkv if axis == "kv" else x.nq)
+
+    def read(x: Sizes) -> float:
+        found = spans.read(x) + READ * measuring.cells * pairs(x)
+        return found + cells_bytes(x, measuring) if measuring.by_pair else found
+
+    def written(x: Sizes) -> float:
+        """The numbers before each list, and a number a visited tile."""
+        return 4 * (LIST_HEAD * spans.programs(x) + x.n / (1 if measuring.by_head else x.Hq))
+
+    name = f"{axis}_lists"
+    return Kernel(name, direction, slot, axis, spans.loop, spans.programs, none, read, written, none, none, spans.again)
+
+
+def cells_bytes(x: Sizes, measuring: Measuring) -> float:
+    """A byte for each block of CELL x CELL pairs."""
+    return x.B * (x.Hq if measuring.by_head else 1) * x.L * x.T / CELL**2
+
+
+@lru_cache(maxsize=64)
+def cells_kernel(direction: Direction, measuring: Measuring) -> Kernel:
+    """pair_cells: whether the pairs of each block of CELL x CELL see each other: none, some, or all of them."""
+
+    def programs(x: Sizes) -> float:
+        return cells_bytes(x, measuring) / CELLS_TOGETHER
+
+    def read(x: Sizes) -> float:
+        return x.B * (x.Hq if measuring.by_head else 1) * x.L * x.T
+
+    def written(x: Sizes) -> float:
+        return cells_bytes(x, measuring)
+
+    slot: Slot = "forward" if direction == "forward" else "backward_q"
+    return Kernel(PAIR_CELLS, direction, slot, "kv", _A_FEW_CELLS, programs, none, read, written, none, none, _KEYS)
+
+
+def with_measuring(
+    kernels: Sequence[Kernel], measuring: Measuring | None, sequences: SequenceKind = "dense"
+) -> list[Kernel]:
+    """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is.
+
+    Few queries, whose keys are divided, do not visit lists: they look at what positions leave over.
+    """
+    lists = measuring is not None and measuring.source == "lists"
+    if measuring is None or (lists and SPLIT_KV[0] in kernels) or not any(kernel in _VISITORS for kernel in kernels):
         return list(kernels)
     found: list[Kernel] = []
+    if measuring.by_pair and sequences != "packed":
+        found.append(cells_kernel(kernels[0].direction, measuring))
+    make = lists_kernel if lists else spans_kernel
     for kernel in kernels:
         if kernel in _VISITORS:
-            found.append(spans_kernel(kernel.axis, kernel.direction, kernel.slot, measuring))
+            found.append(make(kernel.axis, kernel.direction, kernel.slot, measuring))
         found.append(kernel)
     return found
 

@@ -7,19 +7,19 @@ Neither needs a GPU or tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
 from ...ir.errors import InternalError, WeftError
-from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Measurement
-from ..analysis.records import Axis, TileCounts, TileProgram, Traits
-from ..analysis.survey import Survey
+from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
+from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
+from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountLongest, CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
+from .kernels import LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -59,12 +59,18 @@ class CodePlan:
         return any(k.name == kernel for k in self.kernels)
 
     @property
+    def tile_source(self) -> TileSource:
+        """Where the kernels learn which tiles to visit."""
+        names = {k.name for k in self.kernels}
+        return "lists" if names & {*LISTS} else "spans" if names & {*SPANS} else "program"
+
+    @property
     def looks_first(self) -> bool:
         """Whether the mask of each tile is evaluated before the tile is, which is skipped where nothing is visible."""
         return any(isinstance(k.form, CpuForm) for k in self.kernels)
 
 
-SPANS_WARPS = 8  # of a program that measures tiles
+SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
 _VISITORS = {
     ("forward", "kv"): "flash_forward",
     ("backward", "kv"): "flash_dquery",
@@ -89,7 +95,9 @@ def code_plan(
         own, words = target, family
         followed = kernel.follows or kernel.name
         form = schedule.kernels[followed].form if followed in schedule.kernels else None
-        if form is None:
+        if kernel.name == PAIR_CELLS:
+            own, words, form = measured_by, "", Tiling(CELL, CELL, CELLS_WARPS, 1)
+        elif form is None:
             name = _VISITORS[kernel.direction, kernel.axis]
             others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
             visitor = schedule.form(next(others))
@@ -324,6 +332,7 @@ def counter(
     by_batch: bool = False,
     survey: Survey | None = None,
     first_batch: int = 0,
+    blocks: Callable[[Mapping[str, int]], Blocks] | None = None,
 ) -> CountTiles:
     """The tiles that kernels of a variant visit, over all heads and batches, from the programs that they run.
 
@@ -331,25 +340,29 @@ def counter(
     the kernels'. by_head, by_batch: tiles differ from head to head, from
     batch row to batch row; some are counted and stand for the others. survey: the kernels measure what the mask reads,
     and visit what is left then. first_batch: number of the
-    first batch row. Raises WeftError, at the latest when tiles are counted, naming a missing value.
+    first batch row. blocks: of a survey that looks at pairs, what is found of a head, by batch, head, kv_head, group.
+    Raises WeftError, at the latest when tiles are counted, naming a missing value.
     """
     length = shape.q_len + shape.kv_len
     most = max(1, min(HEADS_COUNTED, MOST_POSITIONS // length)) if survey else HEADS_COUNTED
     own = {"head_dim": shape.head_dim, **(env or {})}
     heads = [
-        {**own, "batch": first_batch + batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
+        {"batch": first_batch + batch, "head": head, "kv_head": head // shape.group, "group": shape.group}
         for batch, head in some_heads(shape.batch if by_batch else 1, shape.heads if by_head else 1, most)
     ]
     sizes = {"q_len": shape.q_len, "kv_len": shape.kv_len}
-    measured = [Measurement(survey, head, q_offset=q_offset, **sizes) for head in heads] if survey else []
+    measured = [
+        Measurement(survey, {**own, **head}, q_offset=q_offset, **sizes, blocks=blocks(head) if blocks else None)
+        for head in heads
+    ] if survey else []  # fmt: skip
 
     def count(axis: Axis, block_q: int, block_kv: int) -> TileCounts:
         program = kv_tiles if axis == "kv" else q_tiles
-        blocks = {"block_q": block_q, "block_kv": block_kv}
+        tile = {"block_q": block_q, "block_kv": block_kv}
         if measured:
-            found = [m.count(program, **blocks, most=MOST_STEPS // len(measured)) for m in measured]
+            found = [m.count(program, **tile, kv_tiles=kv_tiles, most=MOST_STEPS // len(measured)) for m in measured]
         else:
-            found = [count_tiles(program, q_offset=q_offset, env=head, **sizes, **blocks) for head in heads]
+            found = [count_tiles(program, q_offset=q_offset, env={**own, **head}, **sizes, **tile) for head in heads]
         all_heads = shape.batch * shape.heads
         share = all_heads / len(found)
         edge, full = (round(share * sum(part)) for part in zip(*((c.edge, c.full) for c in found)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...ir.errors import InternalError
 from ..analysis.records import Traits
+from ..analysis.survey import CELL
 from .forms import ROWS_OF_A_WARPGROUP
 from .records import Segment, Stage
 from .segments import Segments
@@ -203,7 +204,7 @@ def _hopper_row_statistics(t: Tiles) -> list[Stage]:
         *([zeros] if t.one_pass else []),
         compute,
         _store("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),
-        *_sink_sums(t),
+        *_sink_sums(t, ragged=t.ragged),
     ]
 
 
@@ -444,6 +445,34 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
     ]
 
 
+def _kv_lists(t: Tiles) -> list[Stage]:
+    return _lists("queries", "keys", _EACH_KV, t)
+
+
+def _q_lists(t: Tiles) -> list[Stage]:
+    return _lists("keys", "queries", _EACH_Q, t)
+
+
+def _lists(own: str, others: str, each: str, t: Tiles) -> list[Stage]:
+    measured = t.traits.measured
+    looked = ["least and greatest of each"] + (
+        ["blocks of pairs by one of each"] if measured and measured.cells else []
+    )
+    return [
+        _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
+        _load("others", f"what the mask reads at {others}; {', '.join(looked)}", each, "HBM -> registers"),
+        _compute("matches", "can any pair match, must every pair", each),
+        _store("list", "the tiles to visit, one by one, edge and full ones apart", each),
+    ]
+
+
+def _pair_cells(t: Tiles) -> list[Stage]:
+    return [
+        _compute("cells", f"the mask of {CELL} queries and {CELL} keys: does none, some or every pair match", _EACH_KV),
+        _store("cells", "that, a byte", _EACH_KV),
+    ]
+
+
 def _query_work(t: Tiles) -> list[Stage]:
     return _work(f"[{t.q} queries]", "keys")
 
@@ -611,6 +640,9 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
+    ("", "kv_lists"): _kv_lists,
+    ("", "q_lists"): _q_lists,
+    ("", "pair_cells"): _pair_cells,
     ("", "query_work"): _query_work,
     ("", "key_work"): _key_work,
     ("", "flash_forward"): _flash_forward,

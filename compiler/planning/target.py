@@ -47,6 +47,7 @@ class Partition(NamedTuple):
     splits: int = 1  # parts of the keys that are computed apart and joined
     mode: object = None  # what of these tensors a launcher's code depends on: alignment, widths of integers
     least: int = 1  # tiles of keys that a part has at least
+    known: frozenset[str] = frozenset()  # kernels whose results lie in the workspace already
 
 
 WHOLE = Partition()
@@ -107,6 +108,10 @@ class Launcher(Protocol):
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         """How to divide the work of this call."""
+
+    def measures(self, partition: Partition) -> dict[str, str]:
+        """Kernels that measure which tiles to visit, each with a text of its form: what a call with the same mask,
+        tensors and forms finds again in the workspace, under the kernel's name."""
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         """What the kernels need besides operands and results, by name."""

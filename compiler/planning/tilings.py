@@ -46,6 +46,12 @@ _FLASH_SM90_MEASURED = {
     64: (Tiling(64, 64, 4, 3), Tiling(64, 32, 4, 3), Tiling(32, 64, 4, 3)),
     128: (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),
 }
+# A mask that is read for each pair wants more of them: of compiled tilings the largest without spills in their loops.
+_FLASH_SM90_PAIRS = {
+    **_FLASH_SM90_MASKED,
+    64: (Tiling(128, 32, 8, 3), Tiling(128, 32, 8, 3), Tiling(32, 64, 4, 3)),
+    128: (Tiling(128, 32, 8, 3), Tiling(128, 32, 8, 2), Tiling(32, 128, 8, 2)),
+}
 _FLASH_SM80 = {
     64: (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)),
     128: (Tiling(128, 64, 8, 3), Tiling(64, 64, 8, 2), Tiling(32, 64, 4, 2)),
@@ -179,12 +185,18 @@ def _table(
         return _FLASH_GFX942
     if hardware.capability < 90:
         return _FLASH_SM80
-    if traits.masked and traits.measured:
-        return _FLASH_SM90_MEASURED
+    if traits.masked and traits.measured and not _few_edges(traits):
+        return _FLASH_SM90_PAIRS if traits.measured.by_pair else _FLASH_SM90_MEASURED
     if traits.drops or (traits.masked and not traits.linear):
         return _FLASH_SM90_CURVED
     table = _FLASH_SM90_MASKED if traits.masked else _FLASH_SM90_DENSE
     return table if traits.normalizer.weight is None else {**table, 64: (table[64][0], _SLOPED, table[64][2])}
+
+
+def _few_edges(traits: Traits) -> bool:
+    """Whether most tiles see all or nothing, as where large blocks of pairs do: then no registers are wanting."""
+    found = traits.measured
+    return found is not None and found.source == "lists" and not found.by_pair and found.cell_rows >= 128
 
 
 # -- candidates ------------------------------------------------------------------------------------------------------

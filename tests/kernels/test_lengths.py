@@ -580,7 +580,7 @@ def test_other_schedules_and_targets_say_what_they_lack():
     for schedule in ("streaming", "standard"):
         with pytest.raises(weft.UnavailableError, match=rf"schedule {schedule} computes sequences of one length"):
             CAUSAL(query, query, query, q_lens=lens, target="interpret", schedule=schedule)
-    sizes = weft.shape(batch=2, heads=2, q_len=8, head_dim=64)
+    sizes = weft.shape(batch=2, heads=2, q_len=80, head_dim=64)
     documents = CAUSAL.replace(mask=CAUSAL.mask & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
     said = documents.explain(sizes, device="h100", q_lens=lens)
     assert "hopper: tiles measured from tensors of sequences of their own lengths" in said

@@ -18,6 +18,7 @@ from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.planning.hardware import for_device
+from weft.compiler.planning.kernels import PAIR_CELLS
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
 from weft.runtime.driver import compile_kernels
@@ -90,7 +91,8 @@ def measured(
     schedule = f"flash/{visitor}=interpret:{blocks[0]}x{blocks[1]}w4s1"
     made = compile_kernels(variant, signature, machine, "interpret", schedule)
     code = made.resolved.code
-    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name == f"{axis}_spans"))
+    table = f"{axis}_{code.tile_source}"
+    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name in (table, PAIR_CELLS)))
     launcher = made.resolved.target.bind(made.modules, alone, facts_of(variant), torch.device("cpu"))
     batches, q_heads, kv_heads = heads
     query, out, dout = (torch.empty(batches, q_heads, lengths[0], 16) for _ in range(3))
@@ -103,7 +105,7 @@ def measured(
     places = launcher.workspace(call, results, partition)
     workspace = {name: place.beside(query) for name, place in places.items()}
     launcher(call, results, workspace, partition)
-    return workspace[f"{axis}_spans"]
+    return workspace[table]
 
 
 def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[int, int]) -> None:

@@ -84,6 +84,12 @@ def _patterns() -> Iterator[tuple[str, Expr]]:
         yield f"longformer {label}", masks.longformer(n, few)
     yield "longformer of a tensor", masks.longformer(256, weft.tensor("shared", 1, bool))
     yield "bigbird 64", masks.bigbird(64, weft.tensor("drawn", 2, bool))
+    for label, rank, sizes in (("64", 2, (64,)), ("128 by head", 3, (128, 64)), ("128", 4, (128,))):
+        blocks = masks.block_sparse(weft.tensor("blocks", rank, bool), *sizes)
+        yield f"block-sparse {label}", blocks
+        yield f"causal block-sparse {label}", causal & blocks
+        yield f"causal block-sparse {label} in documents", causal & blocks & masks.document(ids)
+    yield "bit-packed", masks.bit_packed(weft.tensor("bits", 2, int))
     yield "bigbird scalar by head", masks.bigbird(size, weft.tensor("drawn", 3, bool))
     for shift in (0, 3):
         yield f"swin 56 shifted {shift}", masks.swin(56, 7, shift)

@@ -29,7 +29,8 @@ class Step:
     reaches: tuple[z3.ArithRef, ...]  # the values of its ints
 
 
-ROWS, SPANS, SEEN = "triton/parts/rows.py.jinja", "triton/tile_spans.py.jinja", "hopper/parts/tiles_seen.py.jinja"
+ROWS, SURVEY, SEEN = "triton/parts/rows.py.jinja", "triton/parts/survey.py.jinja", "hopper/parts/tiles_seen.py.jinja"
+SPANS, LISTS = "triton/tile_spans.py.jinja", "triton/tile_lists.py.jinja"
 STEPS = (
     Step(ROWS, "n_q_tiles = tl.cdiv({{ q_rows_of }}, BLOCK_Q)", (length + block - 1,)),
     Step(ROWS, "n_kv_tiles = tl.cdiv(kv_len, BLOCK_KV)", (length + block - 1,)),
@@ -41,9 +42,10 @@ STEPS = (
     Step(ROWS, "kv_last = tl.minimum(kv_first + BLOCK_KV, kv_len) - 1", (start + block,)),
     Step(ROWS, "q_pos = (q_offset + tl.minimum(q_rows, q_len - 1))[:, None]", (offset + length - 1, offset)),
     Step(ROWS, "q_offset + q_first, q_offset + q_last, {{ env }}, BLOCK_KV", (offset + start, offset + length - 1)),
-    Step(SPANS, "tiles = tile + tl.arange(0, TILES)", (start + TOGETHER,)),
-    Step(SPANS, "tl.minimum((tiles + 1) * BLOCK_{{ AXIS }}, {{ axis }}_len) - 1", (start + TOGETHER + block,)),
+    Step(SURVEY, "tiles = tile + tl.arange(0, TILES)", (start + TOGETHER,)),
+    Step(SURVEY, "tl.minimum((tiles + 1) * BLOCK_{{ AXIS }}, {{ axis }}_len) - 1", (start + TOGETHER + block,)),
     Step(SPANS, "((tiles + 1) * BLOCK_{{ AXIS }} <= {{ axis }}_len)", (start + TOGETHER + block,)),
+    Step(LISTS, "((tiles + 1) * BLOCK_{{ AXIS }} <= {{ axis }}_len)", (start + TOGETHER + block,)),
     Step(SEEN, "last_row = gl.minimum(row + rows, {{ owner }}_len) - 1", (start + block,)),
     Step(SEEN, "return kv_tiles(q_offset + row, q_offset + last_row,", (offset + start, offset + length - 1)),
 )

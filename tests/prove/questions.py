@@ -247,13 +247,13 @@ def lookup_question(program: TileProgram) -> Question:
 # -- measured tiles ---------------------------------------------------------------------------------------------------
 def survey_questions(mask: Expr, found: Survey) -> list[Question]:
     """A visible pair of two tiles that are called impossible; a hidden one of two that are called certain."""
-    questions = []
+    questions = [_cells_question(mask, found)] if found.cells else []
     for kind in ("impossible", "certain"):
         call = Call.of(mask)
         call.require(("kv_pos", "<", "kv_len"))
         pair = Reader(call.terms, call.values)
         visible = pair.truth(mask)
-        decision = Reader(call.terms, {**call.values, **_ends(found, pair, call)})
+        decision = Reader(call.terms, {**call.values, **_ends(found, pair, call), **_cells(found, pair, call)})
         if kind == "impossible":
             wrong = z3.And(visible, z3.Not(decision.truth(found.possible)))
         else:
@@ -272,6 +272,38 @@ def _ends(found: Survey, pair: Reader, call: Call) -> dict[str, Polynomial]:
             call.known += [z3.Int(low) <= own, own <= z3.Int(high)]
             ends |= {name: Polynomial.of_name(name) for name in (low, high)}
     return ends
+
+
+def _cells(found: Survey, pair: Reader, call: Call) -> dict[str, z3.BoolRef]:
+    """What conditions on blocks say of the tiles that the pair lies in: the pair's own block is among the blocks."""
+    known: dict[str, z3.BoolRef] = {}
+    for n, cells in enumerate(found.cells):
+        some, every = z3.Bool(f"cells{n}_any"), z3.Bool(f"cells{n}_all")
+        own = pair.truth(cells.condition)
+        call.known += [z3.Implies(own, some), z3.Implies(every, own)]
+        known |= {f"cells{n}_any": some, f"cells{n}_all": every}
+    return known
+
+
+def _cells_question(mask: Expr, found: Survey) -> Question:
+    """Two pairs of one block for which the condition is not the same."""
+    call = Call.of(mask)
+    other = {"q_pos": Polynomial.of_name("q_other"), "kv_pos": Polynomial.of_name("kv_other")}
+    first, second = Reader(call.terms, call.values), Reader(call.terms, {**call.values, **other})
+    alternatives = []
+    for n, cells in enumerate(found.cells):
+        same = [
+            _block(a, size) == _block(b, size)
+            for a, b, size in (("q_pos", "q_other", cells.q), ("kv_pos", "kv_other", cells.kv))
+        ]
+        differ = first.truth(cells.condition) != second.truth(cells.condition)
+        alternatives.append((f"condition {n} differs in a block", z3.And(differ, *same)))
+    return _question("blocks", "", call, first, alternatives)
+
+
+def _block(position: str, size: int) -> z3.ArithRef:
+    """The number of the block of a position, rounded down as z3's division by a positive number is."""
+    return z3.Int(position) / size
 
 
 def _as_int(value: Expr, pair: Reader) -> z3.ArithRef:

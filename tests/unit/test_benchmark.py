@@ -35,6 +35,7 @@ SMALL = [
     Row("sigmoid", 1, 4, 24, 16),
     Row("documents", 1, 2, 24, 16, 8),
     Row("prefix", 1, 2, 24, 16, 6),
+    Row("blocks", 1, 2, 24, 16, 40),
     Row("packed", 1, 2, 24, 16, 6),
     Row("ragged", 1, 2, 24, 16, 4),
     Row("causal", 1, 4, 24, 16, own_kv_heads=2),
@@ -77,7 +78,7 @@ def test_the_variant_rows_are_those_of_the_published_table():
         "documents": 1024,
         "prefix": 2048,
     }
-    assert len({r.name for r in ROWS}) == len(ROWS) == 31 and set(QUICK) <= set(ROWS)
+    assert len({r.name for r in ROWS}) == len(ROWS) == 33 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)

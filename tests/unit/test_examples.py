@@ -31,8 +31,8 @@ def test_every_example_is_tested_here() -> None:
     with_main = {p.stem for p in EXAMPLES.glob("*.py") if "def main(" in p.read_text()}
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
-        "t5_bias", "transformers_train", "transformers_generate",
-        "demo",
+        "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
+        "demo", "server",
     }  # fmt: skip
 
 
@@ -50,6 +50,14 @@ def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gradients stay in the sequence that the loss reads: True" in output
     assert "what lies behind a length reaches nothing: True" in output
     assert "three tokens decoded: [[4, 2, 1, 16]" in output
+
+
+def test_block_sparse_learns_in_memory_of_the_length(capsys: pytest.CaptureFixture[str]) -> None:
+    load("block_sparse").main(length=256, steps=20, sequences=4)
+    output = capsys.readouterr().out
+    assert "256 tokens in blocks of 64: " in output and "the loss fell: True" in output
+    kept = [int(n) for n in re.findall(r"(\d+) at \d+", output.splitlines()[-1])]
+    assert len(kept) == 2 and kept[1] < 1.1 * kept[0]
 
 
 def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +130,14 @@ def test_a_model_of_transformers_trains_and_generates(capsys: pytest.CaptureFixt
     output = capsys.readouterr().out
     assert re.search(r"^if the value of the expression \|.{8}$", output, re.M)
     assert len(re.findall(r"(?:static cache|by itself|under eager): +True$", output, re.M)) == 3
+
+
+def test_the_server_answers_as_the_model_does_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    load("server").main(["--steps=2", "--requests=5", "--new=40", "--blocks=14"])
+    output = " ".join(capsys.readouterr().out.split())
+    assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
+    swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)
+    assert swapped is not None and int(swapped[1]) >= 4 * 64 and int(swapped[2]) > 0
 
 
 def test_demo_trains_the_same_model_on_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def swin(height: int, width: int, window: int, shift: int) -> Rule:
 
 shared = np.array([t in (0, 7) for t in range(20)])
 drawn = np.random.default_rng(0).random((2, 5, 5)) < 0.2
+pairs = np.random.default_rng(1).random((21, 21)) < 0.4
 prompts = np.array([1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0], dtype=bool)
 parents = (-1, 0, 0, 1, 1, 2, 5)  # a tree of seven drafted tokens, behind a context of five
 
@@ -94,7 +95,7 @@ def family(token: int) -> set[int]:
 ancestors = np.array([[j in family(i) for j in range(7)] for i in range(7)])
 OPERANDS = {
     "ids": ids, "shared": shared, "drawn": drawn[0], "of_heads": drawn, "prompts": prompts, "counts": np.array([3]),
-    "ancestors": ancestors,
+    "ancestors": ancestors, "bits": np.packbits(pairs, axis=-1, bitorder="little"),
 }  # fmt: skip
 
 
@@ -134,6 +135,15 @@ RULES: list[tuple[str, Expr, Rule, int]] = [
         "bigbird by head", masks.bigbird(4, weft.tensor("of_heads", 3, bool), window=0, shared=2),
         big(4, drawn[0], 0, 2), 20,
     ),
+    (
+        "block sparse", masks.block_sparse(weft.tensor("drawn", 2, bool), 4),
+        lambda q, k: bool(drawn[0][q // 4, k // 4]), 20,
+    ),
+    (
+        "block sparse by head, wide", masks.block_sparse(weft.tensor("of_heads", 3, bool), 4, 6),
+        lambda q, k: bool(drawn[0][q // 4, k // 6]), 20,
+    ),
+    ("bit packed", masks.bit_packed(weft.tensor("bits", 2, int)), lambda q, k: bool(pairs[q, k]), 21),
     ("swin", masks.swin(6, 3), swin(6, 6, 3, 0), 36),
     ("swin shifted", masks.swin(6, 3, shift=1), swin(6, 6, 3, 1), 36),
     ("swin of another width, shifted", masks.swin(8, 4, shift=2), swin(4, 8, 4, 2), 32),

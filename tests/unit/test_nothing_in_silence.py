@@ -207,6 +207,7 @@ def test_names_of_variadic_parameters_are_free() -> None:
         ({"cache_dir": 3}, r"setting cache_dir \(WEFT_CACHE_DIR\): expected a folder, got 3"),
         ({"cache_dir": ""}, r"setting cache_dir \(WEFT_CACHE_DIR\): expected a folder, got ''"),
         ({"check": 1}, r"setting check \(WEFT_CHECK\): expected True or False, got 1"),
+        ({"keep_tiles": 1}, r"setting keep_tiles \(WEFT_KEEP_TILES\): expected True or False, got 1"),
         ({"colour": 1}, "settings: colour: unknown setting, expected some of debug, cache_dir, target, check"),
     ],
 )
@@ -220,6 +221,7 @@ def test_settings_are_refused_where_they_are_written(given: Mapping[str, Any], m
     [
         ("WEFT_TARGET", "gpu", "WEFT_TARGET: expected one of hopper, triton, interpret, cpu, got 'gpu'"),
         ("WEFT_CHECK", "yes", r"WEFT_CHECK\): expected 0 or 1, got 'yes'"),
+        ("WEFT_KEEP_TILES", "yes", r"WEFT_KEEP_TILES\): expected 0 or 1, got 'yes'"),
         ("WEFT_DEBUG", "loud", "WEFT_DEBUG.*: expected a whole number from 0 to 4, got 'loud'"),
         ("WEFT_EDITED_DIR", "/no/such/folder", "WEFT_EDITED_DIR: expected a folder of edited modules, got '/no/such"),
     ],

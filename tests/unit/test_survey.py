@@ -12,7 +12,7 @@ import pytest
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.affine import name
-from weft.compiler.analysis.survey import Survey, survey
+from weft.compiler.analysis.survey import Survey, cell_size, survey
 from weft.ir.canonical import canonical
 from weft.ir.expr import Expr, call, expression
 from weft.ir.walk import substitute, symbols
@@ -26,6 +26,7 @@ rate = weft.scalar("rate", float)
 ids, marks, limits = weft.tensor("ids", 2, int), weft.tensor("marks", 1, int), weft.tensor("limits", 1, int)
 valid, allowed = weft.tensor("valid", 1, bool), weft.tensor("allowed", 2, bool)
 weights = weft.tensor("weights", 1)
+blocks = weft.tensor("blocks", 3, bool)
 document = ids[batch, q_pos] == ids[batch, kv_pos]
 
 
@@ -93,11 +94,9 @@ def test_what_reads_no_position_stands_for_itself() -> None:
 @pytest.mark.parametrize(
     "unknown",
     [
-        allowed[q_pos, kv_pos],
         weights[q_pos] < weights[kv_pos],
         ~(weights[q_pos] < weights[kv_pos]),  # a NaN is neither below nor not below
         weights[q_pos] + 1.0 <= kv_pos,
-        marks[q_pos - kv_pos] < 5,
         marks[q_pos] - marks[kv_pos] < 5,  # may leave 64 bits
         marks[q_pos] + kv_pos < 5,
         -weft.minimum(marks[q_pos], kv_pos) < 5,
@@ -118,6 +117,64 @@ def test_what_is_not_known_decides_nothing(unknown: Expr) -> None:
         "(0 < kv1_high) | (kv0_low <= q0_high)",
         "(0 < kv1_low) & (kv0_high <= q0_low)",
     ]
+
+
+BLOCKS = blocks[head, q_pos // 128, kv_pos // 64]
+
+
+@pytest.mark.parametrize(
+    ("condition", "sizes"),
+    [
+        (BLOCKS, (128, 64)),
+        (blocks[head, q_pos // 16 // 2, kv_pos // 4 // 3 + q_pos // 48], (16, 12)),
+        (marks[weft.minimum(q_pos // 64, kv_pos // 32)] - marks[kv_pos // 48] > 2, (64, 16)),
+        (allowed[q_pos, kv_pos // 64], (1, 64)),
+        (abs(q_pos // 64 - kv_pos // 64) <= marks[q_pos // 64 - kv_pos // 64], (64, 64)),
+    ],
+)
+def test_blocks_of_pairs_are_looked_at_once(condition: Expr, sizes: tuple[int, int]) -> None:
+    result = found(condition)
+    assert result is not None and not result.by_pair and result.joins_reads
+    (cells,) = result.cells
+    assert (cells.q, cells.kv) == sizes and cells.condition.text == canonical(expression(condition)).text
+    assert text(condition)[2:] == ["cells0_any", "cells0_all"]
+
+
+def test_blocks_join_what_else_there_is() -> None:
+    assert text(causal & BLOCKS & document)[2:] == [
+        f"{MEET} & (cells0_any & (kv1_low <= q1_high))", f"{SAME} & (cells0_all & (kv1_high <= q1_low))",
+    ]  # fmt: skip
+    assert text(~BLOCKS)[2:] == ["~cells0_all", "~cells0_any"]
+    near = abs(q_pos // 64 - kv_pos // 64) <= 1  # unknown by itself, and looked at beside a read of both positions
+    assert found(near & valid[kv_pos]) is not None and not found(near & valid[kv_pos]).cells  # type: ignore[union-attr]
+    assert len(found(near | BLOCKS).cells) == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("read", [allowed[q_pos, kv_pos], marks[q_pos - kv_pos] < 5, allowed[q_pos // 8, kv_pos // 4]])
+def test_what_differs_from_pair_to_pair_is_left_to_who_looks_at_pairs(read: Expr) -> None:
+    for mask in (read, ~read, read ^ causal):
+        result = found(mask)
+        assert result is not None and result.by_pair and not result.cells and not result.decides
+    assert text(read | causal)[2:] == ["True", "kv0_high <= q0_low"]
+    result = found(read & causal)
+    assert result is not None and result.by_pair and str(result.possible) == "kv0_low <= q0_high"
+
+
+@pytest.mark.parametrize(
+    ("node", "size"),
+    [
+        (q_pos // 32, 32), (q_pos // 4 // 3, 12), (q_pos // 32 + q_pos // 48, 16), (q_pos, 1), (2 * q_pos // 64, 1),
+        ((q_pos + 3) // 64, 1), ((q_pos // 4 + 1) // 8, 4), (kv_pos // 8, 0), (q_pos % 64 // 8, 1), (q_pos // head, 1),
+        ((q_pos // 16) % 4, 16), (weft.floor(1.0 * (q_pos // 16)) * 3, 16), (-(q_pos // 16), 16),
+    ],
+)  # fmt: skip
+def test_sizes_of_blocks(node: Expr, size: int) -> None:
+    assert cell_size(node, "q_pos") == size
+    values = np.array([evaluate(node, {"q_pos": q, "kv_pos": 7, "head": 3}) for q in range(-100, 300)])
+    if size > 1:
+        assert all(
+            len(set(values[start : start + size].tolist())) == 1 for start in range(100 % size, 400 - size, size)
+        )
 
 
 def test_floats_of_one_side_are_measured_as_the_condition_they_make() -> None:
@@ -174,10 +231,35 @@ def ends(values: tuple[Expr, ...], axis: str, case: Case) -> dict[str, object]:
     return made
 
 
+def of_blocks(length: int, block: int, first: int, size: int) -> list[list[int]]:
+    """Of each tile a position of every block of `size` positions that it reaches into."""
+    tiles = [range(first + start, first + min(start + block, length)) for start in range(0, length, block)]
+    return [sorted({max(p - p % size, tile[0]) for p in tile}) for tile in tiles]
+
+
+def cells(result: Survey, case: Case) -> dict[str, object]:
+    """What conditions on blocks of pairs say of each pair of tiles, by one pair of each block."""
+    made: dict[str, object] = {}
+    for n, each in enumerate(result.cells):
+        rows = of_blocks(case.q_len, case.block_q, case.offset, each.q)
+        columns = of_blocks(case.kv_len, case.block_kv, 0, each.kv)
+        looked = [
+            [
+                evaluate(each.condition, {**case.env, "q_pos": np.array(q)[:, None], "kv_pos": np.array(kv)[None]})
+                for kv in columns
+            ]
+            for q in rows
+        ]
+        made[f"cells{n}_any"] = np.array([[bool(np.any(found)) for found in row] for row in looked])
+        made[f"cells{n}_all"] = np.array([[bool(np.all(found)) for found in row] for row in looked])
+    return made
+
+
 def decided(case: Case, result: Survey) -> Decided:
     with np.errstate(all="ignore"):  # random masks overflow and compute with NaN on purpose
         truth = classes(case)
         env = {**case.env, **ends(result.q_values, "q", case), **ends(result.kv_values, "kv", case)}
+        env |= cells(result, case)
         possible, certain = (np.broadcast_to(evaluate(e, env), truth.shape) for e in (result.possible, result.certain))
     return Decided(case, possible, certain, truth)
 
@@ -288,6 +370,7 @@ def condition(draw: random.Random, depth: int) -> Expr:
             lambda: call(compared, whole(draw, 0), whole(draw, 0)),
             lambda: call(compared, ids[batch, q_pos], ids[batch, kv_pos]), lambda: causal,
             lambda: valid[place(draw)], lambda: allowed[place(draw), place(draw)],
+            lambda: allowed[q_pos // draw.choice([8, 12]), kv_pos // draw.choice([8, 16])],
             lambda: call(compared, weights[place(draw)], draw.choice([0.5, rate, weights[kv_pos], whole(draw, 0)])),
         ])()  # fmt: skip
     a, b = condition(draw, depth - 1), condition(draw, depth - 1)

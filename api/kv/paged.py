@@ -1,0 +1,68 @@
+"""A cache in blocks: sequences of any lengths share one pool of memory, and equal prefixes share blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..ir.attention import Latent
+from ..ir.errors import WeftError, collected
+from .cache import Cache, is_size
+from .step import Step
+
+_LARGEST_PAGE = 256
+
+
+class PagedCache(Cache):
+    """Keys and values of many sequences in blocks of `page` tokens (PagedAttention: Kwon et al. 2023, 2309.06180).
+
+    Each layer has a pool of keys [blocks, Hkv, page, D] and one of values [blocks, Hkv, page, Dv]; all layers share one
+    block table and one account. A step of a model extends its sequences, appends the rows of each layer, and commits:
+
+        with cache.extend([a, b], [3, 1]) as step:  # a gets three rows, b one
+            for layer in range(cache.layers):
+                step.append(layer, key, value)  # [2, Hkv, 3, D]
+                out = variant(query, step.keys(layer), step.values(layer), **step.options)
+
+    Lengths and blocks are kept on the host, so that no step waits for the device. Work on it goes in the order of the
+    current stream.
+
+    blocks: how many there are. page: tokens of a block, a power of two from 1 to 256. layers: pools. value_dim: Dv, D
+    where not given. latent: in place of kv_heads and head_dim, vectors [1, rank + rope] without values, for variants
+    with `latent=`. dtype: bf16, fp16, fp32 or fp64.
+    """
+
+    def __init__(
+        self, blocks: int, *, layers: int = 1, kv_heads: int | None = None, head_dim: int | None = None,
+        value_dim: int | None = None, latent: Latent | None = None, page: int = 16, dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        if not isinstance(page, int) or not 1 <= page <= _LARGEST_PAGE or page & (page - 1):
+            raise WeftError(f"PagedCache: page: expected a power of two from 1 to {_LARGEST_PAGE}, got {page!r}")
+        super().__init__(blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
+
+    def fixed_step(self, sequences: int, length: int = 1, *, pages: int) -> Step:
+        """A step whose tensors stay where they are, for CUDA graphs: up to so many sequences, rows of each, and pages.
+
+        `fixed.fill(step)` lets it stand for a step of this cache. What lies behind the sequences of that one gets
+        nothing, and nothing is written for it.
+        """
+        given = {"sequences": sequences, "length": length, "pages": pages}
+        problems = [f"{n}: expected a positive int, got {v!r}" for n, v in given.items() if not is_size(v)]
+        if problems:
+            raise collected("fixed_step", problems)
+        with torch.inference_mode(False):
+            zeros = partial(torch.zeros, dtype=torch.int32, device=self.device)
+            tensors = (zeros(sequences), zeros(sequences), zeros(sequences, length), zeros(sequences, length) - 1)
+            return Step(self, (), (), (), (*tensors, zeros(sequences, pages)), None, "fixed")
+
+    def __repr__(self) -> str:
+        u = self.usage
+        kept = f" ({u.kept} of them kept for reuse)" if u.kept else ""
+        swapped = f", pages on the host: {u.swapped}" if u.swapped else ""
+        return (
+            f"PagedCache({len(self)} sequences, {u.tokens} tokens; {u.used} of {u.blocks} blocks of {u.page} used, "
+            f"{u.shared} shared, {u.free} free{kept}, {u.fragmentation:.1%} fragmentation{swapped}; "
+            f"{u.bytes / 2**20:.1f} MiB, {self.layers} layers)"
+        )

@@ -1,0 +1,138 @@
+"""A step of a cache: room for new rows of some sequences, and what a call over them needs."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import WeftError
+from ..runtime.append import append_rows
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+
+class Step:
+    """Some sequences of a cache, in this order, with the rows that a step adds to each; made by `cache.extend`.
+
+    All that lies on the device is written once a step, whatever the number of layers, and nothing is read back.
+
+    sequences: their ids. starts, ends: tokens of each before and after the step, on the host.
+    length: L, the most rows that a sequence gets. New rows are handed over as [B, Hkv, L, D], padded.
+    q_lens, kv_lens: int32 [B], rows that each gets, and tokens that it has with them.
+    positions: int32 [B, L], of the new rows; those behind q_lens go on counting.
+    block_table: int32 [B, pages], the block of each page; None in a DenseCache.
+    slots: int32 [B, L], where each new row goes: block * page + row of the block; -1 behind q_lens.
+
+    In a `with` block it commits at the end, and cancels where an error leaves the block.
+    """
+
+    def __init__(
+        self, cache: Cache, sequences: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...],
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], rows: slice | None,
+        state: Literal["open", "committed", "cancelled", "read only", "fixed"],
+    ) -> None:  # fmt: skip
+        self.cache, self.sequences, self.starts, self.ends = cache, sequences, starts, ends
+        self.q_lens, self.kv_lens, self.positions, self.slots, self.block_table = tensors
+        self.length = self.slots.shape[1]
+        self.state = state
+        self._rows = rows  # of a DenseCache: where these sequences lie
+        self._all_full = state != "fixed" and all(end - start == self.length for start, end in zip(starts, ends))
+
+    # -- what a call takes -------------------------------------------------------------------------------------------
+    def keys(self, layer: int = 0) -> Tensor:
+        """The key operand of a call over these sequences: the pool of a layer, or rows [B, Hkv, capacity, D] of it."""
+        pool = self.cache.keys(layer)
+        return pool if self._rows is None else pool[self._rows]
+
+    def values(self, layer: int = 0) -> Tensor:
+        """The value operand, likewise."""
+        pool = self.cache.values(layer)
+        return pool if self._rows is None else pool[self._rows]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a call whose queries are the new rows: `variant(query, step.keys(0), step.values(0),
+        **step.options)`."""
+        found: dict[str, Any] = {"kv_lens": self.kv_lens}
+        if not self._all_full:
+            found["q_lens"] = self.q_lens
+        if self.block_table is not None:
+            found["block_table"] = self.block_table
+        return found
+
+    def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
+        """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
+
+        Rows behind q_lens are not read. Of a latent cache: the cached vectors [B, 1, L, rank + rope], and no value.
+        Raises WeftError for rows that do not fit, and for a step that is not open.
+        """
+        if self.state not in ("open", "fixed"):
+            raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
+        self.cache._check_rows(self.q_lens.shape[0], self.length, layer, key, value)
+        has_values = self.cache.has_values
+        append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
+
+    def fill(self, step: Step) -> None:
+        """Of a fixed step: let its tensors describe another one, with as many sequences and rows, or fewer.
+
+        A CUDA graph that was captured with this step then computes that one.
+        """
+        if (
+            self.state != "fixed"
+            or step.cache is not self.cache
+            or step.block_table is None
+            or self.block_table is None
+        ):
+            raise WeftError(f"fill: expected a fixed step and one of the same cache, got {self!r} and {step!r}")
+        there = (*self.slots.shape, self.block_table.shape[1])
+        given = (*step.slots.shape, step.block_table.shape[1])
+        if any(n > most for n, most in zip(given, there)):
+            raise WeftError(
+                f"fill: expected at most {there[0]} sequences, {there[1]} rows and {there[2]} pages, got {list(given)}"
+            )
+        self.slots.fill_(-1)
+        self.q_lens.zero_()
+        self.kv_lens.zero_()
+        self.slots[: given[0], : given[1]].copy_(step.slots)
+        self.positions[: given[0], : given[1]].copy_(step.positions)
+        self.block_table[: given[0], : given[2]].copy_(step.block_table)
+        self.q_lens[: given[0]].copy_(step.q_lens)
+        self.kv_lens[: given[0]].copy_(step.kv_lens)
+
+    # -- the end of a step -------------------------------------------------------------------------------------------
+    def commit(self) -> None:
+        """The rows of every layer are written: they are part of the sequences now, and full pages can be reused."""
+        self.cache._close(self, keeps=True)
+
+    def cancel(self) -> None:
+        """Take the room away again: the sequences are as long as before."""
+        self.cache._close(self, keeps=False)
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.state == "open":
+            self.cache._close(self, keeps=kind is None)
+
+    def __repr__(self) -> str:
+        if self.state == "fixed":
+            return f"Step(fixed; {list(self.slots.shape)} rows)"
+        rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
+        return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
+
+
+def on_device(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """int32 tensors of the host on the device, in one copy that nobody waits for."""
+    if device.type != "cuda":
+        return [part.to(device) for part in parts]
+    whole = torch.empty(sum(p.numel() for p in parts), dtype=torch.int32, pin_memory=True)
+    torch.cat([p.reshape(-1) for p in parts], out=whole)
+    moved = whole.to(device, non_blocking=True).split([p.numel() for p in parts])
+    return [m.view(p.shape) for m, p in zip(moved, parts)]

@@ -1,0 +1,251 @@
+"""Continuous batching: requests of different lengths through one cache, a step at a time.
+
+A request is admitted when there is room for its prompt, shares the pages of prompts that begin alike, is filled in
+chunks, and then decoded a token a step with all others. Where blocks run out, the request that came last is swapped to
+the host, and comes back when there is room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .ir.errors import InternalError, WeftError
+from .kv import OutOfBlocksError, PagedCache, Step
+from .kv.step import on_device
+
+# (tokens int32 [B, L], the step, the last new row of each sequence [B]) -> logits [B, vocabulary] after that row
+Model = Callable[[Tensor, Step, Tensor], Tensor]
+State = Literal["waiting", "running", "swapped", "done"]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, what was written after it, and when."""
+
+    number: int  # in the order of arrival
+    prompt: tuple[int, ...]
+    count: int  # new tokens at most
+    stop: frozenset[int]
+    state: State = "waiting"
+    written: list[int] = field(default_factory=list)
+    sequence: int | None = None  # of the cache
+    reused: int = 0  # tokens of the prompt that were found in the cache
+    arrived: float = 0.0
+    times: list[float] = field(default_factory=list)  # when each token was there
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.written]
+
+
+@dataclass
+class Totals:
+    """What a server did so far. Reading a step's tokens waits for it, so that seconds are those of the device."""
+
+    prefill_tokens: int = 0  # computed
+    prefill_seconds: float = 0.0
+    reused_tokens: int = 0  # found in the cache instead
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    swaps: int = 0  # requests that were swapped out
+    restarts: int = 0  # requests that lost their pages, and were computed again
+    most_used: int = 0  # blocks
+
+
+class Server:
+    """Runs requests through a model.
+
+    model: computes the new rows of a step, appending to its cache. most: sequences at once. chunk: prompt tokens of a
+    step. temperature: of drawing tokens; 0 takes the likeliest.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        *,
+        most: int = 16,
+        chunk: int = 512,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(cache, PagedCache):
+            raise WeftError(f"Server: cache: expected a weft.kv.PagedCache, got {type(cache).__name__}")
+        for name, value in (("most", most), ("chunk", chunk)):
+            if not isinstance(value, int) or value < 1:
+                raise WeftError(f"Server: {name}: expected a positive int, got {value!r}")
+        self.model, self.cache, self.most, self.chunk, self.temperature = model, cache, most, chunk, temperature
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.totals = Totals()
+        self._random = torch.Generator(cache.device).manual_seed(seed)
+        self._submitted, self._blocks = 0, cache.usage.blocks
+
+    def submit(self, prompt: Iterable[int], count: int, stop: Iterable[int] = ()) -> Request:
+        """Queue a prompt, to be continued by `count` tokens, or up to one of `stop`."""
+        tokens = tuple(prompt)
+        if not tokens or count < 1:
+            raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count}")
+        pages, blocks = -(-(len(tokens) + count) // self.cache.page), self._blocks
+        if pages > blocks:
+            raise WeftError(
+                f"submit: {len(tokens)} tokens and {count} more take {pages} blocks, and the cache has {blocks}; make "
+                "it larger, or ask for less"
+            )
+        made = Request(self._submitted, tokens, count, frozenset(stop), arrived=time.perf_counter())
+        self._submitted += 1
+        self.waiting.append(made)
+        return made
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is not done."""
+        return bool(self.waiting or self.running or self.swapped)
+
+    def run(self) -> None:
+        """Steps until all requests are done."""
+        while self.is_busy:
+            self.step()
+
+    def step(self) -> None:
+        """Bring back and admit what there is room for; then one chunk of prompts, and one token of each request that
+        has its prompt behind it."""
+        self._resume()
+        self._admit()
+        decoding = [r for r in self.running if self._left(r) == 1]
+        if filling := [r for r in self.running if self._left(r) > 1]:
+            seconds, tokens = self._feed(filling, self.chunk)
+            self.totals.prefill_seconds += seconds
+            self.totals.prefill_tokens += tokens
+        if decoding := [r for r in decoding if r.state == "running"]:
+            seconds, tokens = self._feed(decoding, len(decoding))
+            self.totals.decode_seconds += seconds
+            self.totals.decode_tokens += tokens
+        self.totals.steps += 1
+
+    # -- who runs ----------------------------------------------------------------------------------------------------
+    def _left(self, request: Request) -> int:
+        """Tokens of a request that are not in the cache."""
+        return len(request.prompt) + len(request.written) - self.cache.length(_sequence(request))
+
+    def _resume(self) -> None:
+        """Swap in those that came first, where each running one could still take a block."""
+        while self.swapped and len(self.running) < self.most:
+            request = min(self.swapped, key=lambda r: r.number)
+            needed = self.cache.blocks(_sequence(request)).count(-1) + len(self.running) + 1
+            if self.running and needed > self.cache.free_blocks:
+                return
+            try:
+                self.cache.swap_in(_sequence(request))
+            except OutOfBlocksError:
+                self._restart_one(besides=request)
+                continue
+            self.swapped.remove(request)
+            self.running.append(request)
+            request.state = "running"
+
+    def _admit(self) -> None:
+        while self.waiting and not self.swapped and len(self.running) < self.most:
+            request, page = self.waiting[0], self.cache.page
+            start = request.prompt[:page]
+            if len(start) == page and any(self._left(r) > 1 and r.prompt[:page] == start for r in self.running):
+                return  # it begins as one that is being filled, whose pages it can have when they are there
+            tokens = request.tokens
+            sequence = self.cache.allocate(tokens)
+            needed = -(-len(tokens) // page) - len(self.cache.blocks(sequence)) + len(self.running) + 1
+            if self.running and needed > self.cache.free_blocks:
+                self.cache.free(sequence)
+                return
+            self.waiting.popleft()
+            request.sequence, request.state, request.reused = sequence, "running", self.cache.length(sequence)
+            self.totals.reused_tokens += request.reused
+            self.running.append(request)
+
+    def _make_room(self) -> None:
+        """Swap out the request that came last; where one alone is left, give up what swapped ones still hold."""
+        if len(self.running) > 1:
+            victim = max(self.running, key=lambda r: r.number)
+            self.cache.swap_out(_sequence(victim))
+            self.running.remove(victim)
+            self.swapped.append(victim)
+            victim.state = "swapped"
+            self.totals.swaps += 1
+        else:
+            self._restart_one()
+
+    def _restart_one(self, besides: Request | None = None) -> None:
+        """Give up the pages of the swapped request that came last: pages that swapped ones share stay in the cache."""
+        among = [r for r in self.swapped if r is not besides]
+        if not among:
+            raise InternalError("serving: a request that fits the cache finds no room in it")
+        victim = max(among, key=lambda r: r.number)
+        self.cache.free(_sequence(victim))
+        self.swapped.remove(victim)
+        victim.sequence, victim.state = None, "waiting"
+        self.waiting.appendleft(victim)
+        self.totals.restarts += 1
+
+    # -- a step of the model -----------------------------------------------------------------------------------------
+    def _feed(self, requests: Sequence[Request], budget: int) -> tuple[float, int]:
+        """Compute up to `budget` tokens of these requests; the seconds it took, and how many there were."""
+        start = time.perf_counter()
+        while True:
+            new, left = [], budget
+            for request in requests:
+                new.append(min(self._left(request), left))
+                left -= new[-1]
+            fed = [(r, n) for r, n in zip(requests, new) if n]
+            try:
+                tokens = self._tokens(fed)
+                step = self.cache.extend([_sequence(r) for r, _ in fed], [*map(len, tokens)], tokens)
+                break
+            except OutOfBlocksError:
+                self._make_room()
+                requests = [r for r in requests if r.state == "running"]
+                if not requests:
+                    return time.perf_counter() - start, 0
+        with step, torch.inference_mode():
+            padded = [t + [0] * (step.length - len(t)) for t in tokens]
+            (rows,) = on_device([torch.tensor(padded, dtype=torch.int32, device="cpu")], self.cache.device)
+            logits = self.model(rows, step, step.q_lens - 1)
+            drawn = self._draw(logits)
+        found = drawn.tolist()  # the one wait of a step
+        now = time.perf_counter()
+        self.totals.most_used = max(self.totals.most_used, self._blocks - self.cache.free_blocks)
+        for (request, _), token in zip(fed, found):
+            if not self._left(request):
+                self._write(request, token, now)
+        return now - start, sum(map(len, tokens))
+
+    def _tokens(self, fed: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        done = [self.cache.length(_sequence(r)) for r, _ in fed]
+        return [r.tokens[first : first + n] for first, (r, n) in zip(done, fed)]
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        weights = (logits.float() / self.temperature).softmax(-1)
+        return torch.multinomial(weights, 1, generator=self._random)[:, 0]
+
+    def _write(self, request: Request, token: int, now: float) -> None:
+        request.written.append(token)
+        request.times.append(now)
+        if len(request.written) == request.count or token in request.stop:
+            self.cache.free(_sequence(request))
+            self.running.remove(request)
+            request.state, request.sequence = "done", None
+
+
+def _sequence(request: Request) -> int:
+    """Of a request that has one: all but those that wait, or are done."""
+    assert request.sequence is not None
+    return request.sequence

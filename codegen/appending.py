@@ -1,0 +1,100 @@
+"""The kernel that writes new rows into caches: its module, its arguments, and its launch."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .binding import Binding
+from .generate import TEMPLATES
+from .loader import load
+
+KERNEL = "append_rows"
+_ROWS = 8  # of a program: few, as a step of decode has few rows
+_STRIDES = [f"{name}_s{axis}" for name in ("key", "value", "keys", "values") for axis in "bhl"]
+Mode = tuple[torch.dtype, int, int, bool]  # width of a key, of a value or 0, whether everything is aligned
+_WIDE = 1 << 40  # strides are compiled as int64: a cache may have more elements than int32 counts
+
+
+class Appending:
+    """Launches of the kernel on one device, or in Triton's interpreter."""
+
+    def __init__(self, device: int, interprets: bool) -> None:
+        from . import launching  # lazy: imports triton
+
+        self._launching, self._device, self._interprets = launching, device, interprets
+        self._kernel = getattr(module(interprets), KERNEL)
+        self._runs: dict[Mode, tuple[Any, tuple[object, ...]]] = {}
+
+    def __call__(
+        self, key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor
+    ) -> None:  # fmt: skip
+        """Rows [B, H, L, D] of key and value to their places in caches [blocks, H, page, D]; slots int32 [B, L]."""
+        batches, heads, length, width = key.shape
+        if value is None or values is None:
+            value, values, value_width = key, keys, 0
+        else:
+            value_width = value.shape[3]
+        key_sb, key_sh, key_sl, _ = key.stride()
+        value_sb, value_sh, value_sl, _ = value.stride()
+        keys_sb, keys_sh, keys_sl, _ = keys.stride()
+        values_sb, values_sh, values_sl, _ = values.stride()
+        key_at, value_at, keys_at, values_at = key.data_ptr(), value.data_ptr(), keys.data_ptr(), values.data_ptr()
+        steps = key_sb | key_sh | key_sl | value_sb | value_sh | value_sl | keys_sb | keys_sh | keys_sl
+        steps = (steps | values_sb | values_sh | values_sl) * key.element_size()
+        mode = (key.dtype, width, value_width, (key_at | value_at | keys_at | values_at | steps) & 15 == 0)
+        ready = self._runs.get(mode)
+        if ready is None:
+            ready = self._runs[mode] = self._prepared(mode)
+        run, constants = ready
+        places = (slots, key, value, keys, values) if self._interprets else (
+            slots.data_ptr(), key_at, value_at, keys_at, values_at
+        )  # fmt: skip
+        arguments = (
+            *places, batches * length, length, heads, keys.shape[2], key_sb, key_sh, key_sl, value_sb, value_sh,
+            value_sl, keys_sb, keys_sh, keys_sl, values_sb, values_sh, values_sl, *constants,
+        )  # fmt: skip
+        stream = 0 if self._interprets else self._launching.current_stream(self._device)
+        run(-(-batches * length // _ROWS) * heads, arguments, stream)
+
+    def _prepared(self, mode: Mode) -> tuple[Any, tuple[object, ...]]:
+        """What launches rows of one kind, and the constants that a launch is handed."""
+        binding = binding_of(self._launching.parameters_of(self._kernel)[0], mode)
+        options = {"num_warps": 4}
+        if self._interprets:
+            return self._launching.interpreted(self._kernel, binding, options), ()
+        types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[_WIDE] * len(_STRIDES)]
+        with torch.cuda.device(self._device):
+            run = self._launching.compiled(self._kernel, binding, types, options)
+        return run, tuple(binding.constants.values())
+
+
+def binding_of(parameters: list[str], mode: Mode) -> Binding:
+    """What is constant for rows of one kind."""
+    _, width, value_width, aligned = mode
+    constants = {
+        "ROWS": _ROWS, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
+        "VALUE_BLOCK": _power(value_width), "ALIGNED": aligned,
+    }  # fmt: skip
+    return Binding(KERNEL, parameters, "", constants)
+
+
+def _power(width: int) -> int:
+    return 1 << max(width - 1, 0).bit_length()
+
+
+@cache
+def module(interprets: bool) -> ModuleType:
+    """The kernel's module: its template has no holes, so that its file is what is loaded."""
+    path = TEMPLATES / "triton" / f"{KERNEL}.py.jinja"
+    text = path.read_text(encoding="utf-8")
+    return load(path.with_suffix(""), interpret=interprets, source=text[text.index('"""') :])
+
+
+@cache
+def appending(device: int, interprets: bool) -> Appending:
+    return Appending(device, interprets)

@@ -1,0 +1,135 @@
+"""A server in one process: prompts of different lengths, batched step by step through a paged cache.
+
+    python examples/server.py            well under a minute on two cores; uses the GPU if there is one
+
+The model is the demo's, trained for some seconds. All prompts begin with the same text, whose pages they share; the
+cache is too small for all of them at once, so that some are swapped to the host and come back. In the end each answer
+is compared with what the model writes when it is asked alone, without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import torch
+from char_gpt import Block, CharGPT, Config, Text, capped_window, python_manual
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from torch import Tensor
+
+from weft.kv import PagedCache, Step
+from weft.nn import Rotary
+from weft.serving import Request, Server
+
+WINDOW = 64
+START = "The following sections describe the standard way of writing such a statement. "
+QUESTIONS = (
+    "A function is", "The import statement", "If the object has a method named __len__, then", "Strings",
+    "The for statement is used to iterate over the elements of a sequence, and", "A class", "The value of",
+    "An exception is raised when", "When a generator",
+    "Names refer to objects. Names are introduced by name binding operations. In",
+)  # fmt: skip
+
+
+class Served:
+    """The weights of a CharGPT behind a paged cache: the same layers, with keys and values in its pages."""
+
+    def __init__(self, model: CharGPT) -> None:
+        self.model = model
+        self.rope = Rotary(model.config.head_dim, interleaved=True)
+
+    def __call__(self, tokens: Tensor, step: Step, last: Tensor) -> Tensor:
+        """tokens [B, L] -> logits [B, vocabulary] after row `last` of each."""
+        model, c = self.model, self.model.config
+        x, rotation = model.embedding(tokens), self.rope(step.positions)
+        for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            heads = block.qkv(block.before_attention(x)).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
+            query, key, value = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+            step.append(layer, self.rope.rotate(key, rotation), value)
+            out = capped_window(
+                self.rope.rotate(query, rotation), step.keys(layer), step.values(layer), window=WINDOW, **step.options
+            )
+            x = x + block.out(out.transpose(1, 2).flatten(2))
+            x = x + block.network(block.before_network(x))
+        logits: Tensor = model.head(model.norm(x[torch.arange(len(x), device=x.device), last]))
+        return logits
+
+
+def trained(text: Text, steps: int, device: torch.device) -> CharGPT:
+    """A small model that has seen a little of the text."""
+    torch.manual_seed(1)
+    model = CharGPT(Config(len(text.characters)), lambda q, k, v: capped_window(q, k, v, window=WINDOW)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    random = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss(text.batch(random, 2, 128).to(device)).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def table(server: Server, requests: Sequence[Request], text: Text, seconds: float) -> Table:
+    """What each request is at, and what the server did so far."""
+    totals, usage = server.totals, server.cache.usage
+    made = Table("request", "state", "prompt", "shared", "new", "text", title=repr(server.cache), title_justify="left")
+    for r in requests:
+        written = text.decode(torch.tensor(r.written)) if r.written else ""
+        shown = repr(written[-36:])[1:-1]
+        made.add_row(str(r.number), r.state, str(len(r.prompt)), str(r.reused), f"{len(r.written)}/{r.count}", shown)
+    rate = totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else 0
+    made.caption = (
+        f"{totals.steps} steps in {seconds:.1f} s; prefill {totals.prefill_tokens} tokens, {totals.reused_tokens} more "
+        f"shared; decode {rate:,.0f} tokens/s; cache {usage.used / usage.blocks:.0%} used; {totals.swaps} swapped out"
+    )
+    return made
+
+
+@torch.no_grad()
+def alone(model: CharGPT, request: Request, device: torch.device) -> bool:
+    """Whether the model, asked alone and for everything at once, finds each token that was written the likeliest."""
+    tokens = torch.tensor([request.tokens], device=device)
+    logits = model(tokens[:, :-1])[0, len(request.prompt) - 1 :]
+    written = tokens[0, len(request.prompt) :]
+    best, chosen = logits.max(-1).values, logits.gather(1, written[:, None])[:, 0]
+    return bool((best - chosen <= 1e-3).all())  # equal but for rounding
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, serve, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--new", type=int, default=80, help="characters to write for each")
+    parser.add_argument("--blocks", type=int, default=40, help="of 16 characters: the cache")
+    given = parser.parse_args(arguments)
+
+    torch.set_num_threads(1)  # the model is small: more threads spend their time waiting for each other
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console, text = Console(), python_manual()
+    console.print(f"training {given.steps} steps on {device}")
+    model = trained(text, given.steps, device)
+    config = model.config
+    cache = PagedCache(
+        given.blocks, layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=16,
+        dtype=torch.float32, device=device,
+    )  # fmt: skip
+    server = Server(Served(model), cache, most=8, chunk=256)
+    prompts = [START + QUESTIONS[n % len(QUESTIONS)] for n in range(given.requests)]
+    requests = [server.submit(text.encode(p)[0].tolist(), given.new) for p in prompts]
+    begun = time.perf_counter()
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while server.is_busy:
+            server.step()
+            if console.is_terminal:
+                live.update(table(server, requests, text, time.perf_counter() - begun), refresh=True)
+    console.print(table(server, requests, text, time.perf_counter() - begun))
+    same = sum(alone(model, r, device) for r in requests)
+    console.print(f"answers that the model gives alone, without a cache, too: {same} of {len(requests)}")
+
+
+if __name__ == "__main__":
+    main()

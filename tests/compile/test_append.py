@@ -1,0 +1,31 @@
+"""The kernel that writes rows into caches, for GPUs that are not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from weft.codegen.ahead import Compilation
+from weft.codegen.appending import _STRIDES, _WIDE, binding_of, module
+from weft.codegen.launching import parameters_of
+from weft.compiler.planning.hardware import by_name
+
+from .ahead import compile_ahead
+
+WIDTHS = [("h200", 128, 128), ("a100", 576, 0), ("mi300x", 128, 128)]
+
+
+@pytest.mark.parametrize(("device", "width", "value_width"), WIDTHS)
+def test_rows_move_many_bytes_at_a_time(device, width, value_width):
+    kernel = module(False).append_rows
+    parameters, _ = parameters_of(kernel)
+    binding = binding_of(parameters, (torch.bfloat16, width, value_width, True))
+    sizes = dict(zip(("n_rows", "length", "heads", "page"), [1] * 4)) | dict.fromkeys(_STRIDES, _WIDE)
+    tensors = dict.fromkeys(("key", "value", "keys", "values"), torch.bfloat16) | {"slots": torch.int32}
+    made = compile_ahead(
+        Compilation(kernel, tensors | sizes | dict(binding.constants), {"num_warps": 4}), by_name(device)
+    )
+    assert made.spilled == 0
+    wide = {"mi300x": r"(?:global|buffer)_store_dwordx2", "h200": r"st\.global\.v4", "a100": r"st\.global\.v4"}[device]
+    assert made.count(wide) == made.count(r"(?:global|buffer)_store|st\.global") > 0

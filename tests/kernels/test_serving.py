@@ -1,0 +1,165 @@
+"""Continuous batching: whatever is shared, chunked, swapped or computed again, each request gets what it gets alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import weft
+from weft import kv_pos, nn, q_pos
+from weft.bench_serve import percentiles
+from weft.cli import main
+from weft.kv import DenseCache, PagedCache
+from weft.serving import Server
+
+VOCABULARY, WIDTH = 17, 32
+CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
+
+
+class Model(torch.nn.Module):
+    """Two layers; `asked` counts the rows that it computes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        rope = nn.Rotary(8)
+        self.layers = torch.nn.ModuleList(nn.Attention(WIDTH, 4, 2, variant=CAUSAL, rope=rope, layer=n) for n in (0, 1))
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+        self.asked = 0
+
+    def hidden(self, tokens, **more):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x, **more)
+        return x
+
+    def forward(self, tokens, step, last):
+        self.asked += sum(b - a for a, b in zip(step.starts, step.ends))
+        return self.head(self.hidden(tokens, cache=step)[torch.arange(len(tokens)), last])
+
+    @torch.no_grad()
+    def alone(self, prompt, count):
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.head(self.hidden(torch.tensor([tokens]))[0, -1]).argmax()))
+        return tokens[len(prompt) :]
+
+
+def served(blocks, prompts, counts, page=4, **more):
+    model = Model()
+    cache = PagedCache(blocks, page=page, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    server = Server(model, cache, **more)
+    requests = [server.submit(p, n) for p, n in zip(prompts, counts)]
+    for _ in range(400):
+        if not server.is_busy:
+            break
+        server.step()
+        usage = cache.usage
+        assert len(server.running) <= server.most and usage.used <= blocks
+    assert [r.state for r in requests] == ["done"] * len(requests)
+    assert cache.usage.used == 0 and cache.usage.swapped == 0 and len(cache) == 0
+    for r, count in zip(requests, counts):
+        assert r.written == model.alone(r.prompt, count), r.number
+        assert len(r.times) == count and r.arrived < r.times[0]
+    return server, model
+
+
+def prompts_of(lengths, shared=()):
+    generator = torch.Generator().manual_seed(6)
+    return [[*shared, *torch.randint(VOCABULARY, (n,), generator=generator).tolist()] for n in lengths]
+
+
+def test_lengths_of_their_own():
+    server, model = served(60, prompts_of([1, 9, 30, 4, 17]), [12, 3, 7, 1, 9], most=3, chunk=8)
+    assert model.asked == server.totals.prefill_tokens + server.totals.decode_tokens
+    assert server.totals.swaps == server.totals.restarts == 0
+
+
+def test_prompts_that_begin_alike_are_computed_once():
+    server, _ = served(60, prompts_of([3, 5, 4, 6], shared=range(13)), [4] * 4)
+    assert server.totals.reused_tokens == 3 * 12
+    assert server.totals.prefill_tokens == sum([16, 18, 17, 19]) - 3 * 12
+
+
+def test_requests_are_swapped_where_blocks_run_out():
+    server, _ = served(12, prompts_of([9, 6, 7, 10]), [22, 20, 18, 14], most=4)
+    assert server.totals.swaps > 0 and server.totals.most_used == 12
+
+
+def test_shared_pages_of_swapped_requests_are_given_up_at_last():
+    """Pages that swapped requests share stay in the cache: where they leave no room, one loses its own."""
+    prompts = [*prompts_of([4]), *prompts_of([1, 2], shared=range(16))]
+    server, _ = served(10, prompts, [31, 20, 20], most=3)
+    assert server.totals.restarts > 0 and server.totals.swaps > 1
+
+
+def test_a_token_that_ends_an_answer():
+    model = Model()
+    first = model.alone([3, 1], 3)
+    server = Server(model, PagedCache(9, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32))
+    request = server.submit([3, 1], 30, stop=[first[-1]])
+    server.run()
+    assert request.written == first[: first.index(first[-1]) + 1]
+
+
+def test_drawing_follows_the_seed():
+    texts = []
+    for seed in (1, 1, 2):
+        cache = PagedCache(9, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+        server = Server(Model(), cache, temperature=2.0, seed=seed)
+        request = server.submit([3, 1], 30)
+        server.run()
+        texts.append(request.written)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_requests_that_never_fit():
+    cache = PagedCache(4, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    server = Server(Model(), cache)
+    with pytest.raises(weft.WeftError, match="10 tokens and 7 more take 5 blocks, and the cache has 4; make it larger"):
+        server.submit([0] * 10, 7)
+    with pytest.raises(weft.WeftError, match="expected a prompt and a count from 1 on, got 0 tokens, 3"):
+        server.submit([], 3)
+    with pytest.raises(weft.WeftError, match="chunk: expected a positive int, got 0"):
+        Server(Model(), cache, chunk=0)
+    with pytest.raises(weft.WeftError, match="cache: expected a weft.kv.PagedCache, got DenseCache"):
+        Server(Model(), DenseCache(4, 4, kv_heads=2, head_dim=8, dtype=torch.float32))
+
+
+SMALL = [
+    "bench-serve", "--requests", "5", "--prompt-len", "20:30", "--new-tokens", "6", "--layers", "2", "--heads", "2",
+    "--head-dim", "16", "--kv-heads", "1", "--vocabulary", "50", "--most", "3", "--on", "cpu",
+]  # fmt: skip
+
+
+def test_the_benchmark_says_what_was_done():
+    result = CliRunner().invoke(main, [*SMALL, "--shared", "17", "--page", "8"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == ["requests", "prefill", "decode", "first", "next", "cache"]
+    assert lines[0].startswith("requests   5 in ") and "; 64 more found in the cache" in lines[1]
+    assert lines[2].startswith("decode     25 tokens in ") and "p99" in lines[4]
+    assert "of 15 blocks of 8 used" in lines[5]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--prompt-len", "30:20"], "--prompt-len: expected N or LEAST:MOST, got '30:20'"),
+        (["--shared", "20"], "--shared: expected less than the shortest prompt, 20, got 20"),
+        (["--page", "12"], "page: expected a power of two from 1 to 256, got 12"),
+        (["--blocks", "2"], "more take 3 blocks, and the cache has 2"),
+        (["--kv-heads", "3"], "kv_heads: expected a divisor of 2 heads, got 3"),
+        (["--mask", "kv_pos < n", "--scalar", "n:int"], "n: missing"),
+    ],
+)
+def test_loads_that_cannot_be_served(more, words):
+    result = CliRunner().invoke(main, [*SMALL, *more])
+    assert result.exit_code == 2 and words in result.output, result.output
+
+
+def test_percentiles_are_of_the_measured():
+    assert percentiles([k / 1000 for k in range(100, 0, -1)]) == "p50 50.0 ms, p90 90.0 ms, p99 99.0 ms"
+    assert percentiles([0.25]) == "p50 250.0 ms, p90 250.0 ms, p99 250.0 ms" and percentiles([]) == "nothing measured"
