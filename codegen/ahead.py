@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..compiler.analysis.facts import Facts
-from ..compiler.planning.hardware import CPU, Hardware
+from ..compiler.planning.hardware import CPU, KNOWN, Hardware
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError
@@ -118,7 +118,8 @@ class _Recorder(TritonLauncher):
         return 132  # a number of the launch, which code does not depend on
 
     def _machine(self) -> Hardware:
-        return CPU  # as above: keys are divided for any machine
+        arch = self.code.signature.arch
+        return next((m for m in KNOWN.values() if m.arch == arch), CPU)  # one of those that the code is for
 
 
 def compilations(

@@ -76,7 +76,7 @@ class Packed:
         return packed_rows(query.shape[2], key.shape[2], *starts, numbers_of(self.q_offset))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Call is not
 class Paged:
     """Padded queries, as of Lengths; keys and values in pools [blocks, Hkv, page, D].
 
@@ -249,9 +249,11 @@ def sequences_of(
         if kv_lens is None or not cu_q is cu_kv is None:
             raise WeftError("block_table: expected kv_lens with it, and neither cu_seqlens_q nor cu_seqlens_kv")
         q_lens = None if q_lens is None else q_lens.contiguous()
-        # rows may lie apart, as those of the first columns of a larger table do
-        table = table if table.stride(1) == 1 or table.shape[1] < 2 else table.contiguous()
-        return Paged(q_lens, kv_lens.contiguous(), table, page, q_offset)
+        if not kv_lens.is_contiguous():
+            kv_lens = kv_lens.contiguous()
+        if table.stride(1) != 1 and table.shape[1] > 1:  # rows may lie apart, as of the first columns of a larger one
+            table = table.contiguous()
+        return Paged(q_lens, kv_lens, table, page, q_offset)
     if cu_q is None and cu_kv is None:
         q_lens, kv_lens = (None if t is None else t.contiguous() for t in (q_lens, kv_lens))
         return Lengths(q_lens, kv_lens, q_offset)

@@ -61,8 +61,29 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
     return options
 
 
+def _pages_fit(query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> bool:
+    """Whether all is as it should be: one expression, because it runs at every step of a decode."""
+    q_lens, lens, cu_q, cu_kv, table = given
+    if not (q_lens is cu_q is cu_kv is q_offset is None and isinstance(lens, Tensor) and isinstance(table, Tensor)):
+        return False
+    batch, rows, device = query.shape[0], key.shape[2], query.device
+    return (
+        lens.dtype in _INTS
+        and table.dtype == torch.int32
+        and lens.shape == (batch,)
+        and table.dim() == 2
+        and table.shape[0] == batch
+        and lens.device == device == table.device
+        and 0 < rows <= MOST_ROWS
+        and rows & (rows - 1) == 0
+        and rows * table.shape[1] <= MAX_LENGTH
+    )
+
+
 def _checked_pages(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
     """The same of a call with pages."""
+    if _pages_fit(query, key, given, q_offset):
+        return given
     q_lens, kv_lens, cu_q, cu_kv, table = given
     if not cu_q is cu_kv is None:
         raise WeftError(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.planning.cost import parts_of, sizes_of
+from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device
-from ...compiler.planning.kernels import SPANS, SPLIT_KV, Kernel
+from ...compiler.planning.kernels import SPANS, SPLIT_KV, Kernel, Sizes
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows
@@ -95,15 +95,31 @@ class SplitLauncher(TritonLauncher):
     def _parts(
         self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, numbers: Sequence[float]
     ) -> Parts:
-        signature, machine, kernel = self.code.signature, self._machine(), SPLIT_KV[0]
-        form, widths = self.form(SPLIT, True), signature.widths
-        shape = Shape(batches, heads, kv_heads, q_len, kv_len, widths.head_dim, widths.value_dim, signature.dtype)
+        machine, form, head_dim = self._machine(), self.form(SPLIT, True), self.code.signature.widths.head_dim
         offset = kv_len - q_len - short
-        env = {"head_dim": widths.head_dim, **dict(zip(self._numbers, numbers))}
+        env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
         longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
-        narrow = form.of_rows(tile_rows(form.block_q, shape.group * q_len))
-        sizes = sizes_of(kernel, narrow, shape, machine, self.code.segments, 1, self.facts.traits)
-        return parts_of(kernel, narrow, sizes, longest, machine, self.code.segments)
+        narrow = form.of_rows(tile_rows(form.block_q, heads // kv_heads * q_len))
+        sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, kv_len))
+        uneven = self.sequences != "dense"
+        return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven)
+
+    def _sizes(self, form: Tiling, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:
+        """lengths: B, Hq, Hkv, L and T."""
+        widths = self.code.signature.widths
+        shape = Shape(*lengths, widths.head_dim, widths.value_dim, self.code.signature.dtype)
+        return sizes_of(SPLIT_KV[0], form, shape, machine, self.code.segments, 1, self.facts.traits)
+
+    def _limits(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, int]:
+        """As many registers as leave room for the programs that a division counts on."""
+        machine = self._machine()
+        if kernel.name != SPLIT or self.interprets or not self.code.signature.arch.startswith("sm_"):
+            return {}
+        form = form.of_rows(mode.rows)
+        sizes = self._sizes(form, machine, (1, mode.rows, 1, 1, form.block_kv))
+        programs = split_programs_per_sm(kernel, form, sizes, machine, self.code.segments)
+        most = machine.registers_per_sm // (programs * 32 * form.num_warps) // 8 * 8
+        return {"maxnreg": most} if most < 255 else {}
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _go_directly(self, mode: Mode, *prepared: Any) -> None:

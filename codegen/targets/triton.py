@@ -179,7 +179,7 @@ class TritonTarget:
         if kernel in PAIR_SUMS:
             return square_tilings(kernel, sizes, hardware, parts, facts.traits)
         if kernel in SPLIT_KV:
-            return split_tilings(kernel, sizes, hardware, parts, facts.traits)
+            return split_tilings(kernel, sizes, hardware, parts, facts.traits, signature.sequences == "dense")
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
         of_pairs = any(
             kind in PAIR_KINDS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds

@@ -283,7 +283,7 @@ class TritonLauncher:
             programs = self._programs(code.kernel, constants)
             only = self._launched_if(code.kernel)
             bindings.append(Binding(code.name, parameters, programs, used, self._renamed(code.kernel), only))
-            options.append(self._options(form))
+            options.append(self._options(form) | self._limits(code.kernel, form, mode))
         absent = [n for n in ("q_offset_ptr", "dlse", *_LENGTHS[self.sequences]) if given.get(n) is None]
         tensors = [n for n, value in given.items() if isinstance(value, Tensor)]
         sources = {n: f"given[{n!r}]" for n in given if n not in absent}
@@ -458,6 +458,10 @@ class TritonLauncher:
 
     def _options(self, form: Any) -> dict[str, int]:
         return {"num_warps": form.num_warps, "num_stages": form.num_stages, **self._rounding()}
+
+    def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
+        """Options that hold a kernel's registers to what its programs have room for."""
+        return {}
 
     def _rounding(self) -> dict[str, int]:
         """Far from 0 every kernel must round scores alike: where one of them adds to a product before that is rounded,

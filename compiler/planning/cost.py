@@ -41,6 +41,8 @@ CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows o
 
 L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time reads pass through the rest
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
+RESERVED = 1024  # bytes of SRAM that a program takes besides its own
+MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 
@@ -210,8 +212,10 @@ def cost_of(
     tiles: TileCounts,
     traits: Traits = Traits(),  # noqa: B008  frozen
     longest: int | None = None,
+    uneven: bool = False,
 ) -> KernelCost:
-    """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys."""
+    """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
+    sequences have lengths of their own."""
     if kernel in SPLIT_KV:
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         assert isinstance(form, Tiling)
@@ -220,7 +224,10 @@ def cost_of(
     sram = form.sram(kernel)(once) + pair_bytes(kernel, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
     if kernel in SPLIT_KV:
-        found = parts_of(SPLIT_KV[0], form, once, ceil(once.nkv) if longest is None else longest, hardware, parts)
+        if kernel == SPLIT_KV[0]:
+            at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
+        most = ceil(once.nkv) if longest is None else longest
+        found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven)
         once = replace(once, S=found.parts, d=int(found.parts > 1))
     sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     read, written = kernel.read(sizes), kernel.written(sizes)
@@ -255,11 +262,12 @@ def predict(
     traits: Traits = Traits(),  # noqa: B008  frozen
     count: CountTiles | None = None,
     longest: CountLongest | None = None,
+    uneven: bool = False,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
 
     count: tiles of the whole problem by class; where not given, every tile is visited. longest: those that a
-    tile of the last queries of a sequence with all rows visits; all where not given.
+    tile of the last queries of a sequence with all rows visits; all where not given. uneven: as of cost_of.
     """
     every = dense_counts(shape)
     costs = []
@@ -270,7 +278,7 @@ def predict(
         visits = kernel.name not in apart
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most))
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven))
     return tuple(costs)
 
 
@@ -284,13 +292,22 @@ def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
     return TileCounts(max(0, total - edge - full), edge, full)
 
 
-def parts_of(kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments) -> Parts:
-    """Into how many parts a call's keys are divided; calls and plans ask here. longest: as of cost_of."""
-    slots = programs_at_once(kernel, form, kernel.sram(x), hardware, parts)
+def split_programs_per_sm(kernel: Kernel, form: Form, x: Sizes, hardware: Hardware, parts: Segments) -> int:
+    """Programs of split_forward that are meant to share an SM: kernels are compiled for as many, by their registers."""
+    most = MOST_ON_AN_SM if x.e < 4 else 2  # products of fp32 want registers
+    return min(form.programs_per_sm(kernel, parts, kernel.sram(x) + RESERVED, hardware), most)
+
+
+def parts_of(
+    kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments, uneven: bool = False
+) -> Parts:
+    """Into how many parts a call's keys are divided; calls and plans ask here. longest, uneven: as of cost_of."""
+    slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     if hardware.kind == "cpu":
         slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
-    return divided(int(x.B * x.Hkv * x.nq), longest, slots, tile_bytes, hardware.hbm_bytes_per_second)
+    units = int(x.B * x.Hkv * x.nq)
+    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

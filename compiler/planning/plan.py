@@ -275,7 +275,8 @@ def make_plan(
     costs = [
         cost for code in codes
         for cost in predict(
-            shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest
+            shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
+            code.signature.sequences != "dense",
         )
     ]  # fmt: skip
     pairs = traits.pair_bytes if hardware.kind == "cuda" else 0

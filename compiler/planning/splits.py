@@ -7,6 +7,7 @@ Lengths on the device only decide where parts begin: each sequence is cut into a
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil, inf
 from typing import NamedTuple
 
 from ...ir.errors import WeftError
@@ -15,8 +16,9 @@ from ..analysis.tiles import Environment, count_tiles
 
 MOST_PARTS = 128
 START = 2.0e-6  # seconds that a program takes before its first tile is there, and after its last
-JOINING = 4.0e-6  # seconds of the kernel that joins parts, besides its bytes
-LONE = 4 / 3  # times its share of the bandwidth that a program reads where others are idle
+AHEAD, TILE = 4, 5.0e-7  # tiles that are there when the last one arrives, and seconds that a program computes on one
+JOINING, JOINING_PART = 4.0e-6, 3.0e-8  # seconds of the kernel that joins parts, and of each part of a row
+LONE = 2.0  # times its share of the bandwidth that a program reads where others are idle
 
 
 class Parts(NamedTuple):
@@ -49,21 +51,33 @@ def longest_visits(
 
 
 @lru_cache(maxsize=4096)
-def divided(units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float) -> Parts:
+def divided(
+    units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float, uneven: bool = False
+) -> Parts:
     """The division with the least predicted time.
 
     units: (sequence, key head, tile of rows). tiles: of keys that the longest of them visits. slots: programs that run
-    together, which share the bandwidth. tile_bytes: of keys and values that a program reads for a tile.
+    together, which share the bandwidth. tile_bytes: of keys and values that a program reads for a tile. uneven:
+    lengths lie on the device, where sequences may be as long as each other, or half as long on average.
     """
-    best, least = Parts(1, max(tiles, 1)), float("inf")
+
+    def seconds(size: int, programs: float) -> float:
+        """Of so many programs with so many tiles each."""
+        sharing = max(min(programs, slots), slots / LONE)
+        alone = START + min(size, AHEAD) * TILE
+        return ceil(programs / slots) * (size * tile_bytes * sharing / bytes_per_second + alone)
+
+    best, least = Parts(1, max(tiles, 1)), inf
     for parts in range(1, min(MOST_PARTS, max(tiles, 1)) + 1):
         size = -(-tiles // parts)
         if parts > 1 and -(-tiles // size) < parts:  # fewer parts are as short
             continue
-        programs = units * parts
-        sharing = max(min(programs, slots), slots / LONE)
-        waves = -(-programs // slots)
-        seconds = waves * (size * tile_bytes * sharing / bytes_per_second + START) + (JOINING if parts > 1 else 0.0)
-        if seconds < least:
-            best, least = Parts(parts, max(size, 1)), seconds
+        predicted = seconds(size, units * parts)
+        if uneven:
+            half = units * parts / 2
+            last = size / 2 * tile_bytes * slots / LONE / bytes_per_second  # of the last ones, beside idle others
+            predicted = (2 * predicted + seconds(size, half)) / 3 + (last if units * parts > slots else 0.0)
+        predicted += JOINING + parts * JOINING_PART if parts > 1 else 0.0
+        if predicted < least:
+            best, least = Parts(parts, max(size, 1)), predicted
     return best

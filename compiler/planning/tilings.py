@@ -142,13 +142,21 @@ _SPLIT = {
 _SPLIT_32 = (Tiling(16, 32, 4, 2), Tiling(16, 32, 8, 1), Tiling(16, 16, 8, 1))
 
 
+# Where all sequences are as long as each other, one program an SM with more bytes on their way reads as fast as some,
+# and most calls then need no parts: 4365 GB/s on one H200, and 4193 with the tiling above.
+_SPLIT_EVEN = {128: Tiling(64, 64, 4, 4)}
+
+
 def split_tilings(
-    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits
+    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits, even: bool = False
 ) -> list[Tiling]:  # fmt: skip
-    """Those of split_forward, the one to use first."""
+    """Those of split_forward, the one to use first. even: sequences have no lengths of their own."""
     kernel = SPLIT_KV[0]  # what joins parts follows it
     width = max(parts.qk_columns, parts.v_columns)
-    table = next((row for most, row in _SPLIT.items() if width <= most), _SPLIT[1024])
+    limit = next(most for most in _SPLIT if width <= most)
+    table = _SPLIT[limit]
+    if even and limit in _SPLIT_EVEN and hardware.capability >= 90:
+        table = tuple(dict.fromkeys((_SPLIT_EVEN[limit], *table)))
     if shape.dtype in ("fp32", "fp64"):
         table = _SPLIT_32
     if hardware.kind == "hip":  # one buffer is loaded ahead
