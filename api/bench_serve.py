@@ -76,8 +76,7 @@ def measure(
     """Lines of the report. finished: called once a request is done. A first, short run compiles, and does not count."""
     if load.shared >= load.prompts[0]:
         raise WeftError(f"--shared: expected less than the shortest prompt, {load.prompts[0]}, got {load.shared}")
-    torch.manual_seed(load.seed)
-    model = Decoder(load, variant, operands).to(device, dtype)
+    model = _random_decoder(load, variant, operands, device, dtype)
     pages = math.ceil((load.prompts[1] + load.new_tokens) / load.page)
     blocks = load.most * pages if load.blocks is None else load.blocks
     cache = PagedCache(
@@ -99,6 +98,22 @@ def measure(
             finished()
         done = now_done
     yield from _report(load, server, cache, requests, time.perf_counter() - start)
+
+
+def _random_decoder(
+    load: Load, variant: Variant, operands: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """Made where it runs, as the weights of a large one are too many for the host."""
+    with torch.device("meta"):
+        model = Decoder(load, variant, operands).to(dtype)
+    model.to_empty(device=device)
+    random = torch.Generator(device).manual_seed(load.seed)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # of a norm
+            weight.fill_(1.0)
+        else:
+            weight.normal_(std=0.02, generator=random)
+    return model
 
 
 def _prompts(load: Load) -> Iterator[list[int]]:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, has_few
 from .compiler.planning.splits import longest_visits
 from .ir import parse
-from .ir.errors import WeftError, collected
+from .ir.errors import UnavailableError, WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
@@ -230,7 +231,14 @@ def _request(
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
         )  # fmt: skip
-        return driver.resolve(attention, signature, machine, target, schedule)
+        made = driver.resolve(attention, signature, machine, target, schedule)
+        misfit = _misfit(made, signature, operands)
+        if misfit is None:
+            return made
+        if target == made.target.name:
+            raise UnavailableError(f"{attention.name}: target {misfit}")
+        other = driver.resolve(attention, signature, machine, target, schedule, frozenset({made.target.name}))
+        return dataclasses.replace(other, notes=(*other.notes, misfit))
 
     forward = resolved("forward", frozenset())
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
@@ -240,6 +248,14 @@ def _request(
     backward = resolved("backward", _everything(attention, widths) - given)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
     return _Request(found, sizes, head_dim, machine, forward, backward, notes)
+
+
+def _misfit(made: driver.Resolved, signature: Signature, operands: Sequence[Tensor | Shape]) -> str | None:
+    """Why the target cannot take these very tensors, where a call's are given."""
+    if len(operands) != 3 or not all(isinstance(t, Tensor) for t in operands):
+        return None
+    call: Any = SimpleNamespace(**dict(zip(("query", "key", "value"), operands)))
+    return made.target.misfit(signature, call)
 
 
 def _sequences(

@@ -201,9 +201,9 @@ def check_latent(
         problems.append(f"cache: expected dim {latent.rank + latent.rope} (rank + rope), got {cache.shape[3]}")
     if cache.shape[0] != query.shape[0] and not paged:
         problems.append(f"cache: expected batch {query.shape[0]} as in query, got {cache.shape[0]}")
-    problems += kind_problems({"query": query, "cache": cache})
+    problems += list(kind_problems({"query": query, "cache": cache}))  # torch.compile adds no generator
     for label, tensor in (("query", query), ("cache", cache)):
-        problems += length_problems(label, tensor.shape[2])
+        problems += list(length_problems(label, tensor.shape[2]))
     if (uk is None) != (uv is None):
         problems.append("uk, uv: expected both or neither")
     elif uk is None:
@@ -216,7 +216,7 @@ def check_latent(
                 f"query: expected dim {latent.rank + latent.rope} (rank + rope) without uk, got {query.shape[3]}"
             )
     else:
-        problems += _projection_problems(latent.rank, latent.rope, query, uk, uv)  # type: ignore[arg-type]
+        problems += list(_projection_problems(latent.rank, latent.rope, query, uk, uv))  # type: ignore[arg-type]
     if problems:
         raise collected(name, problems)
 

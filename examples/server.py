@@ -78,7 +78,7 @@ def table(server: Server, requests: Sequence[Request], text: Text, seconds: floa
     made = Table("request", "state", "prompt", "shared", "new", "text", title=repr(server.cache), title_justify="left")
     for r in requests:
         written = text.decode(torch.tensor(r.written)) if r.written else ""
-        shown = repr(written[-36:])[1:-1]
+        shown = repr(written[-28:])[1:-1]
         made.add_row(str(r.number), r.state, str(len(r.prompt)), str(r.reused), f"{len(r.written)}/{r.count}", shown)
     rate = totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else 0
     made.caption = (
@@ -101,7 +101,7 @@ def alone(model: CharGPT, request: Request, device: torch.device) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, serve, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--new", type=int, default=80, help="characters to write for each")
     parser.add_argument("--blocks", type=int, default=40, help="of 16 characters: the cache")

@@ -189,7 +189,7 @@ def _problem_of(text: str, kinds: tuple[str, ...]) -> str:
         Attention(mask=parse(at_positions(text, "q_pos", "kv_pos"), operands))
     except WeftError as error:
         return str(error)
-    if _problem_of.cache_info().currsize == MOST_MASKS:
+    if _problem_of.cache_info().currsize == MOST_MASKS - 1:
         warnings.warn(
             f"{NAME}: {MOST_MASKS} masks were declared, the last one {text}: each is compiled by itself; a mask "
             "function whose numbers differ from call to call should read them from a tensor",

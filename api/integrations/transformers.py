@@ -111,7 +111,7 @@ def attention(
         text = inside_sequences(rule, pairs)
         call |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_kv": cu_seq_lens_k}
     else:
-        text, operands, call["q_offset"] = placed(rule, by_row=bool(pairs))
+        text, operands, call["q_offset"] = placed(rule, by_row=len(pairs) > 0)
     biases: list[str] = []
     for name, (read, part) in pairs.items():
         operands[name] = part
@@ -168,7 +168,13 @@ def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, 
 
 def inside_sequences(rule: Mask, pairs: dict[str, tuple[str, Tensor]]) -> str:
     """A rule inside each of the sequences that cu_seq_lens_q and cu_seq_lens_k tell of."""
-    if pairs or rule.seen is not None or isinstance(rule.q_first, Tensor) or rule.q_first != 0 or rule.kv_first != 0:
+    if (
+        len(pairs) > 0
+        or rule.seen is not None
+        or isinstance(rule.q_first, Tensor)
+        or rule.q_first != 0
+        or rule.kv_first != 0
+    ):
         raise UnavailableError(
             f"{NAME}: cu_seq_lens_q: expected packed sequences without a cache, a padding mask or a bias; leave it "
             "out, and give position_ids that start anew in each sequence"

@@ -317,6 +317,9 @@ class Drawer:
             lambda: make("lt", K, make("add", make("mul", Num(2), Read("lens", "int", (BATCH,))), n)),
             lambda: make("le", make("sub", *(Read("doc", "int", (BATCH, p)) for p in (K, Q))), self.constant("int")),
             lambda: make("gt", Read("level", "float", (self.random.choice((HEAD, K, Q)),)), self.constant("float")),
+            lambda: Read("blocks", "bool", (HEAD, *_blocks(16, self.random.choice((8, 16))))),
+            lambda: make("gt", Read("kinds", "int", (BATCH, *_blocks(8, 12))), self.constant("int")),
+            lambda: Read("allowed", "bool", (BATCH, Q, K)),
             lambda: self.of_one_number("bool", 1),
             lambda: self.comparison(2), lambda: self.bools(2),
         )  # fmt: skip
@@ -474,6 +477,11 @@ def draw_variant(random: Random) -> Variant:
         if max(size(mask), size(score)) <= LARGEST and _consistent(variant):
             return variant
         tensors.clear()
+
+
+def _blocks(queries: int, keys: int) -> tuple[Node, Node]:
+    """Numbers of the blocks of both positions."""
+    return make("floordiv", Q, Num(queries)), make("floordiv", K, Num(keys))
 
 
 def _consistent(variant: Variant) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ def operands(length: int, seed: int = 0) -> dict[str, Tensor]:
     n = length // 24 + 2
     pairs = torch.rand(2, length, length, generator=generator) < 0.0003
     pairs[:, 200:460, 64:700] = True
+    pairs[:, :, 64:72] = True  # a gradient of a query that sees one key is 0, and all of it rounding
     return {
         "blocks": torch.rand(2, 4, n, n, generator=generator) < 0.2, "few": torch.rand(n, n, generator=generator) < 0.2,
         "allowed": pairs, "doc": torch.arange(length)[None].repeat(2, 1) // 150,
@@ -69,6 +72,7 @@ def test_hopper_leaves_them_to_triton() -> None:
     assert plan.code("forward").target == "triton" and plan.code("forward").tile_source == "lists"
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("name", ["causal_blocks", "causal_allowed"])
 def test_graphs_follow_what_the_tensors_hold(name: str) -> None:
     """Captured once, replayed with other contents in the same tensors; also inside a block that keeps tiles."""
@@ -97,19 +101,15 @@ def test_graphs_follow_what_the_tensors_hold(name: str) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_nothing_waits_for_the_device(keeps: bool) -> None:
+def test_nothing_waits_for_the_device(keeps: bool, no_waiting: Any) -> None:
     variant = variant_of("causal_allowed")
     leaves, mine = [t.requires_grad_() for t in rows(700, 700, 64, torch.bfloat16)], given(variant, 800)
     with weft.settings(keep_tiles=keeps):
         out = variant(*leaves, **mine, target="triton")
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-        torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_waiting():
             out = variant(*leaves, **mine, target="triton")
             torch.autograd.grad(out, leaves, torch.ones_like(out))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_kept_tiles_are_those_of_what_a_tensor_holds_now() -> None:

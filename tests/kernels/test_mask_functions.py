@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from weft import UnavailableError, WeftError
 
 masking = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
+from weft.integrations import rules  # noqa: E402
 from weft.integrations.rules import Mask, mask  # noqa: E402
 from weft.integrations.traced import Untraceable, traced  # noqa: E402
 from weft.integrations.transformers import REFUSED, attention, register, variants  # noqa: E402
@@ -279,3 +281,14 @@ def test_a_mask_is_declared_once() -> None:
                 mask(**{**call, "mask_function": masking.sliding_window_causal_mask_function(window)}), length, length
             )
     assert len(variants()) <= before + 1
+
+
+def test_masks_without_end_are_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_problem_of", functools.cache(rules._problem_of.__wrapped__))
+    with pytest.warns(
+        RuntimeWarning, match=r"64 masks were declared, the last one .*q_idx - 64.*from call to call"
+    ) as said:
+        for window in range(1, 70):
+            function = masking.sliding_window_causal_mask_function(window)
+            mask(**{**asked("causal", 12, 0, 12, 0, None), "mask_function": function})
+    assert len(said) == 1

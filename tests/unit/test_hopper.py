@@ -295,3 +295,16 @@ def test_rows_that_end_anywhere(stride):
         inside = [0 <= at < size < 2**31 for at, size in zip(place, box.shape, strict=True)]
         assert all(inside) == (row < length) and all(inside[:3]) and inside[4]
         assert all(0 < 2 * step < 2**40 for step in box.strides)
+
+
+def test_explain_says_which_tensors_go_elsewhere() -> None:
+    """As the call does: tensors that are given are looked at."""
+    fits = torch.empty((2, 4, 80, 64), dtype=torch.bfloat16)
+    odd = torch.empty((2, 4, 80, 68), dtype=torch.bfloat16)[..., 4:]
+    variant = VARIANTS["causal"]
+    assert "flash_forward=hopper" in variant.explain(fits, fits, fits, device="h200")
+    said = " ".join(variant.explain(fits, odd, fits, device="h200").split())
+    assert "hopper: key: its address and strides must be multiples of 16 bytes" in said
+    assert "flash_forward=triton" in said and "flash_dquery=triton" in said
+    with pytest.raises(weft.UnavailableError, match="causal: target hopper: key: its address and strides"):
+        variant.plan(fits, odd, fits, device="h200", target="hopper")
