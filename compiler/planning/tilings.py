@@ -143,8 +143,8 @@ _SPLIT_32 = (Tiling(16, 32, 4, 2), Tiling(16, 32, 8, 1), Tiling(16, 16, 8, 1))
 
 
 # Where all sequences are as long as each other, one program an SM with more bytes on their way reads as fast as some,
-# and most calls then need no parts: 4365 GB/s on one H200, and 4193 with the tiling above.
-_SPLIT_EVEN = {128: Tiling(64, 64, 4, 4)}
+# and most calls then need no parts. docs/performance.md has what was measured.
+_SPLIT_EVEN = {128: Tiling(64, 128, 4, 3)}
 
 
 def split_tilings(
