@@ -9,7 +9,7 @@ import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.runtime.driver import builds
 
-from ..support import check_errors, poisoned
+from ..support import check_errors, mostly, poisoned
 
 slopes = weft.tensor("slopes", 1)
 sinks = weft.tensor("sinks", 1)
@@ -93,7 +93,7 @@ def check(variant, tensors, page, target, *, lse=True, lens=LENS, rows_first=Fal
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", mostly(("window", "documents", "sink", "dropout"), [*VARIANTS]))
 def test_masks_scores_sinks_and_normalizers(name, target):
     variant, operands = VARIANTS[name]
     check(variant, padded(), 16, target, lse=name != "sigmoid", **operands)

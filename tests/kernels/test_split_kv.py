@@ -10,7 +10,7 @@ from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_po
 from weft.compiler.planning.splits import LONE, MOST_PARTS, divided, longest_visits, tile_rows
 from weft.runtime.variant import variant_of
 
-from ..support import check_errors, check_variant, poisoned
+from ..support import check_errors, check_variant, mostly, poisoned
 from .test_pages import GARBAGE, paged
 
 slopes = weft.tensor("slopes", 1)
@@ -74,7 +74,10 @@ def parts_taken(variant, schedule="split_kv"):
     return {parts.parts for launcher in launchers for parts in launcher._known.values()}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+OFTEN = ("window", "factors", "windows by head", "documents by head", "far sink", "sink", "sigmoid")
+
+
+@pytest.mark.parametrize("name", mostly(OFTEN, [*VARIANTS]))
 def test_masks_scores_sinks_and_normalizers(name):
     variant, given = VARIANTS[name]
     lse = name not in NO_LSE
