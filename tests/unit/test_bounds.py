@@ -281,12 +281,12 @@ def check_random_mask(seed: int) -> None:
         COUNTED["cases"] += 1
 
 
-def test_random_masks_were_thousands_and_not_all_trivial(record_property: pytest.RecordProperty) -> None:
+def test_random_masks_were_many_and_not_all_trivial(record_property: pytest.RecordProperty) -> None:
     record_property("random cases", COUNTED["cases"])
     print(f"\nrandom masks checked on both axes, cases and tiles: {COUNTED}")
     if COUNTED["cases"] == 0:
         pytest.skip("the random masks ran in another process")
-    assert COUNTED["cases"] >= 2000
+    assert COUNTED["cases"] >= 900
     assert COUNTED["skipped"] > COUNTED["cases"]
     assert COUNTED["full"] > COUNTED["cases"]
 

@@ -411,7 +411,7 @@ PROGRAMS = [
     ("weft.alibi", r"it is weft.scores.alibi"),
     ("weft.min(q_pos, 3)", r"write weft.minimum\(a, b\)"),
     ("weft.flex_attention(q, k, v)", r"weft.Attention\(score=..., mask=...\) declares a variant"),
-    ("weft.masks.window(4)", r"weft.masks has no 'window'; it has bigbird, block_causal, .*sliding_window"),
+    ("weft.masks.window(4)", r"weft.masks has no 'window'; it has bigbird, bit_packed, block_causal, .*sliding_window"),
     ("weft.scores.cap(4)", r"weft.scores has no 'cap'; it has alibi, compose"),
     ("causal(q, k, v, device='cuda')", r"device: unknown operand or option; .*leave it out: the operands'"),
     ("causal(q, k, v, target='triton')", r"target triton: needs a GPU, the operands are on the CPU; use target='cpu'"),
