@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -652,3 +654,11 @@ def test_nested_tensors_that_do_not_serve():
         CAUSAL(query, query, jagged(2, 16, others, 1)[0])
     with pytest.raises(weft.WeftError, match=r"query: expected a dense tensor, got a nested one; pad it"):
         CAUSAL(query, torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+
+
+def test_a_constant_sink_without_keys_is_a_float64():
+    """The log-sum-exp of a sequence without keys is the sink, to the last bit of the dtype."""
+    sunk = weft.Attention(sink=weft.sin(1.5) - 0.1, name="sunk")
+    query = torch.randn(1, 1, 1, 16, dtype=torch.float64)
+    _, lse = sunk(query, query, query, kv_lens=torch.tensor([0]), return_lse=True)
+    assert lse.item() == math.sin(1.5) - 0.1
