@@ -578,7 +578,7 @@ def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
         return ()
     context = found.target.context(found.code, facts)
     seen = "all keys, or all up to its own," if context["causal"] else "all keys"
-    whole = f"a forward in which every query sees {seen} is torch's own kernel, where that is the faster one"
+    whole = f"a forward in which every query sees {seen} is torch's own kernel, which is the faster one; figures are of tiles"
     return (whole,) if context["whole"] else ()
 
 

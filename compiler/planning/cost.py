@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
-from .forms import Form, Tiling
+from .cpu_cost import CpuSpeed, CpuTimes, speed_of, times_of, with_joined
+from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
 from .kernels import (
     PAIR_CELLS,
@@ -86,7 +87,8 @@ class KernelCost:
     written: float  # bytes to HBM
     traffic: float  # algorithmic bytes, as if there were no L2
     at_once: int  # programs that run together
-    times: Times
+    times: Times | CpuTimes
+    speed: CpuSpeed | None = None  # of target `cpu`: what a core does in this form
 
     @property
     def seconds(self) -> float:
@@ -233,6 +235,11 @@ def cost_of(
     read, written = kernel.read(sizes), kernel.written(sizes)
     moved = traffic(kernel)(once)
     busy = busy_share(kernel.programs(sizes), at_once)
+    if isinstance(form, CpuForm):
+        speed = speed_of(form, sram, hardware, shape.dtype)
+        sizes = with_joined(sizes, form, tiles, traits.masked)
+        spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear)
+        return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, speed)
     times = Times(
         matrix=kernel.flops(sizes) / (hardware.matrix_flops(shape.dtype) * busy),
         memory=(read + written) / hardware.hbm_bytes_per_second,

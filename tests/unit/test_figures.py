@@ -124,6 +124,7 @@ class Page:
             elif current and (found := re.match(r"  (\S+(?: \S+)?)  +(.*)", line)):
                 current.lines[found[1]] = found[2]
         self.titles = joined[tables[1]].split()
+        self.on_cpu = "passes" in self.titles
 
     def _rows(self, start: int) -> list[list[str]]:
         end = next(k for k in range(start, len(self.lines)) if not self.lines[k].strip())
@@ -142,6 +143,10 @@ class Page:
 
     def rate(self, name: str) -> float:
         return number(re.search(rf"\b{name} ([\d.]+[KMGT]?)\w*/s", self.row("rates"))[1])  # type: ignore[index]
+
+    def call_milliseconds(self) -> float:
+        """Of a launch, or of a call of torch."""
+        return float(re.search(r"(?:launch|call) ([\d.]+) us", self.row("rates"))[1]) * 1e-3  # type: ignore[index]
 
 
 def value(line: str, letters: dict[str, float]) -> float:
@@ -229,8 +234,38 @@ def test_amounts_are_those_of_their_formulas(page: Page) -> None:
         assert float(intensity) == pytest.approx(work.flops / work.bytes, abs=0.51)
 
 
+CORE = re.compile(
+    r"products of \w+ ([\d.]+[KMGT])FLOP/s, speedup ([\d.]+) of (\d+) cores?; passes ([\d.]+[KMGT])B/s over "
+    r"tiles of ([\d.]+[KMGT])B: ((?:\d+% in \w+(?:, )?)+)"
+)
+
+
+def test_times_of_a_cpu_add_up(page: Page) -> None:
+    if not page.on_cpu:
+        return
+    assert page.titles == ["kernel", "matrix", "RAM", "passes", "exp", "calls", "ms", "bound"]
+    for kernel in page.kernels:
+        work, busy, letters = work_of(page, kernel), kernel.busy, letters_of(page, kernel)
+        passes, calls = (value(kernel.lines[title], letters) for title in ("passes", "calls"))
+        *rates, held, shares = CORE.fullmatch(kernel.lines["a core"]).groups()  # type: ignore[union-attr]
+        products, speedup, cores, bandwidth = map(number, rates)
+        near(held, work.sram)
+        assert sum(map(int, re.findall(r"(\d+)%", shares))) == pytest.approx(100, abs=2)
+        milliseconds = [
+            1e3 * work.flops / products / speedup / busy, 1e3 * work.bytes / page.rate("RAM"),
+            1e3 * passes / bandwidth / cores / busy, 1e3 * work.exps / page.rate("exp") / busy,
+            calls * page.call_milliseconds() / cores / busy,
+        ]  # fmt: skip
+        *parts, whole = map(float, kernel.times[:-1])
+        assert parts == pytest.approx(milliseconds, rel=2e-3, abs=1e-4)
+        assert whole == pytest.approx(sum(parts), abs=4e-4)
+        assert parts[page.titles.index(kernel.times[-1]) - 1] == max(parts)
+
+
 def test_times_follow_from_rates(page: Page) -> None:
-    launch = float(re.search(r"launch ([\d.]+) us", page.row("rates"))[1]) * 1e-3  # type: ignore[index]
+    if page.on_cpu:
+        return  # above
+    launch = page.call_milliseconds()
     _, l2, hbm = page.memories
     assert page.titles == ["kernel", "matrix", hbm, l2, "exp", "launch", "ms", "bound"]
     for kernel in page.kernels:
@@ -305,7 +340,7 @@ def test_visible_pairs_are_those_of_the_mask() -> None:
 def test_the_words_of_a_cpu_are_those_of_a_cpu() -> None:
     for target in ("cpu", "interpret"):
         text = LOCAL.explain(weft.shape(heads=2, q_len=256, head_dim=64, dtype="fp32"), device="cpu", target=target)
-        assert not re.search("SRAM|HBM|L2", text)
+        assert not re.search("SRAM|HBM", text)
         assert "RAM -> cache" in text and "through RAM" in text
     assert ("interpreter is for debugging" in text) and f"CPU, {by_name('cpu').sms} core" in text
     on_a_gpu = LOCAL.explain(weft.shape(heads=2, q_len=256, head_dim=64), device="h100")
