@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import torch
-from torch import Tensor
 
 from .codegen import products
 from .compiler.planning import hardware
@@ -48,7 +47,7 @@ def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS
     begun = time.perf_counter()
     with torch.no_grad():
         rates = _cpu_rates(seconds) if device.type == "cpu" else _gpu_rates(device)
-    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    made = datetime.now(UTC).isoformat(timespec="seconds")
     spent = round(time.perf_counter() - begun, 1)
     return Calibration(hardware.machine_of(device), made, str(torch.__version__), spent, rates)
 
@@ -57,22 +56,22 @@ def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS
 def _cpu_rates(seconds: float) -> CpuRates:
     cores, caches = hardware.usable_cores(), hardware.cpu_caches()
     with _threads(1):
-        steps: dict[object, Step] = {}
-        for library in ("torch", "onednn") if products.one_dnn_linear() else ("torch",):
-            steps |= {(library, *tile): _two_products(library, *tile) for tile in TILES}
+        libraries: tuple[Library, ...] = ("torch", "onednn") if products.one_dnn_linear() else ("torch",)
+        tiles = [(library, *tile) for library in libraries for tile in TILES]
+        steps: dict[object, Step] = {tile: _two_products(*tile) for tile in tiles}
         attended = {dtype: _attention(DTYPES[dtype]) for dtype in DTYPES} if products.whole_attention() else {}
         small = torch.ones(8)
         sizes = _sizes(caches)
         passes = {level: _pass(size) for level, size in sizes.items()}
         powers = torch.empty(max(1024, caches[1] // 16)).uniform_(-10.0, 0.0)
         results = torch.empty_like(powers)
-        steps |= attended | passes
+        steps.update({**attended, **passes})
         steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
         found = least(steps, seconds)
     call = found["call"]
     rates = tuple(
         ProductRate(library, queries, keys, _digits(4 * WIDTH * queries * keys / found[library, queries, keys]))
-        for library, queries, keys in (key for key in steps if isinstance(key, tuple))
+        for library, queries, keys in tiles
     )
     attention = tuple((dtype, _digits(_ATTENTION_FLOPS / found[dtype])) for dtype in attended)
     bandwidths = [_digits(2 * sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
@@ -185,17 +184,22 @@ def _gpu_rates(device: torch.device) -> GpuRates:
     record = hardware.for_device(device)
     with torch.cuda.device(device):
         rates = [(dtype, _digits(_product_flops(DTYPES[dtype], device))) for dtype in ("bf16", "fp16", "fp32")]
-        size = min(MOST_BYTES, record.memory_bytes // 8)
-        x = torch.ones(size // 4, device=device)
-        y = torch.empty_like(x)
-        hbm = 2 * size / _gpu_seconds(lambda: y.copy_(x))
-        del x, y
+        hbm = _copied_bytes_per_second(min(MOST_BYTES, record.memory_bytes // 8), device)
         l2_bytes = read_again(record.l2_bytes // 4, record.sms, device)
         exps = exponentials(record.sms, device)
         return GpuRates(
-            products=tuple(rates), hbm=_digits(hbm), l2=_digits(l2_bytes.amount / _gpu_seconds(l2_bytes.run)),
-            exp_per_second=_digits(exps.amount / _gpu_seconds(exps.run)), launch_seconds=_digits(_launch_seconds(device)),
+            products=tuple(rates),
+            hbm=_digits(hbm),
+            l2=_digits(l2_bytes.amount / _gpu_seconds(l2_bytes.run)),
+            exp_per_second=_digits(exps.amount / _gpu_seconds(exps.run)),
+            launch_seconds=_digits(_launch_seconds(device)),
         )  # fmt: skip
+
+
+def _copied_bytes_per_second(size: int, device: torch.device) -> float:
+    x = torch.ones(size // 4, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / _gpu_seconds(lambda: y.copy_(x))
 
 
 def _product_flops(dtype: torch.dtype, device: torch.device) -> float:

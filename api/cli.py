@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -615,8 +615,12 @@ def cache_clear() -> None:
 
 # -- calibrate -------------------------------------------------------------------------------------------------------
 @main.command()
-@click.option("--device", metavar="NAME", help="cpu or cuda, with a number where there are several; the GPU if there is one.")
-@click.option("-o", "--output", metavar="FILE", help="Keep it there, for WEFT_CALIBRATION; the cache folder if not given.")
+@click.option(
+    "--device", metavar="NAME", help="cpu or cuda, with a number where there are several; the GPU if there is one."
+)
+@click.option(
+    "-o", "--output", metavar="FILE", help="Keep it there, for WEFT_CALIBRATION; the cache folder if not given."
+)
 def calibrate(device: str | None, output: str | None) -> None:
     """Measure what this machine does, in less than a minute, for plans and for the choice of forms."""
     from .calibration import calibrate as measure  # lazy: no other command measures

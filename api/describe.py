@@ -578,8 +578,8 @@ def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
         return ()
     context = found.target.context(found.code, facts)
     seen = "all keys, or all up to its own," if context["causal"] else "all keys"
-    whole = f"a forward in which every query sees {seen} is torch's own kernel, which is the faster one; figures are of tiles"
-    return (whole,) if context["whole"] else ()
+    whole = f"a forward in which every query sees {seen} is torch's own kernel, which is the faster one"
+    return (f"{whole}; figures are of tiles",) if context["whole"] else ()
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:

@@ -63,7 +63,9 @@ def read(path: Path) -> Calibration:
         return calibration_of(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise WeftError(f"calibration {path}: cannot be read ({reason}); measure with `weft calibrate -o {path}`") from error
+        raise WeftError(
+            f"calibration {path}: cannot be read ({reason}); measure with `weft calibrate -o {path}`"
+        ) from error
 
 
 def found_of(machine: Machine) -> Calibration | None:

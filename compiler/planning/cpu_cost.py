@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
-from ..analysis.records import TileCounts, Traits
+from ..analysis.records import TileCounts
 from .forms import SCORE_BYTES, CpuForm
 from .hardware import Hardware
 from .kernels import Bound, Formula, Kernel, Sizes
@@ -53,9 +53,15 @@ def speed_of(form: CpuForm, working_set: float, hardware: Hardware, dtype: str) 
     )
     assert products is not None
     return CpuSpeed(
-        library_of(form), products / (2 if dtype == "fp64" else 1), rates.pass_bytes_per_second(working_set, hardware.sms),
-        int(working_set), rates.shares(working_set, hardware.sms), rates.all_products, hardware.sms, rates.call_seconds,
-    )  # fmt: skip
+        library=library_of(form),
+        products=products / (2 if dtype == "fp64" else 1),
+        passes=rates.pass_bytes_per_second(working_set, hardware.sms),
+        working_set=int(working_set),
+        shares=rates.shares(working_set, hardware.sms),
+        speedup=rates.all_products,
+        cores=hardware.sms,
+        call_seconds=rates.call_seconds,
+    )
 
 
 def with_joined(x: Sizes, form: CpuForm, tiles: TileCounts, masked: bool) -> Sizes:

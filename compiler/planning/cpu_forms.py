@@ -33,7 +33,9 @@ def cpu_forms(
     shape: widths and dtype are looked at, lengths are not. whole: torch's own attention computes some calls of this
     variant as they are, unless its tiles are predicted to be faster. one_dnn: whether oneDNN's products can be called.
     """
-    return list(_cpu_forms(kernel, shape.head_dim, shape.value_dim, shape.dtype, hardware, parts, traits, whole, one_dnn))
+    return list(
+        _cpu_forms(kernel, shape.head_dim, shape.value_dim, shape.dtype, hardware, parts, traits, whole, one_dnn)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -42,7 +44,9 @@ def _cpu_forms(
     whole: bool, one_dnn: bool,
 ) -> tuple[CpuForm, ...]:  # fmt: skip
     assert hardware.cpu is not None
-    libraries = [False] + [True] * (one_dnn and dtype != "fp64" and any(r.library == "onednn" for r in hardware.cpu.products))
+    libraries = [False] + [True] * (
+        one_dnn and dtype != "fp64" and any(r.library == "onednn" for r in hardware.cpu.products)
+    )
     shape = Shape(1, max(8, hardware.sms), max(8, hardware.sms), _NOMINAL, _NOMINAL, head_dim, value_dim, dtype)
     count = _counts(shape, traits)
 

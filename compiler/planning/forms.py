@@ -241,7 +241,7 @@ class CpuForm:
 
 @lru_cache(maxsize=64)
 def cpu_tile_bytes(scores: int, direction: Direction) -> Formula:
-    """What a core goes over again and again: a tile of scores (in a backward dP too), its keys, values, queries, sums."""
+    """What a core goes over again and again: a tile of scores, its keys, values, queries and sums; backward also dP."""
     several = 1 if direction == "forward" else 2
 
     def found(x: Sizes) -> float:

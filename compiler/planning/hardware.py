@@ -1,7 +1,8 @@
 """What a machine can do, as far as schedules and predicted times need to know.
 
-Where `weft calibrate` has measured this machine, its figures hold. Otherwise those below do, which name a card's
-published figures, and for a CPU guess. Peaks are published figures, dense (no sparsity) and at boost clock. Two fractions say how much of a peak a good kernel
+Where `weft calibrate` has measured this machine, its figures hold; else those of a record below, and a guess of a CPU.
+
+Peaks are published figures, dense (no sparsity) and at boost clock. Two fractions say how much of a peak a good kernel
 gets for long; they were measured on one H200 (torch 2.11: a bf16 matrix product runs at 794 TFLOP/s, a device copy at
 4240 GB/s) and are assumed of the other accelerators, so that records rank alike.
 

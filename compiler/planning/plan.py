@@ -329,7 +329,9 @@ def _kernel_plan(
         flops=quantity(kernel.flops),
         useful=useful,
         exps=quantity(kernel.exps),
-        letters={name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t")},
+        letters={
+            name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t")
+        },
         at_once=cost.at_once,
         times=cost.times,
         on_cpu=on_cpu,

@@ -189,7 +189,7 @@ def calibration_of(text: str, place: str = "") -> Calibration:
 
 def _products(found: _Fields) -> tuple[ProductRate, ...]:
     rates = []
-    for library, by_queries in found.items():
+    for library in found.found:
         if library not in ("torch", "onednn"):
             raise _broken(found.where, f"{found.path}: expected torch and onednn, got {library!r}")
         for queries, by_keys in found.inner(library).items():
@@ -247,7 +247,9 @@ class _Fields:
     def whole(self, name: str, least: int = 0) -> int:
         value = self._at(name)
         if type(value) is not int or value < least:
-            raise _broken(self.where, f"{self._path(name)}: expected a whole number of at least {least}, got {value!r:.40}")
+            raise _broken(
+                self.where, f"{self._path(name)}: expected a whole number of at least {least}, got {value!r:.40}"
+            )
         return value
 
     def rate(self, name: str) -> float:
@@ -305,11 +307,14 @@ def guessed_rates(cores: int, mkl_knows_it: bool = True, caches: tuple[int, int,
     """A core of a server with AVX2 that was not measured. mkl_knows_it: it is Intel's, so that torch's products are the
     faster ones; on other processors MKL leaves half of it unused."""
     peak = CLOCK * 32  # two FMA of 8 floats a clock
+    shares: tuple[tuple[Library, float], ...] = (("torch", 1.0), ("onednn", 0.7))
+    if not mkl_knows_it:
+        shares = (("torch", 0.5), ("onednn", 1.0))
     products = tuple(
         ProductRate(library, queries, keys, 0.8 * peak * share * _filled(queries, keys, caches))
-        for library, share in (("torch", 1.0 if mkl_knows_it else 0.5), ("onednn", 0.7 if mkl_knows_it else 1.0))
+        for library, share in shares
         for queries, keys in _TILES
-    )  # type: ignore[misc]
+    )
     own = products[[(p.library, p.queries, p.keys) for p in products].index(("torch", 256, 256))].flops
     return CpuRates(
         caches=caches,
@@ -324,6 +329,6 @@ def guessed_rates(cores: int, mkl_knows_it: bool = True, caches: tuple[int, int,
 
 
 def _filled(queries: int, keys: int, caches: tuple[int, int, int]) -> float:
-    """Share of its best rate that a product of small tiles reaches, or one of tiles that a core's cache does not hold."""
+    """Share of its best rate that a product reaches whose tiles are small, or are more than a core's cache holds."""
     size = 4 * (queries * keys + (queries + keys) * 2 * WIDTH)
     return min(1.0, (1 + caches[1] / size) / 2) / ((1 + 24 / queries) * (1 + 24 / keys))

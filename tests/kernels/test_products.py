@@ -129,7 +129,9 @@ def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
             products.one_dnn_product(torch.ones(1, 20, 4), torch.ones(1, 30, 4)), torch.full((1, 20, 30), 4.0)
         )
         asked = "flash/flash_forward=cpu:64x64+onednn"
-        with pytest.raises(UnavailableError, match=r"64x64\+onednn: this torch has no product of oneDNN .*leave \+onednn"):
+        with pytest.raises(
+            UnavailableError, match=r"64x64\+onednn: this torch has no product of oneDNN .*leave \+onednn"
+        ):
             VARIANTS["causal"].plan(weft.shape(q_len=64, head_dim=16, dtype="fp32"), device="cpu", schedule=asked)
     finally:
         products.one_dnn_linear.cache_clear()

@@ -175,8 +175,14 @@ def test_the_command_measures_and_says_what(tmp_path, monkeypatch) -> None:
     assert said.exit_code == 2 and "is no folder" in said.output
 
 
-@pytest.mark.parametrize(("device", "said"), [("tpu", "expected cpu or cuda"), ("meta", "expected cpu or cuda, got meta"),
-                                              ("cuda:99", "torch finds no cuda:99 here")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("tpu", "expected cpu or cuda"),
+        ("meta", "expected cpu or cuda, got meta"),
+        ("cuda:99", "torch finds no cuda:99 here"),
+    ],
+)
 def test_a_device_that_is_not_there(device: str, said: str) -> None:
     with pytest.raises(WeftError, match=said):
         calibration.calibrate(device)
@@ -267,7 +273,13 @@ def test_every_form_computes_the_same(form: str) -> None:
 
 # -- what a system reports ---------------------------------------------------------------------------------------------
 def test_caches_are_those_that_the_system_lists(tmp_path, monkeypatch) -> None:
-    listed = [("Data", 1, "48K"), ("Instruction", 1, "32K"), ("Unified", 2, "2048K"), ("Unified", 3, "300M"), ("Odd", 4, "")]
+    listed = [
+        ("Data", 1, "48K"),
+        ("Instruction", 1, "32K"),
+        ("Unified", 2, "2048K"),
+        ("Unified", 3, "300M"),
+        ("Odd", 4, ""),
+    ]
     for number, words in enumerate(listed):
         folder = tmp_path / f"index{number}"
         folder.mkdir()
