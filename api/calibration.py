@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.metadata import version
 
 import torch
 
@@ -49,7 +50,7 @@ def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS
         rates = _cpu_rates(seconds) if device.type == "cpu" else _gpu_rates(device)
     made = datetime.now(UTC).isoformat(timespec="seconds")
     spent = round(time.perf_counter() - begun, 1)
-    return Calibration(hardware.machine_of(device), made, str(torch.__version__), spent, rates)
+    return Calibration(hardware.machine_of(device), made, version("torch"), spent, rates)
 
 
 # -- a CPU -------------------------------------------------------------------------------------------------------------

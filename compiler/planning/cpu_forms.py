@@ -19,7 +19,8 @@ from .segments import Segments
 
 USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/performance.md)
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
-OTHERS = 8  # forms besides the first that are worth timing
+TIMED = tuple(CpuForm(*tile) for tile in ((64, 64), (128, 128), (128, 256), (512, 512)))  # whatever is predicted
+PREDICTED = 2  # forms besides that are worth timing
 _ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048, 4096)
 _NOMINAL, _DOCUMENT = 2048, 512  # tokens that forms are ranked on; where a mask reads tensors, in documents
 
@@ -68,7 +69,9 @@ def _cpu_forms(
 
 
 def _first(usual: CpuForm, found: list[CpuForm]) -> tuple[CpuForm, ...]:
-    return (usual, *[form for form in found if form != usual][:OTHERS])
+    """The one to use, and others: of every kind some, and those that are predicted to be the best."""
+    others = [form for form in TIMED if form != usual]
+    return (usual, *others, *[form for form in found if form not in (usual, *others)][:PREDICTED])
 
 
 def _tiles_are_faster(tiles: KernelCost, hardware: Hardware, dtype: str, visible: float) -> bool:
