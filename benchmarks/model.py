@@ -1,18 +1,19 @@
 """Predicted times beside measured ones: every row of docs/performance.md that names a kernel of Weft.
 
     python benchmarks/model.py              each row, then median and worst error
-    python benchmarks/model.py --fit        constants of the model, found anew (paste them into compiler/planning/kernel_model.py)
+    python benchmarks/model.py --fit        constants of the model, found anew for compiler/planning/paces.py
 
-No GPU is needed: plans are made for an H200, on which the rows were measured. An error is measured / predicted - 1, or
-the other way round where that is larger than 1.
+No GPU is needed: plans are made for an H200, on which the rows were measured. The error of a row is the larger of
+measured / predicted and predicted / measured, less 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,15 @@ from bench_rows import ROWS, Row
 from bench_variants import weft_variant
 
 import weft
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import Traits
+from weft.compiler.planning.cost import instructions_per_second, pair_work
+from weft.compiler.planning.forms import Form
+from weft.compiler.planning.hardware import Hardware
+from weft.compiler.planning.kernels import FLASH, Kernel, Sizes, score_count
+from weft.compiler.planning.paces import Pace, instructions_of
 from weft.compiler.planning.plan import Plan
+from weft.compiler.planning.segments import Segments
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 DEVICE = "h200"
@@ -77,7 +86,9 @@ def measured(text: str) -> list[Measured]:
         if number := re.match(r"(\d+)", rate):
             seconds = row.flops(direction) / (float(number[1]) * 1e12)
             # of rows in several tables the first holds: it is the latest
-            found.setdefault((row.name, direction, target, repeats), Measured(name, row, direction, target, seconds, repeats))
+            found.setdefault(
+                (row.name, direction, target, repeats), Measured(name, row, direction, target, seconds, repeats)
+            )
 
     for titles, rows in tables(text):
         for cells in rows:
@@ -87,7 +98,12 @@ def measured(text: str) -> list[Measured]:
                     target = title.removeprefix("Weft ")
                     for direction, rate in zip(("forward", "backward"), cell.split("/")):
                         # in one run the backward behind hopper was triton's
-                        old = "Weft triton" in titles and target == "hopper" and direction == "backward" and "plain torch" in titles
+                        old = (
+                            "Weft triton" in titles
+                            and target == "hopper"
+                            and direction == "backward"
+                            and "plain torch" in titles
+                        )
                         if not old:
                             add(cells[0], row, direction, target, rate.strip())
                 if row is not None and title == "two passes":
@@ -96,7 +112,14 @@ def measured(text: str) -> list[Measured]:
             for cells in rows:
                 for title, cell in zip(titles[1:], cells[1:]):
                     dims = [int(n) for n in re.findall(r"\d+", title)]
-                    row = Row("causal", 4, 2048 // dims[0] if dims[0] in (64, 128, 256) else 16, 4096, dims[0], own_value_dim=dims[1] if len(dims) > 1 else 0)
+                    row = Row(
+                        "causal",
+                        4,
+                        2048 // dims[0] if dims[0] in (64, 128, 256) else 16,
+                        4096,
+                        dims[0],
+                        own_value_dim=dims[1] if len(dims) > 1 else 0,
+                    )
                     for direction, rate in zip(("forward", "backward"), cell.split("/")):
                         add(f"{title} S4096 causal", row, direction, cells[0].removeprefix("Weft "), rate.strip())
     for name, direction, target, rate in _variants(text):
@@ -117,7 +140,6 @@ def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
             name = next((n for word, n in names.items() if word in cells[0]), None)
             if name is None:
                 continue
-            first, *second = re.findall(r"(\d+) ?(?:/|\(|$)|/ (\d+)", cells[1])
             forward = re.match(r"(\d+)(?: / (\d+))?", cells[1])
             assert forward is not None
             yield name, "forward", "triton", forward[1]
@@ -136,7 +158,13 @@ def plan_of(each: Measured) -> Plan:
     lens = row.lens
     batch, length = row.batch, row.length
     sizes = weft.shape(
-        batch=batch, heads=row.heads, kv_heads=row.kv_heads, q_len=length, head_dim=row.dim, value_dim=row.value_dim, dtype="bf16",
+        batch=batch,
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        q_len=length,
+        head_dim=row.dim,
+        value_dim=row.value_dim,
+        dtype="bf16",
     )
     if lens:
         options["cu_seqlens_q"] = operands["cu_seqlens_q"]
@@ -147,24 +175,146 @@ def error(one: float, other: float) -> float:
     return max(one / other, other / one) - 1
 
 
+# -- the fit -----------------------------------------------------------------------------------------------------------
+PARTS = tuple(f.name for f in fields(Pace) if f.name != "start")
+LEAST = {"matrix": 0.82}  # products are not faster than the peak
+FIXED = {"matrix": 1.2, "other": 1.0}  # of a kernel that one row alone has
+RIDGE = 1e-4  # parts that rise and fall together share what they explain
+LEAST_SHOWN = 2e-3
+KERNELS_ALONE = 0.7  # weight of kernels that were timed alone, beside calls of the benchmark
+
+
+@dataclass(frozen=True)
+class Example:
+    """A measured time, and how much of each part its kernels have: seconds at the machine's rates, and of SMs."""
+
+    name: str
+    seconds: float  # measured, less what is not fitted
+    parts: dict[str, dict[str, float]]  # by family
+    weight: float = 1.0
+
+
+def parts_of(
+    kernel: Kernel, form: Form, x: Sizes, segments: Segments, traits: Traits, hardware: Hardware, dtype: str
+) -> tuple[str, dict[str, float]]:  # fmt: skip
+    """The family of a kernel, and what a second (or microsecond) of each constant of its pace stands for."""
+    work = pair_work(kernel, form, x, segments, traits, hardware)
+    one, pairs, edge = instructions_of(kernel, traits), score_count(x), x.m * x.bq * x.bkv
+    rate, sm = instructions_per_second(hardware), 1e-6 / hardware.sms
+    found = {
+        "matrix": kernel.flops(x) / hardware.matrix_flops(dtype),
+        "exp": work.exps(x) / hardware.exp_per_second,
+        "other": one.other * pairs / rate,
+        "pair_reads": (one.pair_reads * pairs + one.mask_reads * edge) / rate,
+        "gathers": one.gathers * pairs / rate,
+        "mask": one.mask * edge / rate,
+        "tile": x.n * sm,
+        "piece": (len(segments.qk) + len(segments.v) - 2) * x.n * sm,
+        "program": kernel.programs(x) * sm,
+    }
+    return work.family, {name: value * work.tail for name, value in found.items()}
+
+
+def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
+    rest, parts = each.seconds, {}
+    for k in plan.kernels:
+        if k.direction != each.direction:
+            continue
+        if k.code.kernel.flops(k.sizes):
+            family, found = parts_of(
+                k.code.kernel, k.form, k.sizes, plan.code(k.direction).segments, traits, plan.hardware, "bf16"
+            )
+            parts[family], rest = found, rest - k.times.latency
+        else:
+            rest -= k.seconds
+    return Example(str(each), rest, parts)
+
+
+def alone(text: str) -> Iterator[Example]:
+    """Kernels of target triton by themselves, in forms of all kinds: the table of tilings."""
+    for titles, rows in tables(text):
+        if titles != ["D", "mask", "forward", "dQ", "dK dV"]:
+            continue
+        for dim, mask, *cells in rows:
+            row = Row(mask, 2, 2048 // int(dim), 8192, int(dim))
+            declared, _ = weft_variant(row, "cpu")
+            sizes = weft.shape(batch=2, heads=row.heads, q_len=8192, head_dim=row.dim, dtype="bf16")
+            for kernel, share, cell in zip((FLASH[0], FLASH[2], FLASH[3]), (1, 1.5, 2), cells):
+                for rate, form in re.findall(r"(\d+) (\d+x\d+w\d+s\d+)", cell):
+                    plan = declared.plan(
+                        sizes, device=DEVICE, target="triton", schedule=f"flash/{kernel.name}=triton:{form}"
+                    )
+                    k = next(k for k in plan.kernels if k.name == kernel.name)
+                    found = parts_of(
+                        kernel, k.form, k.sizes, plan.segments, facts_of(declared).traits, plan.hardware, "bf16"
+                    )
+                    seconds = share * row.flops("forward") / (float(rate) * 1e12)
+                    yield Example(
+                        f"alone {kernel.name} {form} D{dim} {mask}",
+                        seconds - k.times.latency,
+                        dict([found]),
+                        KERNELS_ALONE,
+                    )
+
+
+def fitted(examples: Sequence[Example]) -> dict[str, Pace]:
+    """Paces with the least squares of relative errors, none below LEAST; a row has kernels of several families.
+
+    What one row alone has cannot be told apart: all of it is taken to be reads.
+    """
+    rows_of = Counter(family for e in examples for family in e.parts)
+    names = [(f, p) for f in sorted(rows_of) for p in PARTS if rows_of[f] > 1 or p in FIXED or p == "gathers"]
+    rows = [[e.parts.get(f, {}).get(p, 0.0) * e.weight / e.seconds for f, p in names] for e in examples]
+    a = torch.tensor(rows, dtype=torch.float64)
+    least = torch.tensor(
+        [FIXED.get(p, 0.0) if rows_of[f] == 1 else LEAST.get(p, 0.0) for f, p in names], dtype=torch.float64
+    )
+    free = [rows_of[f] > 1 or p not in FIXED for f, p in names]
+    b = torch.tensor([e.weight for e in examples], dtype=torch.float64)
+    gram, right, x = a.T @ a, a.T @ b, least.clone()
+    size = gram.diagonal() * (1 + RIDGE)
+    for _ in range(3000):  # coordinate by coordinate: the problem is small
+        for i in range(len(x)):
+            if free[i] and size[i] > 0:
+                step = (right[i] - gram[i] @ x - RIDGE * gram[i, i] * x[i]) / size[i]
+                x[i] = torch.maximum(least[i], x[i] + step)
+    found: dict[str, dict[str, float]] = {}
+    for (family, part), value in zip(names, x.tolist()):
+        digits = float(f"{value:.3g}")
+        found.setdefault(family, {"exp": 0.0})
+        if digits > LEAST_SHOWN:
+            found[family][part] = digits
+    return {family: Pace(**parts) for family, parts in found.items()}
+
+
+def text_of(pace: Pace) -> str:
+    default = Pace()
+    return ", ".join(
+        f"{f.name}={getattr(pace, f.name):g}" for f in fields(Pace) if getattr(pace, f.name) != getattr(default, f.name)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--fit", action="store_true", help="print PACES of compiler/planning/paces.py, fitted on all rows"
+    )
     options = parser.parse_args()
-    errors = []
-    for each in measured(PAGE.read_text()):
+    page, errors, examples = PAGE.read_text(), [], []
+    for each in measured(page):
         if options.only not in str(each):
             continue
-        try:
-            plan = plan_of(each)
-        except Exception as reason:
-            print(f"{each!s:60} {type(reason).__name__}: {str(reason)[:100]}")
-            continue
+        plan = plan_of(each)
         predicted = plan.seconds(each.direction)
         errors.append(error(each.seconds, predicted))
-        form = [str(k.form) for k in plan.kernels if k.direction == each.direction]
-        print(f"{each!s:60} {each.seconds * 1e6:10.1f} us, predicted {predicted * 1e6:10.1f}: {predicted/each.seconds:5.2f} {form}", flush=True)
+        examples.append(example_of(each, plan, facts_of(weft_variant(each.row, "cpu")[0]).traits))
+        times = f"{each.seconds * 1e6:9.1f} us, predicted {predicted * 1e6:9.1f}: {predicted / each.seconds:5.2f}"
+        print(f"{each!s:72} {times}", flush=True)
     print(f"{len(errors)} rows, median error {median(errors):.1%}, worst {max(errors):.1%}")
+    if options.fit:
+        for family, pace in fitted([*examples, *alone(page)]).items():
+            print(f'    "{family}": Pace({text_of(pace)}),')
 
 
 if __name__ == "__main__":

@@ -122,6 +122,11 @@ class CpuTimes:
     def bound(self) -> Bound:
         return max(self.parts, key=lambda name: self.parts[name])
 
+    @property
+    def share(self) -> float:
+        """Of the kernel's time, of what bounds it."""
+        return self.parts[self.bound] / self.seconds
+
 
 def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, linear: bool) -> CpuTimes:
     """x: the letters of with_joined. busy: share of the cores that work."""

@@ -19,7 +19,7 @@ from .segments import Segments
 
 USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/performance.md)
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
-TIMED = tuple(CpuForm(*tile) for tile in ((64, 64), (128, 128), (128, 256), (512, 512)))  # whatever is predicted
+TIMED = (CpuForm(64, 64), CpuForm(128, 256))  # whatever is predicted
 PREDICTED = 2  # forms besides that are worth timing
 _ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048, 4096)
 _NOMINAL, _DOCUMENT = 2048, 512  # tokens that forms are ranked on; where a mask reads tensors, in documents

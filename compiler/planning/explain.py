@@ -21,10 +21,11 @@ from ...ir.attention import Attention
 from ...ir.normalizer import SOFTMAX
 from ..analysis.records import Bounds
 from ..analysis.survey import CELL
-from .cost import Times, l2_bytes_per_second
+from .cost import PairWork, Times, instructions_per_second, l2_bytes_per_second
 from .cpu_cost import CpuSpeed
 from .hardware import Hardware
 from .kernels import LIST_HEAD, LIST_ROOM, PAIR_CELLS, SPLIT_KV
+from .paces import PACES
 from .plan import KernelPlan, Plan
 from .rates import LEVELS
 from .records import Segment
@@ -37,11 +38,13 @@ _GLOSSARY = (
 )
 _PARTS = "S parts of a sequence's keys, which programs of their own compute; a tile has rows of all heads of a key head"
 _TIMES = (
-    "ms is the launch and the longest of the others, as if these hid behind it: matrix = FLOPs / rate / busy, "
-    "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate, exp = exps / rate / busy"
+    "ms is launch (and start) + the longest of {hbm}, {l2} and the sum of the others: "
+    "matrix = pace * FLOPs / rate * tail, exp = pace * exps / rate * tail, "
+    "other and mask = instructions / rate * tail, tiles = tile us / {core}s * tail, "
+    "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate. "
+    "Instructions are counted with their pace, as a share of them hides. "
+    "tail = longest program * {core}s / n where that is more than 1; m tiles that need the mask"
 )
-
-
 _CPU_TIMES = (
     "ms is the sum of the others, as nothing hides: matrix = FLOPs / products of a core / speedup / busy, "
     "RAM = bytes read and written / rate, passes = bytes / passes of a core / cores / busy, exp = exps / rate / busy, "
@@ -162,7 +165,9 @@ def _rates_text(plan: Plan) -> str:
         f"{names.hbm} {_digits(hardware.hbm_bytes_per_second)}B/s",
         f"{names.l2} {_digits(l2_bytes_per_second(hardware))}B/s",
         f"exp {_digits(hardware.exp_per_second)}/s",
+        f"other {_digits(instructions_per_second(hardware))}/s",
         f"launch {hardware.launch_seconds * 1e6:g} us",
+        f"{hardware.sms} {names.core}s",
     )
     return ", ".join(rates)
 
@@ -242,7 +247,9 @@ def _time_tables(plan: Plan, names: Places) -> Iterator[Table]:
     for on_cpu in (True, False):
         kernels = [k for k in plan.kernels if (k.on_cpu is not None) == on_cpu]
         if kernels:
-            titles = ("matrix", names.hbm, "passes" if on_cpu else names.l2, "exp", "calls" if on_cpu else "launch")
+            titles = ("matrix", "RAM", "passes", "exp", "calls")
+            if not on_cpu:
+                titles = ("matrix", "exp", "other", "mask", "tiles", names.hbm, names.l2, "launch")
             yield _time_table(kernels, titles, names)
 
 
@@ -259,7 +266,9 @@ def _time_table(kernels: Sequence[KernelPlan], titles: Sequence[str], names: Pla
 
 
 def _bound_text(kernel: KernelPlan, names: Places) -> str:
-    return {"memory": names.hbm, "L2": names.l2, "latency": "launch"}.get(kernel.bound, kernel.bound)
+    """What bounds it, and that share of its time."""
+    bound = {"memory": names.hbm, "L2": names.l2, "latency": "launch"}.get(kernel.bound, kernel.bound)
+    return f"{bound} {kernel.times.share:.0%}"
 
 
 def _totals(plan: Plan, names: Places) -> Iterator[Text]:
@@ -296,6 +305,7 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
+    work = kernel.work
     rows = [
         (f"{names.sram} bytes", kernel.sram_bytes),
         (f"{names.hbm} read", kernel.hbm_read),
@@ -305,6 +315,7 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
         *([("useful FLOPs", kernel.useful)] if kernel.useful else []),
         ("exps", kernel.exps),
         *([("passes", kernel.on_cpu.passes), ("calls", kernel.on_cpu.calls)] if kernel.on_cpu else []),
+        *([("other", work.other), ("mask", work.mask), ("tile us", work.tiles)] if work else []),
     ]
     shown = [(title, quantity) for title, quantity in rows if quantity.value]
     table.add_row(Text("programs"), Text(_programs_text(kernel)))
@@ -315,9 +326,19 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
         table.add_row(Text("letters"), Text(letters))
     for title, quantity in shown:
         table.add_row(Text(title), Text(f"{quantity.formula} = {quantity.value:,.0f}"))
+    if work and (work.pairs.pace.start or kernel.flops.value):
+        table.add_row(Text("pace"), Text(_pace_text(work.pairs, names)))
     if kernel.on_cpu:
         table.add_row(Text("a core"), Text(_core_text(kernel.on_cpu.speed)))
     return Padding(table, (0, 0, 0, 2))
+
+
+def _pace_text(work: PairWork, names: Places) -> str:
+    """The constants of a kernel's form, and its tail."""
+    pace, fitted = work.pace, "fitted on an H200" if work.family in PACES else "not fitted"
+    start = f", start {pace.start:g} us" if pace.start else ""
+    tail = f"the longest program visits {work.longest:,.6g} tiles: tail {work.tail:.4f}"
+    return f"{work.family} ({fitted}): matrix {pace.matrix:g}, exp {pace.exp:g}{start}; {tail}"
 
 
 def _core_text(speed: CpuSpeed) -> str:

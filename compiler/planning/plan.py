@@ -16,7 +16,7 @@ from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
-from .cost import CountLongest, CountTiles, KernelCost, Times, busy_share, predict
+from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, predict
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
@@ -140,6 +140,16 @@ class OnCpu:
 
 
 @dataclass(frozen=True)
+class Worked:
+    """What a GPU computes besides products and exponentials, as its pace counts it."""
+
+    pairs: PairWork
+    other: Quantity  # instructions
+    mask: Quantity
+    tiles: Quantity  # microseconds of an SM
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """One generated kernel and its predicted cost."""
 
@@ -153,10 +163,12 @@ class KernelPlan:
     flops: Quantity  # of all pairs in visited tiles and of all columns, padding included
     useful: Quantity | None  # FLOPs of visible pairs and columns that exist; None where pairs were not counted
     exps: Quantity
+    sizes: Sizes  # all letters
     letters: Mapping[str, float]  # values of the letters of these formulas that are no sizes of the call
     at_once: int  # programs that run together
     times: Times | CpuTimes  # predicted
     on_cpu: OnCpu | None = None  # of target `cpu`
+    work: Worked | None = None  # of other targets
 
     @property
     def name(self) -> str:
@@ -315,6 +327,9 @@ def _kernel_plan(
         passes, operations = pass_bytes(kernel, traits.linear), calls(kernel.direction)
         on_cpu = OnCpu(cost.speed, quantity(passes), quantity(operations))
 
+    work = cost.work
+    worked = Worked(work, quantity(work.other), quantity(work.mask), quantity(work.tiles)) if work else None
+
     def sram(x: Sizes) -> float:
         return code.form.sram(kernel)(x) + (pair_bytes * x.bq * x.bkv * x.s if kernel.reads_pairs else 0)
 
@@ -328,13 +343,15 @@ def _kernel_plan(
         l2_traffic=quantity(traffic(kernel), replace(letters, k=1, j=1)),
         flops=quantity(kernel.flops),
         useful=useful,
-        exps=quantity(kernel.exps),
+        exps=quantity(work.exps if work else kernel.exps),
+        sizes=letters,
         letters={
             name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t")
         },
         at_once=cost.at_once,
         times=cost.times,
         on_cpu=on_cpu,
+        work=worked,
     )
 
 

@@ -132,7 +132,9 @@ def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
         with pytest.raises(
             UnavailableError, match=r"64x64\+onednn: this torch has no product of oneDNN .*leave \+onednn"
         ):
-            VARIANTS["causal"].plan(weft.shape(heads=1, q_len=64, head_dim=16, dtype="fp32"), device="cpu", schedule=asked)
+            VARIANTS["causal"].plan(
+                weft.shape(heads=1, q_len=64, head_dim=16, dtype="fp32"), device="cpu", schedule=asked
+            )
     finally:
         products.one_dnn_linear.cache_clear()
 

@@ -256,28 +256,53 @@ def test_times_of_a_cpu_add_up(page: Page) -> None:
             1e3 * passes / bandwidth / cores / busy, 1e3 * work.exps / page.rate("exp") / busy,
             calls * page.call_milliseconds() / cores / busy,
         ]  # fmt: skip
-        *parts, whole = map(float, kernel.times[:-1])
+        *parts, whole = map(float, kernel.times[:-2])
         assert parts == pytest.approx(milliseconds, rel=2e-3, abs=1e-4)
         assert whole == pytest.approx(sum(parts), abs=4e-4)
-        assert parts[page.titles.index(kernel.times[-1]) - 1] == max(parts)
+        bound, share = kernel.times[-2:]
+        assert parts[page.titles.index(bound) - 1] == max(parts)
+        assert int(share[:-1]) == pytest.approx(100 * max(parts) / whole, abs=1 + 3e-2 / whole)
+
+
+PACE = re.compile(
+    r"\w+ (\w+)(?: [a-z ]+)? \((?:not fitted|fitted on an H200)\): "
+    r"matrix ([\d.]+), exp ([\d.]+)(?:, start ([\d.]+) us)?; "
+    r"the longest program visits ([\d.,e+]+) tiles: tail ([\d.]+)"
+)
 
 
 def test_times_follow_from_rates(page: Page) -> None:
     if page.on_cpu:
         return  # above
-    launch = page.call_milliseconds()
     _, l2, hbm = page.memories
-    assert page.titles == ["kernel", "matrix", hbm, l2, "exp", "launch", "ms", "bound"]
+    titles = ["kernel", "matrix", "exp", "other", "mask", "tiles", hbm, l2, "launch", "ms", "bound"]
+    assert page.titles == titles
+    sms = int(re.search(r"(\d+) (?:SM|core)s", page.row("rates"))[1])  # type: ignore[index]
     for kernel in page.kernels:
-        work, busy = work_of(page, kernel), kernel.busy
+        work, letters = work_of(page, kernel), letters_of(page, kernel)
+        matrix, exp, start, tail = 1.0, 1.0, 0.0, 1.0
+        if "pace" in kernel.lines:
+            said = PACE.fullmatch(kernel.lines["pace"])
+            assert said is not None and said[1] == kernel.name, kernel.lines["pace"]
+            matrix, exp, start, longest, tail = (float((x or "0").replace(",", "")) for x in said.groups()[1:])
+            if letters.get("n"):
+                assert tail == pytest.approx(max(1.0, longest * sms / letters["n"]), rel=1e-3)
+        other, mask, tiles = (
+            value(kernel.lines[title], letters) if title in kernel.lines else 0.0
+            for title in ("other", "mask", "tile us")
+        )
         milliseconds = [
-            1e3 * work.flops / page.rate("matrix") / busy, 1e3 * work.bytes / page.rate(hbm),
-            1e3 * work.moved / page.rate(l2), 1e3 * work.exps / page.rate("exp") / busy, launch,
+            matrix * 1e3 * work.flops / page.rate("matrix") * tail, exp * 1e3 * work.exps / page.rate("exp") * tail,
+            1e3 * other / page.rate("other") * tail, 1e3 * mask / page.rate("other") * tail, 1e-3 * tiles / sms * tail,
+            1e3 * work.bytes / page.rate(hbm), 1e3 * work.moved / page.rate(l2),
         ]  # fmt: skip
-        *parts, whole = map(float, kernel.times[:-1])
-        assert parts == pytest.approx(milliseconds, rel=1e-3, abs=1e-4)
-        assert whole == pytest.approx(max(parts[:4]) + parts[4], abs=1.1e-4)
-        assert parts[page.titles.index(kernel.times[-1]) - 1] == pytest.approx(max(parts), abs=1.1e-4)
+        *parts, launch, whole = map(float, kernel.times[:-2])
+        assert parts == pytest.approx(milliseconds, rel=2e-3, abs=1e-4)
+        assert launch == pytest.approx(page.call_milliseconds() + 1e-3 * start, abs=1e-4)
+        assert whole == pytest.approx(launch + max(sum(parts[:5]), *parts[5:]), abs=5e-4)
+        bound, share = kernel.times[-2:]
+        bounds = (*parts, launch)[page.titles.index(bound) - 1]
+        assert int(share[:-1]) == pytest.approx(100 * bounds / whole, abs=1 + 3e-2 / whole)
 
 
 # -- totals ------------------------------------------------------------------------------------------------------------
@@ -303,7 +328,7 @@ def test_totals_are_sums_over_kernels(page: Page) -> None:
         near(said[1], sum(w.bytes for w in work))
         near(said[2], flops)
         assert (said[3] is not None) == ("v" in page.letters)
-        assert float(said[4]) == pytest.approx(sum(float(k.times[-2]) for k in kernels), abs=1e-4 * len(page.kernels))
+        assert float(said[4]) == pytest.approx(sum(float(k.times[-3]) for k in kernels), abs=1e-4 * len(page.kernels))
         done, slack = (useful if said[3] else flops) / 1e-3, 5e-5  # ms are rounded to 1e-4
         assert done / (float(said[4]) + slack) * 0.994 <= number(said[5]) <= done / (float(said[4]) - slack) * 1.006
 

@@ -311,7 +311,7 @@ def test_a_tuned_schedule_is_the_one_that_plans_show_and_calls_use(on_a_cpu, mon
     before = variant.plan(SMALL).schedule
     assert all(isinstance(before.form(name), CpuForm) and before.form(name) != WON[name] for name in WON)
     found = tuning.tune(variant, SMALL, {}, progress=False)
-    assert {name: found.schedule.form(name) for name in WON} == WON and found.tried == 14
+    assert {name: found.schedule.form(name) for name in WON} == WON and found.tried == 10
     assert found.schedule == variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu)
     again = weft.Attention(variant.score, variant.mask, name="tuned_once")
     assert used(again, monkeypatch) == found.schedule
