@@ -64,6 +64,7 @@ class Times:
     tiles: float  # tiles, pieces and programs, whatever they compute
     memory: float  # bytes from and to HBM
     l2: float  # bytes between L2 and SRAM
+    units: float  # all exponentials, hidden ones too: special units are no faster
     latency: float  # of the launch, which nothing hides
     roofline: float  # were there nothing to wait for but the longest of matrix, exp, memory and L2
 
@@ -82,24 +83,27 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """The launch, and the longest of computing, HBM and L2, which the others hide behind."""
-        return self.latency + max(self.computing, self.memory, self.l2)
+        """The launch, and the longest of computing, special units, HBM and L2, which the others hide behind."""
+        return self.latency + max(self.computing, self.units, self.memory, self.l2)
 
     @property
     def bound(self) -> Bound:
         """What takes most of that."""
-        found = dict(self.parts)
-        if self.computing >= max(self.memory, self.l2):
-            del found["memory"], found["L2"]
-        else:
-            found = {"memory": self.memory, "L2": self.l2}
+        found = self._bounds
         longest = max(found, key=lambda name: found[name])
         return longest if found[longest] >= self.latency else "latency"
 
     @property
     def share(self) -> float:
         """Of the kernel's time, of what bounds it."""
-        return (self.latency if self.bound == "latency" else self.parts[self.bound]) / self.seconds
+        return (self.latency if self.bound == "latency" else self._bounds[self.bound]) / self.seconds
+
+    @property
+    def _bounds(self) -> dict[Bound, float]:
+        """What the kernel may wait for: parts of computing where that takes longest, else what takes longer."""
+        if self.computing >= max(self.units, self.memory, self.l2):
+            return {"matrix": self.matrix, "exp": self.exp, "other": self.other, "mask": self.mask, "tiles": self.tiles}
+        return {"exp": self.units, "memory": self.memory, "L2": self.l2}
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class KernelCost:
     traffic: float  # algorithmic bytes, as if there were no L2
     at_once: int  # programs that run together
     times: Times | CpuTimes
+    exps: Formula
     speed: CpuSpeed | None = None  # of target `cpu`: what a core does in this form
     work: PairWork | None = None  # of other targets
 
@@ -267,28 +272,30 @@ def cost_of(
     if isinstance(form, CpuForm):
         speed = speed_of(form, sram, hardware, shape.dtype)
         sizes = with_joined(sizes, form, tiles, traits.masked)
-        spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear)
-        return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, speed)
+        exps = exps_of(kernel, instructions_of(kernel, traits).special)
+        spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
+        return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
     sizes = replace(sizes, m=tiles.edge)
     work = pair_work(kernel, form, sizes, parts, traits, hardware)
     pace, tail = work.pace, work.tail
-    rate, exps, memory = hardware.matrix_flops(shape.dtype), kernel.exps(sizes), read + written
-    matrix, special = kernel.flops(sizes) / rate, work.exps(sizes) / hardware.exp_per_second
+    matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
+    plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
     instructions = instructions_per_second(hardware)
     latency = (hardware.launch_seconds + 1e-6 * pace.start) * (kernel.programs(sizes) > 0)
-    memory_seconds, l2_seconds = memory / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
+    memory, l2 = (read + written) / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
     times = Times(
         matrix=pace.matrix * matrix * tail,
         exp=pace.exp * special * tail,
         other=work.other(sizes) / instructions * tail,
         mask=work.mask(sizes) / instructions * tail,
         tiles=1e-6 * work.tiles(sizes) / hardware.sms * tail,
-        memory=memory_seconds,
-        l2=l2_seconds,
+        memory=memory,
+        l2=l2,
+        units=special * tail,
         latency=latency,
-        roofline=latency + max(matrix / busy, exps / (hardware.exp_per_second * busy), memory_seconds, l2_seconds),
+        roofline=latency + max(matrix / busy, plain / busy, memory, l2),
     )
-    return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times, work=work)
+    return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times, work.exps, work=work)
 
 
 @dataclass(frozen=True)
@@ -325,9 +332,6 @@ def work_formulas(
     each = pace.other * one.other + pace.pair_reads * one.pair_reads + pace.gathers * one.gathers
     at_edge = pace.mask * one.mask + pace.pair_reads * one.mask_reads
 
-    def exps(x: Sizes) -> float:
-        return one.special * score_count(x) if weighs_pairs(kernel) else kernel.exps(x)
-
     def other(x: Sizes) -> float:
         return round(each, 3) * score_count(x)
 
@@ -337,7 +341,17 @@ def work_formulas(
     def tiles(x: Sizes) -> float:
         return round(pace.tile + pace.piece * pieces, 4) * x.n + pace.program * kernel.programs(x)
 
-    return exps, other, mask, tiles
+    return exps_of(kernel, one.special), other, mask, tiles
+
+
+@lru_cache(maxsize=256)
+def exps_of(kernel: Kernel, special: float) -> Formula:
+    """Exponentials and the like; special: of a pair, in kernels that weigh pairs."""
+
+    def exps(x: Sizes) -> float:
+        return special * score_count(x)
+
+    return exps if weighs_pairs(kernel) else kernel.exps
 
 
 def instructions_per_second(hardware: Hardware) -> float:

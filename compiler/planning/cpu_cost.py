@@ -128,13 +128,15 @@ class CpuTimes:
         return self.parts[self.bound] / self.seconds
 
 
-def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, linear: bool) -> CpuTimes:
-    """x: the letters of with_joined. busy: share of the cores that work."""
+def times_of(
+    kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, linear: bool, exps: Formula
+) -> CpuTimes:  # fmt: skip
+    """x: the letters of with_joined. busy: share of the cores that work. exps: with those of the score."""
     cores = speed.cores * busy
     return CpuTimes(
         matrix=kernel.flops(x) / (speed.products * speed.speedup * busy),
         passes=pass_bytes(kernel, linear)(x) / (speed.passes * cores),
         memory=(kernel.read(x) + kernel.written(x)) / hardware.hbm_bytes_per_second,
-        exp=kernel.exps(x) / (hardware.exp_per_second * busy),
+        exp=exps(x) / (hardware.exp_per_second * busy),
         calls=calls(kernel.direction)(x) * speed.call_seconds / cores,
     )

@@ -38,7 +38,7 @@ _GLOSSARY = (
 )
 _PARTS = "S parts of a sequence's keys, which programs of their own compute; a tile has rows of all heads of a key head"
 _TIMES = (
-    "ms is launch (and start) + the longest of {hbm}, {l2} and the sum of the others: "
+    "ms is launch (and start) + the longest of {hbm}, {l2}, exps / rate * tail and the sum of the others: "
     "matrix = pace * FLOPs / rate * tail, exp = pace * exps / rate * tail, "
     "other and mask = instructions / rate * tail, tiles = tile us / {core}s * tail, "
     "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate. "
@@ -247,7 +247,7 @@ def _time_tables(plan: Plan, names: Places) -> Iterator[Table]:
     for on_cpu in (True, False):
         kernels = [k for k in plan.kernels if (k.on_cpu is not None) == on_cpu]
         if kernels:
-            titles = ("matrix", "RAM", "passes", "exp", "calls")
+            titles: tuple[str, ...] = ("matrix", "RAM", "passes", "exp", "calls")
             if not on_cpu:
                 titles = ("matrix", "exp", "other", "mask", "tiles", names.hbm, names.l2, "launch")
             yield _time_table(kernels, titles, names)
@@ -261,8 +261,13 @@ def _time_table(kernels: Sequence[KernelPlan], titles: Sequence[str], names: Pla
     table.add_column("bound", no_wrap=True)
     for k in kernels:
         parts = list(k.times.parts.values()) + ([k.times.latency] if isinstance(k.times, Times) else [])
-        table.add_row(k.name, *(f"{seconds * 1e3:.4f}" for seconds in (*parts, k.seconds)), _bound_text(k, names))
+        table.add_row(k.name, *(_ms_text(seconds) for seconds in (*parts, k.seconds)), _bound_text(k, names))
     return table
+
+
+def _ms_text(seconds: float) -> str:
+    """Milliseconds: a tenth of a microsecond, or five digits."""
+    return f"{seconds * 1e3:.{4 if seconds < 1e-2 else 3 if seconds < 0.1 else 1}f}"
 
 
 def _bound_text(kernel: KernelPlan, names: Places) -> str:

@@ -343,7 +343,7 @@ def _kernel_plan(
         l2_traffic=quantity(traffic(kernel), replace(letters, k=1, j=1)),
         flops=quantity(kernel.flops),
         useful=useful,
-        exps=quantity(work.exps if work else kernel.exps),
+        exps=quantity(cost.exps),
         sizes=letters,
         letters={
             name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t")

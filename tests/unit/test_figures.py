@@ -258,7 +258,7 @@ def test_times_of_a_cpu_add_up(page: Page) -> None:
         ]  # fmt: skip
         *parts, whole = map(float, kernel.times[:-2])
         assert parts == pytest.approx(milliseconds, rel=2e-3, abs=1e-4)
-        assert whole == pytest.approx(sum(parts), abs=4e-4)
+        assert whole == pytest.approx(sum(parts), abs=4e-4, rel=2e-3)
         bound, share = kernel.times[-2:]
         assert parts[page.titles.index(bound) - 1] == max(parts)
         assert int(share[:-1]) == pytest.approx(100 * max(parts) / whole, abs=1 + 3e-2 / whole)
@@ -299,9 +299,12 @@ def test_times_follow_from_rates(page: Page) -> None:
         *parts, launch, whole = map(float, kernel.times[:-2])
         assert parts == pytest.approx(milliseconds, rel=2e-3, abs=1e-4)
         assert launch == pytest.approx(page.call_milliseconds() + 1e-3 * start, abs=1e-4)
-        assert whole == pytest.approx(launch + max(sum(parts[:5]), *parts[5:]), abs=5e-4)
+        units = 1e3 * work.exps / page.rate("exp") * tail
+        assert whole == pytest.approx(launch + max(sum(parts[:5]), units, *parts[5:]), abs=5e-4, rel=2e-3)
         bound, share = kernel.times[-2:]
         bounds = (*parts, launch)[page.titles.index(bound) - 1]
+        if bound == "exp":
+            bounds = max(bounds, units)
         assert int(share[:-1]) == pytest.approx(100 * bounds / whole, abs=1 + 3e-2 / whole)
 
 
@@ -328,7 +331,7 @@ def test_totals_are_sums_over_kernels(page: Page) -> None:
         near(said[1], sum(w.bytes for w in work))
         near(said[2], flops)
         assert (said[3] is not None) == ("v" in page.letters)
-        assert float(said[4]) == pytest.approx(sum(float(k.times[-3]) for k in kernels), abs=1e-4 * len(page.kernels))
+        assert float(said[4]) == pytest.approx(sum(float(k.times[-3]) for k in kernels), abs=1e-4 * len(page.kernels), rel=2e-3)
         done, slack = (useful if said[3] else flops) / 1e-3, 5e-5  # ms are rounded to 1e-4
         assert done / (float(said[4]) + slack) * 0.994 <= number(said[5]) <= done / (float(said[4]) - slack) * 1.006
 
