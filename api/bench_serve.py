@@ -16,7 +16,7 @@ from .attention import Attention as Variant
 from .ir.errors import WeftError
 from .kv import PagedCache, Step
 from .nn import Attention, Rotary
-from .serving import Request, Server
+from .serving import Graphed, Model, Request, Server
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Load:
     head_dim: int
     vocabulary: int
     seed: int
+    graphs: bool = False  # decode by CUDA graphs
 
 
 class Decoder(nn.Module):
@@ -76,13 +77,15 @@ def measure(
     """Lines of the report. finished: called once a request is done. A first, short run compiles, and does not count."""
     if load.shared >= load.prompts[0]:
         raise WeftError(f"--shared: expected less than the shortest prompt, {load.prompts[0]}, got {load.shared}")
-    model = _random_decoder(load, variant, operands, device, dtype)
+    model: Model = _random_decoder(load, variant, operands, device, dtype)
     pages = math.ceil((load.prompts[1] + load.new_tokens) / load.page)
     blocks = load.most * pages if load.blocks is None else load.blocks
     cache = PagedCache(
         blocks, layers=load.layers, kv_heads=load.kv_heads, head_dim=load.head_dim, page=load.page, dtype=dtype,
         device=device,
     )  # fmt: skip
+    if load.graphs:
+        model = Graphed(model, cache)
     prompts = list(_prompts(load))
     warm = Server(model, cache, most=load.most, chunk=load.chunk)
     for prompt in prompts[: load.most]:
