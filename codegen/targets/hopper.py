@@ -60,6 +60,7 @@ from .hopper_tiles import (
 from .triton import has_triton
 
 NARROWEST = 40  # below it tiles would be mostly zeros
+LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
 class HopperTarget:
@@ -108,8 +109,6 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
-        if signature.sequences == "paged":
-            return "hopper: pages are read by the triton target"
         if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
             return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
@@ -125,10 +124,17 @@ class HopperTarget:
                     "accelerator"
                 )
             if ragged and not is_ragged_readable(tensor):
+                rows = "blocks" if signature.sequences == "paged" and name != "query" else "batch rows"
                 return (
-                    f"hopper: {name}: with lengths, batch rows must lie a whole number of rows of a head apart; its "
+                    f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
                 )
+        page = call.key.shape[2]
+        if signature.sequences == "paged" and page < LEAST_PAGE:
+            return (
+                f"hopper: pages of {page} rows are too small for the tensor memory accelerator, which wants "
+                f"{LEAST_PAGE} or more"
+            )
         return None
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
