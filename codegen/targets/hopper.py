@@ -77,7 +77,7 @@ class HopperTarget:
     family = "hopper"
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
-        if algorithm == "split_kv" and signature.direction == "forward":
+        if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:
             return SPLIT_KV
         if algorithm != "flash":
             return []
@@ -126,9 +126,8 @@ class HopperTarget:
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
-        if signature.widths.value_is_key:
+        if call.value is None:
             return _latent_misfit(signature, call)
-        assert call.value is not None
         ragged = signature.sequences != "dense"
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
             if not is_readable(tensor):
@@ -263,8 +262,6 @@ def _undivided(signature: Signature, facts: Facts) -> str | None:
     """Why it does not divide the keys of such calls."""
     widths, attention = signature.widths, facts.attention
     rank, rope = widths.value_dim, widths.head_dim - widths.value_dim
-    if not widths.value_is_key:
-        return "hopper: schedule split_kv of keys and values apart is computed by the triton target"
     if rank not in RANKS or rope != ROPE:
         return (
             f"hopper: latent caches have a rank of {alternatives(RANKS)} and {ROPE} rotary columns, got {rank} and "
