@@ -333,6 +333,9 @@ class Language:
     def broadcast(self, a: Tensor, b: Tensor) -> Any:
         return torch.broadcast_tensors(a, b)
 
+    def multiple_of(self, x: Any, numbers: Sequence[int]) -> Any:
+        return x
+
     def convert_layout(self, x: Tensor, layout: object) -> Tensor:
         return x
 
