@@ -289,9 +289,7 @@ def _latent_misfit(signature: Signature, call: CallTensors) -> str | None:
             f"{group}"
         )
     if not is_readable(call.query):
-        return (
-            "hopper: query: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
-        )
+        return "hopper: query: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
     ragged = signature.sequences != "dense"
     if not (is_ragged_readable(call.key) if ragged else is_readable(call.key)):
         return (

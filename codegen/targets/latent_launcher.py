@@ -1,4 +1,4 @@
-"""Launches of target `hopper` for latent caches: tensor descriptors, and as many programs as there are units of work."""
+"""Launches of target `hopper` for latent caches: tensor descriptors, and a program for each unit of work."""
 
 from __future__ import annotations
 

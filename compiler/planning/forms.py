@@ -200,7 +200,7 @@ class HopperBackwardForm:
 
 @dataclass(frozen=True)
 class HopperLatentForm:
-    """The asynchronous kernel of latent caches on sm_90: one warpgroup finds weights, two have half of the columns each.
+    """The asynchronous kernel of latent caches on sm_90: one warpgroup finds weights, two sum half of the columns each.
 
     A tile of 64 keys lies in SRAM once, as pieces of PIECE_COLUMNS columns, and is both key and value.
     """

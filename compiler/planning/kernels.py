@@ -280,7 +280,7 @@ PIECE_COLUMNS = 128  # of a piece of a latent tile
 
 
 def hopper_latent_sram(x: Sizes) -> float:
-    """Pieces of keys in s slots, half of a query's latent columns, two slots of its rotary ones and keys'; handshakes."""
+    """Pieces of keys in s slots, half of a query's latent columns, its and keys' rotary ones twice; handshakes."""
     rotary = 2 * x.bkv * (x.C - x.Cv)
     return x.e * (x.s * x.bkv * PIECE_COLUMNS + x.bq * x.Cv / 2 + rotary) + 3 * x.bq * ROW_STATISTIC + HANDSHAKES
 

@@ -206,7 +206,13 @@ def _hopper_split_forward(t: Tiles) -> list[Stage]:
         _load("key", f"{t.key()}, in pieces, used as V too", _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
         _compute("weights", weights, _EACH_KV),
-        Stage("keep sums", "keep", f"{t.output('O')} float32, half of the columns a warpgroup", "registers", "unit of work"),
+        Stage(
+            "keep sums",
+            "keep",
+            f"{t.output('O')} float32, half of the columns a warpgroup",
+            "registers",
+            "unit of work",
+        ),
         _compute("output", "sums rescaled where a row's reference moved; O += P V, beside the softmax", _EACH_KV),
         _store("output", parts, "unit of work"),
     ]

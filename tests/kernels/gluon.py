@@ -241,7 +241,9 @@ def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Tensor:
     if mask is None:
         return pointer.storage[at]
     shown = torch.broadcast_to(_of(mask), at.shape)
-    return torch.where(shown, pointer.storage[torch.where(shown, at, 0)], torch.as_tensor(other, dtype=pointer.storage.dtype))
+    return torch.where(
+        shown, pointer.storage[torch.where(shown, at, 0)], torch.as_tensor(other, dtype=pointer.storage.dtype)
+    )
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -267,7 +269,12 @@ class Language:
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
-    static_range, load, store, inline_asm_elementwise = range, staticmethod(_load), staticmethod(_store), staticmethod(_asm)
+    static_range, load, store, inline_asm_elementwise = (
+        range,
+        staticmethod(_load),
+        staticmethod(_store),
+        staticmethod(_asm),
+    )
 
     def __init__(self) -> None:
         self.machine: Any = None
