@@ -17,7 +17,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -195,13 +195,11 @@ def shown(row: Row, q_len: int, taken: float) -> str:
 
 def divided(row: Row, q_len: int) -> str:
     """What is planned."""
-    width, value = (576, 512) if row.latent else (128, 128)
+    width = 192 if row.latent else 128  # of the heads that a latent cache is expanded to
     sizes = weft.shape(
         batch=row.batch, heads=row.heads, kv_heads=row.kv_heads, q_len=q_len, kv_len=row.length, head_dim=width,
-        value_dim=value,
+        value_dim=128,
     )  # fmt: skip
-    if row.latent:  # of the rank, 128 columns and a token's rotary ones
-        sizes = replace(sizes, head_dim=192, value_dim=128)
     kernel = row.variant.plan(sizes, device="h200").kernels[0]
     return f"S {kernel.letters['S']:.0f}, {kernel.target}:{kernel.form}"
 
