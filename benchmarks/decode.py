@@ -1,4 +1,5 @@
-"""Decode on one GPU: one query behind a cache, contiguous and paged, grouped heads and latent ones, beside cuDNN.
+"""Decode and chunks of prompts on one GPU: queries behind a cache, contiguous and paged, grouped heads and latent ones;
+one query also beside cuDNN.
 
     python benchmarks/decode.py                      every row
     python benchmarks/decode.py --rows B16,MLA       rows whose name has one of these
@@ -44,6 +45,7 @@ class Row:
     variant: weft.Attention = CAUSAL
     ragged: bool = False
     visible: int = 0  # keys that a query sees, where that is a window
+    queries: int = 0  # of a chunk of a prompt; 0: as many as --queries says
 
     @property
     def latent(self) -> bool:
@@ -66,7 +68,9 @@ class Row:
         return 2.0 * self.keys * (576 if self.latent else self.kv_heads * 256)
 
     def flops(self, q_len: int) -> float:
-        return 2.0 * self.keys * self.heads * q_len * (576 + 512 if self.latent else 256)
+        """Of visible pairs."""
+        pairs = self.keys * q_len - self.batch * q_len * (q_len - 1) / 2
+        return 2.0 * pairs * self.heads * (576 + 512 if self.latent else 256)
 
 
 ROWS = [
@@ -80,6 +84,9 @@ ROWS = [
     Row("MLA 128 heads B128 8k", 128, 8192, 128, 1, MLA),
     Row("MLA 128 heads B1 64k", 1, 65536, 128, 1, MLA),
     Row("MLA 64 heads B64 8k", 64, 8192, 64, 1, MLA),
+    Row("chunk of 512 behind 32k", 1, 32768 + 512, queries=512),
+    Row("chunks of 512 behind 8k, B8", 8, 8192 + 512, queries=512),
+    Row("prompt of 8k", 1, 8192, queries=8192),
 ]
 
 
@@ -200,6 +207,8 @@ def divided(row: Row, q_len: int) -> str:
         batch=row.batch, heads=row.heads, kv_heads=row.kv_heads, q_len=q_len, kv_len=row.length, head_dim=width,
         value_dim=128,
     )  # fmt: skip
+    if row.queries:
+        return ""
     kernel = row.variant.plan(sizes, device="h200").kernels[0]
     return f"S {kernel.letters['S']:.0f}, {kernel.target}:{kernel.form}"
 
@@ -242,7 +251,7 @@ def main() -> None:
     for row in ROWS:
         if given.rows and not any(part in row.name for part in given.rows.split(",")):
             continue
-        for q_len in map(int, given.queries.split(",")):
+        for q_len in [row.queries] if row.queries else map(int, given.queries.split(",")):
             worst, differ = error(row, q_len)
             said = f"error {worst:.1e}, differ {differ}/10, {divided(row, q_len)}"
             print(f"{row.name}, {q_len} queries: {said}", flush=True)

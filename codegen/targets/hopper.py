@@ -65,7 +65,7 @@ from .triton import has_triton, tiles_by_head
 
 NARROWEST = 40  # below it tiles would be mostly zeros
 RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
-LEAST_PAGE = 16  # rows of a box of a tile of keys
+LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
 class HopperTarget:
@@ -118,8 +118,6 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
-        if signature.sequences == "paged":
-            return "hopper: pages are read by the triton target"
         if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
             return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
@@ -136,10 +134,14 @@ class HopperTarget:
                     "accelerator"
                 )
             if ragged and not is_ragged_readable(tensor):
+                rows = "blocks" if signature.sequences == "paged" and name != "query" else "batch rows"
                 return (
-                    f"hopper: {name}: with lengths, batch rows must lie a whole number of rows of a head apart; its "
+                    f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
                 )
+        page = call.key.shape[2]
+        if signature.sequences == "paged" and page < LEAST_PAGE:
+            return _small_pages(page)
         return None
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
@@ -298,8 +300,15 @@ def _latent_misfit(signature: Signature, call: CallTensors) -> str | None:
         )
     page = call.key.shape[2]
     if signature.sequences == "paged" and page < LEAST_PAGE:
-        return f"hopper: pages of a latent cache have {LEAST_PAGE} rows or more, got {page}"
+        return _small_pages(page)
     return None
+
+
+def _small_pages(page: int) -> str:
+    return (
+        f"hopper: pages of {page} rows are too small for the tensor memory accelerator, which wants "
+        f"{LEAST_PAGE} or more"
+    )
 
 
 def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
