@@ -17,6 +17,7 @@ LISTS = {"query_work", "key_work"}  # before the others, of packed calls
 PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 def test_loops_are_those_of_dense_kernels(sequences, direction):
@@ -61,6 +62,7 @@ def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, v
             assert len(ours) <= limit * len(theirs), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("device", ["a100", "mi300x"])
 @pytest.mark.parametrize("sequences", mostly(["packed"], ["lengths", "packed"]))
