@@ -14,6 +14,7 @@ float32, relative; `differ` says how many of ten more launches gave other bits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -201,22 +202,25 @@ def shown(row: Row, q_len: int, taken: float) -> str:
 
 def divided(row: Row, q_len: int) -> str:
     """What is planned."""
-    width, value = (576, 512) if row.latent else (128, 128)
+    width = 192 if row.latent else 128  # of the heads that a latent cache is expanded to
     sizes = weft.shape(
         batch=row.batch, heads=row.heads, kv_heads=row.kv_heads, q_len=q_len, kv_len=row.length, head_dim=width,
-        value_dim=value,
+        value_dim=128,
     )  # fmt: skip
-    if row.latent or row.queries:
+    if row.queries:
         return ""
-    kernel = row.variant.plan(sizes, device="h200", target="triton").kernels[0]
-    return f"S {kernel.letters['S']:.0f}, {kernel.form}"
+    kernel = row.variant.plan(sizes, device="h200").kernels[0]
+    return f"S {kernel.letters['S']:.0f}, {kernel.target}:{kernel.form}"
 
 
 def other_forms(row: Row, q_len: int) -> None:
     """Times of other tiles, and of other divisions of the keys."""
     plain = split_launcher.parts_of
-    forms = ["64x64w8s2", "64x32w8s2", "64x32w8s3", "64x16w8s3", "32x64w8s2", "32x32w8s3"] if row.latent else [
-        "64x64w4s3", "64x64w4s4", "64x128w4s2", "64x128w4s3", "64x32w4s4", "64x128w8s3", "32x64w4s3"]  # fmt: skip
+    forms = ["triton:64x64w4s3", "triton:64x64w4s4", "triton:64x128w4s2", "triton:64x128w4s3", "triton:64x32w4s4",
+             "triton:64x128w8s3", "triton:32x64w4s3"]  # fmt: skip
+    if row.latent:
+        switches = itertools.product(("", "+ordered"), ("", "+prefetch"), ("", "+persistent"))
+        forms = ["triton:64x64w8s2", "triton:64x32w8s2", *(f"hopper:64x64p11{''.join(s)}" for s in switches)]
     for form in forms:
         for times in (0.5, 1.0, 2.0, 4.0):
 
@@ -228,11 +232,11 @@ def other_forms(row: Row, q_len: int) -> None:
             split_launcher.parts_of = divided_otherwise  # type: ignore[assignment]
             forget()
             try:
-                made = contenders(row, q_len, f"split_kv/split_forward=triton:{form}")
+                made = contenders(row, q_len, f"split_kv/split_forward={form}")
                 line = "  ".join(f"{n}: {shown(row, q_len, seconds(calls))}" for n, calls in made.items())
             except (weft.WeftError, RuntimeError) as problem:
                 line = str(problem).splitlines()[0][:100]
-            print(f"    {form:12} parts x{times:<4} {line}", flush=True)
+            print(f"    {form:45} parts x{times:<4} {line}", flush=True)
             torch.cuda.empty_cache()
     split_launcher.parts_of = plain
     forget()
