@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...ir.normalizer import RELU, SIGMOID
 from ..analysis.records import Traits, Work
-from .forms import Form, HopperBackwardForm, HopperForm
+from .forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from .kernels import SPANS, Kernel, Sizes
 
 LANES = 8  # instructions that an SM issues for one result of its special units: 128 lanes, and 16 of those
@@ -68,6 +68,8 @@ def family_of(kernel: Kernel, form: Form, columns: float) -> str:
         return f"hopper {kernel.name}" + " of three" * (form.consumers == 3)
     if isinstance(form, HopperBackwardForm):
         return f"hopper {kernel.name}" + " next" * form.next_scores
+    if isinstance(form, HopperLatentForm):
+        return f"hopper {kernel.name}"
     return f"triton {kernel.name}" + " wide" * (columns > WIDE)
 
 
