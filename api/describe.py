@@ -577,7 +577,8 @@ def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
     if found.code.target != "cpu":
         return ()
     context = found.target.context(found.code, facts)
-    seen = "all keys, or all up to its own," if context["causal"] else "all keys"
+    seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
+    seen += ", or all up to its own," if context["causal"] else ""
     whole = f"a forward in which every query sees {seen} is torch's own kernel, where that is the faster one"
     return (whole,) if context["whole"] else ()
 
