@@ -41,6 +41,11 @@ class Lengths:
         """What kernels read, by the names that they have for it."""
         return {"q_lens": self.q_lens, "kv_lens": self.kv_lens}
 
+    @property
+    def on_host(self) -> bool:
+        """Whether lengths lie on a CPU, where nobody waits for them."""
+        return any(t.is_cpu for t in (self.q_lens, self.kv_lens) if t is not None)
+
     def number(self, query: Tensor) -> int:
         """How many sequences there are."""
         return query.shape[0]
@@ -66,6 +71,10 @@ class Packed:
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         return {"cu_q": self.cu_q, "cu_kv": self.cu_kv}
+
+    @property
+    def on_host(self) -> bool:
+        return self.cu_q.is_cpu
 
     def number(self, query: Tensor) -> int:
         return self.cu_q.shape[0] - 1
@@ -94,6 +103,10 @@ class Paged:
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         return {"q_lens": self.q_lens, "kv_lens": self.kv_lens, "table": self.table}
+
+    @property
+    def on_host(self) -> bool:
+        return self.kv_lens.is_cpu
 
     def number(self, query: Tensor) -> int:
         return query.shape[0]
