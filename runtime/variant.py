@@ -316,12 +316,16 @@ def key_of(call: Call) -> tuple[object, ...]:
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
-    if type(sequences) is not Dense:  # quicker than by isinstance
+    if type(sequences) is Paged:  # quicker than by isinstance, and by name than in a loop: every step of a decode
+        lens, table, own = sequences.kv_lens, sequences.table, sequences.q_lens
+        found += (
+            sequences.page, lens.dtype, lens.device, lens.dim(), table.dtype, table.device, table.dim(),
+            None if own is None else (own.dtype, own.device, own.dim()),
+        )  # fmt: skip
+    elif type(sequences) is not Dense:
         found += (sequences.kind,)
         for t in sequences.tensors.values():  # type: ignore[union-attr]
-            found += (None,) if t is None else (t.dtype, t.get_device(), t.is_meta, t.dim())
-        if type(sequences) is Paged:
-            found += (sequences.page,)
+            found += (None,) if t is None else (t.dtype, t.device, t.dim())
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:
