@@ -17,13 +17,14 @@ from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, Til
 from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import SEED, Attention
-from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call
+from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
 from ..ir.walk import nodes, rewrite, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
+_USUAL_SCALE = call("rsqrt", symbol("head_dim"))
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
 
@@ -174,6 +175,8 @@ class FunctionPrinter:
         return self._function(f"of_positions(q_pos, kv_pos, {self.env})", title, lines)
 
     def _in_units(self, node: Expr) -> Expr:
+        if node.text == _USUAL_SCALE.text:  # as simple as can be, and what most variants have
+            return call("mul", Const(LOG2_E), node) if self.base2 else node
         from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
         return simplify(call("mul", node, Const(LOG2_E)) if self.base2 else node)
