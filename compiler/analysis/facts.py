@@ -146,10 +146,12 @@ class Facts:
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands, the sink's last."""
-        from .symbolic import derivative  # lazy: imports sympy
-
         known = self._load_derivatives
         found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands]
+        if not found:
+            return ()
+        from .symbolic import derivative  # lazy: imports sympy, which a score without reads does without
+
         for load, kind in found:
             if (load.text, kind) not in known:
                 root = self.attention.folded_sink if kind == "sink" else self.attention.folded_score
