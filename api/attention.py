@@ -198,8 +198,6 @@ class Attention(Declaration):
             return self._latent(query, key, value, uk, uv, form, tail, lengths)
         if uk is not None or uv is not None or form is not None:
             validate.check_no_latent(self, uk, uv, form)
-        if torch.compiler.is_compiling() or may_autocast():
-            query, key, value = _autocast(query, key, value)
         return self._run(
             query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths
         )
@@ -226,6 +224,9 @@ class Attention(Declaration):
         operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
         """lengths: q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, where one of them is given."""
+        is_traced = torch.compiler.is_compiling()
+        if is_traced or may_autocast():
+            query, key, value = _autocast(query, key, value)
         if type(query) is not Tensor and distributed.is_sharded(query):
 
             def compute(main: Any, own: Mapping[str, Any], offset: int | Tensor | None, rows: Options | None) -> Result:
@@ -237,7 +238,7 @@ class Attention(Declaration):
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
             validate.check_target(str(self.name), target)
-        if torch.compiler.is_compiling():
+        if is_traced:
             out, lse = self._traced(
                 query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
             )

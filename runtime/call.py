@@ -27,7 +27,7 @@ class Dense:
     q_offset: int | Tensor  # position of query row 0: a number, or int32 [B]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Call is not
 class Lengths:
     """Padded operands [B, H, L, D]: sequence b has the first q_lens[b] queries and kv_lens[b] keys of batch row b."""
 
@@ -268,7 +268,10 @@ def sequences_of(
             table = table.contiguous()
         return Paged(q_lens, kv_lens, table, page, q_offset)
     if cu_q is None and cu_kv is None:
-        q_lens, kv_lens = (None if t is None else t.contiguous() for t in (q_lens, kv_lens))
+        if q_lens is not None and not q_lens.is_contiguous():
+            q_lens = q_lens.contiguous()
+        if kv_lens is not None and not kv_lens.is_contiguous():
+            kv_lens = kv_lens.contiguous()
         return Lengths(q_lens, kv_lens, q_offset)
     if cu_q is None or cu_kv is None or not q_lens is kv_lens is None:
         raise WeftError("expected cu_seqlens_q and cu_seqlens_kv, or q_lens and kv_lens, got some of both")

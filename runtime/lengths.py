@@ -64,17 +64,12 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
 def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Sequences:
     """The record of the options of a call that is not traced.
 
-    Of pages, as every step of a decode has them, ranks and what is given with what are checked here; kinds and shapes
-    where the call is prepared, whose key has the kinds, and in each call of such a kind (checks.fits).
+    Of padded queries, as every step of a decode has them, only what is given with what is checked here: kinds and
+    shapes are where the call is prepared, whose key has the kinds, and in each call of such a kind (checks.fits).
     """
     q_lens, kv_lens, cu_q, cu_kv, table = given
-    if (
-        type(table) is Tensor
-        and type(kv_lens) is Tensor
-        and cu_q is cu_kv is None
-        and (q_lens is None or type(q_lens) is Tensor)
-        and table.dim() == 2
-    ):
+    padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
+    if padded and (table is None or (type(table) is Tensor and table.dim() == 2)):
         return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
     return sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])
 

@@ -310,9 +310,10 @@ def key_of(call: Call) -> tuple[object, ...]:
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
     sequences = call.sequences
     offset = sequences.q_offset
+    _, _, rows, width = query.shape
     found: tuple[object, ...] = (
-        query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, query.shape[2] <= FEW_QUERIES,
+        query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
+        type(offset), options.target, options.schedule, options.deterministic, rows <= FEW_QUERIES,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
