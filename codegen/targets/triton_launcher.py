@@ -383,7 +383,7 @@ class TritonLauncher:
             conditions += [f"-{2**30} < q_offset < {2**30}"]
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
-        addresses = " | ".join(f"{n}_at" for n in given)
+        addresses = " | ".join(f"at_{n}" for n in given)
         conditions += [f"({addresses} | ({strides}) * query.element_size()) & 15 == 0"]
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
