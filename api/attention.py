@@ -287,6 +287,8 @@ class Attention(Declaration):
         try:
             found = ops.run(self._variant, call)
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError) as error:
+            if lengths is not None:
+                checked(str(self.name), query, key, lengths, q_offset)
             check_call(self, call)  # torch and Python know no operand's name
             validate.explain_failure(self, call, error)
             raise

@@ -243,9 +243,9 @@ class Variant:
         """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
         ready, ragged = kept.get(key), call.ragged
         if ready is None or not fits(call):
-            check_call(self.attention, call)
-            if ragged is not None:
+            if ragged is not None and call.query.dim() == call.key.dim() == 4:
                 check_ragged(self.name, call.query, call.key, ragged)
+            check_call(self.attention, call)
             ready = kept.get(key)
         if ragged is not None:
             check_contents(self.name, call.query, call.key, ragged)
