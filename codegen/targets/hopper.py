@@ -11,6 +11,7 @@ import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
+from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
@@ -78,7 +79,9 @@ class HopperTarget:
             summed = sums_of_queries(signature, facts)
             kernels = ONE_PASS if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
         found = with_measuring(kernels, facts.traits.measured)
-        return with_work(found) if signature.sequences == "packed" else found
+        found = with_work(found) if signature.sequences == "packed" else found
+        reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
+        return with_tables_made(found, reads)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
