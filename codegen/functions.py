@@ -88,9 +88,9 @@ class FunctionPrinter:
         return ", ".join((*SYMBOL_ARGUMENTS, *names))
 
     @property
-    def apart(self) -> str:
-        """The name of an argument more of functions that read by distance: how far a tile's first query and key are."""
-        return "apart, " if self.tables else ""
+    def parts(self) -> tuple[ByDistance, ...]:
+        """Parts of scores that are computed as they are written, from tables or not, so that all kernels round alike."""
+        return self.tables or (self.facts.score_by_distance if self.language.is_gpu else ())
 
     def forward(self, algorithm: str = "flash") -> str:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
@@ -105,7 +105,7 @@ class FunctionPrinter:
     def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
         derivatives = [] if self.facts.linear_scale is not None else [
-            ("dscores", self.facts.slope_with(self.tables), "d score / d (q.k), per natural unit of score.")
+            ("dscores", self.facts.slope_with(self.parts), "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
         numbered = list(enumerate(gradients))
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
@@ -167,7 +167,7 @@ class FunctionPrinter:
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False))
         else:
             score = self.facts.attention.folded_score
-            found.insert(0, ("scores", self._in_units(with_tables(score, self.tables)), f"The score{unit}: {score}"))
+            found.insert(0, ("scores", self._in_units(with_tables(score, self.parts)), f"The score{unit}: {score}"))
         if self.language.is_gpu or not found:
             return texts + [self.elementwise(*each) for each in found]
         parts, values = of_positions([value for _, value, _ in found])
@@ -250,26 +250,30 @@ class FunctionPrinter:
 
         parts: names of what was computed from positions before.
         """
-        reads = tile and qk and bool(self.tables)
-        value = with_tables(value, self.tables) if reads else value
+        of_scores = tile and qk
+        value = with_tables(value, self.parts) if of_scores else value
         lines, printer, (result,) = self._assigned([value])
-        lines = [*(self._reads_by_distance(value) if reads else []), *lines]
+        lines = [*(self._by_distance(value) if of_scores else []), *lines]
         first = ("qk, " if qk else "") + f"q_pos, kv_pos, {parts}" if tile else ""
-        first += self.apart if reads else ""
+        first += "apart, " if of_scores and self.tables else ""  # how far the first query and key of a tile are
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
 
-    def _reads_by_distance(self, value: Expr) -> list[str]:
-        """Lines that make by_distance<n>, the tiles of values that an expression has of tables."""
+    def _by_distance(self, value: Expr) -> list[str]:
+        """Lines that make by_distance<n>, those that an expression has: read from tables, or computed."""
         lines, int64 = [], f"{self.language.module}.int64"
-        for n, table in enumerate(self.tables):
+        for n, table in enumerate(self.parts):
             if f"by_distance{n}" not in symbols(value):
                 continue
+            if not self.tables:
+                lines.append(f"by_distance{n} = {self._printer(table.part)}")
+                continue
+            lines += textwrap.wrap(f"# {table.part}", 112, subsequent_indent="# ", break_long_words=False)
             of = {"batch": table.by_batch, "head": table.by_head}
             strides = {"batch": f"distances{n}_sb", "head": f"distances{n}_sh"}
             rows = [f"{self.language.module}.cast({name}, {int64}) * {strides[name]}" for name in of if of[name]]
-            row = " + ".join([f"distances{n}", f"({' + '.join([*rows, 'apart - first_distance'])})"])
-            lines.append(f"by_distance{n} = read_by_distance({row}, q_pos, kv_pos)  # {table.part}")
+            row = f"distances{n} + ({' + '.join([*rows, 'apart - first_distance'])})"
+            lines.append(f"by_distance{n} = read_by_distance({row}, q_pos, kv_pos)")
         return lines
 
     def distance_values(self) -> str:

@@ -244,7 +244,8 @@ def _check_used(
 
 def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
-    everything = replace(signature, wanted=signature.wanted | {"query", "key", "value", "rope"})
+    operands = {operand.name for operand in facts.attention.tensors}
+    everything = replace(signature, wanted=signature.wanted | operands | {"query", "key", "value", "rope"})
     algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
     known = {
         k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)

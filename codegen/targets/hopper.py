@@ -115,6 +115,8 @@ class HopperTarget:
             return "hopper: pages are read by the triton target"
         if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
             return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
+        if kernel.direction == "backward" and tables_of(facts, "flash", signature):
+            return "hopper: backwards of scores that are read by distance are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
