@@ -11,7 +11,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..compiler.analysis.affine import is_bool, make, name
+from ..compiler.analysis import affine
+from ..compiler.analysis.affine import is_bool, make
 from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.distances import DISTANCE, ByDistance, with_tables
 from ..compiler.analysis.facts import Facts
@@ -89,7 +90,7 @@ class FunctionPrinter:
 
     @property
     def parts(self) -> tuple[ByDistance, ...]:
-        """Parts of scores that are computed as they are written, from tables or not, so that all kernels round alike."""
+        """Parts of scores that are computed as they are written, by table or not, so that all kernels round alike."""
         return self.tables or (self.facts.score_by_distance if self.language.is_gpu else ())
 
     def forward(self, algorithm: str = "flash") -> str:
@@ -478,7 +479,9 @@ def _within(node: Expr) -> Expr | None:
     """Reads that stay in their tensors, also at distances that no pair has."""
     if not isinstance(node, Load):
         return None
-    inside = [make("maximum", make("minimum", i, name(_last(node, d))), Const(0)) for d, i in enumerate(node.index)]
+    inside = [
+        make("maximum", make("minimum", i, affine.name(_last(node, d))), Const(0)) for d, i in enumerate(node.index)
+    ]
     return Load(node.tensor, tuple(inside), where=node.where)
 
 

@@ -46,6 +46,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     signature, algorithm = code.signature, code.schedule.algorithm
     backward = signature.direction == "backward"
     tables = tables_in(code, facts)
+    apart = _apart(target.family) if tables else ""
     printer = FunctionPrinter(
         facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
@@ -64,7 +65,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
         "tables": bool(tables),
-        "apart": _apart(target.family) if tables else "",
+        "apart": apart,
         "fast_reads": signature.arch.startswith("sm_"),
         "masked": facts.attention.is_masked,
         "measured": code.tile_source != "program",
@@ -108,7 +109,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, bool(tables)),
+        "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),
     }
@@ -119,7 +120,9 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     return text
 
 
-def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool, reads: bool) -> Blocks | None:
+def _normalizer_texts(
+    facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool, apart: str
+) -> Blocks | None:
     """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
     splits = code.schedule.algorithm == "split_kv"
     linear = facts.linear_scale is not None and not splits  # rows of a tile may have scales of their own
@@ -129,8 +132,8 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
     terms = Terms(
-        linear, facts.attention.is_masked, score.format(env=f"q_offset + q_first - kv_first, {env}" if reads else env), sums, facts.scores_lie_far, less_lse,
-        facts.attention.drops,
+        linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
+        less_lse, facts.attention.drops,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once

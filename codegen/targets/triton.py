@@ -18,9 +18,9 @@ from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
+    BESIDE,
     FLASH,
     KERNELS,
-    BESIDE,
     PAIR_SUMS,
     ROW_STATISTICS,
     SPLIT_KV,
@@ -185,7 +185,7 @@ class TritonTarget:
             return split_tilings(kernel, sizes, hardware, parts, traits, signature.sequences == "dense")
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, traits)
         of_pairs = any(
-            (kind == "pair" or kind == "diagonal" and traits == facts.traits) and load.tensor.name in signature.wanted
+            (kind == "pair" or (kind == "diagonal" and traits == facts.traits)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
         if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
@@ -283,7 +283,10 @@ def _algorithm(kernel: Kernel) -> Algorithm:
 
 def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Hardware, facts: Facts) -> None:
     widths = signature.widths
-    sizes, traits = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype), traits_of(kernel, signature, facts)
+    sizes, traits = (
+        Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype),
+        traits_of(kernel, signature, facts),
+    )
     needed = sram_bytes(kernel, form, sizes, hardware, segments_of(facts.attention, widths), traits)
     if needed > hardware.sram_per_block:
         raise WeftError(

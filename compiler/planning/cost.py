@@ -21,10 +21,10 @@ from ..analysis.records import Axis, TileCounts, Traits
 from .forms import Form, Tiling
 from .hardware import Hardware
 from .kernels import (
+    DISTANCE_TABLES,
     PAIR_CELLS,
     ROUND_DQUERY,
     ROW_STATISTICS,
-    DISTANCE_TABLES,
     SPANS,
     SPLIT_KV,
     WORK,

@@ -47,7 +47,9 @@ def test_widths(dim: int) -> None:
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_lengths(name: str, target: str) -> None:
     attention, tensors, operands = given(name, 300, 400)
-    lens = {n: torch.tensor(x, dtype=torch.int32, device="cuda") for n, x in (("q_lens", [300, 7]), ("kv_lens", [250, 399]))}
+    lens = {
+        n: torch.tensor(x, dtype=torch.int32, device="cuda") for n, x in (("q_lens", [300, 7]), ("kv_lens", [250, 399]))
+    }
     check_variant(attention, *tensors, operands=operands | lens, differentiate=floats_of(attention), target=target)
 
 
@@ -61,7 +63,9 @@ def test_packed_sequences(target: str) -> None:
 
 def test_rows_that_are_not_aligned() -> None:
     attention, _, operands = given("t5", 1, 1)
-    tensors = [torch.randn(2, h, n, 67, device="cuda", dtype=BF16)[..., 1:65] for h, n in ((4, 150), (2, 170), (2, 170))]
+    tensors = [
+        torch.randn(2, h, n, 67, device="cuda", dtype=BF16)[..., 1:65] for h, n in ((4, 150), (2, 170), (2, 170))
+    ]
     check_variant(attention, *tensors, operands=operands, differentiate=("tables",), target="triton")
 
 

@@ -44,7 +44,9 @@ def floats_of(attention: weft.Attention) -> tuple[str, ...]:
     return tuple(t.name for t in attention.tensors)
 
 
-def check(name: str, rows: tuple[int, int] = (37, 45), wanted: bool = True, batches: int = 2, **options: object) -> None:
+def check(
+    name: str, rows: tuple[int, int] = (37, 45), wanted: bool = True, batches: int = 2, **options: object
+) -> None:
     attention = weft.Attention(SCORES[name], masks.causal, name=name)
     q_len, kv_len = rows
     shapes = ((batches, 2, q_len, 16), (batches, 1, kv_len, 16), (batches, 1, kv_len, 16))
@@ -111,7 +113,11 @@ def test_what_costs_less_than_a_read_has_no_table() -> None:
     made = ["distance_tables", "flash_forward"]
     assert kernels_of(scores.t5_bias(tables)(score)) == made
     assert kernels_of(scores.relative_bias(tables, 30)(score)) == made
-    for cheap in (scores.alibi(slopes)(score), scores.softcap(5.0)(score), score + slopes[q_pos] * weft.exp(1.0 * q_pos)):
+    for cheap in (
+        scores.alibi(slopes)(score),
+        scores.softcap(5.0)(score),
+        score + slopes[q_pos] * weft.exp(1.0 * q_pos),
+    ):
         assert kernels_of(cheap) == ["flash_forward"]
     few = kernels_of(scores.t5_bias(tables)(score), q_len=1, kv_len=4096)
     assert "distance_tables" not in few, "a few queries have hardly more pairs than distances"
@@ -126,6 +132,9 @@ def test_explain_and_source_say_it() -> None:
     assert "backwards of scores that are read by distance are computed by the triton target" in text
     for target in ("triton", "hopper"):
         source = t5.source(shape, device="h100", target=target)
-        assert "by_distance0 = read_by_distance(distances0 + (" in source and "log2(" not in source.split("by_distance0")[1]
+        assert (
+            "by_distance0 = read_by_distance(distances0 + (" in source
+            and "log2(" not in source.split("by_distance0")[1]
+        )
     rows = t5.source(shape, device="h100", q_offset=torch.zeros(1, dtype=torch.int32))
     assert "read_by_distance" not in rows, "positions that the host does not know: each pair computes its own"
