@@ -362,7 +362,7 @@ class Attention(Declaration):
             lengths = checked(str(self.name), query, key, lengths, offset)
         return ops.FORWARD(
             query, key, value, rope, tensors, floats, ints, number, per_row, *lengths, head_dim or query.shape[3],
-            self.canonical_text, options_text(traced_target() if target is None else target, schedule, deterministic),
+            self.line, options_text(traced_target() if target is None else target, schedule, deterministic),
         )  # fmt: skip
 
     def _latent(

@@ -16,7 +16,7 @@ from .attention import Attention as Variant
 from .ir.errors import WeftError
 from .kv import PagedCache, Step
 from .nn import Attention, Rotary
-from .serving import Request, Server
+from .serving import Graphed, Model, Request, Server
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Load:
     head_dim: int
     vocabulary: int
     seed: int
+    graphs: bool = False  # decode by CUDA graphs
+    inner: int | None = None  # width of the gated networks; four times that of the model where None
 
 
 class Decoder(nn.Module):
@@ -51,8 +53,9 @@ class Decoder(nn.Module):
             Attention(width, load.heads, load.kv_heads, load.head_dim, variant=variant, rope=self.rope, layer=n)
             for n in range(load.layers)
         )
-        self.gates = nn.ModuleList(nn.Linear(width, 8 * width, bias=False) for _ in range(load.layers))
-        self.downs = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(load.layers))
+        inner = load.inner or 4 * width
+        self.gates = nn.ModuleList(nn.Linear(width, 2 * inner, bias=False) for _ in range(load.layers))
+        self.downs = nn.ModuleList(nn.Linear(inner, width, bias=False) for _ in range(load.layers))
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * load.layers + 1))
         self.head = nn.Linear(width, load.vocabulary, bias=False)
 
@@ -76,13 +79,15 @@ def measure(
     """Lines of the report. finished: called once a request is done. A first, short run compiles, and does not count."""
     if load.shared >= load.prompts[0]:
         raise WeftError(f"--shared: expected less than the shortest prompt, {load.prompts[0]}, got {load.shared}")
-    model = _random_decoder(load, variant, operands, device, dtype)
+    model: Model = random_decoder(load, variant, operands, device, dtype)
     pages = math.ceil((load.prompts[1] + load.new_tokens) / load.page)
     blocks = load.most * pages if load.blocks is None else load.blocks
     cache = PagedCache(
         blocks, layers=load.layers, kv_heads=load.kv_heads, head_dim=load.head_dim, page=load.page, dtype=dtype,
         device=device,
     )  # fmt: skip
+    if load.graphs:
+        model = Graphed(model, cache)
     prompts = list(_prompts(load))
     warm = Server(model, cache, most=load.most, chunk=load.chunk)
     for prompt in prompts[: load.most]:
@@ -100,7 +105,7 @@ def measure(
     yield from _report(load, server, cache, requests, time.perf_counter() - start)
 
 
-def _random_decoder(
+def random_decoder(
     load: Load, variant: Variant, operands: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> Decoder:
     """Made where it runs, as the weights of a large one are too many for the host."""

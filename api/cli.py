@@ -517,10 +517,17 @@ def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int,
 @click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="bf16 on a GPU, fp32 on a CPU if not given.")
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="The GPU, where there is one, if not given.")
+@click.option("--graphs/--no-graphs", default=None, help="Decode by CUDA graphs; on a GPU if not given.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.pass_context
 def bench_serve(
-    ctx: click.Context, /, on: str | None, dtype: str | None, prompt_len: tuple[int, int], **load: Any
+    ctx: click.Context,
+    /,
+    on: str | None,
+    dtype: str | None,
+    prompt_len: tuple[int, int],
+    graphs: bool | None,
+    **load: Any,
 ) -> None:
     """Serve random prompts through a decoder with random weights, and say how fast.
 
@@ -539,9 +546,11 @@ def bench_serve(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise WeftError("--on: expected cpu, as torch can use no GPU here, got cuda")
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    kind = dtypes[dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    on_gpu = device.type == "cuda"
+    kind = dtypes[dtype or ("bf16" if on_gpu else "fp32")]
+    made = Load(prompts=prompt_len, graphs=on_gpu if graphs is None else graphs, **load)
     with _counted("serving", load["requests"]) as advance:
-        lines = list(measure(Load(prompts=prompt_len, **load), variant, _values(variant, given), device, kind, advance))
+        lines = list(measure(made, variant, _values(variant, given), device, kind, advance))
     for line in lines:
         click.echo(line)
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .graphed import Graphed as Graphed
+from .graphed import Model
 from .ir.errors import InternalError, WeftError
-from .kv import OutOfBlocksError, PagedCache, Step
+from .kv import OutOfBlocksError, PagedCache
 from .kv.step import on_device
 
-# (tokens int32 [B, L], the step, the last new row of each sequence [B]) -> logits [B, vocabulary] after that row
-Model = Callable[[Tensor, Step, Tensor], Tensor]
 State = Literal["waiting", "running", "swapped", "done"]
 
 
@@ -63,7 +63,8 @@ class Totals:
 class Server:
     """Runs requests through a model.
 
-    model: computes the new rows of a step, appending to its cache. most: sequences at once. chunk: prompt tokens of a
+    model: computes the new rows of a step, appending to its cache; on a GPU `Graphed(model, cache)` saves the time of
+    launching its kernels one by one. most: sequences at once. chunk: prompt tokens of a
     step. temperature: of drawing tokens; 0 takes the likeliest.
     """
 

@@ -278,6 +278,12 @@ class Attention:
         )
 
     @cached_property
+    def line(self) -> str:
+        """The canonical text on one line, as torch ops take it: torch 2.11 prints arguments of ops into comments of the
+        code that it generates, and a second line would be code."""
+        return self.canonical_text.replace("\n", "; ")
+
+    @cached_property
     def digest(self) -> str:
         """Eight hex digits of the canonical text."""
         return hashlib.sha256(self.canonical_text.encode()).hexdigest()[:8]

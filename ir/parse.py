@@ -67,7 +67,7 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
 
 
 def parse_attention(text: str) -> Attention:
-    """The variant that `str(attention)` printed: declarations, one a line, then `weft.Attention(...)`."""
+    """The variant that `str(attention)` printed: declarations, then `weft.Attention(...)`, by lines or semicolons."""
     if not isinstance(text, str):
         raise WeftError(f"parse_attention: expected text of a variant, got {type(text).__name__}")
     try:

@@ -39,8 +39,8 @@ _known: dict[str, Variant] = {}
 
 def variant_of(attention: Attention) -> Variant:
     """The variant at run time, shared by all equal declarations."""
-    found = _known.get(attention.canonical_text)
-    return found if found is not None else _known.setdefault(attention.canonical_text, Variant(attention))
+    found = _known.get(attention.line)
+    return found if found is not None else _known.setdefault(attention.line, Variant(attention))
 
 
 def forget() -> None:
@@ -53,7 +53,7 @@ def forget() -> None:
 def variant_of_text(text: str) -> Variant:
     """The variant of a canonical text, declared here or not: an exported program brings its text along."""
     found = _known.get(text)
-    return found if found is not None else variant_of(parse_attention(text))
+    return found if found is not None else _known.setdefault(text, variant_of(parse_attention(text)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Variant:
 
     def __init__(self, attention: Attention) -> None:
         self.attention = attention
-        self.text = attention.canonical_text
+        self.text = attention.line
         self.name = str(attention.name)
         self.facts = facts_of(attention)
         self.names = tuple(p.name for p in attention.parameters)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from weft import nn
 from weft.cli import main
 from weft.kv import DenseCache, PagedCache
+from weft.serving import Graphed, Server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -128,6 +129,32 @@ def test_compiled_in_one_graph(kind):
             outs.append(torch.cat(found, 1))
     error = (outs[0].float() - outs[1].float()).norm() / outs[0].float().norm()
     assert error < 2e-2
+
+
+@torch.no_grad()
+def test_the_server_decodes_by_graphs():
+    """Requests of different lengths, which come, go and are swapped, are answered as without graphs."""
+    torch.manual_seed(2)
+    embedding, head = torch.nn.Embedding(50, WIDTH).cuda(), torch.nn.Linear(WIDTH, 50).cuda()
+    module, asked, texts = module_of("plain").cuda(), [], []
+
+    def model(tokens, step, last):
+        asked.append(len(tokens))
+        x = embedding(tokens)
+        x = x + module(x, cache=step)
+        return head(x[torch.arange(len(x), device="cuda"), last])
+
+    prompts = [torch.randint(50, (n,)).tolist() for n in (40, 3, 100, 17, 64, 9, 30)]
+    for graphs in (False, True):
+        cache = PagedCache(16, page=16, kv_heads=2, head_dim=64, dtype=torch.float32, device="cuda")
+        server = Server(Graphed(model, cache) if graphs else model, cache, most=5)
+        requests = [server.submit(p, 40) for p in prompts]
+        asked.clear()
+        server.run()
+        texts.append([r.written for r in requests])
+        assert server.totals.swaps
+    assert texts[0] == texts[1]
+    assert len(asked) < server.totals.steps / 2  # captured once for some sizes, then replayed
 
 
 def test_the_server_runs():

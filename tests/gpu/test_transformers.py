@@ -88,6 +88,7 @@ def test_the_same_logits_are_generated(name: str, cache: str) -> None:
     torch.testing.assert_close(torch.stack(again.logits), torch.stack(got.logits), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # torch's advice, where it compiles
 def test_a_compiled_model_trains() -> None:
     eager, ours = (model.cuda() for model in wide("Gemma2"))
     compiled = torch.compile(ours, fullgraph=True)

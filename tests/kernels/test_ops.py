@@ -43,6 +43,22 @@ def test_opcheck():
     assert set(found.values()) == {"SUCCESS"}, found
 
 
+def test_graphs_hold_no_second_lines():
+    """torch 2.11 prints nodes into comments of the code that it generates; a second line of one would be code."""
+    nodes = []
+
+    def backend(graph, _):
+        nodes.extend(node.format_node() for node in graph.graph.nodes)
+        return graph
+
+    *tensors, slopes = operands(requires_grad=False)
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors, slopes), attend(*tensors, slopes))
+    (call,) = (node for node in nodes if node and "weft.attention" in node)
+    assert "weft.Attention(" in call and "\n" not in call
+    assert weft.parse_attention(VARIANT.line) == VARIANT and "\n" in VARIANT.canonical_text
+
+
 LENGTHS = {
     "padded": {"q_lens": torch.tensor([20, 3]), "kv_lens": torch.tensor([24, 3], dtype=torch.int32)},
     "packed": {"cu_seqlens_q": torch.tensor([0, 7, 7, 20], dtype=torch.int32)},

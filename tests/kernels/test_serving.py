@@ -11,7 +11,7 @@ from weft import kv_pos, nn, q_pos
 from weft.bench_serve import percentiles
 from weft.cli import main
 from weft.kv import DenseCache, PagedCache
-from weft.serving import Server
+from weft.serving import Graphed, Server
 
 VOCABULARY, WIDTH = 17, 32
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
@@ -126,6 +126,8 @@ def test_requests_that_never_fit():
         Server(Model(), cache, chunk=0)
     with pytest.raises(weft.WeftError, match="cache: expected a weft.kv.PagedCache, got DenseCache"):
         Server(Model(), DenseCache(4, 4, kv_heads=2, head_dim=8, dtype=torch.float32))
+    with pytest.raises(weft.WeftError, match="Graphed: cache: expected a weft.kv.PagedCache on a GPU, got one on cpu"):
+        Graphed(Model(), cache)
 
 
 SMALL = [
