@@ -233,7 +233,7 @@ def _request(
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
         )  # fmt: skip
         made = driver.resolve(attention, signature, machine, target, schedule)
-        misfit = _misfit(made, signature, operands)
+        misfit = _misfit(made, signature, operands, sizes)
         if misfit is None:
             return made
         if target == made.target.name:
@@ -251,11 +251,19 @@ def _request(
     return _Request(found, sizes, head_dim, machine, forward, backward, notes)
 
 
-def _misfit(made: driver.Resolved, signature: Signature, operands: Sequence[Tensor | Shape]) -> str | None:
-    """Why the target cannot take these very tensors, where a call's are given."""
-    if len(operands) != 3 or not all(isinstance(t, Tensor) for t in operands):
+def _misfit(
+    made: driver.Resolved, signature: Signature, operands: Sequence[Tensor | Shape], sizes: Shape
+) -> str | None:
+    """Why the target cannot take these very tensors, where a call's are given; of a latent cache also these sizes."""
+    given: Sequence[Any] = operands
+    if signature.widths.value_is_key:
+        if len(given) != 2 or not all(isinstance(t, Tensor) for t in given):
+            rows = ((sizes.heads, sizes.q_len), (sizes.kv_heads, sizes.kv_len))
+            given = [torch.empty(sizes.batch, *own, signature.widths.head_dim, device="meta") for own in rows]
+        given = (*given, None)
+    elif len(given) != 3 or not all(isinstance(t, Tensor) for t in given):
         return None
-    call: Any = SimpleNamespace(**dict(zip(("query", "key", "value"), operands)))
+    call: Any = SimpleNamespace(**dict(zip(("query", "key", "value"), given)))
     return made.target.misfit(signature, call)
 
 

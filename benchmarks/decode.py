@@ -1,4 +1,5 @@
-"""Decode on one GPU: one query behind a cache, contiguous and paged, grouped heads and latent ones, beside cuDNN.
+"""Decode and chunks of prompts on one GPU: queries behind a cache, contiguous and paged, grouped heads and latent ones;
+one query also beside cuDNN.
 
     python benchmarks/decode.py                      every row
     python benchmarks/decode.py --rows B16,MLA       rows whose name has one of these
@@ -13,6 +14,7 @@ float32, relative; `differ` says how many of ten more launches gave other bits.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -43,6 +45,7 @@ class Row:
     variant: weft.Attention = CAUSAL
     ragged: bool = False
     visible: int = 0  # keys that a query sees, where that is a window
+    queries: int = 0  # of a chunk of a prompt; 0: as many as --queries says
 
     @property
     def latent(self) -> bool:
@@ -65,7 +68,9 @@ class Row:
         return 2.0 * self.keys * (576 if self.latent else self.kv_heads * 256)
 
     def flops(self, q_len: int) -> float:
-        return 2.0 * self.keys * self.heads * q_len * (576 + 512 if self.latent else 256)
+        """Of visible pairs."""
+        pairs = self.keys * q_len - self.batch * q_len * (q_len - 1) / 2
+        return 2.0 * pairs * self.heads * (576 + 512 if self.latent else 256)
 
 
 ROWS = [
@@ -79,6 +84,9 @@ ROWS = [
     Row("MLA 128 heads B128 8k", 128, 8192, 128, 1, MLA),
     Row("MLA 128 heads B1 64k", 1, 65536, 128, 1, MLA),
     Row("MLA 64 heads B64 8k", 64, 8192, 64, 1, MLA),
+    Row("chunk of 512 behind 32k", 1, 32768 + 512, queries=512),
+    Row("chunks of 512 behind 8k, B8", 8, 8192 + 512, queries=512),
+    Row("prompt of 8k", 1, 8192, queries=8192),
 ]
 
 
@@ -194,23 +202,25 @@ def shown(row: Row, q_len: int, taken: float) -> str:
 
 def divided(row: Row, q_len: int) -> str:
     """What is planned."""
-    width, value = (576, 512) if row.latent else (128, 128)
+    width = 192 if row.latent else 128  # of the heads that a latent cache is expanded to
     sizes = weft.shape(
         batch=row.batch, heads=row.heads, kv_heads=row.kv_heads, q_len=q_len, kv_len=row.length, head_dim=width,
-        value_dim=value,
+        value_dim=128,
     )  # fmt: skip
-    options = {"form": "absorbed"} if row.latent else {}
-    if row.latent:
+    if row.queries:
         return ""
-    kernel = row.variant.plan(sizes, device="h200", target="triton", **options).kernels[0]
-    return f"S {kernel.letters['S']:.0f}, {kernel.form}"
+    kernel = row.variant.plan(sizes, device="h200").kernels[0]
+    return f"S {kernel.letters['S']:.0f}, {kernel.target}:{kernel.form}"
 
 
 def other_forms(row: Row, q_len: int) -> None:
     """Times of other tiles, and of other divisions of the keys."""
     plain = split_launcher.parts_of
-    forms = ["64x64w8s2", "64x32w8s2", "64x32w8s3", "64x16w8s3", "32x64w8s2", "32x32w8s3"] if row.latent else [
-        "64x64w4s3", "64x64w4s4", "64x128w4s2", "64x128w4s3", "64x32w4s4", "64x128w8s3", "32x64w4s3"]  # fmt: skip
+    forms = ["triton:64x64w4s3", "triton:64x64w4s4", "triton:64x128w4s2", "triton:64x128w4s3", "triton:64x32w4s4",
+             "triton:64x128w8s3", "triton:32x64w4s3"]  # fmt: skip
+    if row.latent:
+        switches = itertools.product(("", "+ordered"), ("", "+prefetch"), ("", "+persistent"))
+        forms = ["triton:64x64w8s2", "triton:64x32w8s2", *(f"hopper:64x64p11{''.join(s)}" for s in switches)]
     for form in forms:
         for times in (0.5, 1.0, 2.0, 4.0):
 
@@ -222,11 +232,11 @@ def other_forms(row: Row, q_len: int) -> None:
             split_launcher.parts_of = divided_otherwise  # type: ignore[assignment]
             forget()
             try:
-                made = contenders(row, q_len, f"split_kv/split_forward=triton:{form}")
+                made = contenders(row, q_len, f"split_kv/split_forward={form}")
                 line = "  ".join(f"{n}: {shown(row, q_len, seconds(calls))}" for n, calls in made.items())
             except (weft.WeftError, RuntimeError) as problem:
                 line = str(problem).splitlines()[0][:100]
-            print(f"    {form:12} parts x{times:<4} {line}", flush=True)
+            print(f"    {form:45} parts x{times:<4} {line}", flush=True)
             torch.cuda.empty_cache()
     split_launcher.parts_of = plain
     forget()
@@ -241,7 +251,7 @@ def main() -> None:
     for row in ROWS:
         if given.rows and not any(part in row.name for part in given.rows.split(",")):
             continue
-        for q_len in map(int, given.queries.split(",")):
+        for q_len in [row.queries] if row.queries else map(int, given.queries.split(",")):
             worst, differ = error(row, q_len)
             said = f"error {worst:.1e}, differ {differ}/10, {divided(row, q_len)}"
             print(f"{row.name}, {q_len} queries: {said}", flush=True)

@@ -2,12 +2,26 @@
 mode of torch on for those after it."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("WEFT_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that `sampled(n)` leaves to `make test-all`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and item.get_closest_marker("thorough") is None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % sampled.args[0]:
+                item.add_marker("thorough")
+            seen[name] += 1
 
 
 @pytest.fixture(autouse=True)

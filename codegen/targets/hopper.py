@@ -1,4 +1,5 @@
-"""Target `hopper`: Gluon kernels for sm_90, warp-specialised: schedule flash, with a backward in one pass or two."""
+"""Target `hopper`: Gluon kernels for sm_90, warp-specialised: schedule flash, with a backward in one pass or two, and
+split_kv of latent caches."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ import torch
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.distances import tables_of, with_tables_made
-from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
+from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
+    PIECE_COLUMNS,
     ROUND_DQUERY,
+    SPLIT_KV,
     Algorithm,
     Kernel,
     hopper_statistics_sram,
@@ -28,7 +31,7 @@ from ...compiler.planning.kernels import (
 )
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Segment, Shape
-from ...compiler.planning.segments import Segments, for_heads
+from ...compiler.planning.segments import Segments, for_heads, segments_of
 from ...compiler.planning.signature import Direction, Signature, Widths
 from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...ir.attention import Attention
@@ -58,9 +61,12 @@ from .hopper_tiles import (
     sums_of_a_tile,
     two_pieces,
 )
-from .triton import has_triton
+from .latent_launcher import LatentLauncher
+from .triton import has_triton, tiles_by_head
 
 NARROWEST = 40  # below it tiles would be mostly zeros
+RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
+LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
 class HopperTarget:
@@ -72,6 +78,8 @@ class HopperTarget:
     family = "hopper"
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
+        if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:
+            return SPLIT_KV
         if algorithm != "flash":
             return []
         kernels: tuple[Kernel, ...] = FLASH[:1]
@@ -85,7 +93,7 @@ class HopperTarget:
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
-        return "hopper: has schedule flash only"
+        return "hopper: has schedule flash only, and split_kv of latent caches"
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         widths = signature.widths
@@ -99,6 +107,8 @@ class HopperTarget:
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
         if lacking := softmax_only(facts.attention.weighs):
             return f"hopper: {lacking}"
+        if kernel in SPLIT_KV:
+            return _undivided(signature, facts)
         if facts.attention.drops and kernel.direction == "backward":
             return "hopper: the backward of dropout is computed by the triton target"
         if widths.rope_dim or widths.value_is_key:
@@ -111,8 +121,6 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
-        if signature.sequences == "paged":
-            return "hopper: pages are read by the triton target"
         if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
             return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
         if kernel.direction == "backward" and tables_of(facts, "flash", signature):
@@ -121,7 +129,8 @@ class HopperTarget:
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
-        assert call.value is not None
+        if call.value is None:
+            return _latent_misfit(signature, call)
         ragged = signature.sequences != "dense"
         for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
             if not is_readable(tensor):
@@ -130,20 +139,29 @@ class HopperTarget:
                     "accelerator"
                 )
             if ragged and not is_ragged_readable(tensor):
+                rows = "blocks" if signature.sequences == "paged" and name != "query" else "batch rows"
                 return (
-                    f"hopper: {name}: with lengths, batch rows must lie a whole number of rows of a head apart; its "
+                    f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
                 )
+        page = call.key.shape[2]
+        if signature.sequences == "paged" and page < LEAST_PAGE:
+            return _small_pages(page)
         return None
 
     def parts(self, attention: Attention, widths: Widths) -> Segments:
         """Tiles of query and key are one piece or two; those of value and output one, but in backwards."""
+        if widths.value_is_key:
+            return segments_of(attention, widths)
         keys = two_pieces("key", piecewise(widths.head_dim))
         own = (Segment(p.first, min(p.columns, widths.head_dim - p.first), "key") for p in keys)
         return Segments(tuple(own), (Segment(0, widths.value_dim, "value"),))
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
+        if kernel in SPLIT_KV:
+            chosen = HopperLatentForm()
+            return [chosen, *chosen.neighbours()]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
@@ -155,6 +173,11 @@ class HopperTarget:
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
         best = self.forms(kernel, signature, hardware, facts)[0]
+        if kernel in SPLIT_KV and not isinstance(form, HopperLatentForm):
+            raise WeftError(
+                f"schedule: {kernel.name} {form}: expected a form like {best} "
+                "for target hopper (64x64p<slots> and its switches)"
+            )
         if type(form) is not type(best):
             buffers = "" if kernel.direction == "backward" else "q<query buffers>"
             raise WeftError(
@@ -167,6 +190,8 @@ class HopperTarget:
 
     def _why_not(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware) -> str | None:
         widths = signature.widths
+        if isinstance(form, HopperLatentForm):
+            return _no_latent_form(kernel, form, signature, hardware)
         reason = (
             _no_backward_form(kernel, form, widths) if isinstance(form, HopperBackwardForm) else _no_form(form, widths)
         )
@@ -179,20 +204,18 @@ class HopperTarget:
         return None
 
     def template(self, code: CodePlan) -> str:
-        return f"hopper/flash_{code.signature.direction}.py.jinja"
+        return f"hopper/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
         own = code.signature.widths
+        if code.schedule.algorithm == "split_kv":
+            return _latent_context(code, facts)
         columns, value_columns = columns_of(own)
         widths = {
             "head_dim": own.head_dim, "value_dim": own.value_dim, "columns": columns, "value_columns": value_columns,
             "loads_at_positions": facts.loads_at_positions,
         }  # fmt: skip
-        per_row = code.signature.offset == "per_row"
-        offset = {
-            "per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset",
-            "offset_kind": code.signature.offset,
-        }  # fmt: skip
+        offset = _offset_context(code)
         if code.signature.direction == "forward":
             pieces = two_pieces("key", columns_of_form(forward_form(code), own)[0])
             return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, **offset}
@@ -218,10 +241,97 @@ class HopperTarget:
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
+        if code.schedule.algorithm == "split_kv":
+            return LatentLauncher(modules, code, facts, device.index or 0, False)
         kind = HopperForwardLauncher if code.signature.direction == "forward" else HopperBackwardLauncher
         return kind(modules, code, facts, device.index or 0, False)
 
 
+def _offset_context(code: CodePlan) -> Context:
+    per_row = code.signature.offset == "per_row"
+    return {
+        "per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset",
+        "offset_kind": code.signature.offset,
+    }  # fmt: skip
+
+
+# -- latent caches -----------------------------------------------------------------------------------------------------
+def _latent_context(code: CodePlan, facts: Facts) -> Context:
+    form, widths = code.form(SPLIT_KV[0].name), code.signature.widths
+    config = {
+        **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
+        "rope": widths.head_dim - widths.value_dim, "loads_at_positions": facts.loads_at_positions,
+    }  # fmt: skip
+    return {"config": config, "tiles_by_head": False, **_offset_context(code)}
+
+
+def _undivided(signature: Signature, facts: Facts) -> str | None:
+    """Why it does not divide the keys of such calls."""
+    widths, attention = signature.widths, facts.attention
+    rank, rope = widths.value_dim, widths.head_dim - widths.value_dim
+    if rank not in RANKS or rope != ROPE:
+        return (
+            f"hopper: latent caches have a rank of {alternatives(RANKS)} and {ROPE} rotary columns, got {rank} and "
+            f"{rope}; computed by the triton target"
+        )
+    if signature.sequences == "packed":
+        return "hopper: schedule split_kv has no packed sequences; use schedule='flash'"
+    lacking = {
+        "dropout": attention.drops,
+        "a sink": attention.folded_sink is not None,
+        "scores that may lie far from 0": facts.scores_lie_far,
+        "a mask that reads tensors by position": facts.traits.measured is not None,
+        "a mask whose tiles differ by head": tiles_by_head(facts),
+    }
+    found = next((what for what, is_there in lacking.items() if is_there), None)
+    return None if found is None else f"hopper: latent caches with {found} are computed by the triton target"
+
+
+def _latent_misfit(signature: Signature, call: CallTensors) -> str | None:
+    """Why a call's tensors are not brought by tiles."""
+    group = call.query.shape[1] // call.key.shape[1]
+    if ROWS % group and group % ROWS:
+        return (
+            f"hopper: of a latent cache the query heads of a key head must divide {ROWS} or be a multiple of it, got "
+            f"{group}"
+        )
+    if not is_readable(call.query):
+        return "hopper: query: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
+    ragged = signature.sequences != "dense"
+    if not (is_ragged_readable(call.key) if ragged else is_readable(call.key)):
+        return (
+            "hopper: key: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
+            + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
+        )
+    page = call.key.shape[2]
+    if signature.sequences == "paged" and page < LEAST_PAGE:
+        return _small_pages(page)
+    return None
+
+
+def _small_pages(page: int) -> str:
+    return (
+        f"hopper: pages of {page} rows are too small for the tensor memory accelerator, which wants "
+        f"{LEAST_PAGE} or more"
+    )
+
+
+def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
+    """Why the kernel of latent caches cannot have this form."""
+    widths = signature.widths
+    least = 2 * (widths.value_dim // PIECE_COLUMNS)
+    if form.slots < least:
+        return f"expected {least} slots or more, for two tiles of keys"
+    sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
+    parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROPE, "key")),
+                     (Segment(0, widths.value_dim, "value"),), value_is_key=True)  # fmt: skip
+    needed = sram_bytes(kernel, form, sizes, hardware, parts)
+    if needed > hardware.sram_per_block:
+        return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
+    return None
+
+
+# -- backwards ---------------------------------------------------------------------------------------------------------
 def _fits_by_rows(widths: Widths) -> bool:
     """Whether one consumer has registers for the sums of 64 keys."""
     return widths.value_dim <= 128 and widths.head_dim <= 192

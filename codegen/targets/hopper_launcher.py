@@ -125,11 +125,12 @@ class HopperLauncher(TritonLauncher):
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         per_row = self.code.signature.offset == "per_row"
-        return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim))
+        page = call.key.shape[2] if self.sequences == "paged" else 0
+        return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim, page))
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         found = super()._conditions(mode, lengths)
-        if self.sequences == "lengths":  # is_ragged_readable
+        if self.sequences in ("lengths", "paged"):  # is_ragged_readable
             given = [n for n in self._given_names() if n not in ("lse", "dlse")]
             found += [f"min({', '.join(f'{n}_sl' for n in given)}) > 0"]
             found += [" == ".join([*(f"{n}_sb % {n}_sl" for n in given), "0"])]
@@ -158,7 +159,7 @@ class HopperLauncher(TritonLauncher):
     @property
     def _head_bytes(self) -> str:
         """K and V of one query head, whose elements have two bytes."""
-        return f"{(self.columns + self.value_columns) * 2} * kv_len / group"
+        return f"{(self.columns + self.value_columns) * 2} * {self._kv_rows} / group"
 
     @property
     def _pieces(self) -> list[tuple[str, Piece]]:
@@ -171,6 +172,11 @@ class HopperLauncher(TritonLauncher):
 
     def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
         blocks, types = self._blocks(), super()._types(binding, arguments)
+        if page := binding.constants.get("PAGE"):  # a tile of keys is brought a block, or a part of one, at a time
+            assert isinstance(page, int)
+            for name, block in blocks.items():
+                if name.startswith(("key", "value")):
+                    block[-2] = min(block[-2], page)
         return [
             self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | RaggedBox | FlatBox) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)

@@ -45,12 +45,15 @@ class SplitLauncher(TritonLauncher):
         mode = found.mode
         assert isinstance(mode, Mode)
         (batches, heads, q_len, _), kv_heads = call.query.shape, call.key.shape[1]
-        most = self.form(SPLIT, mode.aligned).block_q
-        mode = mode._replace(rows=tile_rows(most, heads // kv_heads * q_len))
+        mode = self._of_group(mode, heads // kv_heads, q_len)
         offset = None if call.ragged is not None else call.q_offset
         known = offset if isinstance(offset, int) else None
         parts = self._divide(batches, heads, kv_heads, q_len, call.kv_rows, known, call.operands)
         return Partition(parts.parts, mode, parts.tiles)
+
+    def _of_group(self, mode: Mode, group: int, q_len: int) -> Mode:
+        """The mode of calls with as many query heads a key head, and queries."""
+        return mode._replace(rows=tile_rows(self.form(SPLIT, mode.aligned).block_q, group * q_len))
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
@@ -99,7 +102,7 @@ class SplitLauncher(TritonLauncher):
         offset = kv_len - q_len - short
         env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
         longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
-        narrow = form.of_rows(tile_rows(form.block_q, heads // kv_heads * q_len))
+        narrow = form.of_rows(heads // kv_heads * q_len)
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, kv_len))
         uneven = self.sequences != "dense"
         return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven)
@@ -130,13 +133,13 @@ class SplitLauncher(TritonLauncher):
             self.direct = lambda call: next((found for way in ways if (found := way(call)) is not None), None)
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
+        return super()._conditions(mode, lengths) + self._group_conditions(mode)
+
+    def _group_conditions(self, mode: Mode) -> list[str]:
+        """That a call has what `_of_group` made of another one."""
         rows, most = "heads // kv_heads * q_len", self.form(SPLIT, mode.aligned).block_q
-        conditions = super()._conditions(mode, lengths)
-        if mode.rows > 16:
-            conditions.append(f"{rows} > {mode.rows // 2}")
-        if mode.rows < most:
-            conditions.append(f"{rows} <= {mode.rows}")
-        return conditions
+        least = [f"{rows} > {mode.rows // 2}"] if mode.rows > 16 else []
+        return least + ([f"{rows} <= {mode.rows}"] if mode.rows < most else [])
 
     def _made(self, mode: Mode) -> dict[str, str]:
         kv_len = "table.shape[1] * kv_len" if self.sequences == "paged" else "kv_len"

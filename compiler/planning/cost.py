@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
-from .forms import Form, Tiling
+from .forms import Form, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
@@ -35,7 +35,7 @@ from .kernels import (
 )
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
-from .splits import Parts, divided, tile_rows
+from .splits import Parts, divided
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -44,6 +44,7 @@ L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time read
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
+REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 
@@ -131,7 +132,7 @@ def sizes_of(
     block_q, tiles = form.block_q, ceil(shape.q_len / form.block_q)
     if kernel in SPLIT_KV:  # rows of all heads that share keys are in one tile
         rows = shape.group * shape.q_len
-        block_q = tile_rows(form.block_q, rows)
+        block_q = _of_rows(form, rows).block_q
         tiles = ceil(rows / block_q)
     ahead, in_sram, score_bytes = form.residence(kernel, hardware, size)
     own_value = not parts.value_is_key
@@ -219,8 +220,7 @@ def cost_of(
     sequences have lengths of their own."""
     if kernel in SPLIT_KV:
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
-        assert isinstance(form, Tiling)
-        form = form.of_rows(tile_rows(form.block_q, shape.group * shape.q_len))
+        form = _of_rows(form, shape.group * shape.q_len)
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
     sram = form.sram(kernel)(once) + pair_bytes(kernel, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
@@ -283,10 +283,16 @@ def predict(
     return tuple(costs)
 
 
+def _of_rows(form: Form, rows: int) -> Tiling | HopperLatentForm:
+    """A form of a kernel that divides keys, for so many rows that share them."""
+    assert isinstance(form, Tiling | HopperLatentForm)
+    return form.of_rows(rows)
+
+
 def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
     """Tiles of all query heads as those that rows of heads with the same keys visit together."""
     rows = shape.group * shape.q_len
-    of_head = ceil(rows / tile_rows(form.block_q, rows))
+    of_head = ceil(rows / _of_rows(form, rows).block_q)
     share = of_head / (shape.group * ceil(shape.q_len / form.block_q))
     edge, full = ceil(tiles.edge * share), ceil(tiles.full * share)
     total = shape.batch * shape.kv_heads * of_head * ceil(shape.kv_len / form.block_kv)
@@ -308,7 +314,11 @@ def parts_of(
         slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
-    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1)
+    busy = 0.0
+    if isinstance(form, HopperLatentForm):  # as much to compute as to read
+        busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops("bf16"))
+        tile_bytes /= x.nq  # programs that share keys are neighbours
+    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ from .kernels import (
     hopper_forward_sram,
     hopper_forward_sram_in_place,
     hopper_forward_sram_two_queries,
+    hopper_latent_sram,
 )
 from .segments import Segments
+from .splits import tile_rows
 
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
 ROWS_OF_A_WARPGROUP = 64  # the height of a wgmma
@@ -53,8 +55,8 @@ class Tiling:
         return self.block_q
 
     def of_rows(self, rows: int) -> Tiling:
-        """The same for tiles of fewer queries."""
-        return replace(self, block_q=rows)
+        """The same for tiles of as few queries as hold so many rows that share keys."""
+        return replace(self, block_q=tile_rows(self.block_q, rows))
 
     def sram(self, kernel: Kernel) -> Formula:
         return kernel.sram
@@ -196,7 +198,49 @@ class HopperBackwardForm:
             yield replace(self, stages=stages)
 
 
-def _flags_text(form: HopperForm | HopperBackwardForm) -> str:
+@dataclass(frozen=True)
+class HopperLatentForm:
+    """The asynchronous kernel of latent caches on sm_90: one warpgroup finds weights, two sum half of the columns each.
+
+    A tile of 64 keys lies in SRAM once, as pieces of PIECE_COLUMNS columns, and is both key and value.
+    """
+
+    slots: int = 11  # for pieces of keys
+    ordered: bool = False  # products with values wait for the scores of the next tile
+    prefetch: bool = False  # keys are brought to L2 two tiles before they are loaded
+    persistent: bool = False  # one program an SM, which takes its share of the work, one after the other
+    block_q: ClassVar[int] = ROWS_OF_A_WARPGROUP
+    block_kv: ClassVar[int] = 64
+
+    _FLAGS: ClassVar[dict[str, str]] = {"ordered": "ordered", "prefetch": "prefetch", "persistent": "persistent"}
+
+    @property
+    def span_rows(self) -> int:
+        return self.block_q
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_kv}p{self.slots}{_flags_text(self)}"
+
+    def of_rows(self, rows: int) -> HopperLatentForm:
+        """Tiles are as high however few rows there are: a product has no fewer."""
+        return self
+
+    def sram(self, kernel: Kernel) -> Formula:
+        return kernel.sram if kernel.follows else hopper_latent_sram
+
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+        return Residence(self.slots, 1, element)
+
+    def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
+        return PROGRAMS_PER_SM if kernel.follows else 1
+
+    def neighbours(self) -> Iterator[HopperLatentForm]:
+        """Forms that differ in one choice."""
+        for name in self._FLAGS:
+            yield replace(self, **{name: not getattr(self, name)})
+
+
+def _flags_text(form: HopperForm | HopperBackwardForm | HopperLatentForm) -> str:
     return "".join(f"+{short}" for name, short in form._FLAGS.items() if getattr(form, name))
 
 
@@ -224,10 +268,11 @@ class CpuForm:
         return 1
 
 
-Form = Tiling | HopperForm | HopperBackwardForm | CpuForm
+Form = Tiling | HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm
 _TILING = re.compile(r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})")
 _HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)((?:\+[a-z]+)*)")
 _HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)((?:\+[a-z]+)*)")
+_HOPPER_LATENT = re.compile(r"64x64p(\d{1,2})((?:\+[a-z]+)*)")
 _CPU = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 
@@ -248,6 +293,9 @@ def parse_form(text: str) -> Form | None:
         chosen = _flags(HopperForm._FLAGS, found[5])
         if block_q % ROWS_OF_A_WARPGROUP == 0 and chosen is not None:
             return HopperForm(block_q // ROWS_OF_A_WARPGROUP, block_kv, stages, buffers, **chosen)
+    if found := _HOPPER_LATENT.fullmatch(text):
+        chosen = _flags(HopperLatentForm._FLAGS, found[2])
+        return None if chosen is None else HopperLatentForm(int(found[1]), **chosen)
     if found := _HOPPER_BACKWARD.fullmatch(text):
         chosen = _flags(HopperBackwardForm._FLAGS, found[4])
         block_q, block_kv, stages = map(int, found.groups()[:3])

@@ -276,6 +276,15 @@ def flash_dkey_dvalue_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (2 * x.C + 2 * x.Cv)
 
 
+PIECE_COLUMNS = 128  # of a piece of a latent tile
+
+
+def hopper_latent_sram(x: Sizes) -> float:
+    """Pieces of keys in s slots, half of a query's latent columns, its and keys' rotary ones twice; handshakes."""
+    rotary = 2 * x.bkv * (x.C - x.Cv)
+    return x.e * (x.s * x.bkv * PIECE_COLUMNS + x.bq * x.Cv / 2 + rotary) + 3 * x.bq * ROW_STATISTIC + HANDSHAKES
+
+
 # -- flash: gradients of what pairs read, where a program owns the pairs ---------------------------------------------
 def pair_sums_sram(x: Sizes) -> float:
     """Q, dO, K and V of a visited tile, loaded ahead, and the statistics; of a diagonal also its sums, to be turned."""

@@ -52,20 +52,22 @@ def longest_visits(
 
 @lru_cache(maxsize=4096)
 def divided(
-    units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float, uneven: bool = False
-) -> Parts:
+    units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float, uneven: bool = False,
+    busy: float = 0.0,
+) -> Parts:  # fmt: skip
     """The division with the least predicted time.
 
     units: (sequence, key head, tile of rows). tiles: of keys that the longest of them visits. slots: programs that run
     together, which share the bandwidth. tile_bytes: of keys and values that a program reads for a tile. uneven:
-    lengths lie on the device, where sequences may be as long as each other, or half as long on average.
+    lengths lie on the device, where sequences may be as long as each other, or half as long on average. busy: seconds
+    that a program computes on a tile, at the least.
     """
 
     def seconds(size: int, programs: float) -> float:
         """Of so many programs with so many tiles each."""
         sharing = max(min(programs, slots), slots / LONE)
         alone = START + min(size, AHEAD) * TILE
-        return ceil(programs / slots) * (size * tile_bytes * sharing / bytes_per_second + alone)
+        return ceil(programs / slots) * (size * max(tile_bytes * sharing / bytes_per_second, busy) + alone)
 
     best, least = Parts(1, max(tiles, 1)), inf
     for parts in range(1, min(MOST_PARTS, max(tiles, 1)) + 1):
@@ -75,7 +77,7 @@ def divided(
         predicted = seconds(size, units * parts)
         if uneven:
             half = units * parts / 2
-            last = size / 2 * tile_bytes * slots / LONE / bytes_per_second  # of the last ones, beside idle others
+            last = size / 2 * max(tile_bytes * slots / LONE / bytes_per_second, busy)  # of the last, beside idle others
             predicted = (2 * predicted + seconds(size, half)) / 3 + (last if units * parts > slots else 0.0)
         predicted += JOINING + parts * JOINING_PART if parts > 1 else 0.0
         if predicted < least:

@@ -195,6 +195,29 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
     ]
 
 
+def _hopper_split_forward(t: Tiles) -> list[Stage]:
+    """Of latent caches: a producer warp loads, one warpgroup finds weights, two sum values."""
+    rows = f"{t.query()}, rows of all queries and heads that share the keys; half stays in SRAM, half in registers"
+    rotary = "; P = exp2(S - reference) takes the place of the rotary columns"
+    weights = f"reference raised to the maximum, or a little less{rotary}"
+    parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several in float32"
+    return [
+        _load("query", rows, "unit of work", _AHEAD),
+        _load("key", f"{t.key()}, in pieces, used as V too", _EACH_KV, _AHEAD),
+        _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
+        _compute("weights", weights, _EACH_KV),
+        Stage(
+            "keep sums",
+            "keep",
+            f"{t.output('O')} float32, half of the columns a warpgroup",
+            "registers",
+            "unit of work",
+        ),
+        _compute("output", "sums rescaled where a row's reference moved; O += P V, beside the softmax", _EACH_KV),
+        _store("output", parts, "unit of work"),
+    ]
+
+
 def _hopper_row_statistics(t: Tiles) -> list[Stage]:
     """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
     load, compute, *_ = _row_statistics(t)
@@ -658,6 +681,7 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "split_forward"): _split_forward,
     ("", "join_parts"): _join_parts,
     ("hopper", "flash_forward"): _hopper_flash_forward,
+    ("hopper", "split_forward"): _hopper_split_forward,
     ("", "row_statistics"): _row_statistics,
     ("hopper", "row_statistics"): _hopper_row_statistics,
     ("hopper", "flash_backward"): _hopper_flash_backward,

@@ -44,6 +44,7 @@ def test_no_number_crosses_threads(direction: str, width: int) -> None:
 CAPPED = DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("variant", "width"), [(DROPPED, 64), (CAPPED, 128)])
 def test_the_hopper_forward(variant: weft.Attention, width: int) -> None:
     """Nothing is moved nor spilled in its loops, which hold the softmax of 64 or 128 keys."""
@@ -62,6 +63,7 @@ def test_other_gpus(device: str, direction: str) -> None:
         assert bool(kernel.count(product)) == name.startswith("flash_"), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "width"), [(CAPPED, 128), (DROPPED.replace(mask=masks.document(weft.tensor("doc", 2, int))), 64)]
 )

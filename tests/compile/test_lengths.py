@@ -17,6 +17,7 @@ LISTS = {"query_work", "key_work"}  # before the others, of packed calls
 PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 def test_loops_are_those_of_dense_kernels(sequences, direction):
@@ -36,17 +37,20 @@ def test_loops_are_those_of_dense_kernels(sequences, direction):
 
 OF_HOPPER = [
     ("packed", "forward", 128, 128), ("lengths", "backward", 128, 128), ("packed", "backward", 64, 64),
-    ("lengths", "forward", 192, 128),
+    ("lengths", "forward", 192, 128), ("paged", "forward", 128, 128), ("paged", "forward", 80, 64),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sequences", "direction", "dim", "value_dim"), mostly(OF_HOPPER[:2], OF_HOPPER))
+@pytest.mark.parametrize(
+    ("sequences", "direction", "dim", "value_dim"), mostly([*OF_HOPPER[:2], OF_HOPPER[4]], OF_HOPPER)
+)
 def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, value_dim):
     """A sequence's own lengths cost a few instructions of the loops, no SRAM but a card's, and serialise no product."""
     dense, made = (
         compiled(CAUSAL, direction, dim, value_dim=value_dim, sequences=s, target="hopper").kernels
         for s in ("dense", sequences)
     )
+    limit = 1.13 if sequences == "paged" else 1.03  # beside eight blocks of a tile ptxas packs predicates of edge tiles
     assert made.keys() - LISTS == dense.keys()
     assert bool(made.keys() & LISTS) == (sequences == "packed")
     for name, kernel in dense.items():
@@ -55,9 +59,10 @@ def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, v
         assert own.count("wgmma.mma_async") == kernel.count("wgmma.mma_async"), name
         assert own.spills_in_loops() <= kernel.spills_in_loops() + 4, name
         for ours, theirs in zip(own.product_loops(), kernel.product_loops(), strict=True):
-            assert len(ours) <= 1.03 * len(theirs), name
+            assert len(ours) <= limit * len(theirs), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("device", ["a100", "mi300x"])
 @pytest.mark.parametrize("sequences", mostly(["packed"], ["lengths", "packed"]))

@@ -105,6 +105,34 @@ def test_pages(page):
     check("causal", operands(40), {"kv_lens": KV_LENS}, page)  # a chunk of a prompt: the ordinary kernels
 
 
+CHUNK = {"kv_lens": KV_LENS, "q_lens": [200, 5, 130, 0, 64]}
+
+
+@pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 64), (80, 64), (192, 128), (256, 256)])
+def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
+    """Pages by TMA: a tile of keys is several blocks, or a part of one; NaN lies behind lengths."""
+    made = operands(200, dim=dim, value_dim=value_dim)
+    for b, q_len in enumerate(CHUNK["q_lens"]):
+        made[0][b, :, q_len:] = torch.nan
+    for rows_first in (True, False):
+        check("causal", made, CHUNK, page, rows_first=rows_first, target="hopper")
+    check("causal", operands(200, 6, 3, dim, value_dim, torch.float16), {"kv_lens": KV_LENS}, page, target="hopper")
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if "documents" not in n and n != "sigmoid"])
+def test_variants_over_pages_on_hopper(name):
+    check(name, operands(200), CHUNK, 16, target="hopper")
+    check(name, operands(70, dim=64), {"kv_lens": KV_LENS}, 64, target="hopper")
+
+
+def test_pages_that_hopper_leaves_to_triton():
+    check("documents", operands(200), CHUNK, 16)
+    check("causal", operands(200), CHUNK, 4)
+    with pytest.raises(weft.UnavailableError, match="pages of 4 rows are too small for the tensor memory accelerator"):
+        check("causal", operands(200), CHUNK, 4, target="hopper")
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (6, 2), (5, 1), (64, 2)])
 @pytest.mark.parametrize("q_len", [1, 2, 4, 8, 16])
 def test_rows_of_a_group(heads, kv_heads, q_len):
@@ -140,40 +168,110 @@ def test_gradients_behind_a_divided_forward():
     )
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+LATENT = {
+    "causal": weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="mla"),
+    "dense": weft.Attention(latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_dense"),
+    "window": weft.Attention(
+        mask=masks.sliding_window(200), latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_window"
+    ),
+    "cap": weft.Attention(
+        20.0 * weft.tanh(score / 20.0), masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_cap"
+    ),
+    "alibi": weft.Attention(
+        score + slopes[head] * (kv_pos - q_pos), masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5,
+        name="mla_alibi",
+    ),
+    "factors": weft.Attention(
+        score * slopes[head], masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_heated"
+    ),
+    "rank 256": weft.Attention(mask=masks.causal, latent=weft.Latent(256, 64), scale=192**-0.5, name="mla_256"),
+}  # fmt: skip
+FORMS = [f"64x64p11{a}{b}{c}" for a in ("", "+ordered") for b in ("", "+prefetch") for c in ("", "+persistent")]
+
+
+def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat16, rows=ROWS, target="hopper"):
+    """Twenty launches with the same bits; keys behind lengths, and what no key is in, are NaN."""
+    torch.manual_seed(3)
+    variant, device = LATENT[name], "cuda"
+    width = variant.latent.rank + 64
+    query = torch.randn(5, q_len, heads, width, device=device, dtype=dtype).transpose(1, 2)
+    known = torch.randn(5, 1, rows, width, device=device, dtype=dtype)
+    cache, own = known.clone(), {p.name: torch.linspace(-0.3, 0.6, heads, device=device) for p in variant.parameters}
+    more = {"q_offset": rows - q_len}
+    if lens is not None:
+        more = {"kv_lens": torch.tensor(lens, device=device, dtype=torch.int32)}
+        for b, length in enumerate(lens):
+            cache[b, :, length:] = torch.nan
+    tensors, given = (query, cache), dict(more)
+    if page:
+        (pool,), given["block_table"] = paged([cache], lens, page)
+        tensors = (query, pool)
+    schedule = form and f"split_kv/split_forward=hopper:{form}"
+    found = [variant(*tensors, **given, **own, return_lse=True, schedule=schedule) for _ in range(20)]
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
+    results = []
+    for kind in (torch.float64, dtype):
+        read = {n: v.to(kind) if kind == torch.float64 else v for n, v in own.items()}
+        results.append(variant.reference(query.to(kind), known.to(kind), **more, **read, return_lse=True))
+    for label, *three in zip(("out", "lse"), found[0], *results):
+        check_errors(*three, f"{name} {label}")
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert target in {r.launcher.code.target for r in variant_of(variant)._forwards.values()}
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 8])
 @pytest.mark.parametrize("page", [0, 16, 64])
 def test_latent_caches(page, q_len, heads):
-    torch.manual_seed(3)
-    variant = weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="mla")
-    query = torch.randn(5, heads, q_len, 576, device="cuda", dtype=torch.bfloat16)
-    cache = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
-    lens = torch.tensor(KV_LENS, device="cuda", dtype=torch.int32)
-    tensors, given = (query, cache), {"kv_lens": lens}
-    if page:
-        (pool,), table = paged([cache], KV_LENS, page)
-        tensors, given = (query, pool), {"kv_lens": lens, "block_table": table}
-    found = [variant(*tensors, **given, return_lse=True) for _ in range(20)]
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again))
-    dtypes = (torch.float64, query.dtype)
-    results = [variant.reference(query.to(d), cache.to(d), kv_lens=lens, return_lse=True) for d in dtypes]
-    for label, *three in zip(("out", "lse"), found[0], *results):
-        check_errors(*three, f"latent {label}")
+    check_latent("causal", heads, q_len, KV_LENS, page)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_latent_decode(form):
+    """Whole sequences, many parts, and of pages that are smaller than a tile."""
+    check_latent("causal", 128, 1, None, form=form)
+    check_latent("causal", 64, 2, KV_LENS, 64, form)
+    check_latent("causal", 16, 4, KV_LENS, 16, form)
+    check_latent("causal", 128, 1, [20000, 17, 0, 19999, 64], 0, form, rows=20000)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_variants_of_latent_decode(name):
+    check_latent(name, 16, 3, KV_LENS, 16)
+    check_latent(name, 128, 1, None)
+    check_latent(name, 64, 1, KV_LENS, 128, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("heads", "page"), [(1, 64), (8, 32), (192, 64), (64, 256), (32, 0), (16, 8)])
+def test_rows_of_latent_decode(heads, page):
+    for q_len in (1, 5, 16):
+        check_latent("causal", heads, q_len, KV_LENS, page)
+
+
+@pytest.mark.parametrize(("heads", "page"), [(24, 0), (48, 64), (16, 4)])
+def test_latent_decode_that_is_left_to_triton(heads, page):
+    check_latent("causal", heads, 2, KV_LENS, page, target="triton")
 
 
 @pytest.mark.parametrize("paging", [False, True])
-def test_a_graph_is_replayed_with_other_lengths(paging, no_waiting):
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, no_waiting):
     """Nothing waits for the device, and no size is taken from what lies there."""
     query, key, value = operands(1)
+    variant = CAUSAL
+    if is_latent:
+        variant, query = LATENT["causal"], torch.randn(5, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+        key = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
+    caches = (key,) if is_latent else (key, value)
     lens = torch.full((5,), ROWS, device="cuda", dtype=torch.int32)
-    tensors, given = (query, key, value), {"kv_lens": lens}
+    tensors, given = (query, *caches), {"kv_lens": lens}
     if paging:
-        pools, given["block_table"] = paged((key, value), [ROWS] * 5, 16)
+        pools, given["block_table"] = paged(caches, [ROWS] * 5, 16)
         tensors = (query, *pools)
 
     def step():
-        return CAUSAL(*tensors, **given, return_lse=True)
+        return variant(*tensors, **given, return_lse=True)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -27,11 +27,13 @@ def check(seed: str, target: str) -> None:
         assert event.kind != "declaration raised", event.message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", CPU)
 def test_cpu(seed):
     check(seed, "cpu")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", INTERPRET)
 def test_interpret(seed):
     check(seed, "interpret")

@@ -88,6 +88,7 @@ def packed(heads=2, kv_heads=1, dim=16, value_dim=None, dtype=torch.float32, giv
 KINDS = {"padded": (padded, PADDED), "packed": (packed, PACKED)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -363,6 +364,7 @@ def check_sinks(variant, kind, target, around=0.0, **options):
     check_variant(variant, *make(), target=target, operands=operands | lengths, differentiate=floats, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SINKS)

@@ -106,6 +106,7 @@ factor, doc, pair = weft.tensor("factor", 1), weft.tensor("doc", 2, int), weft.t
 
 
 # -- results and gradients ---------------------------------------------------------------------------------------------
+@pytest.mark.sampled(5)
 @TARGETS
 @NORMALIZERS
 @pytest.mark.parametrize("mask", [True, masks.causal], ids=["unmasked", "causal"])
@@ -417,6 +418,7 @@ def test_kernels_hold_no_statistics_and_say_what_they_do() -> None:
     assert "row_statistics" not in toy().explain(sizes, device="h100")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_kernels_compile_for_a_gpu(normalizer, direction) -> None:

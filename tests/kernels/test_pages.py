@@ -271,8 +271,9 @@ def test_a_plan_says_where_keys_lie():
     given = {"kv_lens": torch.tensor([200, 30]), "block_table": torch.zeros(2, 16, dtype=torch.int32)}
     said = CAUSAL.explain(sizes, device="h100", **given)
     assert "2 sequences of 64 queries and 30 to 200 keys, these in pages of 16" in said
-    assert "hopper: pages are read by the triton target" in said
-    text = CAUSAL.source(sizes, device="h100", **given)
+    assert "flash_forward=hopper" in said
+    assert "blocks_of(pages, first_key, kv_len, n_blocks, PAGE)" in CAUSAL.source(sizes, device="h100", **given)
+    text = CAUSAL.source(sizes, device="a100", **given)
     assert "blocks_of(pages, kv_first, kv_len, n_blocks, PAGE, BLOCK_KV)" in text
     with pytest.raises(weft.WeftError, match=r"shape: kv_len: expected a multiple of the 7 pages of block_table"):
         CAUSAL.plan(sizes, device="h100", kv_lens=given["kv_lens"], block_table=torch.zeros(2, 7, dtype=torch.int32))

@@ -42,6 +42,7 @@ def operands(sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("variant", "sizes", "scalars"),

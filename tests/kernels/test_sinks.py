@@ -75,6 +75,7 @@ def test_long_calls_on_a_cpu(length: int, around: float) -> None:
         check(variant, length, torch.float32, around, target="cpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_in_the_interpreter(name: str) -> None:
     check(VARIANTS[name], 40, torch.float32, target="interpret")
@@ -146,6 +147,7 @@ def test_a_sink_that_weighs_nothing_has_no_gradient(target: str) -> None:
     assert table.grad is not None and table.grad[0] == 0.0 and table.grad[1].isfinite() and table.grad[1] != 0.0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("target", "schedule"), SCHEDULES)
 def test_the_gradient_alone_and_left_out(target: str, schedule: str | None) -> None:
     """Each subset of gradients has the same bits, also that of the sink alone, and repeats."""

@@ -123,6 +123,7 @@ def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[
         assert table.tolist() == expected, f"{name}, {kind}, {axis}, {lengths}, {blocks}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_kernels_write_what_the_model_says(name: str, kind: str) -> None:

@@ -18,7 +18,15 @@ from weft.codegen.targets.hopper import best_form
 from weft.compiler.analysis.facts import Facts, facts_of
 from weft.compiler.analysis.records import Traits
 from weft.compiler.planning.cost import sram_bytes
-from weft.compiler.planning.forms import CpuForm, Form, HopperForm, Tiling, check_tiling, parse_form
+from weft.compiler.planning.forms import (
+    CpuForm,
+    Form,
+    HopperForm,
+    HopperLatentForm,
+    Tiling,
+    check_tiling,
+    parse_form,
+)
 from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
 from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, SPLIT_KV
 from weft.compiler.planning.records import Shape
@@ -433,6 +441,7 @@ FORMS = st.one_of(
     st.builds(
         HopperForm, st.integers(0, 156), st.integers(0, 9_999), _counts, _counts, *[st.booleans()] * 4
     ),
+    st.builds(HopperLatentForm, st.integers(0, 99), *[st.booleans()] * 3),
 )  # fmt: skip
 
 

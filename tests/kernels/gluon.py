@@ -1,0 +1,390 @@
+"""Warp-specialised Gluon kernels on a CPU: generated text run as Python, one thread for each role of a program.
+
+Triton has no interpreter of Gluon. This one knows what kernels of latent caches use, and is unkind where hardware may
+be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a product reads
+its operands when it is waited for, at the latest moment that hardware could. A slot that is given back too early, or a
+barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+
+
+class Deadlock(AssertionError):
+    """All roles wait, and no copy is under way."""
+
+
+class Pointer:
+    """An address in a tensor's storage, counted in elements, or a tile of such."""
+
+    def __init__(self, storage: Tensor, at: Any = 0) -> None:
+        self.storage, self.at = storage, at
+        self.dtype = SimpleNamespace(element_ty=storage.dtype)
+
+    @staticmethod
+    def to(tensor: Tensor) -> Pointer:
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        return Pointer(whole, tensor.storage_offset())
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.storage, self.at + offset)
+
+    __radd__ = __add__
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.storage, self.at[index])
+
+
+class Shared:
+    """Memory of a program, or a view of it."""
+
+    def __init__(self, tile: Tensor) -> None:
+        self.tile, self.dtype = tile, tile.dtype
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.tile[int(i)])
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.tile.view(list(shape)))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.tile.permute(*order))
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
+        return Shared(self.tile.narrow(dim, int(start), length))
+
+    def load(self, layout: object) -> Tensor:
+        return self.tile.clone()
+
+    def store(self, value: Tensor) -> None:
+        self.tile.copy_(value)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.tile.untyped_storage().data_ptr(), self.tile.storage_offset()
+
+
+class Descriptor:
+    """What a launch hands over for TMA, for tiles of these sizes."""
+
+    layout = None
+
+    def __init__(self, box: Any, block: Sequence[int]) -> None:
+        self.pointer, self.shape, self.strides, self.block = Pointer.to(box.base), box.shape, box.strides, list(block)
+        self.dtype = box.base.dtype
+        self.block_type = SimpleNamespace(nbytes=2 * torch.Size(self.block).numel())
+
+    def read(self, coordinates: Sequence[Any]) -> Tensor:
+        """A tile: 0 where it lies outside, and addresses count modulo 2**64 bytes."""
+        there, address = torch.ones(self.block, dtype=torch.bool), torch.zeros(self.block, dtype=torch.int64)
+        for axis, (first, size, extent, stride) in enumerate(
+            zip(coordinates, self.block, self.shape, self.strides, strict=True)
+        ):
+            assert abs(int(first)) < 2**31
+            at = (int(first) + torch.arange(size)).view([-1 if a == axis else 1 for a in range(len(self.block))])
+            there &= (at >= 0) & (at < extent)
+            address = address + at * 2 * stride  # wraps, as 64 bits do
+        place = torch.where(there, address >> 1, 0)
+        assert bool((place + self.pointer.at < len(self.pointer.storage)).all() and (place >= 0).all()), "a wild read"
+        return torch.where(there, self.pointer.storage[place + self.pointer.at], 0)
+
+
+class Token:
+    """A product under way."""
+
+    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
+        self.operands, self.value = (a, b, acc, use_acc), None
+
+    def finish(self) -> Any:
+        if self.value is None:
+            a, b, acc, use_acc = self.operands
+            left = a.tile if isinstance(a, Shared) else a
+            before = acc.finish() if isinstance(acc, Token) else acc
+            product = left.double() @ b.tile.double()
+            self.value = (product + before if use_acc else product).float()
+        return self.value
+
+
+class Machine:
+    """One program: its roles, its barriers and the copies under way."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lock = threading.Condition()
+        self.barriers: dict[tuple[int, int], list[int]] = {}  # arrivals wanted, arrivals missing, bytes missing, phase
+        self.copies: list[Callable[[], None]] = []
+        self.waiting: dict[int, tuple[tuple[int, int], int]] = {}
+        self.alive: list[int] = []
+        self.turn, self.error = -1, None
+
+    # -- barriers ------------------------------------------------------------------------------------------------------
+    def init(self, barrier: Shared, count: int) -> None:
+        self.barriers[barrier.key] = [count, count, 0, 0]
+
+    def arrive(self, barrier: Shared, count: int = 1) -> None:
+        self._change(barrier.key, count, 0)
+        self._pass_on()
+
+    def expect(self, barrier: Shared, nbytes: int) -> None:
+        self._change(barrier.key, 1, nbytes)
+
+    def _change(self, key: tuple[int, int], arrivals: int, nbytes: int) -> None:
+        state = self.barriers[key]
+        state[1] -= arrivals
+        state[2] += nbytes
+        assert state[1] >= 0, "a barrier was arrived at too often"
+        if state[1] == 0 and state[2] == 0:
+            state[1], state[3] = state[0], state[3] + 1
+
+    def _is_over(self, key: tuple[int, int], phase: int) -> bool:
+        return self.barriers[key][3] & 1 != phase
+
+    def wait(self, barrier: Shared, phase: Any) -> None:
+        me = self._me()
+        self.waiting[me] = (barrier.key, int(phase))
+        self._pass_on()
+        del self.waiting[me]
+
+    def copy(self, descriptor: Descriptor, coordinates: Sequence[Any], barrier: Shared, to: Shared) -> None:
+        assert list(to.tile.shape) == descriptor.block
+        coordinates = [int(c) for c in coordinates]
+
+        def arrive() -> None:
+            to.tile.copy_(descriptor.read(coordinates))
+            self._change(barrier.key, 0, -descriptor.block_type.nbytes)
+
+        self.copies.append(arrive)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+    def _me(self) -> int:
+        return int(threading.current_thread().name)
+
+    def _pass_on(self) -> None:
+        """Give the turn to any role that can go on, and wait for the own one."""
+        me = self._me()
+        self._choose()
+        with self.lock:
+            self.lock.notify_all()
+            self.lock.wait_for(lambda: self.turn == me or self.error is not None)
+        if self.error is not None:
+            raise SystemExit
+
+    def _choose(self) -> None:
+        while True:
+            while self.copies and self.random.random() < 0.3:
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+            able = [r for r in self.alive if r not in self.waiting or self._is_over(*self.waiting[r])]
+            if able:
+                self.turn = self.random.choice(able)
+                return
+            if not self.alive:
+                return
+            if not self.copies:
+                self.error = Deadlock(f"roles {sorted(self.waiting)} wait for each other")
+                return
+            self.copies.pop(self.random.randrange(len(self.copies)))()
+
+    def run(self, roles: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        def work(role: int) -> None:
+            function, arguments = roles[role]
+            with self.lock:
+                self.lock.wait_for(lambda: self.turn == role or self.error is not None)
+            try:
+                if self.error is None:
+                    function(*arguments)
+            except SystemExit:
+                pass
+            except BaseException as error:
+                self.error = error
+            self.alive.remove(role)
+            if self.error is None:
+                self._choose()
+            with self.lock:
+                self.lock.notify_all()
+
+        self.alive = list(range(len(roles)))
+        threads = [threading.Thread(target=work, args=(r,), name=str(r)) for r in self.alive]
+        self._choose()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+        assert not self.copies, "a copy that nobody waited for"
+
+
+class Layout:
+    """Says nothing here."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.value = self
+
+
+def _of(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+def _load(pointer: Pointer, mask: Any = None, other: float = 0) -> Tensor:
+    at = _of(pointer.at)
+    if mask is None:
+        return pointer.storage[at]
+    shown = torch.broadcast_to(_of(mask), at.shape)
+    return torch.where(
+        shown, pointer.storage[torch.where(shown, at, 0)], torch.as_tensor(other, dtype=pointer.storage.dtype)
+    )
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    at, shown = torch.broadcast_tensors(_of(pointer.at), _of(True if mask is None else mask))
+    assert bool((at[shown] >= 0).all() and (at[shown] < len(pointer.storage)).all()), "a wild store"
+    pointer.storage[at[shown]] = torch.broadcast_to(_of(value), at.shape)[shown].to(pointer.storage.dtype)
+
+
+def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
+    if "mul.f32" in text:
+        return arguments[0] * arguments[1]
+    if "tanh" in text:
+        return torch.tanh(arguments[0])
+    assert "prefetch" in text, text
+    pointer, nbytes = arguments[0], int(re.search(r"\[\$1\], (\d+)", text)[1])  # type: ignore[index]
+    assert bool((pointer.at >= 0).all() and (pointer.at + nbytes // 2 <= len(pointer.storage)).all()), "a wild read"
+    return 0
+
+
+class Language:
+    """`gl`, and `tl` of the kernel that joins parts."""
+
+    int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
+    tensor = shared_memory_descriptor = object
+    NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
+    static_range, load, store, inline_asm_elementwise = (
+        range,
+        staticmethod(_load),
+        staticmethod(_store),
+        staticmethod(_asm),
+    )
+
+    def __init__(self) -> None:
+        self.machine: Any = None
+        self.program, self.programs = 0, 1
+
+    def constexpr(self, value: Any = None) -> Any:
+        return value
+
+    def program_id(self, axis: int) -> int:
+        return self.program
+
+    def num_programs(self, axis: int) -> int:
+        return self.programs
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
+        tile = torch.zeros(list(shape), dtype=dtype)
+        return Shared(tile.fill_(float("nan")) if dtype.is_floating_point else tile)
+
+    def warp_specialize(self, roles: Sequence[Any], warps: object, registers: object) -> None:
+        self.machine.run(roles)
+
+    def arange(self, first: int, end: int, layout: object = None) -> Tensor:
+        return torch.arange(first, end)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, layout: object = None) -> Tensor:
+        return torch.zeros(list(shape), dtype=dtype)
+
+    def full(self, shape: Sequence[int], value: float, dtype: torch.dtype, layout: object = None) -> Tensor:
+        return torch.full(list(shape), value, dtype=dtype)
+
+    def zeros_like(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) else x
+
+    def where(self, condition: Any, a: Any, b: Any) -> Tensor:
+        return torch.where(_of(condition), a, b)
+
+    def minimum(self, a: Any, b: Any) -> Tensor:
+        return torch.minimum(*torch.broadcast_tensors(_of(a), _of(b)))
+
+    def maximum(self, a: Any, b: Any) -> Tensor:
+        return torch.maximum(*torch.broadcast_tensors(_of(a), _of(b)))
+
+    def cdiv(self, a: Any, b: Any) -> Any:
+        return (a + b - 1) // b
+
+    def max(self, x: Tensor, axis: int) -> Tensor:
+        return x.amax(axis)
+
+    def sum(self, x: Tensor, axis: int) -> Tensor:
+        return x.sum(axis)
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        """exp2, log2, rsqrt and other functions of elements."""
+        function = getattr(torch, name)
+        return lambda *given: function(*map(_of, given))
+
+    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        return x.reshape(list(shape))
+
+    def broadcast(self, a: Tensor, b: Tensor) -> Any:
+        return torch.broadcast_tensors(a, b)
+
+    def multiple_of(self, x: Any, numbers: Sequence[int]) -> Any:
+        return x
+
+    def convert_layout(self, x: Tensor, layout: object) -> Tensor:
+        return x
+
+
+class Kernels:
+    """The kernels of a generated module. functions of `more` stand for names that its text takes from elsewhere."""
+
+    def __init__(self, source: str, seed: int = 0) -> None:
+        self.gl, self.seed = Language(), seed
+        body = re.sub(r"^(?:import|from) .*?(?:\n(?= ).*)*$", "", source, flags=re.MULTILINE)
+        body = re.sub(r",\s*gl\.SliceLayout\(1, sums\.type\.layout\)", ", None", body)
+
+        def same(function: Any) -> Any:
+            return function
+
+        def product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Token:
+            return Token(a, b, acc, use_acc)
+
+        def waited(left: int, deps: Sequence[Token]) -> Any:
+            found = [token.finish() for token in deps]
+            return found[0] if len(found) == 1 else tuple(found)
+
+        machine = SimpleNamespace(
+            init=lambda b, count: self.gl.machine.init(b, count),
+            arrive=lambda b, count=1: self.gl.machine.arrive(b, count),
+            expect=lambda b, nbytes: self.gl.machine.expect(b, nbytes),
+            wait=lambda b, phase: self.gl.machine.wait(b, phase),
+            MBarrierLayout=Layout,
+        )
+        self.space: dict[str, Any] = {
+            "gl": self.gl, "tl": self.gl, "gluon": SimpleNamespace(jit=same, constexpr_function=same),
+            "triton": SimpleNamespace(jit=same), "aggregate": same, "run_time_program": same, "run_time_kernel": same,
+            "fence_async_shared": lambda: None, "mbarrier": machine, "warpgroup_mma": product,
+            "warpgroup_mma_wait": waited,
+            "tma": SimpleNamespace(async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a)),
+        }  # fmt: skip
+        exec(compile(body, "<gluon>", "exec"), self.space)
+
+    def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
+        """Run all programs, one after the other; tensors stand for their addresses."""
+        given = [Pointer.to(a) if isinstance(a, Tensor) else a for a in arguments]
+        for program in range(programs):
+            self.gl.program, self.gl.programs = program, programs
+            self.gl.machine = Machine(self.seed + program)
+            self.space[name](*given)

@@ -1,0 +1,205 @@
+"""The Hopper kernel of latent caches on a CPU: its generated text, run by gluon.py, against float64."""
+
+from __future__ import annotations
+
+import tempfile
+import types
+
+import pytest
+import torch
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen.targets.latent_launcher import LatentLauncher
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.runtime.call import Call, Dense, Lengths, Options, Paged
+from weft.runtime.driver import compile_kernels
+
+from ..support import check_errors, mostly
+from .gluon import Deadlock, Descriptor, Kernels
+
+pytest.importorskip("triton")
+
+SCALE = 0.1
+slopes = weft.tensor("slopes", 1)
+
+
+def variant(name, value=score, mask=masks.causal, rank=512):
+    return weft.Attention(value, mask, latent=weft.Latent(rank, 64), scale=SCALE, name=name)
+
+
+CAUSAL = variant("latent_causal")
+VARIANTS = {
+    "dense": variant("latent_dense", mask=True),
+    "window": variant("latent_window", mask=masks.sliding_window(100)),
+    "cap": variant("latent_cap", 20.0 * weft.tanh(score / 20.0)),
+    "alibi": variant("latent_alibi", score + slopes[head] * (kv_pos - q_pos)),
+    "factors": variant("latent_heated", score * slopes[head]),  # of any sign
+}
+ALL_SWITCHES = "64x64p11+ordered+prefetch+persistent"
+
+
+class OnACpu(LatentLauncher):
+    """Launches that go to the interpreter."""
+
+    text, seed, edit = "", 0, staticmethod(lambda text: text)
+
+    def _machine(self):
+        return by_name("h200")
+
+    def _processors(self):
+        return 3
+
+    def _compiled(self, bindings, options, typed):
+        own = Kernels(self.edit(self.text), self.seed)
+        self._launching = types.SimpleNamespace(descriptor=Descriptor, types_of=list)
+
+        def run(binding):
+            def launch(programs, arguments, stream):
+                given = (
+                    LatentLauncher._types(self, binding, arguments) if binding.name == "split_forward" else arguments
+                )
+                own.launch(binding.name, int(programs), given)
+
+            return launch
+
+        return [run(binding) for binding in bindings]
+
+    def _types(self, binding, arguments):
+        return arguments
+
+
+def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0):
+    """out, lse and the number of parts."""
+    rank, width = declared.latent.rank, query.shape[3]
+    kind = sequences.kind
+    signature = Signature(
+        "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[query.dtype]),
+        Widths(width, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right", few=True,
+    )  # fmt: skip
+    schedule = form and f"split_kv/split_forward=hopper:{form}"
+    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
+        made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
+    launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
+    launcher.__class__ = OnACpu
+    launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
+    launcher.edit = edit or OnACpu.edit
+    call = Call(query, key, None, None, operands or {}, sequences, Options(), width)
+    nan = float("nan")
+    results = {
+        "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
+        "lse": torch.full(query.shape[:3], nan),
+    }
+    partition = launcher.partition(call, results)
+    if parts:
+        partition = partition._replace(splits=parts, least=1)
+    places = launcher.workspace(call, results, partition)
+    launcher(call, results, {n: place.beside(query).fill_(nan) for n, place in places.items()}, partition)
+    return results["out"], results["lse"], partition.splits
+
+
+def in_pages(key, lens, page):
+    """Pools with NaN wherever no key is, and a table with garbage behind the lengths."""
+    batch, _, rows, width = key.shape
+    pages = -(-rows // page)
+    blocks = torch.randperm(batch * pages).view(batch, pages)
+    pool, table = torch.full((batch * pages, 1, page, width), float("nan"), dtype=key.dtype), blocks.int()
+    for b, length in enumerate(lens):
+        for i in range(-(-length // page)):
+            mine = key[b, :, i * page : min((i + 1) * page, length)]
+            pool[blocks[b, i], :, : mine.shape[1]] = mine
+        table[b, -(-length // page) :] = -(2**31)
+    return pool, table
+
+
+def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rank=512, rows=330, **options):
+    """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length."""
+    torch.manual_seed(heads + q_len)
+    batch = 1 if kv_lens is None else len(kv_lens)
+    query = torch.randn(batch, q_len, heads, rank + 64).to(dtype).transpose(1, 2)
+    key = torch.randn(batch, 1, rows, rank + 64).to(dtype)
+    operands = {p.name: torch.linspace(-0.3, 0.6, heads) for p in declared.parameters}
+    known, given, sequences, shown = query.clone(), {"q_offset": rows - q_len}, Dense(rows - q_len), key
+    if kv_lens is not None:
+        shown = key.clone()
+        for b, length in enumerate(kv_lens):
+            shown[b, :, length:] = torch.nan
+        lens = {"kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
+        if q_lens is not None:
+            lens["q_lens"] = torch.tensor(q_lens, dtype=torch.int32)
+            for b, length in enumerate(q_lens):
+                query[b, :, length:] = torch.nan
+        given = lens
+        sequences = Lengths(lens.get("q_lens"), lens["kv_lens"], None)
+        if page:
+            shown, table = in_pages(key, kv_lens, page)
+            sequences = Paged(lens.get("q_lens"), lens["kv_lens"], table, page, None)
+    out, lse, parts = run(declared, query, shown, sequences, operands=operands, **options)
+    results = []
+    for kind in (torch.float64, dtype):
+        own = {n: t.to(kind) if kind == torch.float64 else t for n, t in operands.items()}
+        results.append(declared.reference(known.to(kind), key.to(kind), **given, **own, return_lse=True))
+    for label, *three in zip(("out", "lse"), (out, lse), *results):
+        check_errors(*three, label)
+    return parts
+
+
+CASES = [
+    # heads, queries, lengths of keys and queries, page, form, parts
+    (128, 1, None, None, 0, "64x64p11", 0),
+    (64, 1, None, None, 0, "64x64p11+ordered", 3),
+    (16, 3, [330, 5, 0, 129], [3, 2, 3, 0], 0, ALL_SWITCHES, 2),
+    (16, 4, [330, 5, 0, 129], [3, 2, 4, 1], 16, "64x64p11", 2),
+    (32, 1, [330, 64, 0], None, 32, ALL_SWITCHES, 0),
+    (128, 2, [330, 129], None, 64, "64x64p11+persistent", 1),
+    (192, 1, [330, 129], None, 128, "64x64p11+ordered+prefetch", 1),
+    (1, 1, [330, 70], None, 256, "64x64p11", 0),
+    (16, 1, [330, 67], None, 8, "64x64p11+ordered", 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "kv_lens", "q_lens", "page", "form", "parts"), mostly([CASES[1], CASES[3]], CASES)
+)
+def test_rows_pages_and_parts(heads, q_len, kv_lens, q_lens, page, form, parts):
+    check(CAUSAL, heads, q_len, kv_lens, q_lens, page, form=form, parts=parts)
+
+
+@pytest.mark.parametrize("name", mostly(["alibi"], list(VARIANTS)))
+def test_masks_and_scores(name):
+    check(VARIANTS[name], 16, 2, [330, 70], page=16)
+
+
+def test_other_ranks_and_dtypes():
+    check(variant("latent_256", rank=256), 32, 2, [200, 70], page=64, dtype=torch.float16, rank=256, rows=200)
+
+
+def test_roles_take_turns_in_any_order():
+    for seed in range(3):
+        check(CAUSAL, 16, 1, None, form=ALL_SWITCHES if seed else "64x64p11", rows=520, parts=1, seed=seed)
+
+
+WAIT = "acc0 = warpgroup_mma_wait(1, deps=[token0])"
+RELEASE = "mbarrier.arrive(sram.piece_free.index(slot0), count=1)"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (f"{WAIT}\n{16 * ' '}{RELEASE}", f"{RELEASE}\n{16 * ' '}{WAIT}"),  # before a product is done
+        # nobody gives back the query's rotary columns
+        ("mbarrier.arrive(sram.rotary_free.index((rotaries - 1) % 2), count=2)", "pass"),
+        # weights are read before they are there
+        ("mbarrier.wait(sram.weights_ready.index(tiles % 2), tiles // 2 & 1)", "pass"),
+    ],
+)
+def test_a_broken_protocol_is_noticed(right, wrong):
+    def edit(text):
+        assert right in text
+        return text.replace(right, wrong)
+
+    with pytest.raises((AssertionError, Deadlock)):
+        for seed in range(4):
+            check(CAUSAL, 16, 1, None, form="64x64p11", rows=520, parts=1, edit=edit, seed=seed)
