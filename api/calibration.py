@@ -60,7 +60,7 @@ def _cpu_rates(seconds: float) -> CpuRates:
         libraries: tuple[Library, ...] = ("torch", "onednn") if products.one_dnn_linear() else ("torch",)
         tiles = [(library, *tile) for library in libraries for tile in TILES]
         steps: dict[object, Step] = {tile: _two_products(*tile) for tile in tiles}
-        attended = {dtype: _attention(DTYPES[dtype]) for dtype in DTYPES} if products.whole_attention() else {}
+        attended = {dtype: _attention(DTYPES[dtype]) for dtype in DTYPES} if products.own_attention() else {}
         small = torch.ones(8)
         sizes = _sizes(caches)
         passes = {level: _pass(size) for level, size in sizes.items()}
@@ -113,7 +113,7 @@ _ATTENTION_FLOPS = 4 * _HEADS * _LENGTH * _LENGTH * WIDTH
 
 def _attention(dtype: torch.dtype) -> Step:
     """torch's own, of all pairs."""
-    attend = products.whole_attention()
+    attend = products.own_attention()
     assert attend is not None
     x = torch.randn(1, _HEADS, _LENGTH, WIDTH).to(dtype)
     return lambda: attend(x, x, x, 0.0, False, scale=0.125)

@@ -143,7 +143,7 @@ def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
 @pytest.fixture
 def attended(monkeypatch):
     """Calls of torch's attention; skips where there is none to call."""
-    own, calls = products.whole_attention(), []
+    own, calls = products.own_attention(), []
     if own is None:
         pytest.skip("torch's own attention is not there")
 
@@ -153,8 +153,8 @@ def attended(monkeypatch):
 
     for name, module in list(sys.modules.items()):
         if name.startswith("weft_generated_"):
-            monkeypatch.setattr(module, "whole_attention", lambda: counted, raising=False)
-    monkeypatch.setattr(products, "whole_attention", lambda: counted)
+            monkeypatch.setattr(module, "whole_attention", lambda scores: counted, raising=False)
+    monkeypatch.setattr(products, "whole_attention", lambda scores: counted)
     return calls
 
 
@@ -169,11 +169,11 @@ PLAIN = weft.Attention(mask=masks.causal, name="whole_causal")
     [
         (PLAIN, 70, 70, {}, True), (PLAIN, 1, 300, {}, True), (PLAIN, 3, 300, {"q_offset": 299}, True),
         (PLAIN, 70, 71, {}, False), (PLAIN, 70, 70, {"q_offset": 1}, False), (PLAIN, 3, 300, {}, False),
-        (SCALED, 1, 40, {}, True), (SCALED, 1, 60, {}, False), (SCALED, 40, 40, {}, False),
+        (SCALED, 1, 40, {}, True), (SCALED, 1, 60, {}, True), (SCALED, 40, 40, {}, False), (SCALED, 2, 90, {}, False),
     ],
 )  # fmt: skip
 def test_calls_that_torch_computes_as_they_are(attended, variant, q_len, kv_len, options, whole, dtype):
-    """Every query sees every key, or causal from the first position on; grouped heads, a scale of its own."""
+    """Every query sees the same keys, or causal from the first position on; grouped heads, a scale of its own."""
     q, k, v = (torch.randn(2, h, n, 16).to(dtype).requires_grad_() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
     out, lse = variant(q, k, v, target="cpu", schedule=NOT_IN_TILES, return_lse=True, **options)
     assert bool(attended) == whole
@@ -203,7 +203,7 @@ def test_a_scale_that_is_not_positive(attended, scale, whole):
 def test_other_widths_scores_and_masks_have_tiles(attended):
     q, k, v = torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 24)
     by_head = weft.Attention(score * (1.0 + weft.head), masks.causal, name="whole_by_head")
-    for variant, value, form in ((PLAIN, v, ""), (by_head, k, ""), (VARIANTS["softcap"], k, ""), (PLAIN, k, "+tiles")):
+    for variant, value, form in ((PLAIN, v, ""), (by_head, k, ""), (VARIANTS["softcap"], k, "")):
         exact = variant.reference(q.double(), k.double(), value.double())
         found = variant(q, k, value, target="cpu", schedule=NOT_IN_TILES + form)
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
@@ -212,7 +212,7 @@ def test_other_widths_scores_and_masks_have_tiles(attended):
 
 def test_a_plan_says_what_torch_computes():
     sizes = weft.shape(heads=2, q_len=64, head_dim=16, dtype="fp32")
-    words = "every query sees all keys, or all up to its own, is torch's own kernel"
+    words = "every query sees the same keys, or all up to its own, is torch's own kernel"
     assert words in PLAIN.explain(sizes, device="cpu", schedule=NOT_IN_TILES)
     for variant, form in ((VARIANTS["softcap"], ""), (PLAIN, "+tiles")):
         assert "torch's own kernel" not in variant.explain(sizes, device="cpu", schedule=NOT_IN_TILES + form)
@@ -223,15 +223,18 @@ def test_a_plan_says_what_torch_computes():
     ids=["absent", "wrong", "another signature"],
 )  # fmt: skip
 def test_torchs_attention_is_tried_before_it_is_used(monkeypatch, op):
-    namespace = SimpleNamespace()
-    if op is not None:
-        namespace._scaled_dot_product_flash_attention_for_cpu = SimpleNamespace(default=op)
-    monkeypatch.setattr(torch.ops, "aten", namespace)
-    products.whole_attention.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention_for_cpu", op)
+    products.own_attention.cache_clear()
     try:
-        assert products.whole_attention() is None
+        assert products.own_attention() is None
     finally:
-        products.whole_attention.cache_clear()
+        products.own_attention.cache_clear()
+
+
+@pytest.mark.skipif(products.own_attention() is None, reason="torch's own attention is not there")
+def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast():
+    assert products.whole_attention(products.VERY_SHORT, in_tiles=True) is products.own_attention()
+    assert products.whole_attention(products.VERY_SHORT + 1, in_tiles=True) is None
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

@@ -244,12 +244,12 @@ def test_products_are_those_that_were_faster(monkeypatch) -> None:
 
 def test_torchs_own_attention_where_it_is_faster(monkeypatch) -> None:
     """As on a processor without units for bf16, where torch's kernel in that type is slow."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.whole_attention", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: products.product)
     slow = cpu_with(replace(RATES, attention=(("fp32", 90e9), ("bf16", 10e9))), 2)
     assert not first_form(slow, CAUSAL).in_tiles and first_form(slow, CAUSAL, dtype="bf16").in_tiles
     assert not first_form(slow, SOFTCAP, dtype="bf16").in_tiles  # torch has no such score
     assert not first_form(slow, CAUSAL, "backward", "bf16").in_tiles
-    monkeypatch.setattr("weft.codegen.targets.cpu.whole_attention", lambda: None)
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: None)
     assert not first_form(slow, CAUSAL, dtype="bf16").in_tiles
 
 
