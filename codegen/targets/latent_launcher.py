@@ -21,7 +21,7 @@ JOINED_COLUMNS = 128  # of a program that joins parts
 # (rows, parts) that it reads together: where rows are many, parts are few
 JOINED_FEW, JOINED_MANY = (4, 4), (1, 32)
 MANY_ROWS = 2048
-JOINERS = 16  # programs for each SM: as many as run together
+JOINERS = 6  # programs for each SM: as many as run together
 
 
 class HeadsBox(Box):
@@ -117,7 +117,7 @@ class LatentLauncher(SplitLauncher):
             return "n_row_tiles * kv_heads * n_shares"
         rows, columns = constants["JOINED_ROWS"], self._width // JOINED_COLUMNS
         blocks = f"(heads // kv_heads * q_len + {rows} - 1) // {rows} * batches * kv_heads * {columns}"
-        return f"least({JOINERS * self._processors()}, {blocks})"
+        return f"least({JOINERS * self._processors()}, {blocks}) * ({self._launched_if(kernel)})"
 
     def _launched_if(self, kernel: Kernel) -> str:
         return "n_parts > 1 or n_even > 0" if kernel.name == JOIN else ""

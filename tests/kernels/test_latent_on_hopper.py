@@ -10,6 +10,7 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen.targets import latent_launcher
 from weft.codegen.targets.latent_launcher import LatentLauncher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
@@ -178,7 +179,8 @@ def test_rows_pages_and_parts(heads, q_len, kv_lens, q_lens, page, form, parts):
 
 
 @pytest.mark.parametrize(("heads", "page"), mostly([(16, 16)], [(16, 16), (64, 0), (64, 64)]))
-def test_programs_share_ragged_sequences_evenly(heads, page):
+def test_programs_share_ragged_sequences_evenly(heads, page, monkeypatch):
+    monkeypatch.setattr(latent_launcher, "MANY_ROWS", 1)  # joined several rows at a time
     lens = [600, 40, 0, 130, 200, 64]
     found = check(CAUSAL, heads, 2, lens, [2, 1, 2, 0, 2, 1], page, rows=600, parts=1)
     assert max(found) > 1 and min(found) == 1
