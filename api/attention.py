@@ -36,7 +36,7 @@ from .runtime.call import (
     sequences_of,
 )
 from .runtime.checks import check_call, check_q_offset, check_tensors
-from .runtime.lengths import Options, check_contents, checked, cleared, gathered, has_pages
+from .runtime.lengths import Options, check_contents, checked, cleared, gathered, given_sequences, has_pages
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
 from .runtime.values import check_offsets, check_reads
@@ -184,7 +184,7 @@ class Attention(Declaration):
             operands = self._seeded(operands, seed, query)
         lengths = None
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
-            lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+            lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         if return_lse is not False:
             self._check_lse(return_lse)
         if deterministic is None:
@@ -198,17 +198,9 @@ class Attention(Declaration):
             return self._latent(query, key, value, uk, uv, form, tail, lengths)
         if uk is not None or uv is not None or form is not None:
             validate.check_no_latent(self, uk, uv, form)
-        if torch.compiler.is_compiling() or may_autocast():
-            query, key, value = _autocast(query, key, value)
         return self._run(
             query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths
         )
-
-    def _lengths(
-        self, q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
-        block_table: Tensor | None = None,
-    ) -> Options:  # fmt: skip
-        return q_lens, kv_lens, cu_q, cu_kv, block_table
 
     def _seeded(self, operands: Mapping[str, Any], seed: Any, query: Any) -> dict[str, Any]:
         """Operands with the seed as kernels take it, where weights are dropped."""
@@ -232,6 +224,9 @@ class Attention(Declaration):
         operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
     ) -> Result:  # fmt: skip
         """lengths: q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, where one of them is given."""
+        is_traced = torch.compiler.is_compiling()
+        if is_traced or may_autocast():
+            query, key, value = _autocast(query, key, value)
         if type(query) is not Tensor and distributed.is_sharded(query):
 
             def compute(main: Any, own: Mapping[str, Any], offset: int | Tensor | None, rows: Options | None) -> Result:
@@ -243,7 +238,7 @@ class Attention(Declaration):
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
             validate.check_target(str(self.name), target)
-        if torch.compiler.is_compiling():
+        if is_traced:
             out, lse = self._traced(
                 query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
             )
@@ -284,9 +279,7 @@ class Attention(Declaration):
         if lengths is None:
             sequences: Sequences = dense_offset(q_offset)  # type: ignore[arg-type]
         else:
-            sequences = sequences_of(
-                q_offset, *checked(str(self.name), query, key, lengths, q_offset), page=key.shape[2]
-            )
+            sequences = given_sequences(str(self.name), query, key, lengths, q_offset)
         call = Call(
             query, key, value, rope, given, sequences,
             options_of(default_target() if target is None else target, text, deterministic), head_dim or query.shape[3],
@@ -294,6 +287,8 @@ class Attention(Declaration):
         try:
             found = ops.run(self._variant, call)
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError) as error:
+            if lengths is not None:
+                checked(str(self.name), query, key, lengths, q_offset)
             check_call(self, call)  # torch and Python know no operand's name
             validate.explain_failure(self, call, error)
             raise
@@ -481,7 +476,7 @@ class Attention(Declaration):
             return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
         lengths = None
         if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
-            lengths = self._lengths(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+            lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         paged = has_pages(lengths)
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv, paged)

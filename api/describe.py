@@ -22,6 +22,7 @@ from .compiler.analysis.survey import CELL, Survey
 from .compiler.analysis.tiles import tile_ranges
 from .compiler.planning import hardware, picture
 from .compiler.planning.cost import CountLongest, CountTiles
+from .compiler.planning.distances import tables_in
 from .compiler.planning.kernels import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
@@ -507,8 +508,12 @@ def plan(
             "drop(X): of X the pairs that Philox-4x32-7 of seed, batch, head, q_pos and kv_pos keeps, over their "
             "share; its arithmetic is not in the times above",
         )
-    if facts.traits.pair_bytes:
-        most = facts.traits.pair_bytes
+    tables = tables_in(r.forward.code, facts)
+    traits = facts.traits_with(tables)
+    for table in tables:
+        notes = (*notes, f"read by distance, q_pos - kv_pos, from a table that is made in each call: {table.part}")
+    if traits.pair_bytes:
+        most = traits.pair_bytes
         notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")
 
     longest = _longest(attention, r, options)
@@ -516,7 +521,7 @@ def plan(
     def made(visible: VisiblePairs | None = None) -> Plan:
         name = str(attention.name)
         return make_plan(
-            name, r.sizes, r.machine, codes, facts.traits, count=count, longest=longest, notes=notes, visible=visible
+            name, r.sizes, r.machine, codes, traits, count=count, longest=longest, notes=notes, visible=visible
         )
 
     try:
@@ -585,7 +590,8 @@ def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
     if found.code.target != "cpu":
         return ()
     context = found.target.context(found.code, facts)
-    seen = "all keys, or all up to its own," if context["causal"] else "all keys"
+    seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
+    seen += ", or all up to its own," if context["causal"] else ""
     whole = f"a forward in which every query sees {seen} is torch's own kernel, where that is the faster one"
     return (whole,) if context["whole"] else ()
 

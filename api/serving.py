@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .graphed import Graphed as Graphed
-from .graphed import Model
+from .graphed import Model as Model
 from .ir.errors import InternalError, WeftError
 from .kv import OutOfBlocksError, PagedCache
 from .kv.step import on_device

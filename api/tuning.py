@@ -13,7 +13,7 @@ from .attention import Attention
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
 from .compiler.planning.forms import Form
-from .compiler.planning.kernels import MEASURES, Algorithm
+from .compiler.planning.kernels import BESIDE, Algorithm
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
@@ -75,7 +75,7 @@ def choices_of(chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts
     """The forms to time of each kernel that has several: not of those that are cut as another one is."""
     choices: dict[str, list[Form]] = {}
     for code in chosen.code.kernels:
-        if code.name in MEASURES or code.kernel.follows:
+        if code.name in BESIDE or code.kernel.follows:
             continue
         forms = list(chosen.target.forms(code.kernel, chosen.code.signature, machine, facts))
         if len(forms) > 1:

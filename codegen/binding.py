@@ -93,11 +93,19 @@ class Packer:
         if name in self._absent:
             return "None"
         self.need(name)
-        return f"{name}.data_ptr()" if name in self._tensors and self._pointers else name
+        return self.address(name) if name in self._tensors and self._pointers else name
+
+    def address(self, name: str) -> str:
+        """The name of a tensor's address, which is asked for once; no operand's, which begins with arg_."""
+        self.need(name)
+        self._lines.setdefault(f"at_{name}", f"at_{name} = {name}.data_ptr()")
+        return f"at_{name}"
 
     def expression(self, text: str) -> str:
         """The text, with what it names made before."""
         for name in _NAME.findall(text):
+            if name.startswith("at_") and name.removeprefix("at_") in self._tensors:
+                self.address(name.removeprefix("at_"))
             known = name in self._rows or name in self._sources or name in _EXTENTS
             if known or _STRIDE.fullmatch(name) or _GROUP.fullmatch(name):
                 self.need(name)

@@ -8,33 +8,43 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..compiler.analysis.affine import is_bool
+from ..compiler.analysis import affine
+from ..compiler.analysis.affine import is_bool, make
 from ..compiler.analysis.cse import of_positions, shared
+from ..compiler.analysis.distances import DISTANCE, ByDistance, with_tables
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
 from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import SEED, Attention
-from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call
+from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
-from ..ir.walk import nodes, rewrite, symbols
+from ..ir.walk import loads, nodes, rewrite, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
+_USUAL_SCALE = call("rsqrt", symbol("head_dim"))
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
 
-def parameter_names(attention: Attention, strides: bool) -> list[str]:
-    """Names of the kernel arguments that carry operands; GPU kernels also take a tensor's strides, s0_<name>, ..."""
+def parameter_names(attention: Attention, strides: bool, tables: Sequence[ByDistance] = ()) -> list[str]:
+    """Names of the kernel arguments that carry operands; GPU kernels also take a tensor's strides, s0_<name>, ...
+
+    tables: what they read by distance.
+    """
     names = []
     for operand in attention.parameters:
         names.append(f"arg_{operand.name}")
         if strides and isinstance(operand, TensorOperand):
             names += [f"s{d}_{operand.name}" for d in range(operand.rank)]
-    return names
+    for n, table in enumerate(tables):
+        strides_of = {f"distances{n}_sb": table.by_batch, f"distances{n}_sh": table.by_head}
+        names += [f"distances{n}", *(stride for stride, read in strides_of.items() if read)]
+    return [*names, "first_distance"] if tables else names
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,7 @@ class FunctionPrinter:
     source: TileSource = "program"  # of tiles: the functions of `survey` leave runs or lists of them in memory
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
+    tables: tuple[ByDistance, ...] = ()  # what scores read by distance
 
     @property
     def base2(self) -> bool:
@@ -75,8 +86,13 @@ class FunctionPrinter:
 
     @property
     def env(self) -> str:
-        names = parameter_names(self.facts.attention, strides=self.language.is_gpu)
+        names = parameter_names(self.facts.attention, self.language.is_gpu, self.tables)
         return ", ".join((*SYMBOL_ARGUMENTS, *names))
+
+    @property
+    def parts(self) -> tuple[ByDistance, ...]:
+        """Parts of scores that are computed as they are written, by table or not, so that all kernels round alike."""
+        return self.tables or (self.facts.score_by_distance if self.language.is_gpu else ())
 
     def forward(self, algorithm: str = "flash") -> str:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
@@ -91,7 +107,7 @@ class FunctionPrinter:
     def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
         derivatives = [] if self.facts.linear_scale is not None else [
-            ("dscores", self.facts.score_derivative, "d score / d (q.k), per natural unit of score.")
+            ("dscores", self.facts.slope_with(self.parts), "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
         numbered = list(enumerate(gradients))
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
@@ -153,7 +169,7 @@ class FunctionPrinter:
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False))
         else:
             score = self.facts.attention.folded_score
-            found.insert(0, ("scores", self._in_units(score), f"The score{unit}: {score}"))
+            found.insert(0, ("scores", self._in_units(with_tables(score, self.parts)), f"The score{unit}: {score}"))
         if self.language.is_gpu or not found:
             return texts + [self.elementwise(*each) for each in found]
         parts, values = of_positions([value for _, value, _ in found])
@@ -174,6 +190,8 @@ class FunctionPrinter:
         return self._function(f"of_positions(q_pos, kv_pos, {self.env})", title, lines)
 
     def _in_units(self, node: Expr) -> Expr:
+        if node.text == _USUAL_SCALE.text:  # as simple as can be, and what most variants have
+            return call("mul", Const(LOG2_E), node) if self.base2 else node
         from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
         return simplify(call("mul", node, Const(LOG2_E)) if self.base2 else node)
@@ -236,10 +254,49 @@ class FunctionPrinter:
 
         parts: names of what was computed from positions before.
         """
+        of_scores = tile and qk
+        value = with_tables(value, self.parts) if of_scores else value
         lines, printer, (result,) = self._assigned([value])
+        lines = [*(self._by_distance(value) if of_scores else []), *lines]
         first = ("qk, " if qk else "") + f"q_pos, kv_pos, {parts}" if tile else ""
+        first += "apart, " if of_scores and self.tables else ""  # how far the first query and key of a tile are
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
+
+    def _by_distance(self, value: Expr) -> list[str]:
+        """Lines that make by_distance<n>, those that an expression has: read from tables, or computed."""
+        lines, int64 = [], f"{self.language.module}.int64"
+        for n, table in enumerate(self.parts):
+            if f"by_distance{n}" not in symbols(value):
+                continue
+            if not self.tables:
+                lines.append(f"by_distance{n} = {self._printer(table.part)}")
+                continue
+            lines += textwrap.wrap(f"# {table.part}", 112, subsequent_indent="# ", break_long_words=False)
+            of = {"batch": table.by_batch, "head": table.by_head}
+            strides = {"batch": f"distances{n}_sb", "head": f"distances{n}_sh"}
+            rows = [f"{self.language.module}.cast({name}, {int64}) * {strides[name]}" for name in of if of[name]]
+            row = f"distances{n} + ({' + '.join([*rows, 'apart - first_distance'])})"
+            lines.append(f"by_distance{n} = read_by_distance({row}, q_pos, kv_pos)")
+        return lines
+
+    def distance_values(self) -> str:
+        """value<n>: what a table holds at each distance."""
+        parts = []
+        extents = "".join(f"{name}, " for name in self.extents)
+        for n, table in enumerate(self.tables):
+            lines, printer, (result,) = self._assigned([rewrite(table.value, _within)])
+            lines.append(f"return {printer(result)}")
+            title = f"Of distance = q_pos - kv_pos: {table.part}. Reads stay in their tensors."
+            own = replace(self, tables=())
+            parts.append(self._function(f"value{n}({DISTANCE}, {extents}{own.env})", title, lines))
+        return self._join(parts)
+
+    @property
+    def extents(self) -> list[str]:
+        """Names of the last index of each dimension of what tables read."""
+        found = {load.text: load for table in self.tables for load in loads(table.value)}
+        return sorted({_last(load, d) for load in found.values() for d in range(load.tensor.rank)})
 
     def place(self, name: str, load: Load) -> str:
         """Where a tile of pairs reads an operand: the number of the entry, by extents of all dimensions but the first.
@@ -415,6 +472,20 @@ class FunctionPrinter:
     def _helper(self, operator: Operator) -> str:
         fast = self.approximate_tanh and operator.fast_helper
         return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
+
+
+def _last(load: Load, dimension: int) -> str:
+    return f"last{dimension}_{load.tensor.name}"
+
+
+def _within(node: Expr) -> Expr | None:
+    """Reads that stay in their tensors, also at distances that no pair has."""
+    if not isinstance(node, Load):
+        return None
+    inside = [
+        make("maximum", make("minimum", i, affine.name(_last(node, d))), Const(0)) for d, i in enumerate(node.index)
+    ]
+    return Load(node.tensor, tuple(inside), where=node.where)
 
 
 def _called(functions: list[str], text: str) -> list[str]:

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,8 @@ from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
-from ..compiler.planning.kernels import LIST_HEAD, LISTS, MEASURES, PAIR_CELLS, SPANS
+from ..compiler.planning.distances import tables_in
+from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, LIST_HEAD, LISTS, PAIR_CELLS, SPANS
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -43,14 +45,17 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     """
     signature, algorithm = code.signature, code.schedule.algorithm
     backward = signature.direction == "backward"
+    tables = tables_in(code, facts)
+    apart = _apart(target.family) if tables else ""
     printer = FunctionPrinter(
         facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
+        tables=tables,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
-    stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in MEASURES})
+    stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in BESIDE})
     found = printer.survey_of_torch
     context: Context = {
         "name": facts.attention.name,
@@ -58,7 +63,10 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "attention_text": str(facts.attention),
         "functions": printer.backward(gradients, algorithm) if backward else printer.forward(algorithm),
         "env": printer.env,
-        "params": ", ".join(parameter_names(facts.attention, strides=target.language.is_gpu)),
+        "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
+        "tables": bool(tables),
+        "apart": apart,
+        "fast_reads": signature.arch.startswith("sm_"),
         "masked": facts.attention.is_masked,
         "measured": code.tile_source != "program",
         "source": code.tile_source,
@@ -101,18 +109,20 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads),
+        "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),
     }
     name = target.template(code)
     text = _tidy(_environment().get_template(name).render(context))
     stages.check()
-    _verify(text, name, [k.name for k in code.kernels if k.name not in MEASURES] if target.language.is_gpu else [])
+    _verify(text, name, [k.name for k in code.kernels if k.name not in BESIDE] if target.language.is_gpu else [])
     return text
 
 
-def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool) -> Blocks | None:
+def _normalizer_texts(
+    facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool, apart: str
+) -> Blocks | None:
     """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
     splits = code.schedule.algorithm == "split_kv"
     linear = facts.linear_scale is not None and not splits  # rows of a tile may have scales of their own
@@ -122,8 +132,8 @@ def _normalizer_texts(facts: Facts, code: CodePlan, family: str, env: str, sums_
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
     terms = Terms(
-        linear, facts.attention.is_masked, score.format(env=env), sums, facts.scores_lie_far, less_lse,
-        facts.attention.drops,
+        linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
+        less_lse, facts.attention.drops,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once
@@ -183,6 +193,35 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
     text = _tidy(_environment().get_template(name).render(context, stage=stages))
     stages.check()
     _verify(text, name, kernels)
+    return text
+
+
+def _apart(family: str) -> str:
+    """What functions that read by distance are handed: in kernels of Triton, worked out there and then."""
+    return "apart, " if family == "hopper" else "q_offset + q_first - kv_first, "
+
+
+def generate_tables(facts: Facts, code: CodePlan) -> str:
+    """Source of the module that makes the tables by distance of a plan's kernels, on any GPU."""
+    tables = tables_in(code, facts)
+    if not tables:
+        raise InternalError(f"generate: {facts.attention.name} reads nothing by distance")
+    printer = FunctionPrinter(facts, TRITON_LANGUAGE, wide=code.signature.wide, tables=tables)
+    context: Context = {
+        "name": facts.attention.name,
+        "functions": printer.distance_values(),
+        "env": replace(printer, tables=()).env,
+        "params": ", ".join(parameter_names(facts.attention, strides=True)),
+        "extents": ", ".join(printer.extents),
+        "tables": [
+            {"n": n, "by_batch": t.by_batch, "by_head": t.by_head, "title": str(t.part)} for n, t in enumerate(tables)
+        ],
+    }
+    stages = StageComments({k.name: k.stages for k in code.kernels if k.name == DISTANCE_TABLES})
+    name = "triton/distance_tables.py.jinja"
+    text = _tidy(_environment().get_template(name).render(context, stage=stages))
+    stages.check()
+    _verify(text, name, [DISTANCE_TABLES])
     return text
 
 

@@ -66,8 +66,11 @@ AnyRun = Callable[[int, Sequence[Any], int], None]  # (programs, arguments, stre
 
 def is_heard() -> bool:
     """Whether somebody listens to launches, as profilers of Triton do."""
-    chains = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return True in [chain is not None and bool(getattr(chain, "calls", True)) for chain in chains]
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # chains of hooks, or one, by Triton's version
+    return bool(enter is not None and getattr(enter, "calls", True)) or bool(
+        leave is not None and getattr(leave, "calls", True)
+    )
 
 
 def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:

@@ -60,16 +60,23 @@ def one_dnn_linear() -> Callable[..., Tensor] | None:
     return linear if torch.equal(found, torch.addmm(bias, x, w.T)) else None
 
 
-@lru_cache(maxsize=1)
-def whole_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
+VERY_SHORT = 1 << 13  # scores of calls that cost what the host takes for them: one op is then faster than any tiles
+
+
+def whole_attention(scores: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """torch's own attention with its log-sum-exp, for calls that it computes as they are and faster than tiles do.
 
-    (query, key, value, 0.0, is_causal, scale=...) -> (out, lse). A private op, so it is tried first; None where there
-    is none, and where oneDNN's products make tiles the faster ones.
+    (query, key, value, 0.0, is_causal, scale=...) -> (out, lse). None where there is none, and in calls of that many
+    scores where oneDNN's products make tiles the faster ones.
     """
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    attend = getattr(getattr(torch.ops.aten, name, None), "default", None)
-    if attend is None or one_dnn_linear() is not None:
+    return own_attention() if scores <= VERY_SHORT or one_dnn_linear() is None else None
+
+
+@lru_cache(maxsize=1)
+def own_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The same for all calls: a private op, so it is tried first."""
+    attend = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)  # quicker than through torch.ops
+    if attend is None:
         return None
     query = torch.tensor([[0.0, 1.0], [2.0, 3.0]]).view(1, 1, 2, 2)
     try:

@@ -27,7 +27,7 @@ class Dense:
     q_offset: int | Tensor  # position of query row 0: a number, or int32 [B]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Call is not
 class Lengths:
     """Padded operands [B, H, L, D]: sequence b has the first q_lens[b] queries and kv_lens[b] keys of batch row b."""
 
@@ -40,6 +40,11 @@ class Lengths:
     def tensors(self) -> dict[str, Tensor | None]:
         """What kernels read, by the names that they have for it."""
         return {"q_lens": self.q_lens, "kv_lens": self.kv_lens}
+
+    @property
+    def on_host(self) -> bool:
+        """Whether lengths lie on a CPU, where nobody waits for them."""
+        return any(t.is_cpu for t in (self.q_lens, self.kv_lens) if t is not None)
 
     def number(self, query: Tensor) -> int:
         """How many sequences there are."""
@@ -66,6 +71,10 @@ class Packed:
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         return {"cu_q": self.cu_q, "cu_kv": self.cu_kv}
+
+    @property
+    def on_host(self) -> bool:
+        return self.cu_q.is_cpu
 
     def number(self, query: Tensor) -> int:
         return self.cu_q.shape[0] - 1
@@ -94,6 +103,10 @@ class Paged:
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         return {"q_lens": self.q_lens, "kv_lens": self.kv_lens, "table": self.table}
+
+    @property
+    def on_host(self) -> bool:
+        return self.kv_lens.is_cpu
 
     def number(self, query: Tensor) -> int:
         return query.shape[0]
@@ -255,7 +268,10 @@ def sequences_of(
             table = table.contiguous()
         return Paged(q_lens, kv_lens, table, page, q_offset)
     if cu_q is None and cu_kv is None:
-        q_lens, kv_lens = (None if t is None else t.contiguous() for t in (q_lens, kv_lens))
+        if q_lens is not None and not q_lens.is_contiguous():
+            q_lens = q_lens.contiguous()
+        if kv_lens is not None and not kv_lens.is_contiguous():
+            kv_lens = kv_lens.contiguous()
         return Lengths(q_lens, kv_lens, q_offset)
     if cu_q is None or cu_kv is None or not q_lens is kv_lens is None:
         raise WeftError("expected cu_seqlens_q and cu_seqlens_kv, or q_lens and kv_lens, got some of both")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..codegen.binding import function
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.attention import Attention
@@ -25,6 +27,7 @@ MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they c
 MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_Names = Callable[[Call], tuple[object, object] | None]
 _LARGEST = 2**128  # what float32 cannot hold
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -300,6 +303,36 @@ def check_backward(name: str, b: BackwardCall, pair: bool) -> None:
             raise WeftError(f"{name}: {label}: expected {list(shape)} {dtype} on {query.device}, got {got}")
 
 
+# Of a tensor on a device nothing is known. Positions of sequences with lengths end at a number, or at lengths less 1.
+_OF_SIZES = """
+def NAME(call):
+    sequences = call.sequences
+    at = sequences.q_offset
+    batches, heads, q_len, _ = call.query.shape
+    _, kv_heads, kv_len, _ = call.key.shape
+    READ
+    if isinstance(at, Tensor):
+        at = known_offsets(at)
+    if type(sequences) is Dense:
+        sizes = batches, heads, q_len, kv_heads, kv_len, call.head_dim, at, EXACT
+        at = (at.bit_length(), at < 0) if type(at) is int else octaves(at)
+        bucket = (
+            batches.bit_length(), heads, q_len.bit_length(), kv_heads, kv_len.bit_length(), call.head_dim, at, ROUGH
+        )
+    elif sequences.on_host or checks_values():
+        return NONE
+    else:
+        batches, kv_len = sequences.number(call.query), call.kv_rows
+        at = (at, q_len) if type(at) is int else type(sequences.q_offset)
+        sizes = type(sequences), batches, heads, q_len, kv_heads, kv_len, call.head_dim, at, EXACT
+        bucket = (
+            type(sequences), (batches - 1).bit_length(), heads, q_len.bit_length(), (q_len - 1).bit_length(), kv_heads,
+            kv_len.bit_length(), (kv_len - 1).bit_length(), call.head_dim, at, ROUGH
+        )
+    return RESULT
+"""
+
+
 class SizeChecks:
     """Proof for a call that no index leaves its tensor and no integer leaves 32 bits.
 
@@ -323,9 +356,41 @@ class SizeChecks:
         self._ranges_needed = ranges
         self.needed = ranges or bool(self._ints)  # else every size is sound
         self._proven: set[object] = set()
+        self._names, self._is_known = self._functions(parameters)
+
+    def _functions(self, parameters: Sequence[Scalar | TensorOperand]) -> tuple[_Names, Callable[[Call], bool]]:
+        """What a call is remembered by, its sizes and the bucket of calls that they are proven with, or None where
+        lengths are numbers that are looked at; and whether one of the two was proven.
+
+        Generated, as this is asked at every call.
+        """
+        values = {p.name: f"v{n}" for n, p in enumerate(parameters)}
+        own = [values[name] for name in self._floats] + [f"*{values[name]}.shape" for name in self._tensors]
+        ints = [values[scalar.name] for scalar in self._ints]
+        pieces = {
+            "READ": "; ".join([f"{v} = call.operands[{name!r}]" for name, v in values.items()]) or "pass",
+            "EXACT": "".join([f"{text}, " for text in (*ints, *own)]),
+            "ROUGH": "".join([f"{text}, " for text in (*(f"{v}.bit_length(), {v} < 0" for v in ints), *own)]),
+        }
+        tools = {"Tensor": Tensor, "Dense": Dense, "known_offsets": known_offsets, "octaves": _octaves,
+                 "checks_values": checks_values, "proven": self._proven}  # fmt: skip
+
+        def made(name: str, result: str, none: str) -> Callable[..., Any]:
+            text = _OF_SIZES
+            for piece, found in {**pieces, "NAME": name, "RESULT": result, "NONE": none}.items():
+                text = text.replace(piece, found)
+            return function(text.strip(), name, tools)
+
+        return (
+            made("names", "sizes, bucket", "None"),
+            made("is_known", "sizes in proven or bucket in proven", "False"),
+        )
 
     def check(self, call: Call) -> None:
         """Raise WeftError for sizes and values that kernels could not compute with, whatever tensors hold."""
+        looked_at = bool(self._computed) and checks_values()
+        if self._ranges_needed and not looked_at and self._is_known(call):
+            return
         for scalar in self._ints:
             value = call.operands[scalar.name]
             assert not isinstance(value, Tensor)
@@ -336,42 +401,57 @@ class SizeChecks:
             check_offsets(self._name, offset)
         if not self._ranges_needed:
             return
-        if self._computed and checks_values():
+        if looked_at:
             check_entries(self._name, call.operands, self._computed)
+            if self._is_known(call):
+                return
         sequences = call.ragged
         if sequences is not None:
-            return self._prove_ragged(call, sequences)
-        assert offset is not None
-        self._prove(call, offset)
+            is_rough = self._prove_ragged(call, sequences)
+        else:
+            assert offset is not None
+            is_rough = self._prove(call, offset)
+        if (names := self._names(call)) is not None:
+            self._remember(names[1] if is_rough else names[0])
 
-    def _prove_ragged(self, call: Call, sequences: Ragged) -> None:
-        """Of sequences with lengths: by the ranges of these where they are known, else by all that fit."""
+    def _remember(self, sound: object) -> None:
+        if len(self._proven) >= MOST_PROVEN:
+            self._proven.clear()
+        self._proven.add(sound)
+
+    def _prove_ragged(self, call: Call, sequences: Ragged) -> bool:
+        """Of sequences with lengths: by the ranges of these where they are known, else by all that fit. Whether all
+        calls of the bucket are sound."""
         rows = _known_rows(call, sequences)
         seeing = None if rows is None else [r for r in rows if r.kv_len]
-        self._prove_sequences(call, sequences, self._of_pairs, seeing, _ragged_ranges(call, sequences, seeing))
+        ends = _ragged_ranges(call, sequences, seeing)
+        is_rough = self._prove_sequences(call, sequences, self._of_pairs, seeing, ends)
         if self._of_rows:
             ends = _ragged_ranges(call, sequences, rows, least_keys=0)
-            self._prove_sequences(call, sequences, self._of_rows, rows, ends)
+            is_rough &= self._prove_sequences(call, sequences, self._of_rows, rows, ends)
+        return is_rough
 
     def _prove_sequences(
         self, call: Call, sequences: Ragged, expressions: tuple[Expr, ...], rows: Sequence[Rows] | None,
         ranges: tuple[Ranges, Range | None],
-    ) -> None:  # fmt: skip
+    ) -> bool:  # fmt: skip
+        """Raise WeftError where it is not sound. Whether ranges around these are sound, too."""
         exact, far = ranges
         ints = {s.name: int(call.operands[s.name]) for s in self._ints}
         here = {name: (value, value) for name, value in ints.items()}
         rounded = {name: _rounded(ends) for name, ends in exact.items()}
-        problems: list[str] = []
-        for env in (rounded | {name: _octave(value) for name, value in ints.items()}, exact | here):
-            problems = self._ragged_problems(call, expressions, env, far)
-            if not problems:
-                return
+        if not self._ragged_problems(call, expressions, rounded | {n: _octave(v) for n, v in ints.items()}, far):
+            return True
+        problems = self._ragged_problems(call, expressions, exact | here, far)
+        if not problems:
+            return False
         if rows is None:
             raise collected(self._name, problems)
         for r in rows:  # each by itself, as its lengths and positions belong together
             own = _ragged_ranges(call, sequences, [r])[0] | here
             if problems := self._ragged_problems(call, expressions, own, None):
                 raise collected(self._name, [f"sequence {r.number}: {problem}" for problem in problems])
+        return False
 
     def _ragged_problems(self, call: Call, expressions: tuple[Expr, ...], env: Ranges, far: Range | None) -> list[str]:
         """What is not sound in these ranges; sound ones are remembered. far: of q_pos where nobody knows it."""
@@ -386,37 +466,21 @@ class SizeChecks:
             more = [p for e in expressions for p in check_integers(e, anywhere, extents, floats)]
             found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not _is_of_an_index(p)]
         if not found:
-            if len(self._proven) >= MOST_PROVEN:
-                self._proven.clear()
-            self._proven.add(known)
+            self._remember(known)
         return list(dict.fromkeys(found))
 
-    def _prove(self, call: Call, offset: int | Tensor) -> None:
+    def _prove(self, call: Call, offset: int | Tensor) -> bool:
+        """Of a dense call. Whether all calls of the bucket are sound."""
         offsets = known_offsets(offset) if isinstance(offset, Tensor) else (offset, offset)
         extents = {name: tuple(call.operands[name].shape) for name in self._tensors}  # type: ignore[union-attr]
         ints = [int(call.operands[s.name]) for s in self._ints]
-        lengths = (call.query.shape[:3], call.key.shape[1:3], call.head_dim)
-        floats = self._floats_of(call)
-        known = (*lengths, offsets, *ints, *floats.values(), *extents.values())
-        if known in self._proven:
-            return
-        bucket = (
-            call.query.shape[0].bit_length(), call.query.shape[1], call.query.shape[2].bit_length(),
-            call.key.shape[1], call.key.shape[2].bit_length(), call.head_dim,
-            None if offsets is None else tuple([(n.bit_length(), n < 0) for n in offsets]),
-            *(value.bit_length() if value >= 0 else -value.bit_length() for value in ints),
-            *floats.values(), *extents.values(),
-        )  # fmt: skip
-        if bucket in self._proven:
-            return
         exact = self._problems(call, offsets, ints, extents, rounded=False)
         if exact:
             if isinstance(offset, Tensor) and offsets is not None:
-                return self._prove_rows(call, offset, ints, extents)
+                self._prove_rows(call, offset, ints, extents)
+                return False
             raise collected(self._name, exact)
-        if len(self._proven) >= MOST_PROVEN:
-            self._proven.clear()
-        self._proven.add(known if self._problems(call, offsets, ints, extents, rounded=True) else bucket)
+        return not self._problems(call, offsets, ints, extents, rounded=True)
 
     def _prove_rows(
         self, call: Call, offset: Tensor, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]]
@@ -508,6 +572,11 @@ def _ragged_ranges(
         "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2, "q_len": q_lens, "kv_len": kv_lens,
         "head_dim": (call.head_dim,) * 2,
     }, far  # fmt: skip
+
+
+def _octaves(offsets: Range | None) -> object:
+    """Signs and numbers of bits of the least and the highest offset."""
+    return None if offsets is None else tuple([(n.bit_length(), n < 0) for n in offsets])
 
 
 def _octave(value: int) -> Range:

@@ -14,8 +14,9 @@ from types import ModuleType
 from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
+from ..compiler.planning.distances import tables_in
 from ..compiler.planning.hardware import Hardware, this_machine
-from ..compiler.planning.kernels import MEASURES, SPLIT_KV, Algorithm, Kernel
+from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, MEASURES, SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import Dtypes, Signature, Widths
@@ -200,7 +201,7 @@ def _schedule(
 ) -> Schedule:  # fmt: skip
     choices: dict[str, Choice] = {}
     for kernel in kernels:
-        if kernel.name in MEASURES or kernel.follows:
+        if kernel.name in BESIDE or kernel.follows:
             continue
         choice = given.kernels.get(kernel.name)
         if choice is None:
@@ -243,13 +244,14 @@ def _check_used(
 
 def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
-    everything = replace(signature, wanted=signature.wanted | {"query", "key", "value", "rope"})
+    operands = {operand.name for operand in facts.attention.tensors}
+    everything = replace(signature, wanted=signature.wanted | operands | {"query", "key", "value", "rope"})
     algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
     known = {
         k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
         for algorithm in algorithms
         for k in target.kernels(algorithm, replace(everything, direction=direction, deterministic=repeats), facts)
-        if k.name not in MEASURES and not k.follows
+        if k.name not in BESIDE and not k.follows
     }  # fmt: skip
     unknown = [name for name in given.kernels if name not in known]
     if unknown:
@@ -273,6 +275,8 @@ def compile_kernels(
     modules = [_load(found.target, entry)]
     if any(code.has(name) for name in MEASURES):
         modules.append(_measures_module(facts, code))
+    if code.has(DISTANCE_TABLES):
+        modules.append(_tables_module(facts, code))
     return Compiled(found, tuple(modules), entry.path, entry.source)
 
 
@@ -291,6 +295,24 @@ def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:
     entry = cache.load_or_build(key, lambda: _generate_measures(facts, code.signature))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)
+
+
+def _tables_module(facts: Facts, code: CodePlan) -> ModuleType:
+    target = target_named(next(k.target for k in code.kernels if k.name == DISTANCE_TABLES))
+    parts = "; ".join(table.part.text for table in tables_in(code, facts))
+    key = cache.Key(
+        name=str(facts.attention.name), kernel=DISTANCE_TABLES, target=target.name, layout=code.signature.arch,
+        variant=facts.attention.canonical_text, schedule=f"{_measures_kind(code)} {parts}",
+    )  # fmt: skip
+    entry = cache.load_or_build(key, lambda: _generate_tables(facts, code))
+    settings.trace(settings.SOURCE, entry.source)
+    return _load(target, entry)
+
+
+def _generate_tables(facts: Facts, code: CodePlan) -> str:
+    from ..codegen.generate import generate_tables  # lazy: as below
+
+    return generate_tables(facts, code)
 
 
 def _generate(facts: Facts, code: CodePlan, target: Target) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..codegen.targets.triton_launcher import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected
-from .call import Packed, Paged, Ragged, key_rows
+from .call import Packed, Paged, Ragged, Sequences, key_rows, sequences_of
 from .checks import MAX_LENGTH, check_q_offset
 from .settings import checks_values
 
@@ -59,6 +59,19 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
     if q_offset is not None:
         check_q_offset(q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
     return options
+
+
+def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Sequences:
+    """The record of the options of a call that is not traced.
+
+    Of padded queries, as every step of a decode has them, only what is given with what is checked here: kinds and
+    shapes are where the call is prepared, whose key has the kinds, and in each call of such a kind (checks.fits).
+    """
+    q_lens, kv_lens, cu_q, cu_kv, table = given
+    padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
+    if padded and (table is None or (type(table) is Tensor and table.dim() == 2)):
+        return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
+    return sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])
 
 
 def _pages_fit(query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> bool:

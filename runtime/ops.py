@@ -25,6 +25,7 @@ from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset
+from .lengths import check_ragged
 from .settings import default_target
 from .torch_private import (
     below_autograd,
@@ -72,6 +73,8 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         raise collected(variant.name, problems)
     if isinstance(call.sequences, Dense):
         check_q_offset(call.q_offset, query.shape[0], query.device)
+    else:
+        check_ragged(variant.name, query, call.key, call.sequences)
     if under_transform():
         return call_under_transform(variant, call, FORWARD, BACKWARD)
     arguments = flat(call, variant.kinds, variant.text)

@@ -58,6 +58,10 @@ class Settings:
             raise WeftError(f"setting keep_tiles (WEFT_KEEP_TILES): expected True or False, got {self.keep_tiles!r}")
 
 
+# What os.environ looks names up in, which takes it an exception where there is none: longer than all checks of a call
+_ENVIRONMENT: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_TARGET = os.environ.encodekey("WEFT_TARGET") if hasattr(os.environ, "_data") else "WEFT_TARGET"
+
 _block: ContextVar[Settings | None] = ContextVar("weft_settings", default=None)
 
 
@@ -78,6 +82,8 @@ def default_target() -> str | None:
     block = _block.get()
     if block is not None:
         return block.target
+    if _ENVIRONMENT.get(_TARGET) is None:
+        return None
     name = os.environ.get("WEFT_TARGET")
     return _known_target(name, "WEFT_TARGET") if name else None
 

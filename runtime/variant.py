@@ -243,9 +243,9 @@ class Variant:
         """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
         ready, ragged = kept.get(key), call.ragged
         if ready is None or not fits(call):
-            check_call(self.attention, call)
-            if ragged is not None:
+            if ragged is not None and call.query.dim() == call.key.dim() == 4:
                 check_ragged(self.name, call.query, call.key, ragged)
+            check_call(self.attention, call)
             ready = kept.get(key)
         if ragged is not None:
             check_contents(self.name, call.query, call.key, ragged)
@@ -310,18 +310,23 @@ def key_of(call: Call) -> tuple[object, ...]:
     query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
     sequences = call.sequences
     offset = sequences.q_offset
+    _, _, rows, width = query.shape
     found: tuple[object, ...] = (
-        query.dtype, key.dtype, query.get_device(), key.get_device(), query.shape[3], call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, query.shape[2] <= FEW_QUERIES,
+        query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
+        type(offset), options.target, options.schedule, options.deterministic, rows <= FEW_QUERIES,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
-    if type(sequences) is not Dense:  # quicker than by isinstance
+    if type(sequences) is Paged:  # quicker than by isinstance, and by name than in a loop: every step of a decode
+        lens, table, own = sequences.kv_lens, sequences.table, sequences.q_lens
+        found += (
+            sequences.page, lens.dtype, lens.device, lens.dim(), table.dtype, table.device, table.dim(),
+            None if own is None else (own.dtype, own.device, own.dim()),
+        )  # fmt: skip
+    elif type(sequences) is not Dense:
         found += (sequences.kind,)
         for t in sequences.tensors.values():  # type: ignore[union-attr]
-            found += (None,) if t is None else (t.dtype, t.get_device(), t.is_meta, t.dim())
-        if type(sequences) is Paged:
-            found += (sequences.page,)
+            found += (None,) if t is None else (t.dtype, t.device, t.dim())
     if value is not None:
         found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
     if rope is not None:

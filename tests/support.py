@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,25 @@ def mostly(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Parameters of a test of which `make test` runs those kept, and `make test-all` every one."""
     single = [v if isinstance(v, tuple) else (v,) for v in values]
     return [v if v in kept else pytest.param(*one, marks=pytest.mark.thorough) for v, one in zip(values, single)]
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Calls of Python and of C functions of its third run: what it costs the host, on a busy machine too."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with torch.no_grad():
+        function()
+        function()
+        sys.setprofile(profile)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+    return count - 2  # itself, and the end of the profile
 
 
 def poisoned(

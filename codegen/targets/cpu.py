@@ -77,11 +77,13 @@ class CpuTarget:
         uniform = facts.linear_scale is not None and is_uniform(facts.linear_scale)
         return {
             "whole": uniform
+            and code.signature.widths.head_dim == code.signature.widths.value_dim
             and not open_mask
             and not by_head
             and "batch" not in read
             and not facts.attention.drops
             and facts.attention.weighs == SOFTMAX,
+            "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
             "per_head_bounds": facts.bounds_differ_by_head,
@@ -103,6 +105,7 @@ class _CpuLauncher:
     def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
         self.module, self.code = module, code
         self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
+        self.reads_operands = bool(facts.attention.parameters)
         self.sink = facts.attention.folded_sink is not None
         form = code.kernels[-1].form
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
@@ -113,23 +116,32 @@ class _CpuLauncher:
 
     def _direct(self) -> Callable[[Any], Any]:
         """From a call to (out, lse) with nothing between, where operands fit."""
-        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
-        packer = Packer({n: f"call.{n}" for n in ("query", "key", "value")}, ())
+        sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
+        packer = Packer(sources, ())
         conditions = [
             "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False),
-            "query_sd == key_sd == value_sd == 1", "not call.operands",
-            f"isinstance(call.sequences.q_offset, int) and -{2**30} < call.sequences.q_offset < {2**30}",
+            "query_sd == key_sd == value_sd == 1", f"isinstance(q_offset, int) and -{2**30} < q_offset < {2**30}",
         ]  # fmt: skip
-        lines = [packer.expression(c) for c in [*conditions, like("query", "heads", "q_len", "value_dim")]][-1:]
+        for condition in conditions:
+            packer.expression(condition)
+        operands = "call.operands.values()" if self.reads_operands else "()"
+        whole = getattr(self.module, "attended_as_a_whole", None)
+        attended = [
+            "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
+            f"    found = whole(query, key, value, {operands}, q_offset, sizes)",
+            "    if found is not None:", "        out, lse = found",  # in [B, L, H, D], as some queries are
+            "        return (out if query_sh < query_sl else out.contiguous()), lse.contiguous()",
+        ]  # fmt: skip
+        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
         text = [
             "def direct(call):", *(f"    {line}" for line in packer.lines),
-            f"    if not ({' and '.join(conditions)}):", "        return None",
-            f"    out = {lines[0]}",
+            f"    if not ({' and '.join(conditions)}):", "        return None", *(attended if whole else []),
+            f"    out = {like('query', 'heads', 'q_len', 'value_dim')}",
             f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
-            "    forward(query, [key], value, (), call.sequences.q_offset, call.head_dim, out, lse, **blocks)",
+            f"    forward(query, [key], value, {operands}, q_offset, call.head_dim, out, lse, **blocks)",
             "    return out, lse",
         ]  # fmt: skip
-        tools = {"forward": self.module.forward, "blocks": self.blocks, "float32": torch.float32}
+        tools = {"forward": self.module.forward, "whole": whole, "blocks": self.blocks, "float32": torch.float32}
         return function("\n".join(text), "direct", {**tools, "autocast": torch.is_autocast_enabled})
 
     def partition(self, call: CallTensors, results: Named) -> Partition:

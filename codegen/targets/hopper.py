@@ -12,6 +12,7 @@ import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import sram_bytes
+from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
@@ -86,7 +87,9 @@ class HopperTarget:
             summed = sums_of_queries(signature, facts)
             kernels = ONE_PASS if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
         found = with_measuring(kernels, facts.traits.measured)
-        return with_work(found) if signature.sequences == "packed" else found
+        found = with_work(found) if signature.sequences == "packed" else found
+        reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
+        return with_tables_made(found, reads)
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
@@ -120,6 +123,8 @@ class HopperTarget:
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
         if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
             return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
+        if kernel.direction == "backward" and tables_of(facts, "flash", signature):
+            return "hopper: backwards of scores that are read by distance are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
-from ...compiler.planning.kernels import SPANS, WORK, Kernel
+from ...compiler.planning.kernels import DISTANCE_TABLES, SPANS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding, rows_of
 from .hopper_tiles import (
@@ -201,7 +201,7 @@ class HopperForwardLauncher(HopperLauncher):
         return processors(self.device)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (*SPANS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, *SPANS, *WORK):
             return super()._programs(kernel, constants)
         return f"least({self._processors()}, query_tiles * batch_heads)"
 
@@ -275,7 +275,7 @@ class HopperBackwardLauncher(HopperLauncher):
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (*SPANS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, *SPANS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"

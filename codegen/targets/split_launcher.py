@@ -27,7 +27,15 @@ SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
 class SplitLauncher(TritonLauncher):
     """A forward of two kernels, of which the second is launched where there is something to join."""
 
-    numbers = TritonLauncher.numbers | {"division", "n_parts", "least_tiles"}
+    numbers = TritonLauncher.numbers | {
+        "division",
+        "n_parts",
+        "least_tiles",
+        "rows",
+        "statistics",
+        "part_out",
+        "part_lse",
+    }
 
     def __init__(
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
@@ -86,7 +94,7 @@ class SplitLauncher(TritonLauncher):
         step = 1 << max(kv_len.bit_length() - 6, 4)
         rounded = -(-kv_len // step) * step
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
-        numbers = tuple([operands[name] for name in self._numbers])
+        numbers = tuple([operands[name] for name in self._numbers]) if self._numbers else ()
         key = (batches, heads, kv_heads, q_len, rounded, short, *numbers)
         found = self._known.get(key)
         if found is None:
@@ -144,13 +152,16 @@ class SplitLauncher(TritonLauncher):
     def _made(self, mode: Mode) -> dict[str, str]:
         kv_len = "table.shape[1] * kv_len" if self.sequences == "paged" else "kv_len"
         offset = "q_offset" if self.sequences == "dense" and self._has_number(mode) else "None"
-        rows = "(n_parts * batches * heads * q_len if n_parts > 1 else 1)"
         return super()._made(mode) | {
             "division": f"divide(batches, heads, kv_heads, q_len, {kv_len}, {offset}, call.operands)",
             "n_parts": "division[0]",
             "least_tiles": "division[1]",
-            "part_out": f"empty(({rows}, {self._width}), ({self._width}, 1), float32)",
-            "part_lse": f"empty(({self._statistics} * {rows},), (1,), float32)",
+            # all in one allocation, which takes the host longer than addresses; one part writes the output itself
+            "rows": "n_parts * batches * heads * q_len",
+            "statistics": f"({self._statistics} * rows + 3) // 4 * 4",  # a multiple of 16 bytes
+            "parts": f"empty((statistics + rows * {self._width},), (1,), float32) if n_parts > 1 else lse",
+            "part_lse": "parts.data_ptr()",
+            "part_out": "part_lse + (4 * statistics if n_parts > 1 else 0)",
         }
 
     def _constants(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, object]:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import PAIR_KINDS
+from ...compiler.analysis.records import PAIR_KINDS, Traits
 from ...compiler.planning.cost import sram_bytes
+from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
+    BESIDE,
     FLASH,
     KERNELS,
-    MEASURES,
     PAIR_SUMS,
     ROW_STATISTICS,
     SPLIT_KV,
@@ -92,7 +93,8 @@ class TritonTarget:
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if k.name in of_pairs]
         found = with_measuring(own, facts.traits.measured, signature.sequences)
-        return with_work(found) if signature.sequences == "packed" else found
+        found = with_work(found) if signature.sequences == "packed" else found
+        return with_tables_made(found, tables_of(facts, algorithm, signature)) if found else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm: it has all."""
@@ -176,18 +178,20 @@ class TritonTarget:
         widths = signature.widths
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
         parts = segments_of(facts.attention, widths)
+        traits = traits_of(kernel, signature, facts)
         if kernel in PAIR_SUMS:
-            return square_tilings(kernel, sizes, hardware, parts, facts.traits)
+            return square_tilings(kernel, sizes, hardware, parts, traits)
         if kernel in SPLIT_KV:
-            return split_tilings(kernel, sizes, hardware, parts, facts.traits, signature.sequences == "dense")
-        found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, facts.traits)
+            return split_tilings(kernel, sizes, hardware, parts, traits, signature.sequences == "dense")
+        found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, traits)
         of_pairs = any(
-            kind in PAIR_KINDS and load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds
+            (kind == "pair" or (kind == "diagonal" and traits == facts.traits)) and load.tensor.name in signature.wanted
+            for load, kind in facts.gradient_kinds
         )
         if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
             # what is read and stored for each pair wants registers: larger tiles spill in their loop
             own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
-            if fits(kernel, own, nominal(sizes), hardware, parts, facts.traits):
+            if fits(kernel, own, nominal(sizes), hardware, parts, traits):
                 return [own, *(form for form in found if form != own)]
         return found
 
@@ -257,7 +261,7 @@ def pair_context(code: CodePlan, facts: Facts) -> Context:
 
 def is_of_flash(kernel: Kernel) -> bool:
     """Whether it belongs to schedule flash, or comes before its kernels; or computes as these do."""
-    return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*MEASURES, *WORK)
+    return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*BESIDE, *WORK)
 
 
 def tiles_by_head(facts: Facts) -> bool:
@@ -267,14 +271,23 @@ def tiles_by_head(facts: Facts) -> bool:
     return any("head" in symbols(line.value) for line in facts.kv_tiles.body)
 
 
+def traits_of(kernel: Kernel, signature: Signature, facts: Facts) -> Traits:
+    """Those of a variant in a kernel of such calls."""
+    algorithm: Algorithm = "flash" if kernel in PAIR_SUMS else _algorithm(kernel)
+    return facts.traits_with(tables_of(facts, algorithm, signature))
+
+
 def _algorithm(kernel: Kernel) -> Algorithm:
     return next(name for name, kernels in KERNELS.items() if kernel in kernels)
 
 
 def _check_sram(kernel: Kernel, form: Tiling, signature: Signature, hardware: Hardware, facts: Facts) -> None:
     widths = signature.widths
-    sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
-    needed = sram_bytes(kernel, form, sizes, hardware, segments_of(facts.attention, widths), facts.traits)
+    sizes, traits = (
+        Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype),
+        traits_of(kernel, signature, facts),
+    )
+    needed = sram_bytes(kernel, form, sizes, hardware, segments_of(facts.attention, widths), traits)
     if needed > hardware.sram_per_block:
         raise WeftError(
             f"schedule: {kernel.name} with {form} needs {needed} bytes of SRAM for D {widths.head_dim}, "

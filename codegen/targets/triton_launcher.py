@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...compiler.analysis.distances import ByDistance
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning import kernels as formulas
+from ...compiler.planning.distances import tables_in
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.kernels import (
     CELLS_TOGETHER,
+    DISTANCE_TABLES,
     LIST_HEAD,
     LIST_ROOM,
     LISTED,
@@ -33,6 +36,7 @@ from ...compiler.planning.tilings import FIXED
 from ...ir.errors import WeftError
 from ...ir.expr import Symbol, TensorOperand
 from ...ir.parse import PARSING
+from ...ir.walk import loads
 from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing, rows_of
 
 if TYPE_CHECKING:
@@ -137,6 +141,7 @@ class TritonLauncher:
         self._statistics_shape = f"({pair}batches, heads, q_len)"
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
         self.ways = ways_in(code, facts)
+        self.tables = tables_in(code, facts)
 
     # -- one call ------------------------------------------------------------------------------------------------------
     def partition(self, call: CallTensors, results: Named) -> Partition:
@@ -263,7 +268,7 @@ class TritonLauncher:
     def form(self, kernel: str, aligned: bool) -> Tiling:
         form = self.code.form(kernel)
         assert isinstance(form, Tiling)
-        if aligned or kernel in (*FIXED, PAIR_CELLS):
+        if aligned or kernel in (*FIXED, PAIR_CELLS, DISTANCE_TABLES):
             return form
         return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in MEASURES else UNALIGNED
 
@@ -384,7 +389,7 @@ class TritonLauncher:
             conditions += [f"-{2**30} < q_offset < {2**30}"]
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
-        addresses = " | ".join(f"{n}.data_ptr()" for n in given)
+        addresses = " | ".join(f"at_{n}" for n in given)
         conditions += [f"({addresses} | ({strides}) * query.element_size()) & 15 == 0"]
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
@@ -445,7 +450,9 @@ class TritonLauncher:
         """Lists of the tiles of packed sequences, and what is measured of tiles, as expressions."""
         rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
-        made = {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
+        made = {f"distances{n}": rows_of(*self._table_heads(t), "1", "n_distances", dtype="float32")
+                for n, t in enumerate(self.tables)}  # fmt: skip
+        made |= {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
         tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
         if self.code.has(PAIR_CELLS):
             cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", self._kv_rows)]
@@ -457,6 +464,26 @@ class TritonLauncher:
             if self.code.has(f"{axis}_lists"):
                 made[f"{axis}_lists"] = rows_of(rows, own, f"({LIST_HEAD} + {axis}_room)", dtype="int32")
         return made
+
+    @staticmethod
+    def _table_heads(table: ByDistance) -> tuple[str, str]:
+        """Batch rows and heads that a table by distance has, as expressions."""
+        return "batches" if table.by_batch else "1", "heads" if table.by_head else "1"
+
+    def beyond(self, aligned: bool) -> int:
+        """Distances that tables have at either end for tiles that lie over the ends of a call."""
+        forms = [self.form(k.name, aligned) for k in self.code.kernels if k.name != DISTANCE_TABLES]
+        return max(max(f.block_q, f.block_kv) for f in forms)
+
+    def _table_rows(self, aligned: bool) -> dict[str, str]:
+        """Which distances tables have: all of a call; of sequences with lengths all that any may have."""
+        if not self.tables:
+            return {}
+        beyond = self.beyond(aligned)
+        ends = "1 - q_len" if self.code.signature.offset == "bottom_right" else f"q_offset - {self._kv_rows} + 1"
+        rows = {"first_distance": f"{ends} - {beyond}", "n_distances": f"q_len + {self._kv_rows} - 1 + {2 * beyond}"}
+        read = {load.tensor for table in self.tables for load in loads(table.value)}
+        return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}
 
     def _options(self, form: Any) -> dict[str, int]:
         return {"num_warps": form.num_warps, "num_stages": form.num_stages, **self._rounding()}
@@ -532,6 +559,10 @@ class TritonLauncher:
             text = f"min({' * '.join([_Q_TILES, f'({_KV_TILES})', *shares])} - first_program, most_programs)"
         elif kernel.name == DDIAGONALS and self.sequences == "packed":
             text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads"
+        elif kernel.name == DISTANCE_TABLES:
+            heads = "batches * heads" if any(t.by_batch for t in self.tables) else "heads"
+            rows = heads if any(t.by_batch or t.by_head for t in self.tables) else "1"
+            text = f"(n_distances + {{BLOCK_KV}} - 1) // {{BLOCK_KV}} * {rows}"
         elif kernel.name in WORK:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
         elif self.sequences == "packed":
@@ -563,7 +594,7 @@ class TritonLauncher:
         }  # fmt: skip
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        rows = self._sequence_rows(aligned)
+        rows = self._sequence_rows(aligned) | self._table_rows(aligned)
         for n, gradient in enumerate(self.sums):
             tensor = gradient.load.tensor
             rows |= {f"e{n}_{d}": f"arg_{tensor.name}.shape[{d}]" for d in range(1, tensor.rank)}
@@ -654,7 +685,18 @@ def tiles_of(length: int, block: int) -> int:
 def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
     """What the kernels of a schedule need besides operands and results."""
     own = _backward_workspace if launcher.backward else _forward_workspace
-    return work_of(launcher, call, mode) | measures_of(launcher, call, mode) | own(launcher, call, mode)
+    beside = work_of(launcher, call, mode) | measures_of(launcher, call, mode) | distances_of(launcher, call, mode)
+    return beside | own(launcher, call, mode)
+
+
+def distances_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
+    """Tables by distance, float32 [B or 1, Hq or 1, 1, distances]."""
+    batches, heads, q_len, _ = call.query.shape
+    number = q_len + call.kv_rows - 1 + 2 * launcher.beyond(mode.aligned)
+    return {
+        f"distances{n}": flat_place(batches if t.by_batch else 1, heads if t.by_head else 1, 1, number)
+        for n, t in enumerate(launcher.tables)
+    }
 
 
 def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:

@@ -6,8 +6,8 @@ A warm start needs the cheap facts only; the derivatives, which need sympy, are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ...ir.attention import Attention
@@ -15,6 +15,7 @@ from ...ir.canonical import canonical
 from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
 from .bounds import kv_bounds, q_bounds
+from .distances import ByDistance, parts_by_distance, with_tables
 from .measured import measuring
 from .places import POSITIONS, by_difference, index_symbols
 from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits
@@ -135,6 +136,19 @@ class Facts:
         return derivative(self.attention.folded_score, symbol("qk"))
 
     @cached_property
+    def score_by_distance(self) -> tuple[ByDistance, ...]:
+        """Parts of the score that are worth a table by q_pos - kv_pos."""
+        return parts_by_distance([self.attention.folded_score])
+
+    def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
+        """d score / d qk over the symbols of these tables: none of them has qk in it."""
+        if not tables:
+            return self.score_derivative
+        from .symbolic import derivative  # lazy: imports sympy
+
+        return derivative(with_tables(self.attention.folded_score, tables), symbol("qk"))
+
+    @cached_property
     def largest_slope(self) -> float:
         """A bound on d score / d qk for all run-time values; inf where none is known."""
         return largest(self.score_derivative)
@@ -146,10 +160,12 @@ class Facts:
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands, the sink's last."""
-        from .symbolic import derivative  # lazy: imports sympy
-
         known = self._load_derivatives
         found = [(load, kind) for load, kind in self.gradient_kinds if load.tensor.name in operands]
+        if not found:
+            return ()
+        from .symbolic import derivative  # lazy: imports sympy, which a score without reads does without
+
         for load, kind in found:
             if (load.text, kind) not in known:
                 root = self.attention.folded_sink if kind == "sink" else self.attention.folded_score
@@ -181,10 +197,18 @@ class Facts:
     @cached_property
     def pair_bytes(self) -> int:
         """Bytes that score and mask read for each pair, each element as wide as its kind can be in SRAM."""
+        return self._pair_bytes(())
+
+    def _pair_bytes(self, tables: Sequence[ByDistance]) -> int:
         widths = {"float": 4, "int": 8, "bool": 1}
-        reads = {load.text: load for load in loads(self.attention.folded_score) + loads(self.attention.folded_mask)}
+        score = with_tables(self.attention.folded_score, tables)
+        reads = {load.text: load for load in loads(score) + loads(self.attention.folded_mask)}
         both = {"q_pos", "kv_pos"}
         return sum(widths[r.dtype] for r in reads.values() if both <= set().union(*(symbols(i) for i in r.index)))
+
+    def traits_with(self, tables: Sequence[ByDistance]) -> Traits:
+        """The traits of kernels that read these tables: nothing of them passes through SRAM."""
+        return replace(self.traits, pair_bytes=self._pair_bytes(tables)) if tables else self.traits
 
     @cached_property
     def traits(self) -> Traits:

@@ -28,10 +28,10 @@ def by_difference(load: Load) -> bool:
     False
     """
     apart = make("add", name("_apart"), Symbol("kv_pos", "int"))
-    return not any(symbols(rewrite(substitute(i, {"q_pos": apart}), _collected)) & POSITIONS for i in load.index)
+    return not any(symbols(rewrite(substitute(i, {"q_pos": apart}), collected)) & POSITIONS for i in load.index)
 
 
-def _collected(node: Expr) -> Expr | None:
+def collected(node: Expr) -> Expr | None:
     """Equal ints in one way, so that what cancels is gone."""
     match node:
         case Call(op, (a, b)) if op in _COMPARED and a.dtype == b.dtype == "int":

@@ -21,6 +21,7 @@ from ..analysis.records import Axis, TileCounts, Traits
 from .forms import Form, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import (
+    DISTANCE_TABLES,
     PAIR_CELLS,
     ROUND_DQUERY,
     ROW_STATISTICS,
@@ -274,7 +275,7 @@ def predict(
     for kernel, form in kernels:
         # The textbook algorithm stores every score, visible or not.
         counter = every if count is None or kernel.name.startswith("standard_") else count
-        apart = (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, *SPANS, *WORK)
+        apart = (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, DISTANCE_TABLES, *SPANS, *WORK)
         visits = kernel.name not in apart
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None

@@ -19,7 +19,7 @@ from ..analysis.tiles import Environment, count_tiles
 from .cost import CountLongest, CountTiles, KernelCost, Times, busy_share, predict
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
+from .kernels import DISTANCE_TABLES, LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -71,6 +71,7 @@ class CodePlan:
 
 
 SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
+TABLE_FORM = Tiling(1, 256, 4, 1)  # distances of a program that makes tables
 _VISITORS = {
     ("forward", "kv"): "flash_forward",
     ("backward", "kv"): "flash_dquery",
@@ -97,6 +98,8 @@ def code_plan(
         form = schedule.kernels[followed].form if followed in schedule.kernels else None
         if kernel.name == PAIR_CELLS:
             own, words, form = measured_by, "", Tiling(CELL, CELL, CELLS_WARPS, 1)
+        elif kernel.name == DISTANCE_TABLES:
+            own, words, form = measured_by, "", TABLE_FORM
         elif form is None:
             name = _VISITORS[kernel.direction, kernel.axis]
             others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)

@@ -472,6 +472,14 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
     ]
 
 
+def _distance_tables(t: Tiles) -> list[Stage]:
+    """One module makes the tables of kernels with tiles of any size."""
+    return [
+        _compute("values", "what the score adds or multiplies by q_pos - kv_pos alone, of each distance", _ONCE),
+        _store("tables", "float32, a value a distance: of all heads, or of each where they differ"),
+    ]
+
+
 def _kv_lists(t: Tiles) -> list[Stage]:
     return _lists("queries", "keys", _EACH_KV, t)
 
@@ -670,6 +678,7 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "kv_lists"): _kv_lists,
     ("", "q_lists"): _q_lists,
     ("", "pair_cells"): _pair_cells,
+    ("", "distance_tables"): _distance_tables,
     ("", "query_work"): _query_work,
     ("", "key_work"): _key_work,
     ("", "flash_forward"): _flash_forward,

@@ -316,6 +316,35 @@ def test_a_sound_operand_makes_no_other_operand_sound() -> None:
             HEATED(q, k, v, heat=value)
 
 
+LENS = torch.tensor([64, 40, 3], dtype=torch.int32)
+TABLE = torch.arange(12, dtype=torch.int32).view(3, 4)
+WRONG_LENGTHS: list[dict[str, Any]] = [
+    {"kv_lens": LENS[:2]}, {"kv_lens": LENS.float()}, {"kv_lens": LENS[None]}, {"kv_lens": [1, 2, 3]},
+    {"kv_lens": LENS.to("meta")}, {"kv_lens": LENS + 1}, {"kv_lens": LENS, "q_lens": LENS[:2]},
+    {"kv_lens": LENS, "cu_seqlens_q": LENS}, {"kv_lens": LENS, "q_offset": 1.5},
+    {"kv_lens": LENS, "q_offset": torch.zeros(2, dtype=torch.int32)}, {"block_table": TABLE},
+    {"kv_lens": LENS, "block_table": TABLE[:2]}, {"kv_lens": LENS, "block_table": TABLE.long()},
+    {"kv_lens": LENS, "block_table": TABLE[0]}, {"kv_lens": LENS, "block_table": [[1]]},
+    {"kv_lens": LENS, "block_table": TABLE + 9}, {"kv_lens": LENS[:2], "block_table": TABLE},
+]  # fmt: skip
+
+
+def test_lengths_are_refused_in_the_same_words_before_and_after_a_sound_call() -> None:
+    q, k, pool = torch.randn(3, 2, 1, 16), torch.randn(3, 1, 64, 16), torch.randn(12, 1, 16, 16)
+    fresh, ready = (RECENT.replace(name="prepared_lengths") for _ in range(2))
+
+    def said(variant: weft.Attention, wrong: dict[str, Any]) -> str:
+        kv = pool if "block_table" in wrong else k
+        with pytest.raises(weft.WeftError, match="prepared_lengths|block_table|q_offset") as found:
+            variant(q, kv, kv, window=5, target="cpu", **wrong)
+        return str(found.value)
+
+    before = [said(fresh, wrong) for wrong in WRONG_LENGTHS]
+    ready(q, k, k, window=5, kv_lens=LENS, target="cpu")
+    ready(q, pool, pool, window=5, kv_lens=LENS, block_table=TABLE, target="cpu")
+    assert [said(ready, wrong) for wrong in WRONG_LENGTHS] == before
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 def test_the_backward_op_refuses_what_does_not_fit_the_forward(fresh: bool) -> None:
     """A graph of torch reaches the op without the checks of a call."""

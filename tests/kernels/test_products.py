@@ -38,7 +38,7 @@ def engine(request, monkeypatch):
     """Products of tiles by torch's bmm, or by oneDNN."""
     for name, module in list(sys.modules.items()):
         if name.startswith("weft_generated_"):
-            monkeypatch.setattr(module, "whole_attention", lambda: None, raising=False)
+            monkeypatch.setattr(module, "whole_attention", lambda scores: None, raising=False)
     linear = one_dnn_of_this_machine(monkeypatch) if request.param == "oneDNN" else None
     if request.param == "oneDNN" and linear is None:
         pytest.skip("this torch has no oneDNN product to call")
@@ -145,9 +145,9 @@ def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
 @pytest.fixture
 def attended(monkeypatch):
     """Calls of torch's attention; skips where there is none to call."""
-    own, calls = products.whole_attention(), []
+    own, calls = products.own_attention(), []
     if own is None:
-        pytest.skip("torch's own attention is not there, or not the faster one")
+        pytest.skip("torch's own attention is not there")
 
     def counted(*arguments, **options):
         calls.append((arguments, options))
@@ -155,8 +155,8 @@ def attended(monkeypatch):
 
     for name, module in list(sys.modules.items()):
         if name.startswith("weft_generated_"):
-            monkeypatch.setattr(module, "whole_attention", lambda: counted, raising=False)
-    monkeypatch.setattr(products, "whole_attention", lambda: counted)
+            monkeypatch.setattr(module, "whole_attention", lambda scores: counted, raising=False)
+    monkeypatch.setattr(products, "whole_attention", lambda scores: counted)
     return calls
 
 
@@ -170,11 +170,11 @@ PLAIN = weft.Attention(mask=masks.causal, name="whole_causal")
     [
         (PLAIN, 70, 70, {}, True), (PLAIN, 1, 300, {}, True), (PLAIN, 3, 300, {"q_offset": 299}, True),
         (PLAIN, 70, 71, {}, False), (PLAIN, 70, 70, {"q_offset": 1}, False), (PLAIN, 3, 300, {}, False),
-        (SCALED, 1, 40, {}, True), (SCALED, 1, 60, {}, False), (SCALED, 40, 40, {}, False),
+        (SCALED, 1, 40, {}, True), (SCALED, 1, 60, {}, True), (SCALED, 40, 40, {}, False), (SCALED, 2, 90, {}, False),
     ],
 )  # fmt: skip
 def test_calls_that_torch_computes_as_they_are(attended, variant, q_len, kv_len, options, whole, dtype):
-    """Every query sees every key, or causal from the first position on; grouped heads, a scale of its own."""
+    """Every query sees the same keys, or causal from the first position on; grouped heads, a scale of its own."""
     q, k, v = (torch.randn(2, h, n, 16).to(dtype).requires_grad_() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
     out, lse = variant(q, k, v, target="cpu", return_lse=True, **options)
     assert bool(attended) == whole
@@ -211,7 +211,7 @@ def test_other_widths_scores_and_masks_have_tiles(attended):
 
 def test_a_plan_says_what_torch_computes():
     sizes = weft.shape(heads=2, q_len=64, head_dim=16, dtype="fp32")
-    words = "every query sees all keys, or all up to its own, is torch's own kernel"
+    words = "every query sees the same keys, or all up to its own, is torch's own kernel"
     assert words in PLAIN.explain(sizes, target="cpu", device="cpu")
     assert "torch's own kernel" not in VARIANTS["softcap"].explain(sizes, target="cpu", device="cpu")
 
@@ -221,16 +221,19 @@ def test_a_plan_says_what_torch_computes():
     ids=["absent", "wrong", "another signature"],
 )  # fmt: skip
 def test_torchs_attention_is_tried_before_it_is_used(monkeypatch, op):
-    namespace = SimpleNamespace()
-    if op is not None:
-        namespace._scaled_dot_product_flash_attention_for_cpu = SimpleNamespace(default=op)
-    monkeypatch.setattr(products, "one_dnn_linear", lambda: None)
-    monkeypatch.setattr(torch.ops, "aten", namespace)
-    products.whole_attention.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention_for_cpu", op)
+    products.own_attention.cache_clear()
     try:
-        assert products.whole_attention() is None
+        assert products.own_attention() is None
     finally:
-        products.whole_attention.cache_clear()
+        products.own_attention.cache_clear()
+
+
+@pytest.mark.skipif(products.own_attention() is None, reason="torch's own attention is not there")
+def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch):
+    monkeypatch.setattr(products, "one_dnn_linear", lambda: torch.nn.functional.linear)
+    assert products.whole_attention(products.VERY_SHORT) is products.own_attention()
+    assert products.whole_attention(products.VERY_SHORT + 1) is None
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

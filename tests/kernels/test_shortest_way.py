@@ -18,6 +18,8 @@ from weft.codegen import launching
 from weft.codegen.binding import Launch
 from weft.codegen.targets.triton_launcher import TritonLauncher
 
+from ..support import calls_of
+
 doc = weft.tensor("doc", 2, int)
 VARIANTS = {
     "causal": (weft.Attention(mask=masks.causal, name="shortest_causal"), {}),
@@ -34,6 +36,14 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {  # batch rows, options
         1, {"cu_seqlens_q": torch.tensor([0, 3, 44, 60]), "q_offset": torch.tensor([1, 2, 3], dtype=torch.int32)}
     ),
     "dense": (3, {}),
+}  # fmt: skip
+# of a decode with one query a sequence, and functions that such a call calls at most, launches counted
+DECODES: dict[str, tuple[dict[str, Any], int]] = {
+    "contiguous": ({}, 78),
+    "lengths": ({"kv_lens": torch.tensor([64, 40, 3], dtype=torch.int32)}, 86),
+    "pages": (
+        {"kv_lens": torch.tensor([64, 40, 3], dtype=torch.int32), "block_table": torch.arange(12).int().view(3, 4)}, 90
+    ),
 }  # fmt: skip
 Launched = list[tuple[str, int, dict[str, Any]]]
 
@@ -108,3 +118,15 @@ def test_both_ways_launch_the_same(name: str, call: str, launched: tuple[Launche
                 assert got == value.data_ptr(), where
             else:
                 assert isinstance(got, int) and got > 0, where
+
+
+@pytest.mark.parametrize("kind", DECODES)
+def test_what_a_step_of_a_decode_costs_the_host(kind: str, launched: tuple[Launched, Launched]) -> None:
+    longer, shortest = launched
+    options, most = DECODES[kind]
+    variant = VARIANTS["causal"][0].replace(name=f"shortest_decode_{kind}")
+    key = torch.randn(12, 1, 16, 16) if kind == "pages" else torch.randn(3, 1, 64, 16)
+    query = torch.randn(3, 2, 1, 16)
+    number = calls_of(lambda: variant(query, key, key, **options, target="interpret", schedule="split_kv"))
+    assert len(longer) and len(shortest) == 2 * len(longer)
+    assert number <= most

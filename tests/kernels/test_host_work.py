@@ -1,0 +1,79 @@
+"""What a repeated call costs the host, counted in calls of functions and torch ops, which no busy machine changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen import products
+
+from ..support import calls_of
+
+window, slopes = weft.scalar("window", int), weft.tensor("slopes", 1)
+CAUSAL = weft.Attention(mask=masks.causal, name="host_causal")
+RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="host_recent")
+ALIBI = weft.Attention(score=score + slopes[head] * (kv_pos - q_pos), mask=masks.causal, name="host_alibi")
+QUERY, KEYS, VALUES = (torch.randn(1, 8, n, 64) for n in (1, 64, 64))
+own_kernel = pytest.mark.skipif(products.own_attention() is None, reason="torch's own attention is not there")
+
+
+def grown(variant: weft.Attention, **operands: Any) -> Callable[[], Any]:
+    """A decode whose cache grows by a token a call."""
+    length = iter(range(33, 64))
+
+    def step() -> Any:
+        now = next(length)
+        return variant(QUERY, KEYS[:, :, :now], VALUES[:, :, :now], target="cpu", **operands)
+
+    return step
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+# variant, its operands, calls of functions at most: 60, 81 and 130 in November 2026, 67, 177 and 216 before
+REPEATED = [(CAUSAL, {}, 64), (RECENT, {"window": 99}, 88), (ALIBI, {"slopes": torch.ones(8)}, 140)]
+
+
+@own_kernel
+@pytest.mark.parametrize(("variant", "operands", "most"), REPEATED, ids=["causal", "window", "alibi"])
+def test_a_decode_of_a_short_cache_on_a_cpu(variant: weft.Attention, operands: dict[str, Any], most: int) -> None:
+    repeated = calls_of(lambda: variant(QUERY, KEYS, VALUES, target="cpu", **operands))
+    assert repeated <= most
+    assert calls_of(grown(variant, **operands)) <= repeated + 2  # of the iterator
+
+
+@own_kernel
+def test_a_short_call_on_a_cpu_is_one_op() -> None:
+    """The module's own functions, as the dispatcher is passed by where nothing watches."""
+    variant = CAUSAL.replace(name="host_one_op")
+    variant(QUERY, KEYS, VALUES)
+    (ready,) = variant._variant._forwards.values()
+    with torch.no_grad(), Ops() as ops:
+        sizes = 1, 8, 8, 1, 64, 64
+        out, lse = ready.launcher.module.attended_as_a_whole(QUERY, KEYS, VALUES, (), 63, sizes)
+    assert ops.names == ["_scaled_dot_product_flash_attention_for_cpu"]
+    assert out.is_contiguous() and lse.is_contiguous()
+
+
+@own_kernel
+def test_results_lie_as_they_do_where_they_are_made_by_tiles() -> None:
+    rows = torch.randn(2, 5, 8, 64).transpose(1, 2)  # [B, L, H, D] in memory
+    for query in (rows, rows.contiguous()):
+        out, lse = CAUSAL(query, query, query, return_lse=True)
+        of_tiles, lse_of_tiles = RECENT(query, query, query, window=4, return_lse=True)
+        assert out.stride() == of_tiles.stride() == query.stride()
+        assert lse.stride() == lse_of_tiles.stride() and lse.dtype == torch.float32
