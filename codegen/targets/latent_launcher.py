@@ -35,6 +35,8 @@ class HeadsBox(Box):
 class LatentLauncher(SplitLauncher):
     """A forward of two kernels, of which the first reads a latent cache by TMA."""
 
+    numbers = SplitLauncher.numbers | {"joins"}
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.tools = {
@@ -123,11 +125,12 @@ class LatentLauncher(SplitLauncher):
         return "n_parts > 1 or n_even > 0" if kernel.name == JOIN else ""
 
     def _made(self, mode: Mode) -> dict[str, str]:
-        rows = "most(slots * heads * q_len, 1)"
         return super()._made(mode) | {
-            "part_out": f"empty(({rows}, {self._width}), ({self._width}, 1), float32)",
-            "part_lse": f"empty(({rows},), (1,), float32)",
-            "joins": "empty((2 * batches + 1,), (1,), int32)",
+            "rows": "slots * heads * q_len",
+            "statistics": "(rows + 3) // 4 * 4",  # a multiple of 16 bytes
+            "parts": f"empty((statistics + rows * {self._width} + 2 * batches + 1,), (1,), float32)",
+            "part_out": "part_lse + 4 * statistics",
+            "joins": f"part_out + 4 * rows * {self._width}",
         }
 
     def _rows(self, aligned: bool) -> dict[str, str]:

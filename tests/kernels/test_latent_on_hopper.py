@@ -213,14 +213,14 @@ def divided(lens, heads, q_len=1, room=0):
     batch, room, units = len(lens), room or max(lens), max(1, heads * q_len // 64)
     parts = launcher._divide(batch, heads, 1, q_len, room, None, {})
     even = launcher._even_shares(batch, units)
-    shares, most = max(parts.parts * batch, even), parts.parts * parts.tiles
+    shares = max(parts.parts * batch, even)
     space = Kernels(launcher.text).space
     pointer = Pointer.to(torch.tensor(lens, dtype=torch.int32))
     tiles = [max(1, -(-n // 64)) for n in lens]
     seen, loads = [0] * batch, []
     for share in range(shares):
         size, first, last, start, _ = space["divide"](
-            pointer, share, batch, room, most, parts.parts, even, units, 132
+            pointer, share, batch, room, parts.parts, parts.tiles, even, units, 132
         )  # fmt: skip
         load, start = 0, int(start)
         for b in range(first, last):
