@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,12 +33,13 @@ from . import Attention, describe, parse, scalar, score, shape, tensor
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
+from .compiler.planning.rates import rates_in_words
 from .compiler.planning.records import DTYPE_BYTES, Shape
 from .compiler.planning.tuner import Outcome, Spread
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from .ir.normalizer import SOFTMAX, normalizers
-from .runtime import cache, driver
+from .runtime import cache, calibrated, driver
 from .runtime.checks import MAX_HEAD_DIM
 from .runtime.settings import settings, size_of
 
@@ -621,6 +622,34 @@ def cache_clear() -> None:
     click.echo(f"removed {cache.clear()} entries from {cache.cache_dir()}")
 
 
+# -- calibrate -------------------------------------------------------------------------------------------------------
+@main.command()
+@click.option(
+    "--device", metavar="NAME", help="cpu or cuda, with a number where there are several; the GPU if there is one."
+)
+@click.option(
+    "-o", "--output", metavar="FILE", help="Keep it there, for WEFT_CALIBRATION; the cache folder if not given."
+)
+def calibrate(device: str | None, output: str | None) -> None:
+    """Measure what this machine does, in less than a minute, for plans and for the choice of forms."""
+    from .calibration import calibrate as measure  # lazy: no other command measures
+
+    path = None if output is None else Path(output)
+    if path is not None and not path.parent.is_dir():
+        raise WeftError(f"--output: {path.parent} is no folder")
+    with _busy("measuring this machine"):
+        found = measure(device)
+    path = path or calibrated.file_of(found.machine)
+    calibrated.write(found, path)
+    unit = "core" if found.machine.kind == "cpu" else "SM"
+    click.echo(f"{found.machine.name}, {found.machine.units} {unit}{'s' * (found.machine.units > 1)}")
+    for name, text in rates_in_words(found.rates):
+        click.echo(f"  {name:14}  {text}")
+    click.echo(f"kept in {path}, measured in {found.seconds:.0f} s")
+    if output is not None:
+        click.echo(f"to use it, set WEFT_CALIBRATION={shlex.quote(str(path))}")
+
+
 # -- doctor ----------------------------------------------------------------------------------------------------------
 @main.command()
 @click.option("--run", "runs", is_flag=True, help="Also compute a small call on each target that works here.")
@@ -649,22 +678,14 @@ def _machine() -> list[tuple[str, str]]:
 
     usable, there = hardware.usable_cores(), os.cpu_count() or 1
     cores = f"{usable} of {there} cores usable by this process, torch threads {torch.get_num_threads()}"
-    rows = [("CPU", f"{_cpu_model()}, {cores}"), ("GPU", _no_gpu() if not torch.cuda.is_available() else "")]
+    rows = [("CPU", f"{hardware.processor()}, {cores}"), ("GPU", _no_gpu() if not torch.cuda.is_available() else "")]
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         rows[1:] = [
             ("GPU", f"{p.name}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB") for p in cards
         ]
     here = hardware.this_machine()
-    return [*rows, ("figures", f"{here.title}, {here.arch}")]
-
-
-def _cpu_model() -> str:
-    with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine() or "unknown"
+    return [*rows, ("figures", f"{here.title}, {here.arch}; {here.figures}")]
 
 
 def _no_gpu() -> str:

@@ -592,8 +592,8 @@ def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
     context = found.target.context(found.code, facts)
     seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
     seen += ", or all up to its own," if context["causal"] else ""
-    whole = f"a forward in which every query sees {seen} is torch's own kernel, where that is the faster one"
-    return (whole,) if context["whole"] else ()
+    whole = f"a forward in which every query sees {seen} is torch's own kernel, which is the faster one"
+    return (f"{whole}; figures are of tiles",) if context["whole"] and not context["in_tiles"] else ()
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:

@@ -1,20 +1,18 @@
 """What generated code of target `cpu` calls: matrix products of tiles, and the threads that share the work.
 
-Products are those of torch, but for two things. Tiles of one head may go to oneDNN, which is about twice as fast as
-MKL on processors that are not Intel's. And threads divide heads among them: the product of one tile is too small to be
-divided well.
+A form of `cpu` says whose products its code has: those of torch, or of oneDNN for tiles of one head, which is about
+twice as fast as MKL on processors that are not Intel's. Threads divide heads among them: the product of one tile is too
+small to be divided well.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,8 +29,6 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """x w^T + bias: x [N, n, k], w [N, m, k] and bias [N, m] give [N, n, m]."""
     if w.shape[1] <= FEW:
         found = torch.bmm(w, x.mT).mT
-    elif x.shape[0] == 1 and x.dtype == torch.float32 and (linear := one_dnn_linear()):
-        return linear(x[0].contiguous(), w[0], None if bias is None else bias[0], "none", [], "")[None]
     else:
         found = torch.bmm(x, w.mT)
     return found if bias is None else found.add_(bias[:, None])
@@ -40,17 +36,32 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
     """Add x w^T to total [N, n, m]: x [N, n, k] and w [N, m, k]."""
-    if w.shape[1] <= FEW or (x.shape[0] == 1 and x.dtype == torch.float32 and one_dnn_linear()):
+    if w.shape[1] <= FEW:
         total.add_(product(x, w))
     else:
         total.baddbmm_(x, w.mT)
 
 
+def one_dnn_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product`, of one head in float32 by oneDNN."""
+    if x.shape[0] == 1 and w.shape[1] > FEW and x.dtype == torch.float32 and (linear := one_dnn_linear()):
+        return linear(x[0].contiguous(), w[0], None if bias is None else bias[0], "none", [], "")[None]
+    return product(x, w, bias)
+
+
+def add_one_dnn_product(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """`add_product`, of one head in float32 by oneDNN."""
+    if x.shape[0] == 1 and x.dtype == torch.float32 and one_dnn_linear():
+        total.add_(one_dnn_product(x, w))
+    else:
+        add_product(total, x, w)
+
+
 @lru_cache(maxsize=1)
 def one_dnn_linear() -> Callable[..., Tensor] | None:
-    """oneDNN's product with a bias, where torch has it and it is the faster one; a private op, so it is tried first."""
+    """oneDNN's product with a bias, where torch has it; a private op, so it is tried first."""
     linear = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
-    if linear is None or not torch.backends.mkldnn.is_available() or _made_by_intel():
+    if linear is None or not torch.backends.mkldnn.is_available():
         return None
     x, w, bias = torch.eye(3), torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0])
     try:
@@ -63,13 +74,13 @@ def one_dnn_linear() -> Callable[..., Tensor] | None:
 VERY_SHORT = 1 << 13  # scores of calls that cost what the host takes for them: one op is then faster than any tiles
 
 
-def whole_attention(scores: int) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def whole_attention(scores: int, in_tiles: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """torch's own attention with its log-sum-exp, for calls that it computes as they are and faster than tiles do.
 
-    (query, key, value, 0.0, is_causal, scale=...) -> (out, lse). None where there is none, and in calls of that many
-    scores where oneDNN's products make tiles the faster ones.
+    (query, key, value, 0.0, is_causal, scale=...) -> (out, lse). None where there is none, and in calls of more scores
+    where tiles are the faster ones (in_tiles), which a form says.
     """
-    return own_attention() if scores <= VERY_SHORT or one_dnn_linear() is None else None
+    return own_attention() if scores <= VERY_SHORT or not in_tiles else None
 
 
 @lru_cache(maxsize=1)
@@ -88,25 +99,18 @@ def own_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return attend if right else None
 
 
-def _made_by_intel() -> bool:
-    """Whether MKL knows this processor: on others it leaves half of it unused (measured: docs/performance.md)."""
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "Intel" in platform.processor()
-
-
 # -- threads -----------------------------------------------------------------------------------------------------------
 MOST_THREADS = 2  # of Python: each waits for the others between any two calls of torch; four are slower than two
 
 
-def heads_at_once(heads: int) -> int:
+def heads_at_once(heads: int, one_dnn: bool = False) -> int:
     """How many heads of a longer call are computed together: one for each thread of torch, where there are so many.
 
     torch then divides each step by heads. With fewer heads they are computed one by one, and `in_threads` divides them.
+    one_dnn: whether products are oneDNN's, which takes those of one head.
     """
     threads = torch.get_num_threads()
-    if heads < threads or (threads <= MOST_THREADS and one_dnn_linear()):  # which takes one product at a time
+    if heads < threads or (threads <= MOST_THREADS and one_dnn and one_dnn_linear()):
         return 1
     return threads
 

@@ -24,7 +24,7 @@ from ..compiler.planning.tables import DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
-from . import cache, settings, tuned
+from . import cache, calibrated, settings, tuned  # noqa: F401  tells planning what was measured here
 
 _built = 0
 

@@ -8,6 +8,7 @@
 | check of values | `WEFT_CHECK` | `check=` | looks at what index tensors hold in each call; waits for the device |
 | kept tiles | `WEFT_KEEP_TILES` | `keep_tiles=` | what is measured of tiles serves later calls too (kept.py) |
 | edited modules | `WEFT_EDITED_DIR` | | folder of modules to load in place of generated ones |
+| figures of the machine | `WEFT_CALIBRATION` | | file of `weft calibrate`; default: the one in the cache folder |
 | size of the cache | `WEFT_CACHE_MAX_SIZE` | | what the cache folder is kept below, once a day; default: 256MB |
 
 A block (`with weft.settings(debug=2):`) goes before the environment, and an argument of a call before both. Blocks
@@ -114,6 +115,12 @@ def _keep_in_environment() -> bool:
 def traced_target() -> str | None:
     """`default_target()` while torch.compile traces: what is in force there stays with the graph."""
     return default_target()
+
+
+def calibration_file() -> Path | None:
+    """The file of measured figures in place of the cache folder's; of the environment alone."""
+    named = os.environ.get("WEFT_CALIBRATION")
+    return Path(named) if named else None
 
 
 def edited_dir() -> Path | None:

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.planning.cpu_forms import USUAL, cpu_forms
 from ...compiler.planning.forms import CpuForm, Form
-from ...compiler.planning.hardware import Hardware
+from ...compiler.planning.hardware import CPU, Hardware
 from ...compiler.planning.kernels import CPU_FLASH, Algorithm, Kernel
 from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import Segments, segments_of
 from ...compiler.planning.signature import Direction, Signature, Widths
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.attention import Attention
-from ...ir.errors import WeftError
+from ...ir.errors import UnavailableError, WeftError
 from ...ir.expr import call, symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
@@ -27,9 +29,8 @@ from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
 from ..normalizers import lacks
+from ..products import one_dnn_linear, own_attention
 from ..runs import runs_of
-
-FORM = CpuForm(256, 256)  # measured: smaller tiles are slower products, of larger ones more pairs are hidden
 
 
 class CpuTarget:
@@ -59,12 +60,27 @@ class CpuTarget:
         return segments_of(attention, widths)
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
-        others = ((64, 64), (128, 128), (128, 256), (512, 512))
-        return [FORM, *(CpuForm(*tile) for tile in others)]
+        machine = hardware if hardware.cpu else CPU
+        widths, whole = signature.widths, kernel.direction == "forward" and _has_whole(facts)
+        shape = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
+        return list(
+            cpu_forms(
+                kernel, shape, machine, self.parts(facts.attention, widths), facts.traits,
+                whole=whole and own_attention() is not None, one_dnn=one_dnn_linear() is not None,
+            )
+        )  # fmt: skip
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
-        if not isinstance(form, CpuForm) or min(form.block_q, form.block_kv) < 1:
-            raise WeftError(f"schedule: {kernel.name} {form}: expected <queries>x<keys> for target cpu, as in {FORM}")
+        if not isinstance(form, CpuForm) or min(form.block_q, form.block_kv, form.cache_kib) < 1:
+            raise WeftError(
+                f"schedule: {kernel.name} {form}: expected <queries>x<keys> for target cpu, as in {USUAL}, "
+                f"and perhaps c<KiB of joined scores>, +onednn, +tiles"
+            )
+        if form.one_dnn and one_dnn_linear() is None:
+            raise UnavailableError(
+                f"schedule: {kernel.name} {form}: this torch has no product of oneDNN that can be called; "
+                "leave +onednn out"
+            )
 
     def template(self, code: CodePlan) -> str:
         return f"cpu/flash_{code.signature.direction}.py.jinja"
@@ -72,17 +88,16 @@ class CpuTarget:
     def context(self, code: CodePlan, facts: Facts) -> Context:
         """What the mask depends on decides which chunks share their tiles."""
         open_mask, read = not facts.kv_bounds.closed_form, symbols(facts.attention.folded_mask)
-        by_head = read & {"head", "kv_head"} or facts.bounds_differ_by_head
+        by_head = _differs_by_head(facts)
         mask = facts.attention.folded_mask
         uniform = facts.linear_scale is not None and is_uniform(facts.linear_scale)
+        form = code.kernels[-1].form
+        assert isinstance(form, CpuForm)
         return {
-            "whole": uniform
-            and code.signature.widths.head_dim == code.signature.widths.value_dim
-            and not open_mask
-            and not by_head
-            and "batch" not in read
-            and not facts.attention.drops
-            and facts.attention.weighs == SOFTMAX,
+            "most_scores": form.most_scores,
+            "one_dnn": form.one_dnn,
+            "in_tiles": form.in_tiles,
+            "whole": _has_whole(facts) and code.signature.widths.head_dim == code.signature.widths.value_dim,
             "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
@@ -97,6 +112,24 @@ class CpuTarget:
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:
         return _CpuLauncher(modules[0], code, facts)
+
+
+def _differs_by_head(facts: Facts) -> bool:
+    return bool(symbols(facts.attention.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
+
+
+def _has_whole(facts: Facts) -> bool:
+    """Whether torch's own attention computes some calls as they are: where every query sees all keys, or all up to its
+    own."""
+    return (
+        facts.linear_scale is not None
+        and is_uniform(facts.linear_scale)
+        and facts.kv_bounds.closed_form
+        and not _differs_by_head(facts)
+        and "batch" not in symbols(facts.attention.folded_mask)
+        and not facts.attention.drops
+        and facts.attention.weighs == SOFTMAX
+    )
 
 
 class _CpuLauncher:

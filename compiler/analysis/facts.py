@@ -18,11 +18,12 @@ from .bounds import kv_bounds, q_bounds
 from .distances import ByDistance, parts_by_distance, with_tables
 from .measured import measuring
 from .places import POSITIONS, by_difference, index_symbols
-from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits
+from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
 from .tiles import tile_program
 from .verify import verify_tiles
+from .work import slope_work_of, work_of
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,18 @@ class Facts:
             sink=self.attention.folded_sink is not None,
             drops=self.attention.drops,
             measured=self._measuring(),
+            score_work=self._works[0],
+            slope_work=self._works[1],
+            mask_work=self._works[2],
         )
+
+    @cached_property
+    def _works(self) -> tuple[Work, Work, Work]:
+        """What score, slope and mask of a pair take."""
+        score, mask = self.attention.folded_score, self.attention.folded_mask
+        if self.linear_scale is not None:
+            return Work(), Work(), work_of([mask])
+        return work_of([score]), slope_work_of(score), work_of([mask])
 
 
 @lru_cache(maxsize=1024)

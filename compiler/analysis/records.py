@@ -106,6 +106,16 @@ class TileCounts:
 
 
 @dataclass(frozen=True)
+class Work:
+    """Instructions of one pair of a query and a key."""
+
+    special: int = 0  # results of special function units: exponentials, logarithms, reciprocals
+    other: int = 0
+    reads: int = 0  # of tensors, an element a pair
+    gathers: int = 0  # of tables, at entries that neighbours share
+
+
+@dataclass(frozen=True)
 class Traits:
     """What the schedule and the cost depend on besides sizes."""
 
@@ -118,3 +128,6 @@ class Traits:
     sink: bool = False  # each row has one more logit, without a value
     drops: bool = False  # some weights are dropped
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit
+    score_work: Work = Work()  # beyond a multiple of q.k
+    slope_work: Work = Work()  # of its derivative
+    mask_work: Work = Work()

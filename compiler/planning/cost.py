@@ -7,18 +7,21 @@ The formulas are in kernels.py; here are the numbers of a problem that they need
   L2, it comes from HBM once. If not, programs that share a head still walk over it together, one wave after the other,
   so it comes once a wave; a program that shares with nobody sweeps over its own rows and finds again what random
   replacement has left.
-- **Time** is the launch, and then the largest of four: matrix products, exponentials, bytes from HBM, and bytes from L2
-  for the algorithmic traffic. As if each hid behind the largest completely, so it is a lower limit; it ranks schedules.
+- **Time** of a GPU is the launch, and then the longest of HBM, L2 and what SMs compute: products, exponentials, other
+  instructions, masks and tiles, one after the other, each as far as it shows in that kernel's form (paces.py). Where
+  the longest program has more than an SM's share, it is the tail that counts. Of target `cpu` see cpu_cost.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
-from .forms import Form, HopperLatentForm, Tiling
+from .cpu_cost import CpuSpeed, CpuTimes, speed_of, times_of, with_joined
+from .forms import CpuForm, Form, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
@@ -29,10 +32,13 @@ from .kernels import (
     SPLIT_KV,
     WORK,
     Bound,
+    Formula,
     Kernel,
     Sizes,
+    score_count,
     traffic,
 )
+from .paces import LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 from .splits import Parts, divided
@@ -51,28 +57,55 @@ HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the temp
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one kernel, were there nothing else to wait for but one thing."""
+    """Seconds of one kernel on a GPU, each part as its pace lets it show."""
 
-    matrix: float  # products, at the rate of the share of the machine that is busy
+    matrix: float  # products
+    exp: float  # exponentials and what else special units compute
+    other: float  # other instructions of scores and weights
+    mask: float  # of masks, in tiles that need them
+    tiles: float  # tiles, pieces and programs, whatever they compute
     memory: float  # bytes from and to HBM
     l2: float  # bytes between L2 and SRAM
-    exp: float
+    units: float  # all exponentials, hidden ones too: special units are no faster
     latency: float  # of the launch, which nothing hides
+    roofline: float  # were there nothing to wait for but the longest of matrix, exp, memory and L2
 
     @property
     def parts(self) -> dict[Bound, float]:
-        """Those that hide behind the largest of them."""
-        return {"matrix": self.matrix, "memory": self.memory, "L2": self.l2, "exp": self.exp}
+        """All but the launch."""
+        return {
+            "matrix": self.matrix, "exp": self.exp, "other": self.other, "mask": self.mask, "tiles": self.tiles,
+            "memory": self.memory, "L2": self.l2,
+        }  # fmt: skip
+
+    @property
+    def computing(self) -> float:
+        """What SMs do one after the other."""
+        return self.matrix + self.exp + self.other + self.mask + self.tiles
 
     @property
     def seconds(self) -> float:
-        return max(self.matrix, self.memory, self.l2, self.exp) + self.latency
+        """The launch, and the longest of computing, special units, HBM and L2, which the others hide behind."""
+        return self.latency + max(self.computing, self.units, self.memory, self.l2)
 
     @property
     def bound(self) -> Bound:
-        parts = self.parts
-        longest = max(parts, key=lambda name: parts[name])
-        return longest if parts[longest] >= self.latency else "latency"
+        """What takes most of that."""
+        found = self._bounds
+        longest = max(found, key=lambda name: found[name])
+        return longest if found[longest] >= self.latency else "latency"
+
+    @property
+    def share(self) -> float:
+        """Of the kernel's time, of what bounds it."""
+        return (self.latency if self.bound == "latency" else self._bounds[self.bound]) / self.seconds
+
+    @property
+    def _bounds(self) -> dict[Bound, float]:
+        """What the kernel may wait for: parts of computing where that takes longest, else what takes longer."""
+        if self.computing >= max(self.units, self.memory, self.l2):
+            return {"matrix": self.matrix, "exp": self.exp, "other": self.other, "mask": self.mask, "tiles": self.tiles}
+        return {"exp": self.units, "memory": self.memory, "L2": self.l2}
 
 
 @dataclass(frozen=True)
@@ -88,7 +121,10 @@ class KernelCost:
     written: float  # bytes to HBM
     traffic: float  # algorithmic bytes, as if there were no L2
     at_once: int  # programs that run together
-    times: Times
+    times: Times | CpuTimes
+    exps: Formula
+    speed: CpuSpeed | None = None  # of target `cpu`: what a core does in this form
+    work: PairWork | None = None  # of other targets
 
     @property
     def seconds(self) -> float:
@@ -234,14 +270,93 @@ def cost_of(
     read, written = kernel.read(sizes), kernel.written(sizes)
     moved = traffic(kernel)(once)
     busy = busy_share(kernel.programs(sizes), at_once)
+    if isinstance(form, CpuForm):
+        speed = speed_of(form, sram, hardware, shape.dtype)
+        sizes = with_joined(sizes, form, tiles, traits.masked)
+        exps = exps_of(kernel, instructions_of(kernel, traits).special)
+        spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
+        return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
+    sizes = replace(sizes, m=tiles.edge)
+    work = pair_work(kernel, form, sizes, parts, traits, hardware)
+    pace, tail = work.pace, work.tail
+    matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
+    plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
+    instructions = instructions_per_second(hardware)
+    latency = (hardware.launch_seconds + 1e-6 * pace.start) * (kernel.programs(sizes) > 0)
+    memory, l2 = (read + written) / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
     times = Times(
-        matrix=kernel.flops(sizes) / (hardware.matrix_flops(shape.dtype) * busy),
-        memory=(read + written) / hardware.hbm_bytes_per_second,
-        l2=moved / l2_bytes_per_second(hardware),
-        exp=kernel.exps(sizes) / (hardware.exp_per_second * busy),
-        latency=hardware.launch_seconds * (kernel.programs(sizes) > 0),
+        matrix=pace.matrix * matrix * tail,
+        exp=pace.exp * special * tail,
+        other=work.other(sizes) / instructions * tail,
+        mask=work.mask(sizes) / instructions * tail,
+        tiles=1e-6 * work.tiles(sizes) / hardware.sms * tail,
+        memory=memory,
+        l2=l2,
+        units=special * tail,
+        latency=latency,
+        roofline=latency + max(matrix / busy, plain / busy, memory, l2),
     )
-    return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times)
+    return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, times, work.exps, work=work)
+
+
+@dataclass(frozen=True)
+class PairWork:
+    """What a kernel computes besides products, as formulas: exponentials, and instructions as its pace counts them."""
+
+    family: str
+    pace: Pace
+    exps: Formula
+    other: Formula  # instructions of scores and weights, reads of pairs as so many
+    mask: Formula  # likewise of masks
+    tiles: Formula  # microseconds of an SM
+    longest: float  # tiles of the longest program
+    tail: float  # of computing over that of SMs that all have as much to do
+
+
+def pair_work(
+    kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware
+) -> PairWork:  # fmt: skip
+    """x: the letters of the problem, of which n, m and the number of programs decide the tail."""
+    family = family_of(kernel, form, max(parts.qk_columns, parts.v_columns))
+    longest = longest_of(kernel, x, traits.masked)
+    tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
+    pieces = len(parts.qk) + len(parts.v) - 2
+    formulas = work_formulas(kernel, instructions_of(kernel, traits), pace_of(family), pieces)
+    return PairWork(family, pace_of(family), *formulas, longest, tail)
+
+
+@lru_cache(maxsize=256)
+def work_formulas(
+    kernel: Kernel, one: Instructions, pace: Pace, pieces: int
+) -> tuple[Formula, Formula, Formula, Formula]:  # fmt: skip
+    """Exponentials, other instructions, those of the mask, and microseconds of tiles and programs."""
+    each = pace.other * one.other + pace.pair_reads * one.pair_reads + pace.gathers * one.gathers
+    at_edge = pace.mask * one.mask + pace.pair_reads * one.mask_reads
+
+    def other(x: Sizes) -> float:
+        return round(each, 3) * score_count(x)
+
+    def mask(x: Sizes) -> float:
+        return round(at_edge, 3) * x.m * x.bq * x.bkv
+
+    def tiles(x: Sizes) -> float:
+        return round(pace.tile + pace.piece * pieces, 4) * x.n + pace.program * kernel.programs(x)
+
+    return exps_of(kernel, one.special), other, mask, tiles
+
+
+@lru_cache(maxsize=256)
+def exps_of(kernel: Kernel, special: float) -> Formula:
+    """Exponentials and the like; special: of a pair, in kernels that weigh pairs."""
+
+    def exps(x: Sizes) -> float:
+        return special * score_count(x)
+
+    return exps if weighs_pairs(kernel) else kernel.exps
+
+
+def instructions_per_second(hardware: Hardware) -> float:
+    return LANES * hardware.exp_per_second
 
 
 def busy_share(programs: float, at_once: int) -> float:

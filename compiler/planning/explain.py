@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -21,10 +21,13 @@ from ...ir.attention import Attention
 from ...ir.normalizer import SOFTMAX
 from ..analysis.records import Bounds
 from ..analysis.survey import CELL
-from .cost import l2_bytes_per_second
+from .cost import PairWork, Times, instructions_per_second, l2_bytes_per_second
+from .cpu_cost import CpuSpeed
 from .hardware import Hardware
 from .kernels import LIST_HEAD, LIST_ROOM, PAIR_CELLS, SPLIT_KV
+from .paces import PACES
 from .plan import KernelPlan, Plan
+from .rates import LEVELS
 from .records import Segment
 
 WIDTH = 100
@@ -35,8 +38,17 @@ _GLOSSARY = (
 )
 _PARTS = "S parts of a sequence's keys, which programs of their own compute; a tile has rows of all heads of a key head"
 _TIMES = (
-    "ms is the launch and the longest of the others, as if these hid behind it: matrix = FLOPs / rate / busy, "
-    "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate, exp = exps / rate / busy"
+    "ms is launch (and start) + the longest of {hbm}, {l2}, exps / rate * tail and the sum of the others: "
+    "matrix = pace * FLOPs / rate * tail, exp = pace * exps / rate * tail, "
+    "other and mask = instructions / rate * tail, tiles = tile us / {core}s * tail, "
+    "{hbm} = bytes read and written / rate, {l2} = {l2} traffic / rate. "
+    "Instructions are counted with their pace, as a share of them hides. "
+    "tail = longest program * {core}s / n where that is more than 1; m tiles that need the mask"
+)
+_CPU_TIMES = (
+    "ms is the sum of the others, as nothing hides: matrix = FLOPs / products of a core / speedup / busy, "
+    "RAM = bytes read and written / rate, passes = bytes / passes of a core / cores / busy, exp = exps / rate / busy, "
+    "calls = calls * time of one / cores / busy; m tiles that need the mask, t tiles where others are joined"
 )
 
 
@@ -89,11 +101,12 @@ def explanation(
         parts += ["", Text("Where tiles look", style="bold"), *_bounds_lines(plan, kv_bounds, q_bounds)]
         parts += [Padding(Text(claim), (0, 0, 0, 2))] if claim else []
     names = places(plan.hardware)
-    parts += ["", _kernel_table(plan, names), "", _time_table(plan, names), "", *_totals(plan, names)]
+    parts += ["", _kernel_table(plan, names), "", *_time_tables(plan, names), "", *_totals(plan, names)]
     for kernel in plan.kernels:
         parts += ["", _stage_table(kernel, names), _formulas(plan, kernel, names)]
     splits = (_PARTS,) if any(kernel.name == SPLIT_KV[0].name for kernel in plan.kernels) else ()
-    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in (_GLOSSARY, *splits, _TIMES))]
+    models = [_CPU_TIMES] * any(k.on_cpu for k in plan.kernels) + [_TIMES] * any(not k.on_cpu for k in plan.kernels)
+    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in (_GLOSSARY, *splits, *models))]
     if plan.notes:
         parts += ["", Text("Notes", style="bold"), *(Text(f"- {note}") for note in plan.notes)]
     return Group(*parts)
@@ -123,6 +136,7 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
     if plan.visible is not None:
         table.add_row("visible", Text(_visible_text(plan)))
     table.add_row("hardware", Text(plan.hardware.title))
+    table.add_row("figures", Text(plan.hardware.figures))
     table.add_row("rates", Text(_rates_text(plan)))
     table.add_row("schedule", Text(plan.schedule.algorithm))
     for name, choice in plan.schedule.kernels.items():
@@ -141,12 +155,19 @@ def _visible_text(plan: Plan) -> str:
 def _rates_text(plan: Plan) -> str:
     """What times are worked out from, with four digits."""
     hardware, names = plan.hardware, places(plan.hardware)
+    if all(kernel.on_cpu for kernel in plan.kernels):
+        return (
+            f"RAM {_digits(hardware.hbm_bytes_per_second)}B/s, exp {_digits(hardware.exp_per_second)}/s of "
+            f"{hardware.sms} cores, call {hardware.launch_seconds * 1e6:.4g} us"
+        )
     rates = (
         f"matrix {_digits(hardware.matrix_flops(plan.shape.dtype))}FLOP/s",
         f"{names.hbm} {_digits(hardware.hbm_bytes_per_second)}B/s",
         f"{names.l2} {_digits(l2_bytes_per_second(hardware))}B/s",
         f"exp {_digits(hardware.exp_per_second)}/s",
+        f"other {_digits(instructions_per_second(hardware))}/s",
         f"launch {hardware.launch_seconds * 1e6:g} us",
+        f"{hardware.sms} {names.core}s",
     )
     return ", ".join(rates)
 
@@ -221,21 +242,38 @@ def _kernel_table(plan: Plan, names: Places) -> Table:
     return table
 
 
-def _time_table(plan: Plan, names: Places) -> Table:
-    """How long that takes, and what it waits for: milliseconds."""
+def _time_tables(plan: Plan, names: Places) -> Iterator[Table]:
+    """How long that takes, and what it waits for: milliseconds. Kernels of target `cpu` wait for other things."""
+    for on_cpu in (True, False):
+        kernels = [k for k in plan.kernels if (k.on_cpu is not None) == on_cpu]
+        if kernels:
+            titles: tuple[str, ...] = ("matrix", "RAM", "passes", "exp", "calls")
+            if not on_cpu:
+                titles = ("matrix", "exp", "other", "mask", "tiles", names.hbm, names.l2, "launch")
+            yield _time_table(kernels, titles, names)
+
+
+def _time_table(kernels: Sequence[KernelPlan], titles: Sequence[str], names: Places) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("kernel", no_wrap=True)
-    for title in ("matrix", names.hbm, names.l2, "exp", "launch", "ms"):
+    for title in (*titles, "ms"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("bound", no_wrap=True)
-    for k in plan.kernels:
-        times = (*k.times.parts.values(), k.times.latency, k.seconds)
-        table.add_row(k.name, *(f"{seconds * 1e3:.4f}" for seconds in times), _bound_text(k, names))
+    for k in kernels:
+        parts = list(k.times.parts.values()) + ([k.times.latency] if isinstance(k.times, Times) else [])
+        table.add_row(k.name, *(_ms_text(seconds) for seconds in (*parts, k.seconds)), _bound_text(k, names))
     return table
 
 
+def _ms_text(seconds: float) -> str:
+    """Milliseconds: a tenth of a microsecond, or five digits."""
+    return f"{seconds * 1e3:.{4 if seconds < 1e-2 else 3 if seconds < 0.1 else 1}f}"
+
+
 def _bound_text(kernel: KernelPlan, names: Places) -> str:
-    return {"memory": names.hbm, "L2": names.l2, "latency": "launch"}.get(kernel.bound, kernel.bound)
+    """What bounds it, and that share of its time."""
+    bound = {"memory": names.hbm, "L2": names.l2, "latency": "launch"}.get(kernel.bound, kernel.bound)
+    return f"{bound} {kernel.times.share:.0%}"
 
 
 def _totals(plan: Plan, names: Places) -> Iterator[Text]:
@@ -272,6 +310,7 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
+    work = kernel.work
     rows = [
         (f"{names.sram} bytes", kernel.sram_bytes),
         (f"{names.hbm} read", kernel.hbm_read),
@@ -280,6 +319,8 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
         ("FLOPs", kernel.flops),
         *([("useful FLOPs", kernel.useful)] if kernel.useful else []),
         ("exps", kernel.exps),
+        *([("passes", kernel.on_cpu.passes), ("calls", kernel.on_cpu.calls)] if kernel.on_cpu else []),
+        *([("other", work.other), ("mask", work.mask), ("tile us", work.tiles)] if work else []),
     ]
     shown = [(title, quantity) for title, quantity in rows if quantity.value]
     table.add_row(Text("programs"), Text(_programs_text(kernel)))
@@ -290,7 +331,30 @@ def _formulas(plan: Plan, kernel: KernelPlan, names: Places) -> Padding:
         table.add_row(Text("letters"), Text(letters))
     for title, quantity in shown:
         table.add_row(Text(title), Text(f"{quantity.formula} = {quantity.value:,.0f}"))
+    if work and (work.pairs.pace.start or kernel.flops.value):
+        table.add_row(Text("pace"), Text(_pace_text(work.pairs, names)))
+    if kernel.on_cpu:
+        table.add_row(Text("a core"), Text(_core_text(kernel.on_cpu.speed)))
     return Padding(table, (0, 0, 0, 2))
+
+
+def _pace_text(work: PairWork, names: Places) -> str:
+    """The constants of a kernel's form, and its tail."""
+    pace, fitted = work.pace, "fitted on an H200" if work.family in PACES else "not fitted"
+    start = f", start {pace.start:g} us" if pace.start else ""
+    tail = f"the longest program visits {work.longest:,.6g} tiles: tail {work.tail:.4f}"
+    return f"{work.family} ({fitted}): matrix {pace.matrix:g}, exp {pace.exp:g}{start}; {tail}"
+
+
+def _core_text(speed: CpuSpeed) -> str:
+    """What a core does in the form of a kernel, and which cache its tiles find room in."""
+    library = {"torch": "torch", "onednn": "oneDNN"}[speed.library]
+    held = ", ".join(f"{share:.0%} in {level}" for level, share in zip(LEVELS, speed.shares, strict=True) if share)
+    cores = f"{speed.cores} core{'s' * (speed.cores > 1)}"
+    return (
+        f"products of {library} {_digits(speed.products)}FLOP/s, speedup {speed.speedup:.4g} of {cores}; "
+        f"passes {_digits(speed.passes)}B/s over tiles of {bytes_text(speed.working_set)}: {held}"
+    )
 
 
 def _has_tiles(kernel: KernelPlan) -> bool:
@@ -316,7 +380,11 @@ def _letters_text(kernel: KernelPlan, formulas: str) -> str:
     """Values of the letters that the formulas have and that are no sizes of the call, nor the number of tiles."""
     read = set(re.findall(r"[A-Za-z]+", formulas)) | ({"bq", "bkv", "nq", "nkv"} if _has_tiles(kernel) else set())
     values = kernel.letters.items()
-    return ", ".join(f"{name} {value:.6g}" for name, value in values if name in read and name != "n")
+    return ", ".join(f"{name} {_letter_text(value)}" for name, value in values if name in read and name != "n")
+
+
+def _letter_text(value: float) -> str:
+    return f"{value:.0f}" if value >= 1e6 else f"{value:.6g}"
 
 
 # -- numbers as text -------------------------------------------------------------------------------------------------

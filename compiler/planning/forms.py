@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from ...ir.errors import WeftError
@@ -16,6 +17,7 @@ from .hardware import Hardware
 from .kernels import (
     Formula,
     Kernel,
+    Sizes,
     hopper_by_columns_sram,
     hopper_forward_sram,
     hopper_forward_sram_in_place,
@@ -23,10 +25,12 @@ from .kernels import (
     hopper_latent_sram,
 )
 from .segments import Segments
+from .signature import Direction
 from .splits import tile_rows
 
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
 ROWS_OF_A_WARPGROUP = 64  # the height of a wgmma
+SCORE_BYTES = 4  # of a score on a CPU: float32
 
 
 class Residence(NamedTuple):
@@ -240,7 +244,7 @@ class HopperLatentForm:
             yield replace(self, **{name: not getattr(self, name)})
 
 
-def _flags_text(form: HopperForm | HopperBackwardForm | HopperLatentForm) -> str:
+def _flags_text(form: HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm) -> str:
     return "".join(f"+{short}" for name, short in form._FLAGS.items() if getattr(form, name))
 
 
@@ -250,16 +254,27 @@ class CpuForm:
 
     block_q: int
     block_kv: int
+    cache_kib: int = 1024  # neighbours that need no mask are one tile, of at most as many KiB of scores in float32
+    one_dnn: bool = False  # products of float32 by oneDNN, where it takes them, in place of torch's own
+    in_tiles: bool = False  # also the calls that torch's own attention computes as they are
+
+    _FLAGS: ClassVar[dict[str, str]] = {"one_dnn": "onednn", "in_tiles": "tiles"}
 
     @property
     def span_rows(self) -> int:
         return self.block_q
 
+    @property
+    def most_scores(self) -> int:
+        """Scores of a tile of joined neighbours."""
+        return self.cache_kib * 1024 // SCORE_BYTES
+
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_kv}"
+        joined = "" if self.cache_kib == CpuForm.cache_kib else f"c{self.cache_kib}"
+        return f"{self.block_q}x{self.block_kv}{joined}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        return kernel.sram
+        return cpu_tile_bytes(max(self.most_scores, self.block_q * self.block_kv), kernel.direction)
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(1, 1, max(4, element))  # computed in float32 at least, one tile at a time
@@ -268,12 +283,23 @@ class CpuForm:
         return 1
 
 
+@lru_cache(maxsize=64)
+def cpu_tile_bytes(scores: int, direction: Direction) -> Formula:
+    """What a core goes over again and again: a tile of scores, its keys, values, queries and sums; backward also dP."""
+    several = 1 if direction == "forward" else 2
+
+    def found(x: Sizes) -> float:
+        return several * SCORE_BYTES * (scores + (x.bq + scores / x.bq) * (x.C + x.Cv))
+
+    return found
+
+
 Form = Tiling | HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm
 _TILING = re.compile(r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})")
 _HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)((?:\+[a-z]+)*)")
 _HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)((?:\+[a-z]+)*)")
 _HOPPER_LATENT = re.compile(r"64x64p(\d{1,2})((?:\+[a-z]+)*)")
-_CPU = re.compile(r"(\d{1,7})x(\d{1,7})")
+_CPU = re.compile(r"(\d{1,7})x(\d{1,7})(?:c(\d{1,7}))?((?:\+[a-z]+)*)")
 
 
 def parse_form(text: str) -> Form | None:
@@ -287,7 +313,9 @@ def parse_form(text: str) -> Form | None:
     if found := _TILING.fullmatch(text):
         return Tiling(*map(int, found.groups()))
     if found := _CPU.fullmatch(text):
-        return CpuForm(*map(int, found.groups()))
+        chosen = _flags(CpuForm._FLAGS, found[4])
+        cache = CpuForm.cache_kib if found[3] is None else int(found[3])
+        return None if chosen is None else CpuForm(int(found[1]), int(found[2]), cache, **chosen)
     if found := _HOPPER.fullmatch(text):
         block_q, block_kv, stages, buffers = map(int, found.groups()[:4])
         chosen = _flags(HopperForm._FLAGS, found[5])

@@ -1,5 +1,7 @@
 """What a machine can do, as far as schedules and predicted times need to know.
 
+Where `weft calibrate` has measured this machine, its figures hold; else those of a record below, and a guess of a CPU.
+
 Peaks are published figures, dense (no sparsity) and at boost clock. Two fractions say how much of a peak a good kernel
 gets for long; they were measured on one H200 (torch 2.11: a bf16 matrix product runs at 794 TFLOP/s, a device copy at
 4240 GB/s) and are assumed of the other accelerators, so that records rank alike.
@@ -20,8 +22,9 @@ Sources
 from __future__ import annotations
 
 import os
+import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,11 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...ir.errors import WeftError
+from .rates import KIB, MIB, Calibration, CpuRates, GpuRates, Machine, guessed_rates
 
 if TYPE_CHECKING:
     import torch
 
-KIB, MIB = 1024, 1024 * 1024
+SHIPPED = "shipped: published peaks, and shares of them that one H200 sustained"
+GUESSED = "guessed: `weft calibrate` measures this machine"
 MATRIX_SUSTAINED = 794e12 / 989.4e12  # measured on one H200
 HBM_SUSTAINED = 4240e9 / 4800e9  # likewise
 
@@ -60,6 +65,9 @@ class Hardware:
     hbm_sustained: float = HBM_SUSTAINED  # fraction of hbm_peak
     matrix_sustained: float = MATRIX_SUSTAINED  # fraction of matrix_peak
     launch_seconds: float = 3e-6  # from one kernel to the next in a stream
+    figures: str = SHIPPED  # where they are from, for people
+    cpu: CpuRates | None = None  # of a CPU: one core in detail
+    measured: GpuRates | None = None  # of a GPU, where it was calibrated
 
     @property
     def hbm_bytes_per_second(self) -> float:
@@ -68,6 +76,8 @@ class Hardware:
 
     def matrix_flops(self, dtype: str) -> float:
         """FLOP/s that long matrix products of this dtype reach."""
+        if self.measured and (found := self.measured.product_flops(dtype)):
+            return found
         peak = {"fp32": self.matrix_peak_32, "fp64": self.matrix_peak_32 / 2}.get(dtype, self.matrix_peak_16)
         return peak * self.matrix_sustained
 
@@ -188,32 +198,35 @@ BOARDS = (
 )  # fmt: skip
 
 
-def _cpu(cores: int, memory_bytes: int = 32 * 10**9) -> Hardware:
-    """A desktop or server CPU with AVX2: rough figures, for plans and for choosing between algorithms."""
-    clock = 2.5e9  # a common all-core clock of servers
+def cpu_with(rates: CpuRates, cores: int, memory_bytes: int = 32 * 10**9, figures: str = GUESSED) -> Hardware:
+    """A CPU whose cores have these rates."""
+    _, l2, l3 = rates.caches
+    best = max(rate.flops for rate in rates.products) * rates.all_products
     return Hardware(
         name="cpu",
-        title=f"CPU, {cores} core{'s' * (cores > 1)} (rough figures of a server's core)",
+        title=f"CPU, {cores} core{'s' * (cores > 1)}" + " (rough figures of a server's core)" * (figures == GUESSED),
         kind="cpu",
         arch="cpu",
         capability=0,
         sms=cores,
-        sram_per_sm=1 * MIB,  # L2 of a core: 0.5 MiB (AMD Zen 4) to 2 MiB (Intel Sapphire Rapids)
-        sram_per_block=1 * MIB,
+        sram_per_sm=l2,
+        sram_per_block=l2,
         registers_per_sm=16 * 8,  # AVX2: 16 registers of 8 floats
-        l2_bytes=32 * MIB,  # the shared L3 of a common server share
+        l2_bytes=max(l3, cores * l2),
         memory_bytes=memory_bytes,
-        hbm_peak=min(cores, 8) * 20e9,  # one DDR4-3200 channel is 25.6 GB/s; a core alone draws about 20
-        matrix_peak_16=cores * clock * 32,  # computed in fp32
-        matrix_peak_32=cores * clock * 32,  # two FMA of 8 lanes a clock
-        exp_per_second=cores * clock / 2,  # a vectorised exp of 8 floats takes about 16 clocks
+        hbm_peak=rates.all_ram / 0.8,
+        matrix_peak_16=best / 0.8,  # computed in fp32
+        matrix_peak_32=best / 0.8,
+        exp_per_second=cores * rates.exp_per_second,
         hbm_sustained=0.8,
         matrix_sustained=0.8,
-        launch_seconds=5e-6,  # one small torch operation
+        launch_seconds=rates.call_seconds,
+        figures=figures,
+        cpu=rates,
     )
 
 
-CPU = _cpu(8)  # a record that does not depend on where it is read
+CPU = cpu_with(guessed_rates(8), 8)  # a record that does not depend on where it is read
 KNOWN = {record.name: record for record in (A100, H100, H200, B200, MI300X, CPU)}
 NAMES = (*(name for name in KNOWN if name != "cpu"), *(board.name for board in BOARDS), "cpu")
 
@@ -341,7 +354,6 @@ def _as_reported(record: Hardware, properties: DeviceProperties) -> Hardware:
     )  # fmt: skip
 
 
-@cache
 def this_machine() -> Hardware:
     """The record of the first GPU, or of the CPU where there is none."""
     import torch
@@ -352,11 +364,15 @@ def this_machine() -> Hardware:
 def for_device(device: torch.device | str) -> Hardware:
     """The record of a torch device or its name ("cuda:1", "cpu").
 
-    Raises WeftError unless it is a CPU or an accelerator of CUDA or ROCm.
+    With what `weft calibrate` measured of it, if it did. Raises WeftError unless it is a CPU or an accelerator of CUDA
+    or ROCm.
     """
     import torch
 
-    return _for_device(torch.device(device))
+    device = torch.device(device)
+    record = _for_device(device)
+    found = _look_up(_machine_of(device))
+    return record if found is None else _calibrated(record, found)
 
 
 @cache
@@ -364,10 +380,108 @@ def _for_device(device: torch.device) -> Hardware:
     import torch
 
     if device.type == "cpu":
-        return _cpu(usable_cores(), _ram())
+        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches())
+        return cpu_with(rates, usable_cores(), _ram())
     if device.type != "cuda":
         raise WeftError(f"device: expected a cpu or cuda device, got {device}; move the operands to one of these")
     return of_device(torch.cuda.get_device_properties(device))
+
+
+# -- what was measured -------------------------------------------------------------------------------------------------
+def _nothing(machine: Machine) -> Calibration | None:
+    return None
+
+
+_look_up: Callable[[Machine], Calibration | None] = _nothing
+
+
+def look_up_calibrations(find: Callable[[Machine], Calibration | None]) -> None:
+    """Tell `for_device` where to ask what was measured of a machine: files are none of planning's business."""
+    global _look_up
+    _look_up = find
+
+
+def machine_of(device: torch.device | str) -> Machine:
+    """What a calibration of this device is for."""
+    import torch
+
+    return _machine_of(torch.device(device))
+
+
+@cache
+def _machine_of(device: torch.device) -> Machine:
+    import torch
+
+    if device.type == "cpu":
+        return Machine("cpu", processor(), usable_cores())
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(_for_device(device).kind, properties.name, properties.multi_processor_count)
+
+
+def calibrated(record: Hardware, found: Calibration) -> Hardware:
+    """`record` with what was measured of it."""
+    if isinstance(found.rates, CpuRates):
+        return cpu_with(found.rates, record.sms, record.memory_bytes, found.title)
+    rates = found.rates
+    return replace(
+        record, measured=rates, figures=found.title, hbm_sustained=rates.hbm / record.hbm_peak,
+        exp_per_second=rates.exp_per_second, launch_seconds=rates.launch_seconds,
+    )  # fmt: skip
+
+
+@cache
+def _calibrated(record: Hardware, found: Calibration) -> Hardware:
+    return calibrated(record, found)
+
+
+# -- this CPU ----------------------------------------------------------------------------------------------------------
+_CPU_INFO, _CPU_CACHES = Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+@cache
+def processor() -> str:
+    """The name of this machine's processor, as the system has it."""
+    with suppress(OSError):
+        found = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", _CPU_INFO.read_text(), re.MULTILINE))
+        if name := found.get("model name"):
+            return str(name).strip()
+        if part := found.get("CPU part"):  # ARM
+            return f"{platform.machine()} {found.get('CPU implementer', '')} {part}".strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _made_by_intel() -> bool:
+    """Whether MKL knows this processor: on others it leaves half of it unused (measured: docs/performance.md)."""
+    return "Intel" in processor()
+
+
+def cpu_caches() -> tuple[int, int, int]:
+    """Bytes of L1 and L2 of a core and of the L3, as the system reports them; those of a common server where it does
+    not. Of an L3 that is there for some of the cores only, those of the first core have this."""
+    found = _caches_in(_CPU_CACHES) or _caches_of_sysconf()
+    usual = guessed_rates(1).caches
+    return (found.get(1) or usual[0], found.get(2) or usual[1], found.get(3, 0) if found else usual[2])
+
+
+def _caches_in(folder: Path) -> dict[int, int]:
+    """{level: bytes} of what holds data, as Linux lists it."""
+    found: dict[int, int] = {}
+    for index in sorted(folder.glob("index*")):
+        with suppress(OSError, ValueError, KeyError):
+            kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+            if kind in ("Data", "Unified"):
+                found[int(level)] = int(size[:-1]) * {"K": KIB, "M": MIB}[size[-1]]
+    return found
+
+
+def _caches_of_sysconf() -> dict[int, int]:
+    names = {1: "SC_LEVEL1_DCACHE_SIZE", 2: "SC_LEVEL2_CACHE_SIZE", 3: "SC_LEVEL3_CACHE_SIZE"}
+    found = {}
+    for level, name in names.items():
+        with suppress(ValueError, OSError, AttributeError):
+            if (size := os.sysconf(name)) > 0:
+                found[level] = size
+    return found
 
 
 def usable_cores() -> int:

@@ -22,7 +22,7 @@ from ..analysis.records import Axis, Measuring
 from ..analysis.survey import CELL
 from .signature import Direction, SequenceKind
 
-Bound = Literal["matrix", "memory", "L2", "exp", "latency"]
+Bound = Literal["matrix", "exp", "other", "mask", "tiles", "memory", "L2", "latency", "passes", "calls"]
 Algorithm = Literal["standard", "streaming", "flash", "split_kv"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 
@@ -74,6 +74,8 @@ class Sizes:
     w: float  # 1 where the score is not linear in q.k, so that its derivative needs q.k; else 0
     S: float = 1  # parts of the keys that are computed apart
     d: float = 0  # 1 where these are joined by another kernel, else 0
+    m: float = 0  # tiles that need the mask
+    t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
 
 
 Formula: TypeAlias = Callable[[Sizes], float]

@@ -16,7 +16,8 @@ from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
-from .cost import CountLongest, CountTiles, KernelCost, Times, busy_share, predict
+from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, predict
+from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
 from .kernels import DISTANCE_TABLES, LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
@@ -133,6 +134,25 @@ def verify_code(code: CodePlan) -> None:
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
+class OnCpu:
+    """What target `cpu` spends time on besides."""
+
+    speed: CpuSpeed
+    passes: Quantity  # bytes that torch reads and writes as it goes over tiles of scores
+    calls: Quantity  # operations of torch
+
+
+@dataclass(frozen=True)
+class Worked:
+    """What a GPU computes besides products and exponentials, as its pace counts it."""
+
+    pairs: PairWork
+    other: Quantity  # instructions
+    mask: Quantity
+    tiles: Quantity  # microseconds of an SM
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """One generated kernel and its predicted cost."""
 
@@ -146,9 +166,12 @@ class KernelPlan:
     flops: Quantity  # of all pairs in visited tiles and of all columns, padding included
     useful: Quantity | None  # FLOPs of visible pairs and columns that exist; None where pairs were not counted
     exps: Quantity
+    sizes: Sizes  # all letters
     letters: Mapping[str, float]  # values of the letters of these formulas that are no sizes of the call
     at_once: int  # programs that run together
-    times: Times  # predicted
+    times: Times | CpuTimes  # predicted
+    on_cpu: OnCpu | None = None  # of target `cpu`
+    work: Worked | None = None  # of other targets
 
     @property
     def name(self) -> str:
@@ -177,7 +200,7 @@ class KernelPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted: the launch, and the longest of what hides behind each other."""
+        """Predicted: the launch, and the longest of what hides behind each other; on target `cpu` the sum of all."""
         return self.times.seconds
 
     @property
@@ -283,12 +306,14 @@ def make_plan(
         )
     ]  # fmt: skip
     pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
-    found = (_kernel_plan(code, cost, pairs, visible) for code, cost in zip(kernels, costs))
+    found = (_kernel_plan(code, cost, pairs, visible, traits) for code, cost in zip(kernels, costs))
     plans = tuple(k for k in found if k.programs.value or k.code.kernel not in SPLIT_KV)  # where parts are to be joined
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
 
 
-def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int, visible: VisiblePairs | None) -> KernelPlan:
+def _kernel_plan(
+    code: KernelCode, cost: KernelCost, pair_bytes: int, visible: VisiblePairs | None, traits: Traits
+) -> KernelPlan:  # fmt: skip
     from .formulas import formula_text, useful_text  # lazy: imports sympy, which calls do without
 
     def quantity(formula: Formula, sizes: Sizes = cost.sizes) -> Quantity:
@@ -299,6 +324,14 @@ def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int, visible: V
     if visible is not None:
         seen = replace(letters, n=visible.count, bq=1, bkv=1, C=letters.D, Cv=letters.Dv)
         useful = Quantity(useful_text(kernel.flops, letters), kernel.flops(seen))
+
+    on_cpu = None
+    if cost.speed is not None:
+        passes, operations = pass_bytes(kernel, traits.linear), calls(kernel.direction)
+        on_cpu = OnCpu(cost.speed, quantity(passes), quantity(operations))
+
+    work = cost.work
+    worked = Worked(work, quantity(work.other), quantity(work.mask), quantity(work.tiles)) if work else None
 
     def sram(x: Sizes) -> float:
         return code.form.sram(kernel)(x) + (pair_bytes * x.bq * x.bkv * x.s if kernel.reads_pairs else 0)
@@ -313,10 +346,15 @@ def _kernel_plan(code: KernelCode, cost: KernelCost, pair_bytes: int, visible: V
         l2_traffic=quantity(traffic(kernel), replace(letters, k=1, j=1)),
         flops=quantity(kernel.flops),
         useful=useful,
-        exps=quantity(kernel.exps),
-        letters={name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S")},
+        exps=quantity(cost.exps),
+        sizes=letters,
+        letters={
+            name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t")
+        },
         at_once=cost.at_once,
         times=cost.times,
+        on_cpu=on_cpu,
+        work=worked,
     )
 
 

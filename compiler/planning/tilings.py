@@ -12,7 +12,7 @@ from math import log
 
 from ...ir.errors import WeftError
 from ..analysis.records import Traits
-from .cost import cost_of, dense_counts, sram_bytes
+from .cost import Times, cost_of, dense_counts, sram_bytes
 from .forms import Tiling
 from .hardware import Hardware
 from .kernels import SPLIT_KV, Algorithm, Kernel, Slot
@@ -232,7 +232,9 @@ def _ranked(kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, t
 
     def badness(tiling: Tiling) -> tuple[int, int, int, int]:
         tiles = count(kernel.axis, tiling.block_q, tiling.block_kv)
-        seconds = cost_of(kernel, tiling, shape, hardware, parts, tiles, traits).seconds
+        times = cost_of(kernel, tiling, shape, hardware, parts, tiles, traits).times
+        assert isinstance(times, Times)
+        seconds = times.roofline  # paces are of forms that were timed, not of any
         within_a_tenth = round(10 * log(seconds))  # finer differences are beyond the model
         return within_a_tenth, -tiling.block_q * tiling.block_kv, tiling.num_warps, abs(tiling.num_stages - 3)
 

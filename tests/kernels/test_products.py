@@ -11,6 +11,7 @@ import torch
 import weft
 from weft import batch, kv_pos, masks, q_pos, score
 from weft.codegen import products
+from weft.ir.errors import UnavailableError
 
 DOC = weft.tensor("doc", 2, int)
 VARIANTS = {
@@ -23,33 +24,21 @@ VARIANTS = {
 }
 
 
-def one_dnn_of_this_machine(monkeypatch):
-    """oneDNN's product whoever made the processor; None where torch has none."""
-    with monkeypatch.context() as patch:
-        patch.setattr(products, "_made_by_intel", lambda: False)
-        products.one_dnn_linear.cache_clear()
-        found = products.one_dnn_linear()
-    products.one_dnn_linear.cache_clear()
-    return found
-
-
 @pytest.fixture(params=["torch", "oneDNN"])
 def engine(request, monkeypatch):
-    """Products of tiles by torch's bmm, or by oneDNN."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("weft_generated_"):
-            monkeypatch.setattr(module, "whole_attention", lambda scores: None, raising=False)
-    linear = one_dnn_of_this_machine(monkeypatch) if request.param == "oneDNN" else None
+    """Products of tiles by torch's bmm, or by oneDNN: which, a form says."""
+    linear, calls = products.one_dnn_linear(), []
     if request.param == "oneDNN" and linear is None:
         pytest.skip("this torch has no oneDNN product to call")
-    calls = []
 
     def counted(*arguments):
         calls.append(arguments)
         return linear(*arguments)
 
-    monkeypatch.setattr(products, "one_dnn_linear", lambda: counted if linear else None)
-    return SimpleNamespace(name=request.param, calls=calls)
+    monkeypatch.setattr(products, "one_dnn_linear", lambda: counted)
+    form = "256x256" + "+onednn" * (request.param == "oneDNN")
+    schedule = f"flash/flash_forward=cpu:{form}+tiles/flash_backward=cpu:{form}"
+    return SimpleNamespace(name=request.param, calls=calls, schedule=schedule)
 
 
 @pytest.fixture
@@ -60,7 +49,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-def run(name, q_len, kv_len, heads=4, kv_heads=2, batch_rows=2):
+def run(name, q_len, kv_len, heads=4, kv_heads=2, batch_rows=2, schedule=None):
     """out, lse and gradients of a variant of VARIANTS, and those of its definition in float64."""
     generator = torch.Generator().manual_seed(q_len)
 
@@ -78,7 +67,7 @@ def run(name, q_len, kv_len, heads=4, kv_heads=2, batch_rows=2):
     if name == "documents":
         operands = {"doc": torch.arange(max(q_len, kv_len)).repeat(batch_rows, 1) // 90}
     leaves = [x for x in (*tensors, *operands.values()) if x.requires_grad]
-    out, lse = VARIANTS[name](*tensors, **operands, target="cpu", return_lse=True)
+    out, lse = VARIANTS[name](*tensors, **operands, target="cpu", schedule=schedule, return_lse=True)
     dout = torch.linspace(-1, 1, out.numel()).view(out.shape)
     found = [
         out,
@@ -106,10 +95,13 @@ def test_products_and_sums_of_them(engine, shape, dtype):
     bias, total = torch.randn(count, m, dtype=dtype), torch.randn(count, n, m, dtype=dtype)
     exact = x.double() @ w.double().mT
     close = dict(rtol=1e-5, atol=5e-5) if dtype == torch.float32 else dict(rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(products.product(x, w).double(), exact, **close)
-    torch.testing.assert_close(products.product(x, w, bias).double(), exact + bias.double()[:, None], **close)
+    product, add = products.product, products.add_product
+    if engine.name == "oneDNN":
+        product, add = products.one_dnn_product, products.add_one_dnn_product
+    torch.testing.assert_close(product(x, w).double(), exact, **close)
+    torch.testing.assert_close(product(x, w, bias).double(), exact + bias.double()[:, None], **close)
     wanted = exact + total.double()
-    products.add_product(total, x, w)
+    add(total, x, w)
     torch.testing.assert_close(total.double(), wanted, **close)
     assert bool(engine.calls) == (
         engine.name == "oneDNN" and count == 1 and m > products.FEW and dtype == torch.float32
@@ -118,7 +110,7 @@ def test_products_and_sums_of_them(engine, shape, dtype):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_by_either_product(engine, name):
-    found, exact = run(name, 400, 530)
+    found, exact = run(name, 400, 530, schedule=engine.schedule)
     for got, wanted in zip(found, exact, strict=True):
         torch.testing.assert_close(got.double(), wanted.double(), rtol=1e-4, atol=1e-4)
     assert bool(engine.calls) == (engine.name == "oneDNN")
@@ -129,14 +121,20 @@ def test_variants_by_either_product(engine, name):
 )
 def test_a_private_op_is_tried_before_it_is_used(monkeypatch, op):
     namespace = SimpleNamespace() if op is None else SimpleNamespace(_linear_pointwise=SimpleNamespace(default=op))
-    monkeypatch.setattr(products, "_made_by_intel", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", namespace)
     products.one_dnn_linear.cache_clear()
     try:
         assert products.one_dnn_linear() is None
         torch.testing.assert_close(
-            products.product(torch.ones(1, 20, 4), torch.ones(1, 30, 4)), torch.full((1, 20, 30), 4.0)
+            products.one_dnn_product(torch.ones(1, 20, 4), torch.ones(1, 30, 4)), torch.full((1, 20, 30), 4.0)
         )
+        asked = "flash/flash_forward=cpu:64x64+onednn"
+        with pytest.raises(
+            UnavailableError, match=r"64x64\+onednn: this torch has no product of oneDNN .*leave \+onednn"
+        ):
+            VARIANTS["causal"].plan(
+                weft.shape(heads=1, q_len=64, head_dim=16, dtype="fp32"), device="cpu", schedule=asked
+            )
     finally:
         products.one_dnn_linear.cache_clear()
 
@@ -160,6 +158,7 @@ def attended(monkeypatch):
     return calls
 
 
+NOT_IN_TILES = "flash/flash_forward=cpu:256x256"  # where torch's own will do
 SCALED = weft.Attention(mask=(kv_pos <= q_pos) & (q_pos - kv_pos < 50), scale=0.3, name="whole_window")
 PLAIN = weft.Attention(mask=masks.causal, name="whole_causal")
 
@@ -176,7 +175,7 @@ PLAIN = weft.Attention(mask=masks.causal, name="whole_causal")
 def test_calls_that_torch_computes_as_they_are(attended, variant, q_len, kv_len, options, whole, dtype):
     """Every query sees the same keys, or causal from the first position on; grouped heads, a scale of its own."""
     q, k, v = (torch.randn(2, h, n, 16).to(dtype).requires_grad_() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
-    out, lse = variant(q, k, v, target="cpu", return_lse=True, **options)
+    out, lse = variant(q, k, v, target="cpu", schedule=NOT_IN_TILES, return_lse=True, **options)
     assert bool(attended) == whole
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact, exact_lse = variant.reference(*wide, return_lse=True, **options)
@@ -196,24 +195,27 @@ def test_a_scale_that_is_not_positive(attended, scale, whole):
     variant = weft.Attention(mask=masks.causal, scale=x, name="whole_scaled")
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     exact = variant.reference(q.double(), k.double(), v.double(), x=scale)
-    torch.testing.assert_close(variant(q, k, v, x=scale, target="cpu").double(), exact, rtol=1e-5, atol=1e-5)
+    found = variant(q, k, v, x=scale, target="cpu", schedule=NOT_IN_TILES)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     assert bool(attended) == whole
 
 
 def test_other_widths_scores_and_masks_have_tiles(attended):
     q, k, v = torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 24)
     by_head = weft.Attention(score * (1.0 + weft.head), masks.causal, name="whole_by_head")
-    for variant, value in ((PLAIN, v), (by_head, k), (VARIANTS["softcap"], k)):
+    for variant, value, form in ((PLAIN, v, ""), (by_head, k, ""), (VARIANTS["softcap"], k, "")):
         exact = variant.reference(q.double(), k.double(), value.double())
-        torch.testing.assert_close(variant(q, k, value, target="cpu").double(), exact, rtol=1e-5, atol=1e-5)
+        found = variant(q, k, value, target="cpu", schedule=NOT_IN_TILES + form)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     assert not attended
 
 
 def test_a_plan_says_what_torch_computes():
     sizes = weft.shape(heads=2, q_len=64, head_dim=16, dtype="fp32")
     words = "every query sees the same keys, or all up to its own, is torch's own kernel"
-    assert words in PLAIN.explain(sizes, target="cpu", device="cpu")
-    assert "torch's own kernel" not in VARIANTS["softcap"].explain(sizes, target="cpu", device="cpu")
+    assert words in PLAIN.explain(sizes, device="cpu", schedule=NOT_IN_TILES)
+    for variant, form in ((VARIANTS["softcap"], ""), (PLAIN, "+tiles")):
+        assert "torch's own kernel" not in variant.explain(sizes, device="cpu", schedule=NOT_IN_TILES + form)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +232,9 @@ def test_torchs_attention_is_tried_before_it_is_used(monkeypatch, op):
 
 
 @pytest.mark.skipif(products.own_attention() is None, reason="torch's own attention is not there")
-def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch):
-    monkeypatch.setattr(products, "one_dnn_linear", lambda: torch.nn.functional.linear)
-    assert products.whole_attention(products.VERY_SHORT) is products.own_attention()
-    assert products.whole_attention(products.VERY_SHORT + 1) is None
+def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast():
+    assert products.whole_attention(products.VERY_SHORT, in_tiles=True) is products.own_attention()
+    assert products.whole_attention(products.VERY_SHORT + 1, in_tiles=True) is None
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

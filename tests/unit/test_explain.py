@@ -50,8 +50,8 @@ def test_what_is_printed() -> None:
         "keys kv_first..kv_last are seen by queries [kv_first, kv_last + window)",
         "empty/edge/full",
         "forward: 169MB through HBM, 145GFLOP, predicted",
-        "rates         matrix 794TFLOP/s, HBM 4.24TB/s, L2 7.632TB/s, exp 3.865T/s, launch 3 us",
-        "kernel            matrix    HBM     L2    exp launch     ms bound",
+        "rates         matrix 794TFLOP/s, HBM 4.24TB/s, L2 7.632TB/s, exp 3.865T/s, other 30.92T/s, launch 3",
+        "kernel            matrix    exp  other   mask  tiles    HBM     L2 launch     ms bound",
         "HBM read     2*B*D*Hq*L + 2*B*Hkv*T*(D + Dv) = 100,663,296",
         "HBM -> SRAM, ahead  per key tile",
         "- hopper: needs bf16 or fp16 operands, got fp32",
@@ -62,7 +62,8 @@ def test_what_is_printed() -> None:
     ):
         assert part in text, part
     rows = [line.split() for line in text.splitlines() if line.startswith("flash_") and "(" not in line]
-    assert {row[-1] for row in rows[len(rows) // 2 :]} <= {"matrix", "HBM", "L2", "exp", "launch"}
+    bounds = {"matrix", "exp", "other", "mask", "tiles", "HBM", "L2", "launch"}
+    assert all(row[-2] in bounds and 0 < int(row[-1].rstrip("%")) <= 100 for row in rows[len(rows) // 2 :])
 
 
 @pytest.mark.parametrize("hardware", KNOWN.values(), ids=list(KNOWN))

@@ -309,7 +309,7 @@ def test_a_tuned_schedule_is_the_one_that_plans_show_and_calls_use(on_a_cpu, mon
     decided(monkeypatch)
     variant = tuned_variant("tuned_once")
     before = variant.plan(SMALL).schedule
-    assert {name: before.form(name) for name in WON} == dict.fromkeys(WON, CpuForm(256, 256))
+    assert all(isinstance(before.form(name), CpuForm) and before.form(name) != WON[name] for name in WON)
     found = tuning.tune(variant, SMALL, {}, progress=False)
     assert {name: found.schedule.form(name) for name in WON} == WON and found.tried == 10
     assert found.schedule == variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu)

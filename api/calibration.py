@@ -1,0 +1,240 @@
+"""`weft calibrate`: what this machine does in the steps that kernels are made of.
+
+Every figure is the least time of rounds in which all that is measured take turns, so that a busy moment meets all of it
+and falls out. It takes less than a minute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+import torch
+
+from .codegen import products
+from .compiler.planning import hardware
+from .compiler.planning.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
+from .ir.errors import WeftError
+from .runtime.build import TORCH_DTYPES
+
+Step = Callable[[], object]
+SECONDS = 20.0  # of rounds on a CPU with one thread
+LEAST_ROUNDS = 3
+LEAST_SECONDS = 1e-4  # of a step as it is timed: shorter ones are repeated
+TURN_SECONDS, MOST_RUNS = 5e-3, 16  # of a step's turn in a round
+TILES = tuple((queries, keys) for queries in (64, 128, 256, 512) for keys in (64, 256, 1024, 4096))
+MOST_BYTES = 1 << 30  # of a tensor that no cache holds
+DTYPES = {**TORCH_DTYPES, "fp64": torch.float64}
+
+
+def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS) -> Calibration:
+    """Measure a device: this machine's GPU if it has one and none is named, else its CPU.
+
+    seconds: for the rounds with one thread of a CPU. Raises WeftError for a device that is not there.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise WeftError(f"device: expected cpu or cuda, got {device!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise WeftError(f"device: expected cpu or cuda, got {device}")
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise WeftError(f"device: torch finds no {device} here; `weft doctor` says what there is")
+    begun = time.perf_counter()
+    with torch.no_grad():
+        rates = _cpu_rates(seconds) if device.type == "cpu" else _gpu_rates(device)
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    spent = round(time.perf_counter() - begun, 1)
+    return Calibration(hardware.machine_of(device), made, version("torch"), spent, rates)
+
+
+# -- a CPU -------------------------------------------------------------------------------------------------------------
+def _cpu_rates(seconds: float) -> CpuRates:
+    cores, caches = hardware.usable_cores(), hardware.cpu_caches()
+    with _threads(1):
+        libraries: tuple[Library, ...] = ("torch", "onednn") if products.one_dnn_linear() else ("torch",)
+        tiles = [(library, *tile) for library in libraries for tile in TILES]
+        steps: dict[object, Step] = {tile: _two_products(*tile) for tile in tiles}
+        attended = {dtype: _attention(DTYPES[dtype]) for dtype in DTYPES} if products.own_attention() else {}
+        small = torch.ones(8)
+        sizes = _sizes(caches)
+        passes = {level: _pass(size) for level, size in sizes.items()}
+        powers = torch.empty(max(1024, caches[1] // 16)).uniform_(-10.0, 0.0)
+        results = torch.empty_like(powers)
+        steps.update({**attended, **passes})
+        steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
+        found = least(steps, seconds)
+    call = found["call"]
+    rates = tuple(
+        ProductRate(library, queries, keys, _digits(4 * WIDTH * queries * keys / found[library, queries, keys]))
+        for library, queries, keys in tiles
+    )
+    attention = tuple((dtype, _digits(_ATTENTION_FLOPS / found[dtype])) for dtype in attended)
+    bandwidths = [_digits(2 * sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
+    all_products, all_ram = 1.0, bandwidths[3]
+    if cores > 1:
+        together = {"one": _heads(1), "all": _heads(cores), "ram": passes["RAM"]}
+        with _threads(1):
+            one = least({"one": together["one"]}, 0.5)["one"]
+        with _threads(cores):
+            found_all = least({"all": together["all"], "ram": together["ram"]}, 2.0)
+        all_products = _digits(max(1.0, min(cores, cores * one / found_all["all"])))
+        all_ram = max(all_ram, _digits(2 * sizes["RAM"] / found_all["ram"]))
+    in_l1, in_l2, in_l3, ram = bandwidths
+    return CpuRates(
+        caches=caches, products=rates, attention=attention, bandwidths=(in_l1, in_l2, in_l3, ram),
+        exp_per_second=_digits(powers.numel() / (found["exp"] - min(call, found["exp"] / 8))),
+        call_seconds=_digits(call), all_products=all_products, all_ram=all_ram,
+    )  # fmt: skip
+
+
+def _two_products(library: Library, queries: int, keys: int) -> Step:
+    """S = K Q^T and O^T += V^T P of one head, as generated modules have them."""
+    product, add = products.product, products.add_product
+    if library == "onednn":
+        product, add = products.one_dnn_product, products.add_one_dnn_product
+    query, key, value = (torch.randn(1, n, WIDTH) for n in (queries, keys, keys))
+    total = torch.zeros(1, WIDTH, queries)
+
+    def step() -> None:
+        add(total, value.mT, product(key, query).mT)
+
+    return step
+
+
+_HEADS, _LENGTH = 2, 1024
+_ATTENTION_FLOPS = 4 * _HEADS * _LENGTH * _LENGTH * WIDTH
+
+
+def _attention(dtype: torch.dtype) -> Step:
+    """torch's own, of all pairs."""
+    attend = products.own_attention()
+    assert attend is not None
+    x = torch.randn(1, _HEADS, _LENGTH, WIDTH).to(dtype)
+    return lambda: attend(x, x, x, 0.0, False, scale=0.125)
+
+
+def _heads(count: int) -> Step:
+    """The products of tiles of as many heads at once."""
+    query, key = torch.randn(count, 256, WIDTH), torch.randn(count, 1024, WIDTH)
+    return lambda: products.product(key, query)
+
+
+def _sizes(caches: tuple[int, int, int]) -> dict[str, int]:
+    """Bytes of tensors that lie in L1, L2, L3 and RAM."""
+    l1, l2, l3 = caches
+    memory = hardware.for_device("cpu").memory_bytes // 8
+    ram = max(4 * l2, min(MOST_BYTES, memory, 2 * max(l3, l2)))
+    return {"L1": l1 // 2, "L2": l2 // 2, "L3": min(max(2 * l2, l3 // 8), ram) if l3 else ram, "RAM": ram}
+
+
+def _pass(size: int) -> Step:
+    """Reads and writes as many bytes."""
+    x = torch.ones(size // 4)
+    return lambda: x.mul_(1.0)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def least(steps: Mapping[object, Step], seconds: float) -> dict[object, float]:
+    """Seconds of each step: the least of rounds in which they take turns."""
+    best: dict[object, float] = {}
+    times: dict[object, int] = {}
+    for name, step in steps.items():
+        step()
+        best[name] = _timed(step, 1)
+        times[name] = max(1, int(LEAST_SECONDS / best[name]))
+    end, rounds = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or rounds < LEAST_ROUNDS:
+        for name, step in steps.items():
+            runs = max(1, min(MOST_RUNS, int(TURN_SECONDS / (times[name] * best[name]))))
+            best[name] = min(best[name], *(_timed(step, times[name]) for _ in range(runs)))
+        rounds += 1
+    return best
+
+
+def _timed(step: Step, times: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(times):
+        step()
+    return (time.perf_counter() - begun) / times
+
+
+def _digits(value: float) -> float:
+    """Four digits: more say nothing."""
+    return float(f"{value:.4g}")
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+def _gpu_rates(device: torch.device) -> GpuRates:
+    from .runtime.calibration_kernels import exponentials, read_again  # lazy: imports Triton, which a CPU does without
+
+    record = hardware.for_device(device)
+    with torch.cuda.device(device):
+        rates = [(dtype, _digits(_product_flops(DTYPES[dtype], device))) for dtype in ("bf16", "fp16", "fp32")]
+        hbm = _copied_bytes_per_second(min(MOST_BYTES, record.memory_bytes // 8), device)
+        l2_bytes = read_again(record.l2_bytes // 4, record.sms, device)
+        exps = exponentials(record.sms, device)
+        return GpuRates(
+            products=tuple(rates),
+            hbm=_digits(hbm),
+            l2=_digits(l2_bytes.amount / _gpu_seconds(l2_bytes.run)),
+            exp_per_second=_digits(exps.amount / _gpu_seconds(exps.run)),
+            launch_seconds=_digits(_launch_seconds(device)),
+        )  # fmt: skip
+
+
+def _copied_bytes_per_second(size: int, device: torch.device) -> float:
+    x = torch.ones(size // 4, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / _gpu_seconds(lambda: y.copy_(x))
+
+
+def _product_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a large product; fp32 in full precision, as kernels of Weft have it."""
+    n = 4096 if dtype == torch.float32 else 8192
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return 2 * n**3 / _gpu_seconds(lambda: a @ b)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _launch_seconds(device: torch.device, launches: int = 200) -> float:
+    """From one kernel to the next: a replayed graph of kernels that do nothing, so that no host shows."""
+    x = torch.zeros(32, device=device)
+    x.add_(1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            x.add_(1.0)
+    return _gpu_seconds(graph.replay) / launches
+
+
+def _gpu_seconds(run: Step, rounds: int = 15) -> float:
+    """The median of CUDA events."""
+    for _ in range(3):
+        run()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for first, last in pairs:
+        first.record()
+        run()
+        last.record()
+    torch.cuda.synchronize()
+    return sorted(first.elapsed_time(last) for first, last in pairs)[rounds // 2] / 1e3

@@ -1,0 +1,321 @@
+"""Predicted times beside measured ones: every row of docs/performance.md that names a kernel of Weft.
+
+    python benchmarks/model.py              each row, then median and worst error
+    python benchmarks/model.py --fit        constants of the model, found anew for compiler/planning/paces.py
+
+No GPU is needed: plans are made for an H200, on which the rows were measured. The error of a row is the larger of
+measured / predicted and predicted / measured, less 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bench_rows import ROWS, Row
+from bench_variants import weft_variant
+
+import weft
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import Traits
+from weft.compiler.planning.cost import instructions_per_second, pair_work
+from weft.compiler.planning.forms import Form
+from weft.compiler.planning.hardware import Hardware
+from weft.compiler.planning.kernels import FLASH, Kernel, Sizes, score_count
+from weft.compiler.planning.paces import Pace, instructions_of
+from weft.compiler.planning.plan import Plan
+from weft.compiler.planning.segments import Segments
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+DEVICE = "h200"
+# Names of rows in the tables that are not those of bench_rows.
+RENAMED = {
+    "D64 H16 S1024 B64 causal (a layer of GPT-2 medium)": "D64 H16 S1024 B64 causal",
+    "D128 H16 S8192 sink (f)": "D128 H16 S8192 sink",
+    "D128 H16 S8192 documents 1024 (e)": "D128 H16 S8192 documents 1024",
+    "D128 H16, 16k tokens in 16 sequences": "D128 H16 S16384 packed 1024",
+    "D128 H8, 524k tokens in 64 of 1 to 16k": "D128 H8 S524288 B1 ragged 64",
+    "D128 H8, 606k tokens in 64 of 9475": "D128 H8 S606400 B1 packed 9475",
+}
+BY_NAME = {row.name: row for row in ROWS}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A time that was measured: of a call as the benchmark has it, or of kernels alone."""
+
+    name: str
+    row: Row
+    direction: str
+    target: str
+    seconds: float
+    deterministic: bool | None = None
+
+    def __str__(self) -> str:
+        return f"{self.target:6} {self.direction:8} {self.name}" + " repeats" * bool(self.deterministic)
+
+
+def tables(text: str) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Titles and rows of every table of a page."""
+    titles: list[str] | None = None
+    rows: list[list[str]] = []
+    for line in [*text.splitlines(), ""]:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else None
+        if cells is None:
+            if titles is not None:
+                yield titles, rows
+            titles, rows = None, []
+        elif titles is None:
+            titles = cells
+        elif not set("".join(cells)) <= set("-: "):
+            rows.append(cells)
+
+
+def measured(text: str) -> list[Measured]:
+    """All times of a page, from the rates that it has them as."""
+    found: dict[tuple[str, str, str, bool | None], Measured] = {}
+
+    def add(name: str, row: Row, direction: str, target: str, rate: str, repeats: bool | None = None) -> None:
+        if number := re.match(r"(\d+)", rate):
+            seconds = row.flops(direction) / (float(number[1]) * 1e12)
+            # of rows in several tables the first holds: it is the latest
+            found.setdefault(
+                (row.name, direction, target, repeats), Measured(name, row, direction, target, seconds, repeats)
+            )
+
+    for titles, rows in tables(text):
+        for cells in rows:
+            row = BY_NAME.get(RENAMED.get(cells[0], cells[0]))
+            for title, cell in zip(titles[1:], cells[1:]):
+                if row is not None and title in ("Weft hopper", "Weft triton"):
+                    target = title.removeprefix("Weft ")
+                    for direction, rate in zip(("forward", "backward"), cell.split("/")):
+                        # in one run the backward behind hopper was triton's
+                        old = (
+                            "Weft triton" in titles
+                            and target == "hopper"
+                            and direction == "backward"
+                            and "plain torch" in titles
+                        )
+                        if not old:
+                            add(cells[0], row, direction, target, rate.strip())
+                if row is not None and title == "two passes":
+                    add(cells[0], row, "backward", "hopper", cell, True)
+        if rows and titles[0] == "" and titles[1:2] == ["D40"]:  # kernels alone, causal, S4096, B4
+            for cells in rows:
+                for title, cell in zip(titles[1:], cells[1:]):
+                    dims = [int(n) for n in re.findall(r"\d+", title)]
+                    row = Row(
+                        "causal",
+                        4,
+                        2048 // dims[0] if dims[0] in (64, 128, 256) else 16,
+                        4096,
+                        dims[0],
+                        own_value_dim=dims[1] if len(dims) > 1 else 0,
+                    )
+                    for direction, rate in zip(("forward", "backward"), cell.split("/")):
+                        add(f"{title} S4096 causal", row, direction, cells[0].removeprefix("Weft "), rate.strip())
+    for name, direction, target, rate in _variants(text):
+        add(name, BY_NAME[name], direction, target, rate)
+    return list(found.values())
+
+
+def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
+    """The table of what a variant can say, whose cells hold more than a rate."""
+    names = {
+        "dropout": "D128 H16 S8192 dropout 10", "sigmoid": "D128 H16 S8192 sigmoid",
+        "full bias": "D64 H16 S4096 B1 bias", "T5": "D128 H16 S8192 t5 32",
+    }  # fmt: skip
+    for titles, rows in tables(text):
+        if titles[1:] != ["forward", "backward"]:
+            continue
+        for cells in rows:
+            name = next((n for word, n in names.items() if word in cells[0]), None)
+            if name is None:
+                continue
+            forward = re.match(r"(\d+)(?: / (\d+))?", cells[1])
+            assert forward is not None
+            yield name, "forward", "triton", forward[1]
+            if forward[2]:
+                yield name, "forward", "hopper", forward[2]
+            yield name, "backward", "triton", cells[2]
+
+
+def plan_of(each: Measured) -> Plan:
+    """The plan of a row on the target that was timed."""
+    row = each.row
+    declared, operands = weft_variant(row, "cpu")
+    options: dict[str, Any] = dict(operands)
+    options.pop("cu_seqlens_q", None)
+    options.pop("seed", None)
+    lens = row.lens
+    batch, length = row.batch, row.length
+    sizes = weft.shape(
+        batch=batch,
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        q_len=length,
+        head_dim=row.dim,
+        value_dim=row.value_dim,
+        dtype="bf16",
+    )
+    if lens:
+        options["cu_seqlens_q"] = operands["cu_seqlens_q"]
+    return declared.plan(sizes, device=DEVICE, target=each.target, deterministic=each.deterministic, **options)
+
+
+def error(one: float, other: float) -> float:
+    return max(one / other, other / one) - 1
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+PARTS = tuple(f.name for f in fields(Pace) if f.name != "start")
+LEAST = {"matrix": 0.82}  # products are not faster than the peak
+FIXED = {"matrix": 1.2, "other": 1.0}  # of a kernel that one row alone has
+RIDGE = 1e-4  # parts that rise and fall together share what they explain
+LEAST_SHOWN = 2e-3
+KERNELS_ALONE = 0.7  # weight of kernels that were timed alone, beside calls of the benchmark
+
+
+@dataclass(frozen=True)
+class Example:
+    """A measured time, and how much of each part its kernels have: seconds at the machine's rates, and of SMs."""
+
+    name: str
+    seconds: float  # measured, less what is not fitted
+    parts: dict[str, dict[str, float]]  # by family
+    weight: float = 1.0
+
+
+def parts_of(
+    kernel: Kernel, form: Form, x: Sizes, segments: Segments, traits: Traits, hardware: Hardware, dtype: str
+) -> tuple[str, dict[str, float]]:  # fmt: skip
+    """The family of a kernel, and what a second (or microsecond) of each constant of its pace stands for."""
+    work = pair_work(kernel, form, x, segments, traits, hardware)
+    one, pairs, edge = instructions_of(kernel, traits), score_count(x), x.m * x.bq * x.bkv
+    rate, sm = instructions_per_second(hardware), 1e-6 / hardware.sms
+    found = {
+        "matrix": kernel.flops(x) / hardware.matrix_flops(dtype),
+        "exp": work.exps(x) / hardware.exp_per_second,
+        "other": one.other * pairs / rate,
+        "pair_reads": (one.pair_reads * pairs + one.mask_reads * edge) / rate,
+        "gathers": one.gathers * pairs / rate,
+        "mask": one.mask * edge / rate,
+        "tile": x.n * sm,
+        "piece": (len(segments.qk) + len(segments.v) - 2) * x.n * sm,
+        "program": kernel.programs(x) * sm,
+    }
+    return work.family, {name: value * work.tail for name, value in found.items()}
+
+
+def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
+    rest, parts = each.seconds, {}
+    for k in plan.kernels:
+        if k.direction != each.direction:
+            continue
+        if k.code.kernel.flops(k.sizes):
+            family, found = parts_of(
+                k.code.kernel, k.form, k.sizes, plan.code(k.direction).segments, traits, plan.hardware, "bf16"
+            )
+            parts[family], rest = found, rest - k.times.latency
+        else:
+            rest -= k.seconds
+    return Example(str(each), rest, parts)
+
+
+def alone(text: str) -> Iterator[Example]:
+    """Kernels of target triton by themselves, in forms of all kinds: the table of tilings."""
+    for titles, rows in tables(text):
+        if titles != ["D", "mask", "forward", "dQ", "dK dV"]:
+            continue
+        for dim, mask, *cells in rows:
+            row = Row(mask, 2, 2048 // int(dim), 8192, int(dim))
+            declared, _ = weft_variant(row, "cpu")
+            sizes = weft.shape(batch=2, heads=row.heads, q_len=8192, head_dim=row.dim, dtype="bf16")
+            for kernel, share, cell in zip((FLASH[0], FLASH[2], FLASH[3]), (1, 1.5, 2), cells):
+                for rate, form in re.findall(r"(\d+) (\d+x\d+w\d+s\d+)", cell):
+                    plan = declared.plan(
+                        sizes, device=DEVICE, target="triton", schedule=f"flash/{kernel.name}=triton:{form}"
+                    )
+                    k = next(k for k in plan.kernels if k.name == kernel.name)
+                    found = parts_of(
+                        kernel, k.form, k.sizes, plan.segments, facts_of(declared).traits, plan.hardware, "bf16"
+                    )
+                    seconds = share * row.flops("forward") / (float(rate) * 1e12)
+                    yield Example(
+                        f"alone {kernel.name} {form} D{dim} {mask}",
+                        seconds - k.times.latency,
+                        dict([found]),
+                        KERNELS_ALONE,
+                    )
+
+
+def fitted(examples: Sequence[Example]) -> dict[str, Pace]:
+    """Paces with the least squares of relative errors, none below LEAST; a row has kernels of several families.
+
+    What one row alone has cannot be told apart: all of it is taken to be reads.
+    """
+    rows_of = Counter(family for e in examples for family in e.parts)
+    names = [(f, p) for f in sorted(rows_of) for p in PARTS if rows_of[f] > 1 or p in FIXED or p == "gathers"]
+    rows = [[e.parts.get(f, {}).get(p, 0.0) * e.weight / e.seconds for f, p in names] for e in examples]
+    a = torch.tensor(rows, dtype=torch.float64)
+    least = torch.tensor(
+        [FIXED.get(p, 0.0) if rows_of[f] == 1 else LEAST.get(p, 0.0) for f, p in names], dtype=torch.float64
+    )
+    free = [rows_of[f] > 1 or p not in FIXED for f, p in names]
+    b = torch.tensor([e.weight for e in examples], dtype=torch.float64)
+    gram, right, x = a.T @ a, a.T @ b, least.clone()
+    size = gram.diagonal() * (1 + RIDGE)
+    for _ in range(3000):  # coordinate by coordinate: the problem is small
+        for i in range(len(x)):
+            if free[i] and size[i] > 0:
+                step = (right[i] - gram[i] @ x - RIDGE * gram[i, i] * x[i]) / size[i]
+                x[i] = torch.maximum(least[i], x[i] + step)
+    found: dict[str, dict[str, float]] = {}
+    for (family, part), value in zip(names, x.tolist()):
+        digits = float(f"{value:.3g}")
+        found.setdefault(family, {"exp": 0.0})
+        if digits > LEAST_SHOWN:
+            found[family][part] = digits
+    return {family: Pace(**parts) for family, parts in found.items()}
+
+
+def text_of(pace: Pace) -> str:
+    default = Pace()
+    return ", ".join(
+        f"{f.name}={getattr(pace, f.name):g}" for f in fields(Pace) if getattr(pace, f.name) != getattr(default, f.name)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--fit", action="store_true", help="print PACES of compiler/planning/paces.py, fitted on all rows"
+    )
+    options = parser.parse_args()
+    page, errors, examples = PAGE.read_text(), [], []
+    for each in measured(page):
+        if options.only not in str(each):
+            continue
+        plan = plan_of(each)
+        predicted = plan.seconds(each.direction)
+        errors.append(error(each.seconds, predicted))
+        examples.append(example_of(each, plan, facts_of(weft_variant(each.row, "cpu")[0]).traits))
+        times = f"{each.seconds * 1e6:9.1f} us, predicted {predicted * 1e6:9.1f}: {predicted / each.seconds:5.2f}"
+        print(f"{each!s:72} {times}", flush=True)
+    print(f"{len(errors)} rows, median error {median(errors):.1%}, worst {max(errors):.1%}")
+    if options.fit:
+        for family, pace in fitted([*examples, *alone(page)]).items():
+            print(f'    "{family}": Pace({text_of(pace)}),')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which forms a kernel of target `cpu` may get, best predicted first.
+
+A choice depends on widths, dtype, machine and the variant's traits only, as in tilings.py: a new length must not
+generate anything.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from ..analysis.records import Axis, TileCounts, Traits
+from .cost import CountTiles, KernelCost, cost_of, dense_counts
+from .forms import CpuForm
+from .hardware import Hardware
+from .kernels import Kernel
+from .records import Shape
+from .segments import Segments
+
+USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/performance.md)
+WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
+TIMED = (CpuForm(64, 64), CpuForm(128, 256))  # whatever is predicted
+PREDICTED = 2  # forms besides that are worth timing
+_ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048, 4096)
+_NOMINAL, _DOCUMENT = 2048, 512  # tokens that forms are ranked on; where a mask reads tensors, in documents
+
+
+def cpu_forms(
+    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits, *, whole: bool = False,
+    one_dnn: bool = True,
+) -> list[CpuForm]:  # fmt: skip
+    """Forms of one kernel worth timing, the one to use first.
+
+    shape: widths and dtype are looked at, lengths are not. whole: torch's own attention computes some calls of this
+    variant as they are, unless its tiles are predicted to be faster. one_dnn: whether oneDNN's products can be called.
+    """
+    return list(
+        _cpu_forms(kernel, shape.head_dim, shape.value_dim, shape.dtype, hardware, parts, traits, whole, one_dnn)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cpu_forms(
+    kernel: Kernel, head_dim: int, value_dim: int, dtype: str, hardware: Hardware, parts: Segments, traits: Traits,
+    whole: bool, one_dnn: bool,
+) -> tuple[CpuForm, ...]:  # fmt: skip
+    assert hardware.cpu is not None
+    libraries = [False] + [True] * (
+        one_dnn and dtype != "fp64" and any(r.library == "onednn" for r in hardware.cpu.products)
+    )
+    shape = Shape(1, max(8, hardware.sms), max(8, hardware.sms), _NOMINAL, _NOMINAL, head_dim, value_dim, dtype)
+    count = _counts(shape, traits)
+
+    def cost(form: CpuForm) -> KernelCost:
+        tiles = count(kernel.axis, form.block_q, form.block_kv)
+        return cost_of(kernel, form, shape, hardware, parts, tiles, traits)
+
+    found = [
+        CpuForm(queries, keys, kib, own)
+        for own in libraries for queries in _ROWS for keys in _ROWS for kib in _KIB
+        if queries * keys * 4 <= kib * 1024
+    ]  # fmt: skip
+    seconds = {form: cost(form).seconds for form in found}
+    found.sort(key=lambda form: seconds[form])  # of equals the first: torch's products, small tiles
+    usual = next(form for form in (USUAL, *found) if seconds[form] <= seconds[found[0]] * (1 + WITHIN))
+    if whole and _tiles_are_faster(cost(usual), hardware, dtype, 1.0 if not traits.masked else 0.5):
+        return tuple(CpuForm(f.block_q, f.block_kv, f.cache_kib, f.one_dnn, True) for f in _first(usual, found))
+    return _first(usual, found)
+
+
+def _first(usual: CpuForm, found: list[CpuForm]) -> tuple[CpuForm, ...]:
+    """The one to use, and others: of every kind some, and those that are predicted to be the best."""
+    others = [form for form in TIMED if form != usual]
+    return (usual, *others, *[form for form in found if form not in (usual, *others)][:PREDICTED])
+
+
+def _tiles_are_faster(tiles: KernelCost, hardware: Hardware, dtype: str, visible: float) -> bool:
+    """Than torch's own attention, which computes the visible share of all pairs."""
+    assert hardware.cpu is not None
+    own = hardware.cpu.attention_flops(dtype)
+    if own is None:
+        return False
+    x = tiles.sizes
+    flops = 2 * visible * x.B * x.Hq * x.L * x.T * (x.D + x.Dv)
+    return tiles.seconds < flops / (own * hardware.cpu.all_products)
+
+
+def _counts(shape: Shape, traits: Traits) -> CountTiles:
+    """Tiles of a causal mask where there is one, in documents where it reads tensors; all of them without a mask."""
+    if not traits.masked:
+        return dense_counts(shape)
+    length = _DOCUMENT if traits.measured else shape.q_len
+    several = shape.batch * shape.heads * (shape.q_len // length)
+
+    def count(axis: Axis, block_q: int, block_kv: int) -> TileCounts:
+        edge = full = 0
+        for first in range(0, length, block_q):
+            end = min(first + block_q, length)
+            seen, whole = ceil(end / block_kv), (first + 1) // block_kv
+            full, edge = full + whole, edge + seen - whole
+        total = shape.batch * shape.heads * ceil(shape.q_len / block_q) * ceil(shape.kv_len / block_kv)
+        return TileCounts(max(0, total - several * (edge + full)), several * edge, several * full)
+
+    return count

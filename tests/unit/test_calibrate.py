@@ -1,0 +1,312 @@
+"""What `weft calibrate` measures: how it is written and found again, and what forms and `explain` make of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import weft
+from weft import calibration
+from weft.cli import main
+from weft.codegen import products
+from weft.codegen.targets import target_named
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning import hardware
+from weft.compiler.planning.forms import CpuForm
+from weft.compiler.planning.hardware import CPU, H200, Hardware, calibrated, cpu_with, for_device, machine_of
+from weft.compiler.planning.kernels import CPU_FLASH
+from weft.compiler.planning.rates import (
+    KIB,
+    MIB,
+    Calibration,
+    CpuRates,
+    GpuRates,
+    Machine,
+    calibration_of,
+    guessed_rates,
+    rates_in_words,
+    text_of,
+)
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.ir.errors import WeftError
+from weft.runtime import calibrated as kept
+
+RATES = replace(guessed_rates(2), call_seconds=1.25e-6, exp_per_second=3.5e9)
+OF_A_CPU = Calibration(Machine("cpu", "Some Processor", 2), "2026-11-22T20:00:00+00:00", "2.11.0", 24.5, RATES)
+OF_A_GPU = Calibration(
+    Machine("cuda", "NVIDIA H200", 132), "2026-11-22T20:00:00+00:00", "2.11.0", 9.0,
+    GpuRates((("bf16", 780e12), ("fp16", 770e12), ("fp32", 50e12)), 4.1e12, 6.5e12, 3.9e12, 1.5e-6),
+)  # fmt: skip
+CAUSAL = weft.Attention(mask=weft.masks.causal, name="calibrated_causal")
+SOFTCAP = weft.Attention(weft.scores.softcap(20.0)(weft.score), weft.masks.causal, name="calibrated_softcap")
+SIZES = weft.shape(heads=2, q_len=512, head_dim=64, dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path, monkeypatch):
+    """A cache folder of its own, and what was read before forgotten."""
+    monkeypatch.delenv("WEFT_CALIBRATION", raising=False)
+    kept.forget()
+    with weft.settings(cache_dir=tmp_path / "cache"):
+        yield
+    kept.forget()
+
+
+def here(rates: CpuRates = RATES) -> Calibration:
+    """A calibration of this machine's CPU."""
+    return replace(OF_A_CPU, machine=machine_of("cpu"), rates=rates)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("found", [OF_A_CPU, OF_A_GPU], ids=["cpu", "gpu"])
+def test_a_calibration_reads_back(found: Calibration, tmp_path) -> None:
+    assert calibration_of(text_of(found)) == found
+    kept.write(found, tmp_path / "here.json")
+    assert kept.read(tmp_path / "here.json") == found
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["here.json"]
+
+
+def _changed(change) -> str:
+    found = json.loads(text_of(OF_A_CPU))
+    change(found)
+    return json.dumps(found)
+
+
+BROKEN = [
+    ("{", "it is no JSON"),
+    ("[1]", "expected an object"),
+    (_changed(lambda c: c.update(format=2)), "expected format 1, got 2"),
+    (_changed(lambda c: c.pop("machine")), "machine is missing"),
+    (_changed(lambda c: c["machine"].update(kind="tpu")), "expected cpu, cuda or hip, got 'tpu'"),
+    (_changed(lambda c: c["machine"].update(units=True)), "machine.units: expected a whole number of at least 0"),
+    (_changed(lambda c: c["one_core"].update(call_seconds=0)), "one_core.call_seconds: expected a positive number"),
+    (_changed(lambda c: c["one_core"].update(exp_per_second="fast")), "expected a positive number, got 'fast'"),
+    (_changed(lambda c: c["one_core"]["product_flops"].update(blas={})), "expected torch and onednn, got 'blas'"),
+    (_changed(lambda c: c["one_core"]["product_flops"].pop("torch")), "expected rates of torch"),
+    (_changed(lambda c: c["one_core"]["product_flops"]["torch"].update({"64": {"64 keys": 1}})), "as '256 queries'"),
+    (_changed(lambda c: c["cache_bytes"].update(L2=0)), "cache_bytes.L2: expected a whole number of at least 1"),
+    (text_of(OF_A_GPU).replace('"bf16": 780000000000000.0', '"bf16": NaN'), "product_flops.bf16: expected a positive"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BROKEN, ids=[said[:30] for _, said in BROKEN])
+def test_a_broken_file_is_refused(text: str, said: str, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(WeftError, match=f"calibration {path}: .*measure again with `weft calibrate`") as raised:
+        kept.read(path)
+    assert said in str(raised.value)
+    monkeypatch.setenv("WEFT_CALIBRATION", str(path))
+    with pytest.raises(WeftError, match="calibration"):
+        for_device("cpu")
+
+
+def test_a_broken_file_of_the_cache_folder_is_left_aside_with_a_warning() -> None:
+    kept.file_of(machine_of("cpu")).write_text("{")
+    with pytest.warns(UserWarning, match=r"no JSON.*measure again with `weft calibrate`. Until then figures are those"):
+        assert for_device("cpu").figures == hardware.GUESSED
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert for_device("cpu").figures == hardware.GUESSED  # said once
+
+
+def test_a_file_that_is_not_there_or_of_another_machine(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WEFT_CALIBRATION", str(tmp_path / "none.json"))
+    with pytest.raises(WeftError, match=r"none.json: cannot be read \(No such file.*weft calibrate -o .*none.json"):
+        for_device("cpu")
+    other = tmp_path / "other.json"
+    kept.write(OF_A_CPU, other)
+    monkeypatch.setenv("WEFT_CALIBRATION", str(other))
+    with pytest.raises(WeftError, match=r"is of Some Processor \(2 cores\), this is .*; measure with"):
+        for_device("cpu")
+    kept.write(OF_A_GPU, other)  # says nothing about a CPU
+    assert for_device("cpu").figures == hardware.GUESSED
+    with pytest.raises(WeftError, match="cannot be written"):
+        kept.write(OF_A_CPU, tmp_path / "nowhere" / "x.json")
+
+
+# -- where it is used --------------------------------------------------------------------------------------------------
+def test_what_was_measured_is_what_plans_count_with() -> None:
+    before = CAUSAL.plan(SIZES, device="cpu")
+    assert before.hardware.figures == hardware.GUESSED
+    assert "figures       guessed: `weft calibrate` measures this machine" in CAUSAL.explain(SIZES, device="cpu")
+    kept.write(here(), kept.file_of(machine_of("cpu")))
+    after = CAUSAL.plan(SIZES, device="cpu")
+    assert after.hardware is for_device("cpu") is for_device(torch.device("cpu")) and after.hardware.cpu == RATES
+    text = CAUSAL.explain(SIZES, device="cpu")
+    assert "figures       calibrated on this machine, 2026-11-22, torch 2.11.0" in text
+    assert f"exp {3.5 * after.hardware.sms:.4g}G/s of {after.hardware.sms} core" in text and "call 1.25 us" in text
+    assert "calibrated on this machine" in CliRunner().invoke(main, ["doctor"]).output
+    assert "shipped" in CAUSAL.explain(SIZES, device="h200").split("figures", 1)[1].splitlines()[0]
+
+
+def test_a_setting_names_a_file_in_place_of_the_cache_folders(tmp_path, monkeypatch) -> None:
+    kept.write(here(), kept.file_of(machine_of("cpu")))
+    kept.write(here(replace(RATES, call_seconds=7e-6)), tmp_path / "own.json")
+    assert for_device("cpu").launch_seconds == 1.25e-6
+    monkeypatch.setenv("WEFT_CALIBRATION", str(tmp_path / "own.json"))
+    assert for_device("cpu").launch_seconds == 7e-6
+
+
+def test_the_rates_of_a_gpu() -> None:
+    found = calibrated(H200, OF_A_GPU)
+    assert (found.matrix_flops("bf16"), found.matrix_flops("fp32")) == (780e12, 50e12)
+    assert found.matrix_flops("fp64") == H200.matrix_flops("fp64")  # not measured
+    assert found.hbm_bytes_per_second == pytest.approx(4.1e12) and found.launch_seconds == 1.5e-6
+    assert dict(rates_in_words(OF_A_GPU.rates))["products"] == "bf16 780, fp16 770, fp32 50 TFLOP/s"
+
+
+def test_the_command_measures_and_says_what(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(calibration, "calibrate", lambda device: here() if device == "cpu" else None)
+    said = CliRunner().invoke(main, ["calibrate", "--device", "cpu", "-o", str(tmp_path / "here.json")])
+    assert said.exit_code == 0, said.output
+    assert f"to use it, set WEFT_CALIBRATION={tmp_path / 'here.json'}" in said.output and "2048 KiB" in said.output
+    assert kept.read(tmp_path / "here.json") == here()
+    said = CliRunner().invoke(main, ["calibrate", "--device", "cpu"])
+    assert str(kept.file_of(machine_of("cpu"))) in said.output.replace("\n", "")
+    assert for_device("cpu").figures.startswith("calibrated")
+    said = CliRunner().invoke(main, ["calibrate", "-o", str(tmp_path / "no" / "file.json")])
+    assert said.exit_code == 2 and "is no folder" in said.output
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("tpu", "expected cpu or cuda"),
+        ("meta", "expected cpu or cuda, got meta"),
+        ("cuda:99", "torch finds no cuda:99 here"),
+    ],
+)
+def test_a_device_that_is_not_there(device: str, said: str) -> None:
+    with pytest.raises(WeftError, match=said):
+        calibration.calibrate(device)
+
+
+def test_measuring_this_cpu() -> None:
+    """In a second and a half: what it finds is a calibration, whole, and of this machine."""
+    threads = torch.get_num_threads()
+    found = calibration.calibrate("cpu", seconds=0.5)
+    assert torch.get_num_threads() == threads
+    assert calibration_of(text_of(found)) == found and found.machine == machine_of("cpu")
+    rates = found.rates
+    assert isinstance(rates, CpuRates) and rates.caches == hardware.cpu_caches()
+    tiles = {(rate.library, rate.queries, rate.keys): rate.flops for rate in rates.products}
+    assert len(tiles) == 16 * (1 + (products.one_dnn_linear() is not None))
+    assert tiles["torch", 256, 1024] > tiles["torch", 64, 64] / 2 and 1e-7 < rates.call_seconds < 1e-3
+    assert 1.0 <= rates.all_products <= found.machine.units and rates.all_ram >= rates.bandwidths[3]
+    assert {dtype for dtype, _ in rates.attention} <= {"fp16", "bf16", "fp32", "fp64"}
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+def first_form(machine: Hardware, variant: weft.Attention, direction: str = "forward", dtype: str = "fp32") -> CpuForm:
+    kernel = CPU_FLASH[direction == "backward"]
+    signature = Signature(kernel.direction, "cpu", Dtypes.all(dtype), Widths(64, 64))
+    return target_named("cpu").forms(kernel, signature, machine, facts_of(variant))[0]
+
+
+def with_caches(l2: int, l3: int, cores: int = 4) -> Hardware:
+    return cpu_with(guessed_rates(cores, True, (32 * KIB, l2, l3)), cores)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tiles_follow_the_cache(direction: str) -> None:
+    usual, half, small = (
+        first_form(with_caches(l2, 32 * MIB), SOFTCAP, direction) for l2 in (2 * MIB, 512 * KIB, 256 * KIB)
+    )
+    assert usual == first_form(CPU, SOFTCAP, direction) == CpuForm(256, 256)
+    assert half.cache_kib == 512 and (half.block_q, half.block_kv) == (256, 256)
+    assert small.cache_kib < 512 and small.block_q * small.block_kv < 256 * 256
+
+
+def test_many_cores_share_an_l3() -> None:
+    few, many = (first_form(with_caches(1 * MIB, 64 * MIB, cores), SOFTCAP, "backward") for cores in (4, 64))
+    assert few.cache_kib == 512 and many.cache_kib == 256
+
+
+def test_products_are_those_that_were_faster(monkeypatch) -> None:
+    monkeypatch.setattr("weft.codegen.targets.cpu.one_dnn_linear", lambda: products.product)
+    twice = tuple(
+        replace(rate, flops=2 * rate.flops / 0.7) if rate.library == "onednn" else rate for rate in RATES.products
+    )
+    faster = cpu_with(replace(RATES, products=twice), 2)
+    assert not first_form(cpu_with(RATES, 2), SOFTCAP).one_dnn
+    assert first_form(faster, SOFTCAP).one_dnn and first_form(faster, SOFTCAP, "backward").one_dnn
+    assert not first_form(faster, SOFTCAP, dtype="fp64").one_dnn  # it takes float32
+    monkeypatch.setattr("weft.codegen.targets.cpu.one_dnn_linear", lambda: None)
+    assert not first_form(faster, SOFTCAP).one_dnn
+
+
+def test_torchs_own_attention_where_it_is_faster(monkeypatch) -> None:
+    """As on a processor without units for bf16, where torch's kernel in that type is slow."""
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: products.product)
+    slow = cpu_with(replace(RATES, attention=(("fp32", 90e9), ("bf16", 10e9))), 2)
+    assert not first_form(slow, CAUSAL).in_tiles and first_form(slow, CAUSAL, dtype="bf16").in_tiles
+    assert not first_form(slow, SOFTCAP, dtype="bf16").in_tiles  # torch has no such score
+    assert not first_form(slow, CAUSAL, "backward", "bf16").in_tiles
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: None)
+    assert not first_form(slow, CAUSAL, dtype="bf16").in_tiles
+
+
+@pytest.mark.parametrize("form", ["64x128c32", "128x64c512+onednn+tiles", "32x32c1"])
+def test_every_form_computes_the_same(form: str) -> None:
+    if "onednn" in form and products.one_dnn_linear() is None:
+        form = form.replace("+onednn", "")
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 4, 300, 16, requires_grad=True) for _ in range(3)]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    schedule = f"flash/flash_forward=cpu:{form}/flash_backward=cpu:{form}"
+    for variant in (CAUSAL, SOFTCAP):
+        out, exact = variant(*tensors, schedule=schedule), variant.reference(*wide)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        dout = torch.randn_like(exact)
+        found = torch.autograd.grad(out, tensors, dout.float())
+        for got, wanted in zip(found, torch.autograd.grad(exact, wide, dout), strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-5)
+        assert f"flash_forward=cpu:{form}" in variant.explain(SIZES, device="cpu", schedule=schedule)
+
+
+# -- what a system reports ---------------------------------------------------------------------------------------------
+def test_caches_are_those_that_the_system_lists(tmp_path, monkeypatch) -> None:
+    listed = [
+        ("Data", 1, "48K"),
+        ("Instruction", 1, "32K"),
+        ("Unified", 2, "2048K"),
+        ("Unified", 3, "300M"),
+        ("Odd", 4, ""),
+    ]
+    for number, words in enumerate(listed):
+        folder = tmp_path / f"index{number}"
+        folder.mkdir()
+        for name, word in zip(("type", "level", "size"), words, strict=True):
+            (folder / name).write_text(f"{word}\n")
+    monkeypatch.setattr(hardware, "_CPU_CACHES", tmp_path)
+    assert hardware.cpu_caches() == (48 * KIB, 2 * MIB, 300 * MIB)
+    monkeypatch.setattr(hardware, "_CPU_CACHES", tmp_path / "none")
+    sizes = {"SC_LEVEL1_DCACHE_SIZE": 64 * KIB, "SC_LEVEL2_CACHE_SIZE": 12 * MIB}
+    monkeypatch.setattr(hardware.os, "sysconf", lambda name: sizes.get(name, 0))
+    assert hardware.cpu_caches() == (64 * KIB, 12 * MIB, 0)
+    monkeypatch.setattr(hardware.os, "sysconf", lambda name: 0)
+    assert hardware.cpu_caches() == guessed_rates(1).caches
+    assert cpu_with(guessed_rates(4, True, (64 * KIB, 12 * MIB, 0)), 4).l2_bytes == 48 * MIB
+
+
+def test_a_processor_is_named_as_the_system_names_it(tmp_path, monkeypatch) -> None:
+    for text, name in (
+        ("processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Processor\n", "Intel(R) Xeon(R) Processor"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd4f\n", "0x41 0xd4f"),
+    ):
+        path = tmp_path / "cpuinfo"
+        Path(path).write_text(text)
+        monkeypatch.setattr(hardware, "_CPU_INFO", path)
+        hardware.processor.cache_clear()
+        assert hardware.processor().endswith(name)
+    monkeypatch.setattr(hardware, "_CPU_INFO", tmp_path / "none")
+    hardware.processor.cache_clear()
+    assert hardware.processor()
+    hardware.processor.cache_clear()
