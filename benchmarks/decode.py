@@ -219,7 +219,7 @@ def other_forms(row: Row, q_len: int) -> None:
     forms = ["triton:64x64w4s3", "triton:64x64w4s4", "triton:64x128w4s2", "triton:64x128w4s3", "triton:64x32w4s4",
              "triton:64x128w8s3", "triton:32x64w4s3"]  # fmt: skip
     if row.latent:
-        switches = itertools.product(("", "+ordered"), ("", "+prefetch"), ("", "+persistent"))
+        switches = itertools.product(("", "+ordered"), ("", "+prefetch"))
         forms = ["triton:64x64w8s2", "triton:64x32w8s2", *(f"hopper:64x64p11{''.join(s)}" for s in switches)]
     for form in forms:
         for times in (0.5, 1.0, 2.0, 4.0):

@@ -160,7 +160,7 @@ class HopperTarget:
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
         if kernel in SPLIT_KV:
-            chosen = HopperLatentForm()
+            chosen = HopperLatentForm(ordered=True, prefetch=True)
             return [chosen, *chosen.neighbours()]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":

@@ -1,18 +1,27 @@
-"""Launches of target `hopper` for latent caches: tensor descriptors, and a program for each unit of work."""
+"""Launches of target `hopper` for latent caches: tensor descriptors, and into how many shares the keys are divided."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...compiler.planning.forms import HopperLatentForm, Tiling
 from ...compiler.planning.kernels import PIECE_COLUMNS, Kernel
+from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
 from .hopper_launcher import Box, RaggedBox, processors
 from .split_launcher import JOIN, SPLIT, SplitLauncher
-from .triton_launcher import Mode
+from .triton_launcher import Mode, flat_place
+
+MANY = 16  # programs for each SM, from which on sequences of any lengths keep all busy to the end
+JOINED_COLUMNS = 128  # of a program that joins parts
+# (rows, parts) that it reads together: where rows are many, parts are few
+JOINED_FEW, JOINED_MANY = (4, 4), (1, 32)
+MANY_ROWS = 2048
+JOINERS = 6  # programs for each SM: as many as run together
 
 
 class HeadsBox(Box):
@@ -26,23 +35,60 @@ class HeadsBox(Box):
 class LatentLauncher(SplitLauncher):
     """A forward of two kernels, of which the first reads a latent cache by TMA."""
 
+    numbers = SplitLauncher.numbers | {"joins"}
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.tools = {**self.tools, "box": Box, "ragged": RaggedBox, "heads_box": HeadsBox, "least": min}
+        self.tools = {
+            **self.tools, "box": Box, "ragged": RaggedBox, "heads_box": HeadsBox, "least": min, "most": max,
+            "even_shares": self._even_shares,
+        }  # fmt: skip
 
     def form(self, kernel: str, aligned: bool) -> Any:
         found = self.code.form(SPLIT)
         return Tiling(found.block_q, found.block_kv, 4, 1) if kernel == JOIN else found
 
     def _of_group(self, mode: Mode, group: int, q_len: int) -> Mode:
-        return mode._replace(aligned=True, heads=min(group, self._form.block_q))
+        rows = self._form.block_q
+        return mode._replace(aligned=True, heads=min(group, rows), rows=rows * (1 + (group * q_len > rows)))
+
+    def partition(self, call: CallTensors, results: Named) -> Partition:
+        found = super().partition(call, results)
+        assert isinstance(found.mode, Mode)
+        return found._replace(mode=found.mode._replace(joined=_joined(call)))
+
+    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
+        batches, heads, q_len, _ = call.query.shape
+        kv_heads = call.key.shape[1]
+        tiles = -(-(heads // kv_heads * q_len) // self._form.block_q)
+        even, own = self._even_shares(batches, tiles * kv_heads), partition.splits * batches
+        slots = 2 * (max(own, even) if partition.splits > 1 else even)
+        rows = max(slots * heads * q_len, 1)
+        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(rows)}
+        places |= {"joins": flat_place(2 * batches + 1, dtype=torch.int32)}
+        return super().workspace(call, results, partition) | places
+
+    def _even_shares(self, batches: int, units: int) -> int:
+        """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
+        as sequences have the same length, or programs are many."""
+        at_once = self._processors()
+        if self.sequences == "dense" or batches * units >= MANY * at_once:
+            return 0
+        few = -(-units // at_once)
+        shares = {waves: waves * at_once // units for waves in range(few, few + 4)}
+        full = {waves: n * units / (waves * at_once) for waves, n in shares.items()}
+        return shares[next((w for w in full if full[w] > 0.9), max(full, key=lambda w: full[w]))]
 
     def _group_conditions(self, mode: Mode) -> list[str]:
         rows = self._form.block_q
-        most = f"(heads // kv_heads) % {rows} == 0" if mode.heads == rows else f"heads // kv_heads == {mode.heads}"
+        most = [
+            f"(heads // kv_heads) % {rows} == 0" if mode.heads == rows else f"heads // kv_heads == {mode.heads}",
+            f"heads // kv_heads * q_len {'>' if mode.rows > rows else '<='} {rows}",
+            f"batches * heads * q_len {'>=' if mode.joined else '<'} {MANY_ROWS}",
+        ]
         if self.sequences == "dense":
-            return [most]
-        return [most, "key_sl > 0", "key_sb % key_sl == 0"]  # is_ragged_readable
+            return most
+        return [*most, "key_sl > 0", "key_sb % key_sl == 0"]  # is_ragged_readable
 
     @property
     def _form(self) -> HopperLatentForm:
@@ -51,21 +97,41 @@ class LatentLauncher(SplitLauncher):
         return found
 
     def _options(self, form: Any) -> dict[str, int]:
-        return super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4}
+        if not isinstance(form, Tiling):
+            return {"num_warps": 4}
+        return super()._options(form) | {"launch_pdl": True}  # it waits by itself for what it reads
 
     def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
         return {}
 
     def _constants(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, object]:
-        return super()._constants(kernel, form, mode) | {"HEADS": mode.heads}
+        rows, parts = JOINED_FEW if mode.joined else JOINED_MANY
+        return super()._constants(kernel, form, mode) | {
+            "HEADS": mode.heads, "ORDERED": self._form.ordered and mode.rows > self._form.block_q,
+            "JOINED_ROWS": rows, "JOINED_PARTS": parts,
+        }  # fmt: skip
 
     def _processors(self) -> int:
         return processors(self.device)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name == SPLIT:
-            return f"least({self._processors()}, n_work)" if self._form.persistent else "n_work"
-        return super()._programs(kernel, constants)
+            return "n_row_tiles * kv_heads * n_shares"
+        rows, columns = constants["JOINED_ROWS"], self._width // JOINED_COLUMNS
+        blocks = f"(heads // kv_heads * q_len + {rows} - 1) // {rows} * batches * kv_heads * {columns}"
+        return f"least({JOINERS * self._processors()}, {blocks}) * ({self._launched_if(kernel)})"
+
+    def _launched_if(self, kernel: Kernel) -> str:
+        return "n_parts > 1 or n_even > 0" if kernel.name == JOIN else ""
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        return super()._made(mode) | {
+            "rows": "slots * heads * q_len",
+            "statistics": "(rows + 3) // 4 * 4",  # a multiple of 16 bytes
+            "parts": f"empty((statistics + rows * {self._width} + 2 * batches + 1,), (1,), float32)",
+            "part_out": "part_lse + 4 * statistics",
+            "joins": f"part_out + 4 * rows * {self._width}",
+        }
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         width = self.code.signature.widths.head_dim
@@ -76,7 +142,11 @@ class LatentLauncher(SplitLauncher):
             "key_desc": key, "key_rotary_desc": "key_desc",
             "key_step": "key_sb // key_sl",
             "n_row_tiles": f"(heads // kv_heads * q_len + {rows - 1}) // {rows}",
-            "n_work": "n_row_tiles * batches * kv_heads * n_parts",
+            "n_at_once": str(self._processors()),
+            "n_even": "even_shares(batches, n_row_tiles * kv_heads)",
+            "n_shares": "most(n_parts * batches, n_even)",
+            "slots": "2 * (n_shares if n_parts > 1 else n_even)",
+            "prefetches": "int(n_row_tiles > 1 and n_row_tiles * kv_heads * n_shares <= n_at_once)",
         }  # fmt: skip
 
     def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
@@ -93,3 +163,9 @@ class LatentLauncher(SplitLauncher):
             self._launching.descriptor(value, shapes[name]) if isinstance(value, Box | RaggedBox) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)
         ]
+
+
+def _joined(call: CallTensors) -> bool:
+    """Whether rows are so many that the parts of each are few."""
+    batches, heads, q_len, _ = call.query.shape
+    return batches * heads * q_len >= MANY_ROWS

@@ -71,6 +71,7 @@ class Mode(NamedTuple):
     page: int = 0  # rows of a block of a paged cache
     rows: int = 0  # of a tile of queries, where these depend on how many there are
     heads: int = 0  # of a query's rows that are brought together, where a tile has rows of all heads of a group
+    joined: bool = False  # whether rows in parts are many, and the parts of each few
 
 
 WORK_SIDES = tuple(zip(WORK, ("q", "kv")))

@@ -433,6 +433,7 @@ def parts_of(
     if isinstance(form, HopperLatentForm):  # as much to compute as to read
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops("bf16"))
         tile_bytes /= x.nq  # programs that share keys are neighbours
+        uneven = False  # the kernel evens out lengths by itself
     return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy)
 
 

@@ -210,13 +210,13 @@ class HopperLatentForm:
     """
 
     slots: int = 11  # for pieces of keys
+    # where several tiles of rows share keys
     ordered: bool = False  # products with values wait for the scores of the next tile
-    prefetch: bool = False  # keys are brought to L2 two tiles before they are loaded
-    persistent: bool = False  # one program an SM, which takes its share of the work, one after the other
+    prefetch: bool = False  # keys, not in pages, are brought to L2 two tiles early where all programs run at once
     block_q: ClassVar[int] = ROWS_OF_A_WARPGROUP
     block_kv: ClassVar[int] = 64
 
-    _FLAGS: ClassVar[dict[str, str]] = {"ordered": "ordered", "prefetch": "prefetch", "persistent": "persistent"}
+    _FLAGS: ClassVar[dict[str, str]] = {"ordered": "ordered", "prefetch": "prefetch"}
 
     @property
     def span_rows(self) -> int:

@@ -201,9 +201,11 @@ def _hopper_split_forward(t: Tiles) -> list[Stage]:
     rotary = "; P = exp2(S - reference) takes the place of the rotary columns"
     weights = f"reference raised to the maximum, or a little less{rotary}"
     parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several in float32"
+    early = "+prefetch: from contiguous keys to L2 before, where tiles of rows share them and all programs run at once"
+    later = "+ordered: after the next tile's scores, where tiles of rows share keys"
     return [
-        _load("query", rows, "unit of work", _AHEAD),
-        _load("key", f"{t.key()}, in pieces, used as V too", _EACH_KV, _AHEAD),
+        _load("query", rows, "part of a sequence", _AHEAD),
+        _load("key", f"{t.key()}, in pieces, used as V too; {early}", _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
         _compute("weights", weights, _EACH_KV),
         Stage(
@@ -211,10 +213,12 @@ def _hopper_split_forward(t: Tiles) -> list[Stage]:
             "keep",
             f"{t.output('O')} float32, half of the columns a warpgroup",
             "registers",
-            "unit of work",
+            "part of a sequence",
         ),
-        _compute("output", "sums rescaled where a row's reference moved; O += P V, beside the softmax", _EACH_KV),
-        _store("output", parts, "unit of work"),
+        _compute(
+            "output", f"sums rescaled where a row's reference moved; O += P V, beside the softmax; {later}", _EACH_KV
+        ),
+        _store("output", parts, "part of a sequence"),
     ]
 
 

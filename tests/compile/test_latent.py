@@ -24,7 +24,7 @@ ALIBI = weft.Attention(
     score + weft.tensor("slopes", 1)[head] * (kv_pos - q_pos), masks.causal, latent=weft.Latent(512, 64), scale=0.1,
     name="latent_alibi",
 )  # fmt: skip
-ALL_SWITCHES = "64x64p11+ordered+prefetch+persistent"
+ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
 def compiled(variant, kind, heads, q_len, page, form):

@@ -186,7 +186,7 @@ LATENT = {
     ),
     "rank 256": weft.Attention(mask=masks.causal, latent=weft.Latent(256, 64), scale=192**-0.5, name="mla_256"),
 }  # fmt: skip
-FORMS = [f"64x64p11{a}{b}{c}" for a in ("", "+ordered") for b in ("", "+prefetch") for c in ("", "+persistent")]
+FORMS = [f"64x64p11{a}{b}" for a in ("", "+ordered") for b in ("", "+prefetch")]
 
 
 def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat16, rows=ROWS, target="hopper"):
@@ -234,6 +234,7 @@ def test_forms_of_latent_decode(form):
     check_latent("causal", 64, 2, KV_LENS, 64, form)
     check_latent("causal", 16, 4, KV_LENS, 16, form)
     check_latent("causal", 128, 1, [20000, 17, 0, 19999, 64], 0, form, rows=20000)
+    check_latent("causal", 16, 8, [20000, 17, 0, 9000, 4000], 64, form, rows=20000)
 
 
 @pytest.mark.parametrize("name", LATENT)

@@ -10,6 +10,7 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen.targets import latent_launcher
 from weft.codegen.targets.latent_launcher import LatentLauncher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
@@ -18,7 +19,7 @@ from weft.runtime.call import Call, Dense, Lengths, Options, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
-from .gluon import Deadlock, Descriptor, Kernels
+from .gluon import Deadlock, Descriptor, Kernels, Pointer
 
 pytest.importorskip("triton")
 
@@ -38,7 +39,7 @@ VARIANTS = {
     "alibi": variant("latent_alibi", score + slopes[head] * (kv_pos - q_pos)),
     "factors": variant("latent_heated", score * slopes[head]),  # of any sign
 }
-ALL_SWITCHES = "64x64p11+ordered+prefetch+persistent"
+ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
 class OnACpu(LatentLauncher):
@@ -71,13 +72,12 @@ class OnACpu(LatentLauncher):
         return arguments
 
 
-def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0):
-    """out, lse and the number of parts."""
-    rank, width = declared.latent.rank, query.shape[3]
-    kind = sequences.kind
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None):
+    rank = declared.latent.rank
     signature = Signature(
-        "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[query.dtype]),
-        Widths(width, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right", few=True,
+        "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
+        Widths(rank + 64, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
+        few=True,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -86,6 +86,13 @@ def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit
     launcher.__class__ = OnACpu
     launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
     launcher.edit = edit or OnACpu.edit
+    return launcher
+
+
+def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0):
+    """out, lse and the number of parts of each sequence."""
+    rank, width = declared.latent.rank, query.shape[3]
+    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit)
     call = Call(query, key, None, None, operands or {}, sequences, Options(), width)
     nan = float("nan")
     results = {
@@ -94,10 +101,14 @@ def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit
     }
     partition = launcher.partition(call, results)
     if parts:
-        partition = partition._replace(splits=parts, least=1)
+        tiles = -(-call.kv_rows // 64)
+        partition = partition._replace(splits=parts, least=-(-tiles // parts))
     places = launcher.workspace(call, results, partition)
-    launcher(call, results, {n: place.beside(query).fill_(nan) for n, place in places.items()}, partition)
-    return results["out"], results["lse"], partition.splits
+    workspace = {n: place.beside(query) for n, place in places.items()}
+    for tensor in workspace.values():
+        tensor.fill_(nan if tensor.dtype.is_floating_point else -(2**31))
+    launcher(call, results, workspace, partition)
+    return results["out"], results["lse"], workspace["joins"][1:-1:2].tolist()
 
 
 def in_pages(key, lens, page):
@@ -153,7 +164,7 @@ CASES = [
     (16, 3, [330, 5, 0, 129], [3, 2, 3, 0], 0, ALL_SWITCHES, 2),
     (16, 4, [330, 5, 0, 129], [3, 2, 4, 1], 16, "64x64p11", 2),
     (32, 1, [330, 64, 0], None, 32, ALL_SWITCHES, 0),
-    (128, 2, [330, 129], None, 64, "64x64p11+persistent", 1),
+    (128, 2, [330, 129], None, 64, "64x64p11", 1),
     (192, 1, [330, 129], None, 128, "64x64p11+ordered+prefetch", 1),
     (1, 1, [330, 70], None, 256, "64x64p11", 0),
     (16, 1, [330, 67], None, 8, "64x64p11+ordered", 0),
@@ -165,6 +176,14 @@ CASES = [
 )
 def test_rows_pages_and_parts(heads, q_len, kv_lens, q_lens, page, form, parts):
     check(CAUSAL, heads, q_len, kv_lens, q_lens, page, form=form, parts=parts)
+
+
+@pytest.mark.parametrize(("heads", "page"), mostly([(16, 16)], [(16, 16), (64, 0), (64, 64)]))
+def test_programs_share_ragged_sequences_evenly(heads, page, monkeypatch):
+    monkeypatch.setattr(latent_launcher, "MANY_ROWS", 1)  # joined several rows at a time
+    lens = [600, 40, 0, 130, 200, 64]
+    found = check(CAUSAL, heads, 2, lens, [2, 1, 2, 0, 2, 1], page, rows=600, parts=1)
+    assert max(found) > 1 and min(found) == 1
 
 
 @pytest.mark.parametrize("name", mostly(["alibi"], list(VARIANTS)))
@@ -179,6 +198,62 @@ def test_other_ranks_and_dtypes():
 def test_roles_take_turns_in_any_order():
     for seed in range(3):
         check(CAUSAL, 16, 1, None, form=ALL_SWITCHES if seed else "64x64p11", rows=520, parts=1, seed=seed)
+
+
+class OfAnH200(OnACpu):
+    def _processors(self):
+        return 132
+
+
+def divided(lens, heads, q_len=1, room=0):
+    """Tiles of keys of each program of one tile of rows, as the kernel divides sequences of these lengths, and the
+    number of programs. Every tile is seen to belong to one program."""
+    launcher = launcher_of(CAUSAL, "lengths")
+    launcher.__class__ = OfAnH200
+    batch, room, units = len(lens), room or max(lens), max(1, heads * q_len // 64)
+    parts = launcher._divide(batch, heads, 1, q_len, room, None, {})
+    even = launcher._even_shares(batch, units)
+    shares = max(parts.parts * batch, even)
+    space = Kernels(launcher.text).space
+    pointer = Pointer.to(torch.tensor(lens, dtype=torch.int32))
+    tiles = [max(1, -(-n // 64)) for n in lens]
+    seen, loads = [0] * batch, []
+    for share in range(shares):
+        size, first, last, start, _ = space["divide"](
+            pointer, share, batch, room, parts.parts, parts.tiles, even, units, 132
+        )  # fmt: skip
+        load, start = 0, int(start)
+        for b in range(first, last):
+            begin, end = max(share * int(size) - start, 0), min((share + 1) * int(size) - start, tiles[b])
+            assert begin == seen[b] and end > begin  # in order, and never nothing
+            seen[b], load, start = end, load + end - begin, start + tiles[b]
+        loads.append(load)
+    assert seen == tiles
+    return sorted((load for load in loads if load), reverse=True), units
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "q_len"),
+    [(64, 4096, 128, 1), (128, 8192, 128, 1), (64, 8192, 64, 1), (64, 4096, 128, 2), (1, 65536, 128, 1)],
+)
+def test_equal_lengths_are_divided_as_without_lengths(batch, length, heads, q_len):
+    loads, units = divided([length] * batch, heads, q_len)
+    tiles = length // 64
+    parts = -(-tiles // loads[0])
+    assert len(loads) == batch * parts and loads[-1] >= loads[0] - parts
+    assert parts == 1 if batch * units >= 128 else batch * parts * units <= 132
+
+
+def test_ragged_lengths_are_balanced():
+    torch.manual_seed(0)
+    for heads, most in ((128, 16384), (64, 16384), (16, 4096)):
+        lens = torch.randint(1, most, (64,)).tolist()
+        loads, units = divided(lens, heads, room=2 * most)
+        assert len(loads) * units <= 132 and loads[0] * len(loads) <= 1.03 * sum(loads) + 4 * len(loads)
+    lens = [8192 - 5 * b for b in range(64)]  # of about one length: whole
+    loads, units = divided(lens, 128)
+    assert len(loads) == 64 and loads[0] == 128
+    divided([0, 5, 0, 1, 64, 65, *[0] * 140, 900], 64)
 
 
 WAIT = "acc0 = warpgroup_mma_wait(1, deps=[token0])"
