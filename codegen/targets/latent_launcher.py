@@ -20,8 +20,8 @@ MANY = 16  # programs for each SM, from which on sequences of any lengths keep a
 JOINED_COLUMNS = 128  # of a program that joins parts
 # (rows, parts) that it reads together: where rows are many, parts are few
 JOINED_FEW, JOINED_MANY = (4, 4), (1, 32)
-MANY_ROWS = 2048
-JOINERS = 6  # programs for each SM: as many as run together
+MANY_ROWS = 512
+JOINERS = 32  # programs for each SM at most: more only cost time where nothing is to be joined
 
 
 class HeadsBox(Box):
