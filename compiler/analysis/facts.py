@@ -231,11 +231,13 @@ class Facts:
 
     @cached_property
     def _works(self) -> tuple[Work, Work, Work]:
-        """What score, slope and mask of a pair take."""
+        """What score, slope and mask of a pair take, where parts of the score are read by distance."""
         score, mask = self.attention.folded_score, self.attention.folded_mask
         if self.linear_scale is not None:
             return Work(), Work(), work_of([mask])
-        return work_of([score]), slope_work_of(score), work_of([mask])
+        parts = self.score_by_distance
+        score = with_tables(score, parts)
+        return work_of([score], tables=len(parts)), slope_work_of(score), work_of([mask])
 
 
 @lru_cache(maxsize=1024)

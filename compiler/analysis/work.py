@@ -21,9 +21,9 @@ _ADDRESS = 2  # instructions of a read's address
 _SLOPE = 3  # of the slope of a function, which has its value again
 
 
-def work_of(roots: Iterable[Expr]) -> Work:
-    """What the expressions take for each pair, together."""
-    special = other = reads = gathers = 0
+def work_of(roots: Iterable[Expr], tables: int = 0) -> Work:
+    """What the expressions take for each pair, together. tables: how many are read by distance besides."""
+    special, other, reads, gathers = 0, _ADDRESS * tables, 0, tables
     for node in _of_pairs(roots):
         if isinstance(node, Load):
             other += _ADDRESS

@@ -43,19 +43,22 @@ PACES: dict[str, Pace] = {
     "hopper flash_backward next": Pace(matrix=1.09, exp=1.01, other=0.304, mask=20, tile=0.0293, program=0.656),
     "hopper flash_dkey_dvalue": Pace(matrix=0.82, exp=0, mask=3.29, tile=0.0428, piece=0.0865),
     "hopper flash_dquery": Pace(matrix=0.82, exp=0, tile=0.851, program=5.87),
-    "hopper flash_forward": Pace(matrix=0.821, exp=0, other=1.11, pair_reads=29.9, mask=2.95, program=2.29),
+    "hopper flash_forward": Pace(
+        matrix=0.821, exp=0, other=1.11, pair_reads=29.9,
+        gathers=0.155, mask=2.95, program=2.29,
+    ),
     "hopper flash_forward of three": Pace(matrix=0.885, exp=0.325, other=0.0776, tile=0.135, program=2.14),
-    "triton flash_ddiagonals": Pace(matrix=1.2, exp=0, other=1, gathers=520),
+    "triton flash_ddiagonals": Pace(matrix=1.2, exp=0, other=1, gathers=120),
     "triton flash_dkey_dvalue": Pace(
-        matrix=1.29, exp=0, other=1.58, pair_reads=188, gathers=160,
+        matrix=1.29, exp=0, other=1.58, pair_reads=188, gathers=49,
         mask=16.9, tile=0.00334, piece=0.0435, program=2.19,
     ),
     "triton flash_dkey_dvalue wide": Pace(matrix=2.89, exp=0, tile=0.417),
-    "triton flash_dquery": Pace(matrix=1.23, exp=0, pair_reads=54.6, gathers=24.8, program=2.59),
+    "triton flash_dquery": Pace(matrix=1.23, exp=0, pair_reads=54.6, gathers=9.34, program=2.59),
     "triton flash_dquery wide": Pace(matrix=1.44, exp=0, tile=0.304),
     "triton flash_forward": Pace(
         matrix=1.51, exp=0, other=0.65, pair_reads=181,
-        gathers=287, mask=9.99, piece=0.0478, program=1.45,
+        gathers=6.06, mask=9.99, piece=0.0478, program=1.45,
     ),
     "triton flash_forward wide": Pace(matrix=1.21, exp=0.447, other=0.183, tile=0.282, piece=0.222, program=0.667),
 }
