@@ -250,10 +250,24 @@ def build(variant: Variant, call: Call, device: str = "cpu") -> Built:
     for name, given, shape in zip(names, call.main, main_shapes(variant, call)):
         _make(built, space, name, given, shape, call.dtype, device)
     tensors = dict(call.tensors)
-    for name in variant.tensors:
+    for name in _in_order(variant):
         given = tensors[name]
         _make(built, space, name, given, _extents(variant, built, name, given.slack), given.dtype, device)
     return built
+
+
+def _in_order(variant: Variant) -> list[str]:
+    """The names of tensors, each behind those that its indices read."""
+    needs = {name: set[str]() for name in variant.tensors}
+    everything = [*variant.reads, *([] if variant.sink is None else nodes(variant.sink))]
+    for read in everything:
+        if isinstance(read, Read):
+            needs[read.name] |= {n.name for index in read.index for n in nodes(index) if isinstance(n, Read)}
+    ordered: list[str] = []
+    while len(ordered) < len(needs):
+        ready = next((n for n in needs if n not in ordered and needs[n] <= {*ordered, n}), None)
+        ordered.append(ready or next(n for n in needs if n not in ordered))
+    return ordered
 
 
 def _make(

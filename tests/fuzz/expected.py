@@ -387,6 +387,7 @@ def _roundings(built: Built, dense: Dense, dout: Tensor, dlse: Tensor | None) ->
     dproducts = dscores * _slopes(dense, dense.products)
     # a slope may be what is left of terms of size 1, as 1 - tanh(x)^2 is
     dproducts = dproducts + ROUNDINGS * eps * slope * (dweights + delta)
+    dproducts = dproducts + tiny * (p > 0)  # it is kept in the operands' dtype, after the slope
     main = {"query": dproducts @ key, "key": dproducts.mT @ query, "value": (share * dense.kept).mT @ dout.abs()}
     found |= {f"d{n}": t for n, t in _of_leaves(built, dense, main).items()}
     for name in call.wanted:

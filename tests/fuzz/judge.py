@@ -16,7 +16,7 @@ import weft
 from .calls import DTYPES, LAYOUTS, Built, Call, Variant
 from .dense import Undefined
 from .expected import Want, expected
-from .tree import INTS, symbols, text
+from .tree import INTS, Read, nodes, symbols, text
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,12 @@ def _is_apart(built: Built, words: re.Match[str]) -> bool:
     return built.call.target == "hopper" and built.call.lens is not None and not whole
 
 
+def _reads_by_pair(built: Built) -> bool:
+    """A tensor that the mask reads at both positions."""
+    reads = [n for n in nodes(built.variant.mask) if isinstance(n, Read)]
+    return any({"q_pos", "kv_pos"} <= symbols(read) for read in reads)
+
+
 def _refusal(words: str, right: Callable[[Built, re.Match[str]], bool]) -> Refusal:
     return Refusal(re.compile(words), right)
 
@@ -99,6 +105,10 @@ REFUSALS = {
     ),
     "hopper: batch rows": _refusal(
         r"UnavailableError: .*hopper: (?P<name>query|key|value): with lengths, batch rows must lie", _is_apart
+    ),
+    "hopper: lists": _refusal(
+        r"UnavailableError: .*hopper: lists of tiles, of a mask that reads a tensor by both positions",
+        _for_hopper(_reads_by_pair),
     ),
     "hopper: measured lengths": _refusal(
         r"UnavailableError: .*hopper: tiles measured from tensors of sequences of their own lengths",

@@ -189,6 +189,24 @@ LATENT = {
 FORMS = [f"64x64p11{a}{b}" for a in ("", "+ordered") for b in ("", "+prefetch")]
 
 
+def reference_in_parts(variant, query, known, more, own, dtype):
+    """A sequence and a few heads at a time: each head has a copy of the cache there, and other tests run beside it."""
+    rows = []
+    for b in range(len(query)):
+        given = {n: v[b : b + 1] if isinstance(v, torch.Tensor) else v for n, v in more.items()}
+        parts = []
+        for first in range(0, query.shape[1], 16):
+            heads = slice(first, first + 16)
+            slopes = {n: v[heads].to(torch.promote_types(v.dtype, dtype)) for n, v in own.items()}
+            parts.append(
+                variant.reference(
+                    query[b : b + 1, heads].to(dtype), known[b : b + 1].to(dtype), **given, **slopes, return_lse=True
+                )
+            )
+        rows.append([torch.cat(found, 1) for found in zip(*parts)])
+    return [torch.cat(found) for found in zip(*rows)]
+
+
 def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat16, rows=ROWS, target="hopper"):
     """Twenty launches with the same bits; keys behind lengths, and what no key is in, are NaN."""
     torch.manual_seed(3)
@@ -210,17 +228,7 @@ def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat
     found = [variant(*tensors, **given, **own, return_lse=True, schedule=schedule) for _ in range(20)]
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again))
-    results = []
-    for kind in (torch.float64, dtype):
-        read = {n: v.to(kind) if kind == torch.float64 else v for n, v in own.items()}
-        of_each = [  # one at a time: all heads have a copy of the cache there
-            variant.reference(
-                query[b : b + 1].to(kind), known[b : b + 1].to(kind), **read, return_lse=True,
-                **{n: v[b : b + 1] if isinstance(v, torch.Tensor) else v for n, v in more.items()},
-            )
-            for b in range(len(query))
-        ]  # fmt: skip
-        results.append([torch.cat(found) for found in zip(*of_each)])
+    results = [reference_in_parts(variant, query, known, more, own, kind) for kind in (torch.float64, dtype)]
     for label, *three in zip(("out", "lse"), found[0], *results):
         check_errors(*three, f"{name} {label}")
     if torch.cuda.get_device_capability() == (9, 0):
