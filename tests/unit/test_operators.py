@@ -302,7 +302,7 @@ def scored(name: str) -> weft.Attention:
         "erf": 3.0 * weft.erf(x) + score,
         "hypot": weft.hypot(x, cap) - weft.hypot(far * far + 0.5, x),
         "clip": weft.clip(score, -0.75, cap) * 2.0 + weft.clip(kv_pos - q_pos, -2, 3),
-        "ceil": x + weft.ceil(far) * 0.5,
+        "ceil": x + weft.ceil(far + x) * 0.5,  # of distances alone it would stand in their table
     }
     return weft.Attention(score=scores[name], mask=kv_pos <= q_pos + 2, name=f"with_{name}")
 

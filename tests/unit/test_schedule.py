@@ -9,7 +9,7 @@ import time
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.planned import DENSE, chosen, resolved, signature
@@ -445,6 +445,7 @@ FORMS = st.one_of(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # beside other work the first of them take long to draw
 @given(FORMS)
 def test_the_text_of_a_form_reads_back(form: Form) -> None:
     assert parse_form(str(form)) == form
