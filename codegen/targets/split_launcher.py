@@ -28,14 +28,8 @@ class SplitLauncher(TritonLauncher):
     """A forward of two kernels, of which the second is launched where there is something to join."""
 
     numbers = TritonLauncher.numbers | {
-        "division",
-        "n_parts",
-        "least_tiles",
-        "rows",
-        "statistics",
-        "part_out",
-        "part_lse",
-    }
+        "division", "n_parts", "least_tiles", "rows", "statistics", "part_out", "part_lse",
+    }  # fmt: skip
 
     def __init__(
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
