@@ -50,7 +50,7 @@ def operands(q_len=5, heads=8, kv_heads=2, dim=128, value_dim=None, dtype=torch.
 
 def paged(caches, lens, page, rows_first=True):
     """The same keys in pools, blocks in any order, NaN behind lengths, and a table with garbage behind them."""
-    pages, pools = -(-ROWS // page), []
+    pages, pools = -(-max(ROWS, *lens) // page), []
     blocks = torch.randperm(5 * pages, generator=torch.Generator().manual_seed(0)).view(5, pages)
     for cache in caches:
         pool = poisoned((5 * pages, cache.shape[1], page, cache.shape[3]), cache.dtype, "cuda", blhd=rows_first)

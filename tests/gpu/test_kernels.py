@@ -258,6 +258,7 @@ def test_new_lengths_batches_and_windows_compile_nothing():
 
     for target in ("triton", "hopper"):
         run(2, 256, 64, target)
+        run(2, 1, 64, target)  # few queries have a kernel of their own
         modules, kernels = builds(), _compiled_kernels()
         for batch, length, width in ((1, 256, 64), (3, 1000, 1), (2, 77, 16), (1, 1, 5), (5, 1024, 1000)):
             run(batch, length, width, target)

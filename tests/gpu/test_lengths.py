@@ -174,7 +174,8 @@ def test_sinks_alone_repeat_bit_for_bit(kind):
     for wanted in ((table,), (table, *made), (table,)):
         for t in made:
             t.requires_grad_(len(wanted) > 1)
-        out, lse = SUNK["sunk"](*made, **lengths, sinks_of=table, return_lse=True)
+        # sinks alone are computed by triton in any case; other targets add up other tiles
+        out, lse = SUNK["sunk"](*made, **lengths, sinks_of=table, return_lse=True, target="triton")
         dlse = torch.where(lse == -torch.inf, torch.nan, 1.0)
         found.append(torch.autograd.grad([out, lse], wanted, [torch.ones_like(out), dlse])[0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and not found[0].isnan().any()
