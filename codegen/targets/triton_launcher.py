@@ -352,11 +352,20 @@ class TritonLauncher:
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
         conditions, launches = self._conditions(mode, lengths), [run.shortest for run in runs]
-        found = direct(packer, bindings, launches, given, conditions, made, returns, tools)
+        found = direct(packer, bindings, launches, given, conditions, made, returns, tools, self._kept)
         if not self.backward:
             self.direct = found
         else:
             self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
+
+    def _kept(self, parameter: str, meta: Mapping[str, Any]) -> tuple[str, Mapping[Any, Sequence[object]]]:
+        """For a tensor descriptor of a launch: an expression, and what the launch is handed by its value."""
+        found = self._described()[parameter]
+        return found.key, self._launching.Descriptors(self._launching.encoder(meta), found.places)
+
+    def _described(self) -> dict[str, Any]:
+        """Of which tensors the kernels take descriptors, by name of the parameter."""
+        return {}
 
     def _given_names(self) -> list[str]:
         """The tensors [B, H, rows, D], and the statistics of rows, that `direct` is handed."""
