@@ -25,6 +25,7 @@ from .nested import are_jagged, packed
 from .runtime import ops
 from .runtime.call import (
     Call,
+    Dense,
     Lengths,
     Packed,
     Paged,
@@ -243,23 +244,20 @@ class Attention(Declaration):
                 query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
             )
             return (out, self._lse(lse)) if return_lse else out
-        tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and (value is None or isinstance(value, Tensor))
-        if (
-            not tensors
-            or (value is not None and value.dim() != 4)
-            or operands.keys() != self._operands
-            or query.dim() != 4
-            or key.dim() != 4
-            or query.is_meta
-            or key.is_meta
-        ):
+        try:  # no more than a call of any kind needs: what else is wrong with it fails below, and is told there
+            (_, _, q_rows, _), (_, _, kv_rows, _) = query.shape, key.shape
+            is_known = operands.keys() == self._operands if operands else not self._operands
+            is_known = is_known and not (query.is_meta or key.is_meta)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            is_known, q_rows, kv_rows = False, None, None
+        if not is_known:
             self._check(query, key, value, operands, has_pages(lengths))
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
         if q_offset is None and lengths is None:
             try:
-                q_offset = key.shape[2] - query.shape[2]
-            except (RuntimeError, AttributeError):  # a nested tensor has no such size
+                q_offset = kv_rows - q_rows
+            except (RuntimeError, TypeError):  # nested tensors have no such sizes
                 if are_jagged(query, key, value):
                     return self._jagged(
                         query, key, value, return_lse, q_offset, target, schedule, deterministic, operands
@@ -277,7 +275,7 @@ class Attention(Declaration):
             if type(given[name]) is not kind:
                 given[name] = validate.as_number(given[name], kind)
         if lengths is None:
-            sequences: Sequences = dense_offset(q_offset)  # type: ignore[arg-type]
+            sequences: Sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)  # type: ignore[arg-type]
         else:
             sequences = given_sequences(str(self.name), query, key, lengths, q_offset)
         call = Call(
@@ -286,7 +284,8 @@ class Attention(Declaration):
         )  # fmt: skip
         try:
             found = ops.run(self._variant, call)
-        except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError) as error:
+        except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
+            self._check(query, key, value, operands, has_pages(lengths))
             if lengths is not None:
                 checked(str(self.name), query, key, lengths, q_offset)
             check_call(self, call)  # torch and Python know no operand's name

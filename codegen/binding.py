@@ -139,8 +139,10 @@ class Packer:
             strides = "".join(f"s{d}_{found[2]}, " for d in range(self._ranks[operand]))
             self._lines[name] = f"{strides.strip()} = {operand}.stride()"
         elif found := _STRIDE.fullmatch(name):
-            self.need(found[1])
-            self._lines[name] = f"{found[1]}_sb, {found[1]}_sh, {found[1]}_sl, {found[1]}_sd = {found[1]}.stride()"
+            tensor = found[1]
+            self.need(tensor)
+            strides = f"{tensor}_strides" if f"{tensor}_strides" in self._rows else f"{tensor}.stride()"
+            self._lines[name] = f"{tensor}_sb, {tensor}_sh, {tensor}_sl, {tensor}_sd = {strides}"
         elif found := _GROUP.fullmatch(name):
             self.need("heads")
             self.need(f"key{found[1]}")
@@ -160,12 +162,19 @@ def fitting(absorbed: bool, paged: bool = False) -> list[str]:
     return [something, lengths, *rows, "q_dim == key_dim", "heads % kv_heads == 0", *value]
 
 
-def like(name: str, heads: str, rows: str, width: str, make: str = "query.new_empty_strided({}, {})") -> str:
-    """An expression that makes a tensor [batches, heads, rows, width] in the memory order of `name`."""
+def like(
+    made: str, name: str, heads: str, rows: str, width: str, make: str = "empty({}, {}, dtype)"
+) -> dict[str, str]:  # fmt: skip
+    """Expressions of a tensor `made` [batches, heads, rows, width] in the memory order of `name`, and of its strides.
+
+    make: the expression, given its sizes and strides.
+    """
     blhd = f"({heads} * {rows} * {width}, {width}, {heads} * {width}, 1)"
     bhld = f"({heads} * {rows} * {width}, {rows} * {width}, {width}, 1)"
-    order = f"{blhd} if {name}_sh < {name}_sl else {bhld}"
-    return make.format(f"(batches, {heads}, {rows}, {width})", order)
+    return {
+        f"{made}_strides": f"{blhd} if {name}_sh < {name}_sl else {bhld}",
+        made: make.format(f"(batches, {heads}, {rows}, {width})", f"{made}_strides"),
+    }
 
 
 def rows_of(*sizes: str, dtype: str) -> str:
