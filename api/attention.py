@@ -244,12 +244,14 @@ class Attention(Declaration):
                 query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
             )
             return (out, self._lse(lse)) if return_lse else out
+        q_rows: Any = None
+        kv_rows: Any = None
         try:  # no more than a call of any kind needs: what else is wrong with it fails below, and is told there
             (_, _, q_rows, _), (_, _, kv_rows, _) = query.shape, key.shape
             is_known = operands.keys() == self._operands if operands else not self._operands
             is_known = is_known and not (query.is_meta or key.is_meta)
         except (AttributeError, RuntimeError, TypeError, ValueError):
-            is_known, q_rows, kv_rows = False, None, None
+            is_known = False
         if not is_known:
             self._check(query, key, value, operands, has_pages(lengths))
         if value is None and self.latent is None:
