@@ -259,7 +259,7 @@ class Attention(Declaration):
         if q_offset is None and lengths is None:
             try:
                 q_offset = kv_rows - q_rows
-            except (RuntimeError, TypeError):  # nested tensors have no such sizes
+            except (AttributeError, RuntimeError, TypeError):  # nested tensors have no such sizes
                 if are_jagged(query, key, value):
                     return self._jagged(
                         query, key, value, return_lse, q_offset, target, schedule, deterministic, operands
