@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat, overloa
 import torch
 from torch import Tensor
 
-from . import describe, distributed, validate
+from . import describe, distributed, drawing, request, validate
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -409,7 +409,7 @@ class Attention(Declaration):
         if paged:
             validate.check_absorbed(self, form, (query, cache, uk, uv))
             form = "absorbed"
-        form = form or describe.latent_form(self, query, cache, uk, uv, operands)
+        form = form or request.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
             if lengths is not None:  # what lies behind a length must not reach gradients of uk and uv
                 sequences = sequences_of(tail[1], *checked(str(self.name), query, cache, lengths, tail[1]))
@@ -589,7 +589,7 @@ class Attention(Declaration):
         head, batch: the query head and the row of the batch that it is of. options: the variant's operands, and the
         sizes that its mask may read: heads, kv_heads and head_dim.
         """
-        return describe.show_mask(
+        return drawing.show_mask(
             self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, self._read(options)
         )
 

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import click
 
-from . import Attention, describe, parse, scalar, score, shape, tensor
+from . import Attention, describe, drawing, parse, request, scalar, score, shape, tensor
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
@@ -197,7 +197,7 @@ def _values(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
         raise WeftError(
             f"--set: {', '.join(unread)}: declared, but neither score, mask, scale, sink nor dropout reads it"
         )
-    describe.check_operands("--set", variant, values)
+    request.check_operands("--set", variant, values)
     return values
 
 
@@ -401,7 +401,7 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
     if output is not None:
         _check_output(output, ".png")
     with _busy("drawing"):
-        picture = describe.show_mask(
+        picture = drawing.show_mask(
             r.variant, r.shape.q_len, r.shape.kv_len, block_q, block_kv, output, None, head, batch_row, options
         )
     click.echo(picture)
