@@ -27,7 +27,7 @@ from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
 from .call import Call, Dense, Operand, Options
-from .variant import Variant, variant_of
+from .variant import Variant, boxed_of, variant_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
@@ -135,7 +135,8 @@ def _kernels(job: Job) -> tuple[str, ...]:
     call = sample_call(variant, job)
     wanted = frozenset({"query", "key", "value"}) if job.direction == "backward" else frozenset()
     widths = Widths(job.head_dim, job.value_dim)
-    signature = Signature(job.direction, machine.arch, Dtypes.all(job.dtype), widths, wanted=wanted)
+    boxed = boxed_of(variant.facts, job.direction, call.operands)
+    signature = Signature(job.direction, machine.arch, Dtypes.all(job.dtype), widths, wanted=wanted, boxed=boxed)
     made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
     results = _results(variant, call, job.direction)
     found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(attention), call, results)

@@ -3,7 +3,7 @@ split_kv of latent caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -165,6 +165,10 @@ class HopperTarget:
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
+        elif facts.boxed_read is not None and signature.boxed and isinstance(best, HopperForm):
+            with_boxes = _with_boxes(best, signature.boxed)
+            fit = (form for form in with_boxes if self._why_not(kernel, form, signature, hardware) is None)
+            best = next(fit, best)
         others = [
             form for form in best.neighbours()
             if form != best and self._why_not(kernel, form, signature, hardware) is None
@@ -192,9 +196,10 @@ class HopperTarget:
         widths = signature.widths
         if isinstance(form, HopperLatentForm):
             return _no_latent_form(kernel, form, signature, hardware)
-        reason = (
-            _no_backward_form(kernel, form, widths) if isinstance(form, HopperBackwardForm) else _no_form(form, widths)
-        )
+        if isinstance(form, HopperBackwardForm):
+            reason = _no_backward_form(kernel, form, widths)
+        else:
+            reason = _no_form(form, widths) or _no_boxes(form, signature)
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
@@ -422,6 +427,17 @@ def _no_form(form: Form, widths: Widths) -> str | None:
     return None
 
 
+def _no_boxes(form: Form, signature: Signature) -> str | None:
+    """Why tiles of what pairs read cannot be brought."""
+    assert isinstance(form, HopperForm)
+    if form.pair_bytes in (0, signature.boxed):
+        return None
+    return (
+        f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, and "
+        "another one q_pos, and whose address and strides are multiples of 16 bytes"
+    )
+
+
 def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
     if kernel.name == "flash_dquery":
@@ -493,6 +509,16 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
     )  # fmt: skip
+
+
+def _with_boxes(best: HopperForm, pair_bytes: int) -> Iterator[HopperForm]:
+    """The form with tiles of what pairs read in SRAM, then others that take less of it."""
+    for block_kv in dict.fromkeys((best.block_kv, 64)):
+        for in_place in dict.fromkeys((best.output_in_query, True)):
+            for stages in range(best.stages, 1, -1):
+                yield replace(
+                    best, block_kv=block_kv, output_in_query=in_place, stages=stages, pair_bytes=pair_bytes
+                )  # fmt: skip
 
 
 def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:

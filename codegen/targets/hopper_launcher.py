@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import DISTANCE_TABLES, SPANS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
@@ -39,7 +40,7 @@ class Box:
     """What a launch needs of a tensor descriptor: far cheaper to build than the checked one, at every call."""
 
     __slots__ = ("base", "shape", "strides")
-    padding = "zero"
+    padding, in_order = "zero", False
     round_f32_to_tf32 = False
 
     def __init__(self, tensor: Tensor, width: int) -> None:
@@ -62,7 +63,7 @@ class RaggedBox:
     """
 
     __slots__ = ("base", "shape", "strides")
-    padding = "zero"
+    padding, in_order = "zero", False
     round_f32_to_tf32 = False
 
     def __init__(self, tensor: Tensor) -> None:
@@ -79,17 +80,35 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     return -(-batch_heads // groups)
 
 
+class OperandBox:
+    """The same of boxes of an operand that pairs read, whose dimension `rows` is along queries, and the last along keys."""
+
+    __slots__ = ("base", "shape", "strides")
+    padding, in_order = "zero", False
+    round_f32_to_tf32 = False
+
+    def __init__(self, tensor: Tensor, rows: int) -> None:
+        self.base = tensor
+        sizes, strides, last = tensor.shape, tensor.stride(), tensor.dim() - 1
+        order = [*(d for d in range(last) if d != rows), rows, last]
+        self.shape = [sizes[d] for d in order]
+        self.strides = [*(strides[d] if sizes[d] > 1 else 16 for d in order[:-1]), 1]
+
+
 class FlatBox:
     """The same of memory of our own: rows of `width` floats, or one row of all of them."""
 
     __slots__ = ("base", "shape", "strides")
-    padding = "zero"
+    padding, in_order = "zero", True  # in SRAM as in memory
     round_f32_to_tf32 = False
 
     def __init__(self, tensor: Tensor, width: int = 0) -> None:
         self.base = tensor
         self.shape = [tensor.numel() // width, width] if width else [tensor.numel()]
         self.strides = [width, 1] if width else [1]
+
+
+_BOXES = (Box, RaggedBox, OperandBox, FlatBox)
 
 
 def readable(tensor: Tensor, ragged: bool = False) -> Tensor:
@@ -112,6 +131,17 @@ def is_readable(tensor: Tensor) -> bool:
     return not any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides)))
 
 
+def boxed_bytes(tensor: Tensor) -> int:
+    """Bytes of an element where boxes of a float tensor may be brought by the tensor memory accelerator, else 0."""
+    size, dims = tensor.element_size(), tensor.dim()
+    if not (tensor.is_floating_point() and size in (2, 4) and 2 <= dims <= 5):
+        return 0
+    if tensor.numel() == 0 or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+        return 0
+    steps = [stride * size for extent, stride in zip(tensor.shape[:-1], tensor.stride()) if extent > 1]
+    return size if all(step and not step % 16 for step in steps) else 0
+
+
 class HopperLauncher(TritonLauncher):
     """What launches of both directions share: tensor descriptors, and forms of this target."""
 
@@ -119,7 +149,8 @@ class HopperLauncher(TritonLauncher):
         super().__init__(*arguments)
         self.columns, self.value_columns = columns_of(self.code.signature.widths)
         self.tools = {
-            "box": Box, "ragged": RaggedBox, "flat": FlatBox, "sharing_l2": sharing_l2, "least": min,
+            "box": Box, "ragged": RaggedBox, "operand_box": OperandBox, "flat": FlatBox, "sharing_l2": sharing_l2,
+            "least": min,
             "counter": self._launching.counter,
         }  # fmt: skip
 
@@ -178,7 +209,7 @@ class HopperLauncher(TritonLauncher):
                 if name.startswith(("key", "value")):
                     block[-2] = min(block[-2], page)
         return [
-            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box | RaggedBox | FlatBox) else value
+            self._launching.descriptor(value, blocks[name]) if isinstance(value, _BOXES) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)
         ]
 
@@ -214,7 +245,16 @@ class HopperForwardLauncher(HopperLauncher):
             "query_tiles": "q_slots" if self.sequences == "packed" else f"(q_len + {block_q - 1}) // {block_q}",
             "kv_bytes": self._head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
+            **self._boxed_rows,
         }  # fmt: skip
+
+    @property
+    def _boxed_rows(self) -> dict[str, str]:
+        """The descriptor of what pairs read, where tiles of it are brought."""
+        if not self.code.brings_boxes:
+            return {}
+        assert (load := self.facts.boxed_read) is not None
+        return {"pairs_desc": f"operand_box(arg_{load.tensor.name}, {rows_of_boxes(load)})"}
 
     @property
     def _pieces(self) -> list[tuple[str, Piece]]:
@@ -226,7 +266,10 @@ class HopperForwardLauncher(HopperLauncher):
         rows = {"query": ROWS, "key": block_kv}
         blocks = {"value": (block_kv, self.value_columns), "out": (ROWS, self.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in self._pieces}
-        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()}
+        of_pairs, read = {}, self.facts.boxed_read
+        if self.code.brings_boxes and read is not None:
+            of_pairs["pairs_desc"] = [1] * (read.tensor.rank - 2) + [ROWS, block_kv]
+        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()} | of_pairs
 
 
 class HopperBackwardLauncher(HopperLauncher):

@@ -17,7 +17,7 @@ from ...ir.walk import children, loads, substitute, symbols
 from .bounds import kv_bounds, q_bounds
 from .distances import ByDistance, parts_by_distance, with_tables
 from .measured import measuring
-from .places import POSITIONS, by_difference, index_symbols
+from .places import POSITIONS, by_difference, index_symbols, rows_of_boxes
 from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
@@ -140,6 +140,13 @@ class Facts:
     def score_by_distance(self) -> tuple[ByDistance, ...]:
         """Parts of the score that are worth a table by q_pos - kv_pos."""
         return parts_by_distance([self.attention.folded_score])
+
+    @cached_property
+    def boxed_read(self) -> Load | None:
+        """The first read of the score of which a tile of pairs reads a box of a tensor, of at most five dimensions."""
+        reads = loads(self.attention.folded_score)
+        found = (r for r in reads if r.dtype == "float" and r.tensor.rank <= 5 and rows_of_boxes(r) is not None)
+        return next(found, None)
 
     def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""

@@ -191,12 +191,12 @@ def sram_bytes(
 ) -> int:
     """SRAM of one program."""
     sizes = sizes_of(kernel, form, shape, hardware, parts, 1, traits)
-    return int(form.sram(kernel)(sizes) + pair_bytes(kernel, sizes, traits, hardware))
+    return int(form.sram(kernel)(sizes) + pair_bytes(kernel, form, sizes, traits, hardware))
 
 
-def pair_bytes(kernel: Kernel, x: Sizes, traits: Traits, hardware: Hardware) -> float:
+def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: Hardware) -> float:
     """SRAM of what a variant reads for each pair of a tile: Triton loads it ahead, as it does keys and values."""
-    if hardware.kind != "cuda" or not kernel.reads_pairs:
+    if hardware.kind != "cuda" or not kernel.reads_pairs or not isinstance(form, Tiling):
         return 0
     return traits.pair_bytes * x.bq * x.bkv * x.s
 
@@ -258,7 +258,7 @@ def cost_of(
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         form = _of_rows(form, shape.group * shape.q_len)
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
-    sram = form.sram(kernel)(once) + pair_bytes(kernel, once, traits, hardware)
+    sram = form.sram(kernel)(once) + pair_bytes(kernel, form, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
     if kernel in SPLIT_KV:
         if kernel == SPLIT_KV[0]:

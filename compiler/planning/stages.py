@@ -31,6 +31,7 @@ class Tiles:
     sinks: bool = False  # gradients of what the sink reads are wanted
     ragged: bool = False  # sequences have lengths of their own
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
+    boxes: bool = False  # tiles of what each pair reads are brought to SRAM
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
@@ -182,10 +183,12 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
         "V; sum and O rescaled"
     )
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
+    pairs = [_load("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as K", _EACH_KV, _AHEAD)] if t.boxes else []
     return [
         _load("work", f"number of the next query tile, from an atomic counter{order}", _EACH_Q, "HBM -> registers"),
         _load("query", f"{t.query()}, for {consumers}", _EACH_Q, _AHEAD),
         Stage("keep sums", "keep", sums, "registers", _EACH_Q),
+        *pairs,
         _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
         _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
