@@ -133,8 +133,8 @@ def is_readable(tensor: Tensor) -> bool:
 
 def boxed_bytes(tensor: Tensor) -> int:
     """Bytes of an element where boxes of a float tensor may be brought by the tensor memory accelerator, else 0."""
-    size, dims = tensor.element_size(), tensor.dim()
-    if not (tensor.is_floating_point() and size in (2, 4) and 2 <= dims <= 5):
+    size = tensor.element_size()
+    if not tensor.is_floating_point() or size not in (2, 4) or tensor.dim() < 2:
         return 0
     if tensor.numel() == 0 or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
         return 0

@@ -143,10 +143,9 @@ class Facts:
 
     @cached_property
     def boxed_read(self) -> Load | None:
-        """The first read of the score of which a tile of pairs reads a box of a tensor, of at most five dimensions."""
+        """The first read of the score of which a tile of pairs reads a box of a tensor."""
         reads = loads(self.attention.folded_score)
-        found = (r for r in reads if r.dtype == "float" and r.tensor.rank <= 5 and rows_of_boxes(r) is not None)
-        return next(found, None)
+        return next((r for r in reads if r.dtype == "float" and rows_of_boxes(r) is not None), None)
 
     def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""
