@@ -231,7 +231,7 @@ def _request(
             few=has_few(direction, "dense" if found is None else found.sequences.kind, sizes.q_len),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
-            boxed=boxed_of(facts_of(attention), direction, options, sizes.element_bytes * (machine.kind == "cuda")),
+            boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
         )  # fmt: skip
         made = driver.resolve(attention, signature, machine, target, schedule)
         misfit = _misfit(made, signature, operands, sizes)

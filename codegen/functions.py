@@ -110,14 +110,20 @@ class FunctionPrinter:
 
     def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
-        derivatives = [] if self.facts.linear_scale is not None else [
+        scale = self.facts.scale_beside_box if self.boxed is not None else None
+        derivatives = [] if self.facts.linear_scale is not None or scale is not None else [
             ("dscores", self.facts.slope_with(self.parts), "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
-        numbered = list(enumerate(gradients))
+        # the gradient of what is handed as a tile is the gradient of the score
+        numbered = [(i, g) for i, g in enumerate(gradients) if self.boxed is None or g.load.text != self.boxed.text]
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
         derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in numbered if g.kind != "sink"]
         parts = [*self._scores(derivatives), *self._mask_parts(), *self._dropout_parts()]
         parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
+        parts += [self.box(self.boxed)] if self.boxed is not None else []
+        if scale is not None:
+            title = "d score / d (q.k), per natural unit of score: one number."
+            parts.append(self.elementwise("score_slope", scale, title, tile=False))
         if of_sink:
             parts += [*self._sink_parts(), *(self.elementwise(*each, tile=False) for each in of_sink)]
         if algorithm == "flash":

@@ -67,6 +67,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "tables": bool(tables),
         "apart": apart,
         "boxed": f"{BY_PAIR}, " if printer.boxed is not None else "",
+        "slope_at_end": backward and printer.boxed is not None and facts.scale_beside_box is not None,
         "box_rank": printer.boxed.tensor.rank if printer.boxed is not None else 0,
         "fast_reads": signature.arch.startswith("sm_"),
         "masked": facts.attention.is_masked,

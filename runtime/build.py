@@ -135,7 +135,7 @@ def _kernels(job: Job) -> tuple[str, ...]:
     call = sample_call(variant, job)
     wanted = frozenset({"query", "key", "value"}) if job.direction == "backward" else frozenset()
     widths = Widths(job.head_dim, job.value_dim)
-    boxed = boxed_of(variant.facts, job.direction, call.operands)
+    boxed = boxed_of(variant.facts, call.operands)
     signature = Signature(job.direction, machine.arch, Dtypes.all(job.dtype), widths, wanted=wanted, boxed=boxed)
     made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
     results = _results(variant, call, job.direction)

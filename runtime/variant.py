@@ -303,7 +303,7 @@ class Variant:
             atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
             few=has_few(direction, call.sequences.kind, call.query.shape[2]),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
-            boxed=boxed_of(self.facts, direction, call.operands) if call.query.is_cuda else 0,
+            boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
 
 
@@ -363,9 +363,9 @@ def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def boxed_of(facts: Facts, direction: Direction, operands: Mapping[str, Any], otherwise: int = 0) -> int:
+def boxed_of(facts: Facts, operands: Mapping[str, Any], otherwise: int = 0) -> int:
     """Bytes of an element of what pairs read, where tiles of it may be brought; `otherwise`: of one that is not given."""
-    read = facts.boxed_read if direction == "forward" else None
+    read = facts.boxed_read
     if read is None:
         return 0
     operand = operands.get(read.tensor.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import DISTANCE_TABLES, SPANS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
+from ...ir.expr import Load
 from ..binding import Binding, rows_of
 from .hopper_tiles import (
     CONSUMERS,
@@ -33,6 +35,7 @@ from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tile
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
+_LEAST_STEP = 8  # elements of 16 bytes, of operands
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
 
 
@@ -177,7 +180,21 @@ class HopperLauncher(TritonLauncher):
         names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
         names += [f"{name}{piece.box}" for name, piece in self._pieces]
         rows = {f"{n}_desc": self._box(n.partition("_")[0]) for n in names}
+        if (read := self._brought) is not None:
+            rows["pairs_desc"] = f"operand_box(arg_{read.tensor.name}, {rows_of_boxes(read)})"
         return super()._rows(aligned) | rows | {f"{n}_step": f"{n}_sb // {n}_sl" for n in names}
+
+    @property
+    def _brought(self) -> Load | None:
+        """What pairs read, where tiles of it are brought to SRAM."""
+        return self.facts.boxed_read if self.code.brings_boxes else None
+
+    def _boxes_of_pairs(self, queries: int, keys: int) -> dict[str, list[int]]:
+        """The tile of the descriptor of what pairs read, and of that of its gradient."""
+        read = self._brought
+        if read is None:
+            return {}
+        return dict.fromkeys(("pairs_desc", "dpairs_desc"), [1] * (read.tensor.rank - 2) + [queries, keys])
 
     def _box(self, tensor: str) -> str:
         return f"box({tensor}, {self.columns})" if self.sequences == "dense" else f"ragged({tensor})"
@@ -245,16 +262,7 @@ class HopperForwardLauncher(HopperLauncher):
             "query_tiles": "q_slots" if self.sequences == "packed" else f"(q_len + {block_q - 1}) // {block_q}",
             "kv_bytes": self._head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
-            **self._boxed_rows,
         }  # fmt: skip
-
-    @property
-    def _boxed_rows(self) -> dict[str, str]:
-        """The descriptor of what pairs read, where tiles of it are brought."""
-        if not self.code.brings_boxes:
-            return {}
-        assert (load := self.facts.boxed_read) is not None
-        return {"pairs_desc": f"operand_box(arg_{load.tensor.name}, {rows_of_boxes(load)})"}
 
     @property
     def _pieces(self) -> list[tuple[str, Piece]]:
@@ -266,10 +274,7 @@ class HopperForwardLauncher(HopperLauncher):
         rows = {"query": ROWS, "key": block_kv}
         blocks = {"value": (block_kv, self.value_columns), "out": (ROWS, self.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in self._pieces}
-        of_pairs, read = {}, self.facts.boxed_read
-        if self.code.brings_boxes and read is not None:
-            of_pairs["pairs_desc"] = [1] * (read.tensor.rank - 2) + [ROWS, block_kv]
-        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()} | of_pairs
+        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()} | self._boxes_of_pairs(ROWS, block_kv)
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -284,6 +289,9 @@ class HopperBackwardLauncher(HopperLauncher):
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
         for n, gradient in enumerate(self.sums):
+            if gradient.kind == "pair":
+                own[f"sum{n}"] = self._place_of_pairs(call, n)
+                continue
             number = self.slots("q", call, True) if packed else self._sums_of_a_head(gradient.kind, q_len)
             own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
         mode: Mode = partition.mode  # type: ignore[assignment]
@@ -293,6 +301,18 @@ class HopperBackwardLauncher(HopperLauncher):
         ragged = self.sequences != "dense"  # hooks of the user may have made them
         read = {name: readable(results[name], ragged) for name in ("out", "dout")}
         return super().__call__(call, {**results, **read}, workspace, partition)
+
+    def _place_of_pairs(self, call: CallTensors, n: int) -> Place:
+        """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write.
+
+        Where all pairs are visible, and there are as many entries, every entry is written.
+        """
+        size = self._shape_of(n, call)
+        row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
+        batches, heads, q_len, _ = call.query.shape
+        pairs = batches * heads * q_len * call.key.shape[2]
+        fill = None if math.prod(size) == pairs and not self.facts.attention.is_masked else 0.0
+        return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
     def _sums_of_a_head(self, kind: str, q_len: int) -> int:
         """How many partial sums of an operand's gradient a query head has."""
@@ -342,6 +362,9 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
+        } | {
+            "dpairs_desc": f"operand_box(sum{n}, {rows_of_boxes(gradient.load)})"
+            for n, gradient in enumerate(self.sums) if gradient.kind == "pair"
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
@@ -376,6 +399,7 @@ class HopperBackwardLauncher(HopperLauncher):
             "dquery_desc": [*self._ones, ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],
             "dquery_sums_desc": [ROWS * columns // _LINE, _LINE],
+            **self._boxes_of_pairs(form.block_q, ROWS),
         }
 
 

@@ -147,6 +147,29 @@ class Facts:
         reads = loads(self.attention.folded_score)
         return next((r for r in reads if r.dtype == "float" and rows_of_boxes(r) is not None), None)
 
+    @cached_property
+    def scale_beside_box(self) -> Expr | None:
+        """c, where the score is c * qk, plus what `boxed_read` reads, plus what knows of neither; else None.
+
+        c is one number for a launch: neither heads nor reads decide it. Found without sympy, as calls are prepared by it.
+        """
+        read = self.boxed_read
+        if read is None:
+            return None
+        factors: list[Expr | None] = []
+        boxes = 0
+        for term in _terms(self.attention.folded_score):
+            if "qk" in symbols(term):
+                factors.append(_linear_factor(term))
+            if term.text == read.text:
+                boxes += 1
+            elif any(load.text == read.text for load in loads(term)):
+                return None
+        if boxes != 1 or len(factors) != 1 or factors[0] is None:
+            return None
+        of_heads = symbols(factors[0]) & {"batch", "head", "kv_head"}
+        return None if of_heads or loads(factors[0]) else factors[0]
+
     def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""
         if not tables:
@@ -279,6 +302,16 @@ def _without_qk(node: Expr) -> Expr | None:
             return None if inner is None else call("neg", inner)
         case _:
             return None
+
+
+def _terms(node: Expr) -> Iterator[Expr]:
+    """What a sum adds up."""
+    match node:
+        case Call("add", args):
+            for each in args:
+                yield from _terms(each)
+        case _:
+            yield node
 
 
 def _may_be_linear(score: Expr) -> bool:

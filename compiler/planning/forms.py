@@ -131,8 +131,8 @@ class HopperForm:
         return ROWS_OF_A_WARPGROUP
 
     def __str__(self) -> str:
-        pairs = f"p{self.pair_bytes}" if self.pair_bytes else ""
-        return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{pairs}{_flags_text(self)}"
+        buffers = f"q{self.query_buffers}{_pairs_text(self)}"
+        return f"{self.block_q}x{self.block_kv}s{self.stages}{buffers}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
         if kernel.follows:
@@ -164,7 +164,7 @@ class HopperForm:
 
 @lru_cache(maxsize=64)
 def _with_boxes(formula: Formula, pair_bytes: int) -> Formula:
-    """And a tile of what pairs read in each slot of keys."""
+    """And a tile of what pairs read in each slot of visited tiles."""
 
     def found(x: Sizes) -> float:
         return formula(x) + pair_bytes * x.s * x.bq * x.bkv
@@ -183,6 +183,7 @@ class HopperBackwardForm:
     stages: int = 2  # slots for query tiles
     next_scores: bool = False  # Q K^T of the next query tile is begun beside the products of this one
     by_columns: bool = False  # one warpgroup finds weights, the other gradients of scores, and each keeps some columns
+    pair_bytes: int = 0  # as of HopperForm, with queries
 
     _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next", "by_columns": "columns"}
 
@@ -191,10 +192,13 @@ class HopperBackwardForm:
         return self.block_q
 
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_kv}s{self.stages}{_flags_text(self)}"
+        return f"{self.block_q}x{self.block_kv}s{self.stages}{_pairs_text(self)}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        return hopper_by_columns_sram if self.by_columns and not kernel.follows else kernel.sram
+        if kernel.follows:
+            return kernel.sram
+        found = hopper_by_columns_sram if self.by_columns else kernel.sram
+        return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)
@@ -258,6 +262,10 @@ class HopperLatentForm:
             yield replace(self, **{name: not getattr(self, name)})
 
 
+def _pairs_text(form: HopperForm | HopperBackwardForm) -> str:
+    return f"p{form.pair_bytes}" if form.pair_bytes else ""
+
+
 def _flags_text(form: HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm) -> str:
     return "".join(f"+{short}" for name, short in form._FLAGS.items() if getattr(form, name))
 
@@ -311,7 +319,7 @@ def cpu_tile_bytes(scores: int, direction: Direction) -> Formula:
 Form = Tiling | HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm
 _TILING = re.compile(r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})")
 _HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)(?:p(\d))?((?:\+[a-z]+)*)")
-_HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)((?:\+[a-z]+)*)")
+_HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)(?:p(\d))?((?:\+[a-z]+)*)")
 _HOPPER_LATENT = re.compile(r"64x64p(\d{1,2})((?:\+[a-z]+)*)")
 _CPU = re.compile(r"(\d{1,7})x(\d{1,7})(?:c(\d{1,7}))?((?:\+[a-z]+)*)")
 
@@ -341,9 +349,11 @@ def parse_form(text: str) -> Form | None:
         chosen = _flags(HopperLatentForm._FLAGS, found[2])
         return None if chosen is None else HopperLatentForm(int(found[1]), **chosen)
     if found := _HOPPER_BACKWARD.fullmatch(text):
-        chosen = _flags(HopperBackwardForm._FLAGS, found[4])
-        block_q, block_kv, stages = map(int, found.groups()[:3])
-        return None if chosen is None else HopperBackwardForm(block_q, block_kv, stages, **chosen)
+        chosen = _flags(HopperBackwardForm._FLAGS, found[5])
+        block_q, block_kv, stages, pair_bytes = (int(number or 0) for number in found.groups()[:4])
+        return None if chosen is None else HopperBackwardForm(
+            block_q, block_kv, stages, pair_bytes=pair_bytes, **chosen
+        )  # fmt: skip
     return None
 
 

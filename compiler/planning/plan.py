@@ -18,7 +18,7 @@ from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
-from .forms import CpuForm, Form, HopperForm, Tiling
+from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
 from .kernels import DISTANCE_TABLES, LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
@@ -68,12 +68,16 @@ class CodePlan:
     @property
     def brings_boxes(self) -> bool:
         """Whether tiles of what each pair reads are brought to SRAM, `Facts.boxed_read`."""
-        return any(isinstance(k.form, HopperForm) and k.form.pair_bytes for k in self.kernels)
+        return any(_brings_boxes(k.form) for k in self.kernels)
 
     @property
     def looks_first(self) -> bool:
         """Whether the mask of each tile is evaluated before the tile is, which is skipped where nothing is visible."""
         return any(isinstance(k.form, CpuForm) for k in self.kernels)
+
+
+def _brings_boxes(form: Form) -> bool:
+    return isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes > 0
 
 
 SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
@@ -114,9 +118,9 @@ def code_plan(
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"
-        boxes = isinstance(form, HopperForm) and form.pair_bytes > 0
         tiles = Tiles(
-            form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass, boxes
+            form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass,
+            _brings_boxes(form),
         )  # fmt: skip
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 
