@@ -1,7 +1,7 @@
 """Warp-specialised Gluon kernels on a CPU: generated text run as Python, one thread for each role of a program.
 
-Triton has no interpreter of Gluon. This one knows what forwards use, and is unkind where hardware may
-be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a product reads
+Triton has no interpreter of Gluon. This one knows what forwards and one-pass backwards use, and is
+unkind where hardware may be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a product reads
 its operands when it is waited for, at the latest moment that hardware could. A slot that is given back too early, or a
 barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
 """
@@ -104,9 +104,10 @@ class Descriptor:
         there, place = self._places(coordinates)
         return torch.where(there, self.pointer.storage[place], 0)
 
-    def write(self, coordinates: Sequence[Any], tile: Tensor) -> None:
+    def write(self, coordinates: Sequence[Any], tile: Tensor, adds: bool = False) -> None:
         there, place = self._places(coordinates)
-        self.pointer.storage[place[there]] = tile[there]
+        before = self.pointer.storage[place[there]] if adds else 0
+        self.pointer.storage[place[there]] = tile[there] + before
 
 
 class Token:
@@ -180,6 +181,10 @@ class Machine:
         return self.barriers[key][3] & 1 != phase
 
     def wait(self, barrier: Shared, phase: Any) -> None:
+        if not threading.current_thread().name.isdigit():  # a kernel of one role
+            while not self._is_over(barrier.key, int(phase)):
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+            return
         me = self._me()
         self.waiting[me] = (barrier.key, int(phase))
         self._pass_on()
@@ -310,6 +315,7 @@ class Language:
     float16 = torch.float16
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *given: None)
     static_range, load, store = range, staticmethod(_load), staticmethod(_store)
 
     def __init__(self) -> None:
@@ -388,6 +394,12 @@ class Language:
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.reshape(list(shape))
 
+    def permute(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        return x.permute(*order)
+
+    def expand_dims(self, x: Tensor, axis: int) -> Tensor:
+        return x.unsqueeze(axis)
+
     def broadcast(self, a: Tensor, b: Tensor) -> Any:
         return torch.broadcast_tensors(a, b)
 
@@ -432,6 +444,7 @@ class Kernels:
                 async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a),
                 async_copy_shared_to_global=lambda to, at, tile: to.write(at, tile.tile), store_wait=lambda left: None,
             ),
+            "tma_reduce_add": lambda to, at, tile: to.write(at, tile.tile, adds=True),
         }  # fmt: skip
         exec(compile(body, "<gluon>", "exec"), self.space)
         if "packed" in self.space:  # halves of a register

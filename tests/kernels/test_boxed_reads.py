@@ -1,7 +1,8 @@
-"""Tiles of what pairs read, brought to SRAM by the Hopper forward: its generated text, run by gluon.py, against float64."""
+"""Tiles of what pairs read, brought to SRAM by Hopper kernels: their generated text, run by gluon.py, against float64."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import types
 from typing import Any
@@ -12,7 +13,12 @@ from torch import Tensor
 
 import weft
 from weft import batch, group, head, kv_head, kv_pos, masks, q_pos, score
-from weft.codegen.targets.hopper_launcher import HopperForwardLauncher, boxed_bytes
+from weft.codegen.targets.hopper_launcher import (
+    HopperBackwardLauncher,
+    HopperForwardLauncher,
+    HopperLauncher,
+    boxed_bytes,
+)
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
@@ -35,6 +41,9 @@ SCORES = {
     "further_on": score + full[batch, head // 2, q_pos + 3, kv_pos + 8],
     "of_one": score + full[0, head % group, q_pos, kv_pos],
     "gated": 5.0 * weft.tanh((score * (1.0 + of_heads[head, q_pos, kv_pos])) / 5.0) + slopes[head] * (kv_pos - q_pos),
+    "further_on_alone": score + full[batch, head, q_pos + 3, kv_pos + 8],
+    "beside_a_slope": 0.5 * score + slopes[head] * (kv_pos - q_pos) + full[batch, head, q_pos, kv_pos],
+    "gated_alone": 5.0 * weft.tanh((score * (1.0 + full[batch, head, q_pos, kv_pos])) / 5.0),
     "twice": score + of_heads[head, q_pos, kv_pos] * of_heads[head, q_pos, kv_pos] + of_heads[0, kv_pos, q_pos],
 }
 
@@ -43,8 +52,8 @@ def variant(name: str, mask: Any = masks.causal) -> weft.Attention:
     return weft.Attention(SCORES[name], mask, name=name)
 
 
-class OnACpu(HopperForwardLauncher):
-    """Launches that go to the interpreter."""
+class OnACpu(HopperLauncher):
+    """Launches that go to the interpreter, mixed into a launcher."""
 
     text, seed, edit = "", 0, staticmethod(lambda text: text)
 
@@ -54,9 +63,6 @@ class OnACpu(HopperForwardLauncher):
     def _counter(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
 
-    def _form_rows(self) -> int:
-        return self.code.form("flash_forward").block_q
-
     def _compiled(self, bindings: Any, options: Any, typed: Any) -> Any:
         own = Kernels(self.edit(self.text), self.seed)
         self._launching = types.SimpleNamespace(descriptor=Descriptor, types_of=list)
@@ -64,12 +70,21 @@ class OnACpu(HopperForwardLauncher):
         def run(binding: Any) -> Any:
             def launch(programs: int, arguments: Any, stream: int) -> None:
                 if binding.name == "query_work":  # a kernel of Triton's, which has an interpreter of its own
-                    return list_tiles(dict(zip(binding.parameters, arguments)), self._form_rows())
-                own.launch(binding.name, int(programs), HopperForwardLauncher._types(self, binding, arguments))
+                    rows = self.code.form("flash_forward").block_q
+                    return list_tiles(dict(zip(binding.parameters, arguments)), rows)
+                own.launch(binding.name, int(programs), HopperLauncher._types(self, binding, arguments))
 
             return launch
 
         return [run(binding) for binding in bindings]
+
+
+class Forward(OnACpu, HopperForwardLauncher):
+    pass
+
+
+class Backward(OnACpu, HopperBackwardLauncher):
+    pass
 
 
 def list_tiles(given: dict[str, Any], rows: int) -> None:
@@ -81,31 +96,53 @@ def list_tiles(given: dict[str, Any], rows: int) -> None:
     given["work"][: len(tiles)] = torch.tensor(tiles[::-1], dtype=torch.int32)
 
 
-def launcher_of(declared: weft.Attention, sequences: Any, dtype: Any, boxed: int, form: str | None, seed: int, edit: Any) -> Any:
-    signature = Signature(
-        "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]), Widths(WIDTH, WIDTH),
-        sequences=sequences.kind, offset="number" if sequences.kind == "dense" else "bottom_right", boxed=boxed,
-    )  # fmt: skip
-    schedule = form and f"flash/flash_forward=hopper:{form}"
-    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
-    launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
-    launcher.__class__ = OnACpu
-    launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
-    launcher.edit = edit or OnACpu.edit
-    return launcher
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How the generated text is run."""
+
+    form: str | None = None
+    seed: int = 0
+    edit: Any = None
+
+    def launcher(self, declared: weft.Attention, sequences: Any, dtype: Any, boxed: int, wanted: Any = frozenset()) -> Any:
+        direction, kernel = ("backward", "flash_backward") if wanted else ("forward", "flash_forward")
+        signature = Signature(
+            direction, "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]), Widths(WIDTH, WIDTH),
+            sequences=sequences.kind, offset="number" if sequences.kind == "dense" else "bottom_right", boxed=boxed,
+            wanted=wanted,
+        )  # fmt: skip
+        schedule = self.form and f"flash/{kernel}=hopper:{self.form}"
+        with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
+            made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
+        assert made.resolved.target.name == "hopper"
+        launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
+        launcher.__class__ = Backward if wanted else Forward
+        launcher.interprets, launcher.text, launcher.seed = True, made.source, self.seed
+        launcher.edit = self.edit or OnACpu.edit
+        assert boxed and launcher.code.brings_boxes and "pairs_desc" in launcher.text
+        return launcher
+
+
+def launched(launcher: Any, call: Call, results: dict[str, Any]) -> list[Tensor]:
+    partition = launcher.partition(call, results)
+    workspace = {n: place.beside(call.query) for n, place in launcher.workspace(call, results, partition).items()}
+    for name, tensor in workspace.items():
+        if tensor.dtype.is_floating_point and launcher.workspace(call, results, partition)[name].fill is None:
+            tensor.fill_(torch.nan)
+    return launcher(call, results, workspace, partition)
+
+
+def boxed_in(declared: weft.Attention, operands: dict[str, Tensor]) -> int:
+    read = facts_of(declared).boxed_read
+    assert read is not None
+    return boxed_bytes(operands[read.tensor.name])
 
 
 def run(
-    declared: weft.Attention, tensors: list[Tensor], sequences: Any, operands: dict[str, Tensor], form: str | None = None,
-    seed: int = 0, edit: Any = None,
+    declared: weft.Attention, tensors: list[Tensor], sequences: Any, operands: dict[str, Tensor], how: Run = Run()  # noqa: B008  frozen
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse, of a kernel that brings tiles."""
-    read = facts_of(declared).boxed_read
-    assert read is not None
-    boxed = boxed_bytes(operands[read.tensor.name])
-    launcher = launcher_of(declared, sequences, tensors[0].dtype, boxed, form, seed, edit)
-    assert boxed and launcher.code.brings_boxes and "pairs_desc" in launcher.text
+    launcher = how.launcher(declared, sequences, tensors[0].dtype, boxed_in(declared, operands))
     query, _, value = tensors
     call = Call(*tensors, None, operands, sequences, Options(), WIDTH)
     shape = (*query.shape[:3], value.shape[3])
@@ -114,9 +151,7 @@ def run(
         "out": torch.full(shape, torch.nan, dtype=query.dtype),
         "lse": torch.full((*([2] if far else []), *shape[:3]), torch.nan),
     }
-    partition = launcher.partition(call, results)
-    workspace = {n: place.beside(query) for n, place in launcher.workspace(call, results, partition).items()}
-    launcher(call, results, workspace, partition)
+    launched(launcher, call, results)
     return results["out"], results["lse"].sum(0) if far else results["lse"]
 
 
@@ -142,7 +177,7 @@ def check(
     more = -(-max(q_len, kv_len) // 8) * 8 + 16
     operands = biases(declared, more, more, batches, of)
     offset = max(0, kv_len - q_len)
-    found = run(declared, tensors, Dense(offset), operands, **options)
+    found = run(declared, tensors, Dense(offset), operands, Run(**options))
     compare(declared, tensors, operands, found, {"q_offset": offset})
 
 
@@ -243,6 +278,95 @@ def test_a_broken_protocol_is_noticed(right: str, wrong: str) -> None:
     with pytest.raises((AssertionError, Deadlock)):
         for seed in range(4):
             check("full", 70, 600, form="128x64s2q1p2+regs", edit=edit, seed=seed)
+
+
+# -- backwards ---------------------------------------------------------------------------------------------------------
+def differentiate(
+    declared: weft.Attention, tensors: list[Tensor], operands: dict[str, Tensor], offset: int, dout: Tensor, dtype: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """out, lse and gradients by name, of the definition in this dtype. lse: both statistics, where it has two."""
+    leaves = {n: t.to(dtype).requires_grad_() for n, t in zip(("query", "key", "value"), tensors)}
+    own = {n: t.to(dtype).requires_grad_() for n, t in operands.items()}
+    out, lse = declared.reference(*leaves.values(), q_offset=offset, **own, return_lse=True)
+    named = {**leaves, **own}
+    found = torch.autograd.grad(out, list(named.values()), dout.to(dtype))
+    return out.detach(), lse.detach(), dict(zip(named, found))
+
+
+def check_gradients(
+    name: str, q_len: int, kv_len: int, mask: Any = masks.causal, wants_bias: bool = True, of: Any = torch.bfloat16,
+    more: int = 16, **options: Any,
+) -> None:  # fmt: skip
+    torch.manual_seed(q_len)
+    declared, dtype, batches = variant(name, mask), torch.bfloat16, 2
+    tensors = [torch.randn(batches, n, h, WIDTH).to(dtype).transpose(1, 2)
+               for n, h in ((q_len, HEADS), (kv_len, KEY_HEADS), (kv_len, KEY_HEADS))]  # fmt: skip
+    offset = max(0, kv_len - q_len)
+    rows, columns = q_len + offset + more, kv_len + more
+    operands = biases(declared, rows, -(-columns // 8) * 8, batches, of)
+    dout = torch.randn(batches, HEADS, q_len, WIDTH).to(dtype)
+    out, lse, expected = differentiate(declared, tensors, operands, offset, dout, torch.float64)
+    *_, plain = differentiate(declared, tensors, operands, offset, dout, dtype)
+    read = facts_of(declared).boxed_read
+    assert read is not None
+    own = {n: t.clone() for n, t in operands.items()}
+    down, right = (3, 8) if "further" in name else (0, 0)
+    own[read.tensor.name][..., offset + q_len + down :, :] = torch.nan  # what no query of the call reads
+    own[read.tensor.name][..., kv_len + right :] = torch.nan
+    wanted = frozenset({"query", "key", "value"} | ({read.tensor.name} if wants_bias else set()))
+    launcher = Run(**options).launcher(declared, Dense(offset), dtype, boxed_in(declared, own), wanted)
+    call = Call(*tensors, None, own, Dense(offset), Options(), WIDTH)
+    statistics = torch.stack([lse, torch.zeros_like(lse)]) if facts_of(declared).scores_lie_far else lse
+    made = {f"d{n}": torch.full(t.shape, torch.nan, dtype=dtype) for n, t in zip(("query", "key", "value"), tensors)}
+    sums = launched(
+        launcher, call, {"out": out.to(dtype), "lse": statistics.float(), "dout": dout, "dlse": None, **made}
+    )
+    for n in ("query", "key", "value"):
+        check_errors(made[f"d{n}"], expected[n], plain[n], n)
+    if wants_bias:
+        check_errors(sums[0], expected[read.tensor.name], plain[read.tensor.name], "bias")
+
+
+BACKWARDS = [
+    # score, queries, keys, mask, entries more
+    ("full", 130, 130, masks.causal, 16),
+    ("full", 128, 256, True, 0),  # every entry is written
+    ("full", 70, 200, True, 8),
+    ("full", 200, 70, masks.sliding_window(40), 0),
+    ("further_on_alone", 100, 140, masks.causal, 16),
+    ("beside_a_slope", 65, 64, masks.causal, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "q_len", "kv_len", "mask", "more"), mostly(BACKWARDS[:3], BACKWARDS))
+def test_gradients(name: str, q_len: int, kv_len: int, mask: Any, more: int) -> None:
+    check_gradients(name, q_len, kv_len, mask, more=more)
+
+
+def test_gradients_of_the_others_alone() -> None:
+    """Of scores whose derivative differs by pair too, and of operands in float32."""
+    for name in ("full", "gated_alone"):
+        check_gradients(name, 100, 130, wants_bias=False, of=torch.float32 if name == "full" else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("    tma.async_copy_shared_to_global(dpairs_desc", "    0 and tma.async_copy_shared_to_global(dpairs_desc"),
+        # dS of the other consumer is read before it is there
+        ("    mbarrier.wait(sram.dscores_ready.index(turn), count // 2 & 1)\n", ""),
+        ("        keep = keep & (less_lse > float(\"-inf\"))", "        keep = keep"),  # NaN of rows that do not exist
+    ],
+)
+def test_a_broken_backward_is_noticed(right: str, wrong: str) -> None:
+    def edit(text: str) -> str:
+        found = next(line for line in text.splitlines(keepends=True) if line.startswith(right.rstrip("\n")))
+        assert right in text and found
+        return text.replace(right, wrong)
+
+    with pytest.raises((AssertionError, Deadlock)):
+        for seed in range(4):
+            check_gradients("full", 130, 130, seed=seed, edit=edit)
 
 
 @pytest.mark.parametrize(
