@@ -433,7 +433,14 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
     by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
     if by_row and not stores_boxes(signature, facts):
-        return f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+        lacking = f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+        read = facts.boxed_read
+        if read is None or [read.tensor.name] != by_row or not read_once(read):
+            return lacking
+        return (
+            f"{lacking}, but in one pass, where {by_row[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, and "
+            "is added to a score that is a number times q.k"
+        )
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
         return (
@@ -464,13 +471,13 @@ def _no_form(form: Form, widths: Widths) -> str | None:
 
 
 def _beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths) -> int:
-    """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward a consumer's share of dQ
-    has room for the wider piece of columns, and far scores have two statistics more."""
+    """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward two statistics more of
+    far scores, and that a consumer's share of dQ has room for the wider piece of columns."""
     if isinstance(form, HopperForm):
         return 2048
     keys, _ = pieces_of(form, widths)
     narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
-    return 1024 + 4 * form.block_q * narrower
+    return 128 + 8 * form.block_q * form.stages + 4 * form.block_q * narrower
 
 
 def _no_boxes(form: Form, signature: Signature) -> str | None:
