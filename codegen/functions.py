@@ -334,7 +334,7 @@ class FunctionPrinter:
         return self._function(f"{name}(q_pos, kv_pos, {arguments}{self.env})", title, [*lines, f"return {text}"])
 
     def box(self, load: Load) -> str:
-        """Where a tile of pairs reads a box of a tensor, in the order of the descriptor's dimensions: rows before columns."""
+        """Where a tile of pairs reads a box of a tensor, in the order of its descriptor: rows, columns last."""
         rows = rows_of_boxes(load)
         assert rows is not None
         order = [d for d in range(len(load.index) - 1) if d != rows] + [rows, len(load.index) - 1]

@@ -364,7 +364,7 @@ def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def boxed_of(facts: Facts, operands: Mapping[str, Any], otherwise: int = 0) -> int:
-    """Bytes of an element of what pairs read, where tiles of it may be brought; `otherwise`: of one that is not given."""
+    """Bytes of an element of what pairs read, where tiles of it may be brought; `otherwise`: if it is not given."""
     read = facts.boxed_read
     if read is None:
         return 0

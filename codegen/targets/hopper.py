@@ -202,6 +202,7 @@ class HopperTarget:
         if isinstance(form, HopperBackwardForm):
             reason = _no_backward_form(kernel, form, widths) or _no_boxes(form, signature)
         else:
+            assert isinstance(form, HopperForm)
             reason = _no_form(form, widths) or _no_boxes(form, signature)
         if reason is not None:
             return reason
@@ -433,13 +434,15 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
     by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
     if by_row and not stores_boxes(signature, facts):
-        lacking = f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+        lacking = (
+            f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+        )
         read = facts.boxed_read
         if read is None or [read.tensor.name] != by_row or not read_once(read):
             return lacking
         return (
-            f"{lacking}, but in one pass, where {by_row[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, and "
-            "is added to a score that is a number times q.k"
+            f"{lacking}, but in one pass, where {by_row[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
+            "and is added to a score that is a number times q.k"
         )
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
@@ -486,8 +489,8 @@ def _no_boxes(form: Form, signature: Signature) -> str | None:
     if form.pair_bytes in (0, signature.boxed):
         return None
     return (
-        f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, and "
-        "another one q_pos, and whose address and strides are multiples of 16 bytes"
+        f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, "
+        "and another one q_pos, and whose address and strides are multiples of 16 bytes"
     )
 
 
@@ -566,9 +569,7 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
     )  # fmt: skip
 
 
-def _with_boxes(
-    best: HopperForm | HopperBackwardForm, pair_bytes: int
-) -> Iterator[HopperForm | HopperBackwardForm]:
+def _with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterator[HopperForm | HopperBackwardForm]:
     """The form with tiles of what pairs read in SRAM, then others that take less of it."""
     if isinstance(best, HopperBackwardForm):
         for stages in (3, 2):

@@ -84,7 +84,7 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
 
 
 class OperandBox:
-    """The same of boxes of an operand that pairs read, whose dimension `rows` is along queries, and the last along keys."""
+    """The same of an operand that pairs read: its dimension `rows` is along queries, the last along keys."""
 
     __slots__ = ("base", "shape", "strides")
     padding, in_order = "zero", False
@@ -274,7 +274,9 @@ class HopperForwardLauncher(HopperLauncher):
         rows = {"query": ROWS, "key": block_kv}
         blocks = {"value": (block_kv, self.value_columns), "out": (ROWS, self.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in self._pieces}
-        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()} | self._boxes_of_pairs(ROWS, block_kv)
+        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()} | self._boxes_of_pairs(
+            ROWS, block_kv
+        )
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -362,9 +364,7 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
-        } | {
-            "dpairs_desc": f"operand_box(sum{n}, {rows_of_boxes(gradient.load)})"
-            for n, gradient in enumerate(self.sums) if gradient.kind == "pair"
+            **self._stored_rows,
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
@@ -373,6 +373,12 @@ class HopperBackwardLauncher(HopperLauncher):
             "dquery_rows_desc": f"box(dquery, {self.columns})",
             "seen_key_desc": f"box(key, {self.columns})", "seen_value_desc": f"box(value, {self.columns})",
         })  # fmt: skip
+
+    @property
+    def _stored_rows(self) -> dict[str, str]:
+        """The descriptor of the gradient of what pairs read, where it is stored by tiles."""
+        found = ((n, g.load) for n, g in enumerate(self.sums) if g.kind == "pair")
+        return {name: f"operand_box(sum{n}, {rows_of_boxes(load)})" for name, (n, load) in zip(["dpairs_desc"], found)}
 
     @property
     def _query_form(self) -> HopperBackwardForm:

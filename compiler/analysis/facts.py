@@ -151,7 +151,7 @@ class Facts:
     def scale_beside_box(self) -> Expr | None:
         """c, where the score is c * qk, plus what `boxed_read` reads, plus what knows of neither; else None.
 
-        c is one number for a launch: neither heads nor reads decide it. Found without sympy, as calls are prepared by it.
+        c is one number for a launch: neither heads nor reads decide it. Found without sympy: calls are prepared by it.
         """
         read = self.boxed_read
         if read is None:

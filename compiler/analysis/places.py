@@ -63,8 +63,9 @@ def _coefficients(index: Expr) -> tuple[int, int] | None:
 
 
 def rows_of_boxes(load: Load) -> int | None:
-    """Of a tensor that pairs read so that a tile of them reads a box of it: its dimension along queries. Along keys it is
-    the last one, and what indexes the others is one number for a tile. None where a tile reads something else.
+    """Of a tensor of which a tile of pairs reads a box: its dimension along queries; that along keys is the last one.
+
+    What indexes the others is one number for a tile. None where a tile reads something else.
 
     >>> from ...ir.parse import parse
     >>> from ...ir.expr import tensor

@@ -21,7 +21,7 @@ from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
 from .cpu_cost import CpuSpeed, CpuTimes, speed_of, times_of, with_joined
-from .forms import CpuForm, Form, HopperLatentForm, Tiling
+from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
@@ -321,7 +321,10 @@ def pair_work(
     longest = longest_of(kernel, x, traits.masked)
     tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
     pieces = len(parts.qk) + len(parts.v) - 2
-    formulas = work_formulas(kernel, instructions_of(kernel, traits), pace_of(family), pieces)
+    one = instructions_of(kernel, traits)
+    if isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes:
+        one = replace(one, pair_reads=max(0.0, one.pair_reads - 1))  # a tile of it is at hand
+    formulas = work_formulas(kernel, one, pace_of(family), pieces)
     return PairWork(family, pace_of(family), *formulas, longest, tail)
 
 

@@ -264,7 +264,11 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         _compute("dvalue", "dV += P^T dO", _EACH_Q),
         _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", _EACH_Q),
         _compute("dkey", "dK += dS^T Q", _EACH_Q),
-        *([Stage("store pairs", "store", "dS, what pairs read has as its gradient", "SRAM -> HBM", _EACH_Q)] if stored else []),
+        *(
+            [Stage("store pairs", "store", "dS, what pairs read has as its gradient", "SRAM -> HBM", _EACH_Q)]
+            if stored
+            else []
+        ),
         Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", _EACH_Q),
         Stage("store dkey", "store", ", ".join(_key_results(t)), "registers -> SRAM -> HBM", _ONCE),
     ]

@@ -189,8 +189,10 @@ def _rows(sizes: Shape, number: int) -> list[Tensor]:
 
 
 def _operands(variant: Attention, sizes: Shape) -> dict[str, Operand]:
-    """One value for each operand of a variant: int scalars, and tensors of float32 or int64; what is brought by tiles has
-    the call's dtype and rows of 16 bytes."""
+    """One value for each operand of a variant: int scalars, and tensors of float32 or int64.
+
+    What is brought by tiles has the call's dtype and rows of 16 bytes.
+    """
     dtypes = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
     tensors = {t.name: torch.empty([2] * t.rank, dtype=dtypes[t.dtype]) for t in variant.tensors}
     if (read := facts_of(variant).boxed_read) is not None:

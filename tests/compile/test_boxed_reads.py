@@ -19,7 +19,9 @@ from .ahead import Kernel, Module, compiled, count_opcode
 
 BIAS = weft.tensor("bias", 4)
 MASKS = {"full": True, "causal": kv_pos <= q_pos}
-VARIANTS = {name: weft.Attention(score + BIAS[batch, head, q_pos, kv_pos], mask, name=name) for name, mask in MASKS.items()}
+VARIANTS = {
+    name: weft.Attention(score + BIAS[batch, head, q_pos, kv_pos], mask, name=name) for name, mask in MASKS.items()
+}
 WANTED = frozenset({"query", "key", "value", "bias"})
 LOOP_CONSTANTS = 10  # words that a loop of one pass at D 80 and 128 may load again: they are never stored there
 
@@ -51,7 +53,7 @@ def test_forward(name: str, head_dim: int) -> None:
 
 
 def test_a_slot_is_given_back_after_it_was_read() -> None:
-    """A vote over what was computed from all that was read stands before the arrival that lets TMA fill the slot again."""
+    """A vote over what was computed from all that was read stands before the arrival that frees the slot."""
     for loop in module("full", "forward", 64).kernels["flash_forward"].product_loops():
         last = max(n for n, text in enumerate(loop) if count_opcode("LDSM", [text]))
         votes = [n for n, text in enumerate(loop) if count_opcode("VOTE", [text]) and n > last]

@@ -1,4 +1,4 @@
-"""Tiles of what pairs read, brought to SRAM: right in every form, mask and kind of sequences, the same in every launch."""
+"""Tiles of what pairs read, brought to SRAM: right in every form, mask and kind of sequences, and in every launch."""
 
 from __future__ import annotations
 

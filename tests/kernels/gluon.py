@@ -1,9 +1,9 @@
 """Warp-specialised Gluon kernels on a CPU: generated text run as Python, one thread for each role of a program.
 
-Triton has no interpreter of Gluon. This one knows what forwards and one-pass backwards use, and is
-unkind where hardware may be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a product reads
-its operands when it is waited for, at the latest moment that hardware could. A slot that is given back too early, or a
-barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
+Triton has no interpreter of Gluon. This one knows what forwards and one-pass backwards use, and is unkind where
+hardware may be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a
+product reads its operands when it is waited for, at the latest moment that hardware could. A slot that is given back
+too early, or a barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Machine:
             state[1], state[3] = state[0], state[3] + 1
 
     def arrive_named(self, number: int, threads: int, wanted: int) -> int:
-        """`threads` arrive at a barrier of hardware, which is over when `wanted` have. -> how often it was over before"""
+        """`threads` arrive at a barrier of hardware, over when `wanted` have. -> how often it was over before"""
         state = self.named.setdefault(number, [0, 0])
         before = state[1]
         state[0] += threads
@@ -323,7 +323,9 @@ class Language:
         self.program, self.programs = 0, 1
         self.extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None))
 
-    def inline_asm_elementwise(self, text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
+    def inline_asm_elementwise(
+        self, text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object
+    ) -> Any:
         if "bar." in text:
             return _named(self.machine, text, arguments)
         return _asm(text, operands, arguments, *rest, **more)
