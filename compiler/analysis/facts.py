@@ -310,6 +310,9 @@ def _terms(node: Expr) -> Iterator[Expr]:
         case Call("add", args):
             for each in args:
                 yield from _terms(each)
+        case Call("sub", (a, b)):
+            yield from _terms(a)
+            yield call("neg", b)
         case _:
             yield node
 
