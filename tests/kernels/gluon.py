@@ -396,6 +396,9 @@ class Language:
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.reshape(list(shape))
 
+    def to_tensor(self, x: Any) -> Any:
+        return x
+
     def permute(self, x: Tensor, order: Sequence[int]) -> Tensor:
         return x.permute(*order)
 

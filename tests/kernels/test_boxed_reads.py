@@ -359,6 +359,49 @@ def test_gradients_of_the_others_alone() -> None:
         check_gradients(name, 100, 130, wants_bias=False, of=torch.float32 if name == "full" else torch.bfloat16)
 
 
+def test_a_backward_of_padded_sequences() -> None:
+    """Gradients of the others; what lies behind a length is NaN, of biases too."""
+    torch.manual_seed(4)
+    declared, dtype, lens = variant("full"), torch.bfloat16, ([70, 0, 130], [90, 5, 130])
+    shapes = [(3, HEADS, 130, WIDTH), *[(3, KEY_HEADS, 130, WIDTH)] * 2, (3, HEADS, 130, WIDTH), (3, HEADS, 130, WIDTH)]
+    query, key, value, dout, out = (torch.full(shape, torch.nan, dtype=dtype) for shape in shapes)
+    lse, bias = torch.full((2, 3, HEADS, 130), torch.nan), torch.full((3, HEADS, 136, 136), torch.nan, dtype=dtype)
+    expected = []
+    for b, (q_len, kv_len) in enumerate(zip(*lens)):
+        for t, rows in ((query, q_len), (key, kv_len), (value, kv_len), (dout, q_len)):
+            t[b, :, :rows] = torch.randn(t.shape[1], rows, WIDTH).to(dtype)
+        offset = kv_len - q_len
+        bias[b, :, offset:kv_len, :kv_len] = torch.randn(HEADS, q_len, kv_len).to(dtype)
+        mine = [query[b : b + 1, :, :q_len], *(t[b : b + 1, :, :kv_len] for t in (key, value))]
+        own = {"bias4": torch.nan_to_num(bias[b : b + 1])}
+        if q_len == 0:
+            expected.append(None)
+            continue
+        exact, plain = (
+            differentiate(declared, mine, own, offset, dout[b : b + 1, :, :q_len], kind)
+            for kind in (torch.float64, dtype)
+        )
+        out[b, :, :q_len], lse[0, b, :, :q_len], lse[1, b, :, :q_len] = exact[0][0].to(dtype), exact[1][0].float(), 0.0
+        expected.append((exact[2], plain[2]))
+    sequences = Lengths(*(torch.tensor(x, dtype=torch.int32) for x in lens), None)
+    wanted = frozenset({"query", "key", "value"})
+    launcher = Run().launcher(declared, sequences, dtype, 2, wanted)
+    call = Call(query, key, value, None, {"bias4": bias}, sequences, Options(), WIDTH)
+    made = {
+        f"d{n}": torch.full(t.shape, torch.nan, dtype=dtype)
+        for n, t in zip(("query", "key", "value"), (query, key, value))
+    }
+    launched(launcher, call, {"out": out, "lse": lse, "dout": dout, "dlse": None, **made})
+    for b, both in enumerate(expected):
+        for n, side in (("query", 0), ("key", 1), ("value", 1)):
+            found, rows = made[f"d{n}"][b : b + 1], lens[side][b]
+            assert not found[:, :, rows:].any()
+            if both is None:
+                assert not found.any()
+            else:
+                check_errors(found[:, :, :rows], both[0][n], both[1][n], n)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
