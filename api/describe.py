@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -122,6 +122,22 @@ def _longest(attention: Attention, r: Request, options: Mapping[str, Any]) -> Co
     return longest
 
 
+def _boxes(facts: Facts, code: CodePlan) -> Iterator[str]:
+    """How what pairs read is read, by a target that may bring tiles of it."""
+    read = facts.boxed_read
+    if read is None or code.target != "hopper":
+        return
+    if code.brings_boxes:
+        yield f"tiles of {read} are brought to SRAM with keys"
+    elif code.signature.boxed:
+        yield f"{read} is read pair by pair: tiles of it have no room in SRAM beside those of keys and values"
+    else:
+        yield (
+            f"{read} is read pair by pair: tiles of it want 16 or 32 bits an entry, and an address and strides that "
+            "are multiples of 16 bytes, that of the last dimension 1"
+        )
+
+
 def _measures(code: CodePlan) -> bool:
     """Whether kernels read from memory which tiles to visit, as measured for the call."""
     return any(code.has(name) for name in MEASURES)
@@ -156,6 +172,7 @@ def plan(
     traits = facts.traits_with(tables)
     for table in tables:
         notes = (*notes, f"read by distance, q_pos - kv_pos, from a table that is made in each call: {table.part}")
+    notes = (*notes, *_boxes(facts, r.forward.code))
     if traits.pair_bytes:
         most = traits.pair_bytes
         notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")

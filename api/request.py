@@ -34,7 +34,7 @@ from .runtime.checks import (
 )
 from .runtime.lengths import TABLE
 from .runtime.settings import default_target
-from .runtime.variant import offset_kind
+from .runtime.variant import boxed_of, offset_kind
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -210,6 +210,7 @@ def request_of(
             few=has_few(direction, "dense" if found is None else found.sequences.kind, sizes.q_len),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
+            boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
         )  # fmt: skip
         made = driver.resolve(attention, signature, machine, target, schedule)
         misfit = _misfit(made, signature, operands, sizes)

@@ -16,6 +16,7 @@ from ..compiler.analysis.affine import is_bool, make
 from ..compiler.analysis.cse import of_positions, shared
 from ..compiler.analysis.distances import DISTANCE, ByDistance, with_tables
 from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.places import rows_of_boxes
 from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
 from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.analysis.tiles import lookups
@@ -28,6 +29,7 @@ from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
 _USUAL_SCALE = call("rsqrt", symbol("head_dim"))
+BY_PAIR = "by_pair"  # what each pair reads, where a tile of it lies in SRAM
 SYMBOL_ARGUMENTS = ("batch", "head", "kv_head", "group", "q_len", "kv_len", "head_dim")
 
 
@@ -78,6 +80,7 @@ class FunctionPrinter:
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
     tables: tuple[ByDistance, ...] = ()  # what scores read by distance
+    boxed: Load | None = None  # what pairs read and scores are handed, because a tile of it lies in SRAM
 
     @property
     def base2(self) -> bool:
@@ -97,6 +100,7 @@ class FunctionPrinter:
     def forward(self, algorithm: str = "flash") -> str:
         """scores or score_scale, visible, the tiles that the algorithm visits, and the helpers they need."""
         parts = [*self._scores([]), *self._mask_parts(), *self._sink_parts(), *self._dropout_parts()]
+        parts += [self.box(self.boxed)] if self.boxed is not None else []
         match algorithm:
             case "flash" | "split_kv":
                 parts += self._tiles_and_lookups(self.facts.kv_tiles)
@@ -106,14 +110,20 @@ class FunctionPrinter:
 
     def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
-        derivatives = [] if self.facts.linear_scale is not None else [
+        scale = self.facts.scale_beside_box if self.boxed is not None else None
+        derivatives = [] if self.facts.linear_scale is not None or scale is not None else [
             ("dscores", self.facts.slope_with(self.parts), "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
-        numbered = list(enumerate(gradients))
+        # the gradient of what is handed as a tile is the gradient of the score
+        numbered = [(i, g) for i, g in enumerate(gradients) if self.boxed is None or g.load.text != self.boxed.text]
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
         derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in numbered if g.kind != "sink"]
         parts = [*self._scores(derivatives), *self._mask_parts(), *self._dropout_parts()]
         parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
+        parts += [self.box(self.boxed)] if self.boxed is not None else []
+        if scale is not None:
+            title = "d score / d (q.k), per natural unit of score: one number."
+            parts.append(self.elementwise("score_slope", scale, title, tile=False))
         if of_sink:
             parts += [*self._sink_parts(), *(self.elementwise(*each, tile=False) for each in of_sink)]
         if algorithm == "flash":
@@ -169,7 +179,7 @@ class FunctionPrinter:
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False))
         else:
             score = self.facts.attention.folded_score
-            found.insert(0, ("scores", self._in_units(with_tables(score, self.parts)), f"The score{unit}: {score}"))
+            found.insert(0, ("scores", self._in_units(self._with_given(score)), f"The score{unit}: {score}"))
         if self.language.is_gpu or not found:
             return texts + [self.elementwise(*each) for each in found]
         parts, values = of_positions([value for _, value, _ in found])
@@ -178,6 +188,13 @@ class FunctionPrinter:
         return texts + [
             self.elementwise(name, value, title, parts=names) for (name, _, title), value in zip(found, values)
         ]
+
+    def _with_given(self, node: Expr) -> Expr:
+        """The expression over what scores are handed: reads by distance, and of pairs."""
+        node, boxed = with_tables(node, self.parts), self.boxed
+        if boxed is None:
+            return node
+        return rewrite(node, lambda n: Symbol(BY_PAIR, "float") if n.text == boxed.text else None)
 
     def _parts(self, parts: list[tuple[Symbol, Expr]]) -> str:
         """of_positions: what scores and derivatives compute from positions alone, a tuple."""
@@ -255,10 +272,11 @@ class FunctionPrinter:
         parts: names of what was computed from positions before.
         """
         of_scores = tile and qk
-        value = with_tables(value, self.parts) if of_scores else value
+        value = self._with_given(value) if of_scores else value
         lines, printer, (result,) = self._assigned([value])
         lines = [*(self._by_distance(value) if of_scores else []), *lines]
         first = ("qk, " if qk else "") + f"q_pos, kv_pos, {parts}" if tile else ""
+        first += f"{BY_PAIR}, " if of_scores and self.boxed is not None else ""
         first += "apart, " if of_scores and self.tables else ""  # how far the first query and key of a tile are
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
@@ -314,6 +332,16 @@ class FunctionPrinter:
             text = f"({text}) * {extent} + {printer(index, OPERATORS['add'].precedence + 1)}"
         arguments = "".join(f"{extent}, " for extent in extents)
         return self._function(f"{name}(q_pos, kv_pos, {arguments}{self.env})", title, [*lines, f"return {text}"])
+
+    def box(self, load: Load) -> str:
+        """Where a tile of pairs reads a box of a tensor, in the order of its descriptor: rows, columns last."""
+        rows = rows_of_boxes(load)
+        assert rows is not None
+        order = [d for d in range(len(load.index) - 1) if d != rows] + [rows, len(load.index) - 1]
+        lines, printer, results = self._assigned([load.index[d] for d in order])
+        texts = [printer(i) if isinstance(i, Const) else f"gl.cast({printer(i)}, gl.int32)" for i in results]
+        title = f"Where the pairs of a tile from q_pos and kv_pos on read {load}: rows and columns last."
+        return self._function(f"first_of_box(q_pos, kv_pos, {self.env})", title, [*lines, *_returned(texts)])
 
     def _entry(self, text: str) -> str:
         return f"tl.cast({text}, tl.int64)" if self.wide else text

@@ -27,7 +27,7 @@ from ..compiler.planning.stages import Tiles, stages_of
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
-from .functions import TRITON_LANGUAGE, FunctionPrinter, parameter_names
+from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
 
@@ -50,7 +50,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     printer = FunctionPrinter(
         facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
-        tables=tables,
+        tables=tables, boxed=facts.boxed_read if code.brings_boxes else None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
@@ -65,6 +65,9 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
         "tables": bool(tables),
         "apart": apart,
+        "boxed": f"{BY_PAIR}, " if printer.boxed is not None else "",
+        "slope_at_end": backward and printer.boxed is not None and facts.scale_beside_box is not None,
+        "box_rank": printer.boxed.tensor.rank if printer.boxed is not None else 0,
         "fast_reads": signature.arch.startswith("sm_"),
         "masked": facts.attention.is_masked,
         "measured": code.tile_source != "program",

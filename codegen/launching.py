@@ -169,11 +169,11 @@ def descriptor(box: Any, block: Sequence[int]) -> Any:
     from triton.experimental.gluon import language as gl  # lazy: only the hopper target wants Gluon
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    if box.base.dtype == torch.float32:
+    if box.in_order:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     else:
-        dtype = gl.bfloat16 if box.base.dtype == torch.bfloat16 else gl.float16
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+        dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), dtypes[box.base.dtype])
     return TensorDescriptor(box.base, box.shape, box.strides, list(block), layout)
 
 

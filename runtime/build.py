@@ -27,7 +27,7 @@ from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
 from .call import LARGEST_PAGE, Call, Dense, Lengths, Operand, Options, Packed, Paged, Sequences
-from .variant import Variant, offset_kind, variant_of
+from .variant import Variant, boxed_of, offset_kind, variant_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
@@ -152,7 +152,7 @@ def _kernels(job: Job) -> tuple[str, ...]:
     widths = Widths(job.head_dim, job.value_dim)
     signature = Signature(
         job.direction, machine.arch, Dtypes.all(job.dtype), widths, job.sequences,
-        offset_kind(call.sequences.q_offset), wanted, few=job.group > 0,
+        offset_kind(call.sequences.q_offset), wanted, few=job.group > 0, boxed=boxed_of(variant.facts, call.operands),
     )  # fmt: skip
     made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
     results = _results(variant, call, job.direction)

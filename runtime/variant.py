@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.targets.hopper_launcher import boxed_bytes
 from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
@@ -304,6 +305,7 @@ class Variant:
             atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
             few=has_few(direction, call.sequences.kind, call.query.shape[2]),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
+            boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
 
 
@@ -362,9 +364,19 @@ def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
             found += (
                 operand.dtype, operand.dim(), operand.get_device(), operand.is_meta, _reach(operand) > INT32_MAX,
             )  # fmt: skip
+            found += (boxed_bytes(operand),) if operand.is_cuda and operand.dim() > 1 else ()
         else:
             found.append(type(operand))
     return tuple(found)
+
+
+def boxed_of(facts: Facts, operands: Mapping[str, Any], otherwise: int = 0) -> int:
+    """Bytes of an element of what pairs read, where tiles of it may be brought; `otherwise`: if it is not given."""
+    read = facts.boxed_read
+    if read is None:
+        return 0
+    operand = operands.get(read.tensor.name)
+    return boxed_bytes(operand) if isinstance(operand, Tensor) else otherwise
 
 
 def _reach(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@ split_kv of latent caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.places import read_once
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
@@ -165,6 +166,10 @@ class HopperTarget:
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
+        if signature.boxed:
+            with_boxes = _with_boxes(best, signature.boxed)
+            fit = (form for form in with_boxes if self._why_not(kernel, form, signature, hardware) is None)
+            best = next(fit, best)
         others = [
             form for form in best.neighbours()
             if form != best and self._why_not(kernel, form, signature, hardware) is None
@@ -185,6 +190,8 @@ class HopperTarget:
                 f"for target hopper (<queries>x<keys>s<stages>{buffers} and its switches)"
             )
         reason = self._why_not(kernel, form, signature, hardware)
+        if kernel == HOPPER_BACKWARD and stores_boxes(signature, facts) and not getattr(form, "pair_bytes", 0):
+            reason = f"expected p{signature.boxed}, tiles of the operand whose gradient is wanted"
         if reason is not None:
             raise WeftError(f"schedule: {kernel.name} {form}: {reason}")
 
@@ -192,14 +199,16 @@ class HopperTarget:
         widths = signature.widths
         if isinstance(form, HopperLatentForm):
             return _no_latent_form(kernel, form, signature, hardware)
-        reason = (
-            _no_backward_form(kernel, form, widths) if isinstance(form, HopperBackwardForm) else _no_form(form, widths)
-        )
+        if isinstance(form, HopperBackwardForm):
+            reason = _no_backward_form(kernel, form, widths) or _no_boxes(form, signature)
+        else:
+            assert isinstance(form, HopperForm)
+            reason = _no_form(form, widths) or _no_boxes(form, signature)
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
         needed = sram_bytes(kernel, form, sizes, hardware, for_heads(*columns_of_form(form, widths)))
-        if needed + 2048 > hardware.sram_per_block:  # barriers and cards
+        if needed + _beside_tiles(form, widths) > hardware.sram_per_block:
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
 
@@ -234,7 +243,8 @@ class HopperTarget:
             "config": asdict(form) | widths | part,
             "query_config": asdict(backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
             "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
-            "factor_at_end": scale is not None and not _differs_by_head(scale),
+            "factor_at_end": _has_factor_at_end(code, facts),
+            "stored": _stored(code, facts),
         }
 
     def load(self, path: Path, source: str) -> ModuleType:
@@ -245,6 +255,21 @@ class HopperTarget:
             return LatentLauncher(modules, code, facts, device.index or 0, False)
         kind = HopperForwardLauncher if code.signature.direction == "forward" else HopperBackwardLauncher
         return kind(modules, code, facts, device.index or 0, False)
+
+
+def _has_factor_at_end(code: CodePlan, facts: Facts) -> bool:
+    """Whether sums are multiplied by the factor of q.k, in place of each pair's gradient."""
+    if facts.linear_scale is not None:
+        return not _differs_by_head(facts.linear_scale)
+    return code.brings_boxes and facts.scale_beside_box is not None
+
+
+def _stored(code: CodePlan, facts: Facts) -> int | None:
+    """The number of the read whose gradient is stored tile by tile, of those that have one."""
+    if not stores_boxes(code.signature, facts):
+        return None
+    kinds = [kind for load, kind in facts.gradient_kinds if load.tensor.name in code.signature.wanted]
+    return kinds.index("pair")
 
 
 def _offset_context(code: CodePlan) -> Context:
@@ -353,7 +378,24 @@ ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY
 
 def sums_of_queries(signature: Signature, facts: Facts) -> bool:
     """Whether operands of the score have gradients, which the pass that owns queries sums."""
-    return any(load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds if kind != "sink")
+    return _reads_of_score(signature, facts) > 0 and not stores_boxes(signature, facts)
+
+
+def _reads_of_score(signature: Signature, facts: Facts) -> int:
+    """How many have a gradient that is wanted."""
+    return sum(load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds if kind != "sink")
+
+
+def stores_boxes(signature: Signature, facts: Facts) -> bool:
+    """Whether one pass stores the gradient of what each pair reads: tiles of dS, which lie in SRAM for dQ.
+
+    So it is where it is added to the score, each entry once, and q.k has one factor, with which sums are multiplied.
+    """
+    read = facts.boxed_read
+    if read is None or signature.boxed != 2 or signature.sequences != "dense" or not is_one_pass(signature):
+        return False
+    alone = read.tensor.name in signature.wanted and _reads_of_score(signature, facts) == 1
+    return alone and read_once(read) and facts.scale_beside_box is not None
 
 
 def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ...]:
@@ -391,8 +433,17 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
     if not wanted & ({"query", "key", "value"} | of_score):
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
     by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
-    if by_row:
-        return f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+    if by_row and not stores_boxes(signature, facts):
+        lacking = (
+            f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+        )
+        read = facts.boxed_read
+        if read is None or [read.tensor.name] != by_row or not read_once(read):
+            return lacking
+        return (
+            f"{lacking}, but in one pass, where {by_row[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
+            "and is added to a score that is a number times q.k"
+        )
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:
         return (
@@ -422,8 +473,31 @@ def _no_form(form: Form, widths: Widths) -> str | None:
     return None
 
 
+def _beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths) -> int:
+    """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward two statistics more of
+    far scores, and that a consumer's share of dQ has room for the wider piece of columns."""
+    if isinstance(form, HopperForm):
+        return 2048
+    keys, _ = pieces_of(form, widths)
+    narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
+    return 128 + 8 * form.block_q * form.stages + 4 * form.block_q * narrower
+
+
+def _no_boxes(form: Form, signature: Signature) -> str | None:
+    """Why tiles of what pairs read cannot be brought."""
+    assert isinstance(form, HopperForm | HopperBackwardForm)
+    if form.pair_bytes in (0, signature.boxed):
+        return None
+    return (
+        f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, "
+        "and another one q_pos, and whose address and strides are multiples of 16 bytes"
+    )
+
+
 def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
+    if form.pair_bytes and (kernel.name != "flash_backward" or form.block_q != 64 or form.next_scores):
+        return "tiles of what pairs read are brought in one pass, with 64 queries"
     if kernel.name == "flash_dquery":
         sizes = form.block_q == 128 and form.block_kv in (32, 64, 128) and form.stages == 2
         if not sizes or form.next_scores or form.by_columns:
@@ -493,6 +567,20 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
     )  # fmt: skip
+
+
+def _with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterator[HopperForm | HopperBackwardForm]:
+    """The form with tiles of what pairs read in SRAM, then others that take less of it."""
+    if isinstance(best, HopperBackwardForm):
+        for stages in (3, 2):
+            yield replace(best, stages=stages, pair_bytes=pair_bytes)
+        return
+    for block_kv in dict.fromkeys((best.block_kv, 64)):
+        for in_place in dict.fromkeys((best.output_in_query, True)):
+            for stages in range(best.stages, 1, -1):
+                yield replace(
+                    best, block_kv=block_kv, output_in_query=in_place, stages=stages, pair_bytes=pair_bytes
+                )  # fmt: skip
 
 
 def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import DISTANCE_TABLES, SPANS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
+from ...ir.expr import Load
 from ..binding import Binding, rows_of
 from .hopper_tiles import (
     CONSUMERS,
@@ -32,6 +35,7 @@ from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tile
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
+_LEAST_STEP = 8  # elements of 16 bytes, of operands
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
 
 
@@ -42,7 +46,7 @@ class Box:
     """
 
     __slots__ = ("base", "shape", "strides")
-    padding = "zero"
+    padding, in_order = "zero", False
     round_f32_to_tf32 = False
 
     def __init__(self, tensor: Tensor, width: int) -> None:
@@ -91,10 +95,24 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     return -(-batch_heads // groups)
 
 
+class OperandBox(Box):
+    """The same of an operand that pairs read: its dimension `rows` is along queries, the last along keys."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, rows: int) -> None:
+        self.base = tensor
+        sizes, strides, last = tensor.shape, tensor.stride(), tensor.dim() - 1
+        order = [*(d for d in range(last) if d != rows), rows, last]
+        self.shape = [sizes[d] for d in order]
+        self.strides = [*(strides[d] if sizes[d] > 1 else 16 for d in order[:-1]), 1]
+
+
 class FlatBox(Box):
     """The same of memory of our own: rows of `width` floats, or one row of all of them."""
 
     __slots__ = ()
+    in_order = True  # in SRAM as in memory
 
     @staticmethod
     def numbers(tensor: Tensor) -> Sequence[int]:
@@ -157,6 +175,17 @@ def is_readable(tensor: Tensor) -> bool:
     return not any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides)))
 
 
+def boxed_bytes(tensor: Tensor) -> int:
+    """Bytes of an element where boxes of a float tensor may be brought by the tensor memory accelerator, else 0."""
+    size = tensor.element_size()
+    if not tensor.is_floating_point() or size not in (2, 4) or tensor.dim() < 2:
+        return 0
+    if tensor.numel() == 0 or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
+        return 0
+    steps = [stride * size for extent, stride in zip(tensor.shape[:-1], tensor.stride()) if extent > 1]
+    return size if all(step and not step % 16 for step in steps) else 0
+
+
 class HopperLauncher(TritonLauncher):
     """What launches of both directions share: tensor descriptors, and forms of this target."""
 
@@ -164,7 +193,8 @@ class HopperLauncher(TritonLauncher):
         super().__init__(*arguments)
         self.columns, self.value_columns = columns_of(self.code.signature.widths)
         self.tools = {
-            **{box.__name__: box for box in (Box, RaggedBox, FlatBox)}, "sharing_l2": sharing_l2, "least": min,
+            **{box.__name__: box for box in (Box, RaggedBox, OperandBox, FlatBox)}, "sharing_l2": sharing_l2,
+            "least": min,
             "counter": self._launching.counter,
         }  # fmt: skip
 
@@ -188,8 +218,11 @@ class HopperLauncher(TritonLauncher):
         return super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4, **self._rounding()}
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        steps = {f"{n}_step": f"{n}_sb // {n}_sl" for n in self._tiled_names()}
-        return super()._rows(aligned) | {n: found.text for n, found in self._described().items()} | steps
+        rows = {f"{n}_step": f"{n}_sb // {n}_sl" for n in self._tiled_names()}
+        rows |= {n: found.text for n, found in self._described().items()}
+        if (read := self._brought) is not None:
+            rows["pairs_desc"] = f"OperandBox(arg_{read.tensor.name}, {rows_of_boxes(read)})"
+        return super()._rows(aligned) | rows
 
     def _tiled_names(self) -> list[str]:
         """Tensors that the main kernel reads and writes by tiles."""
@@ -198,6 +231,18 @@ class HopperLauncher(TritonLauncher):
     def _described(self) -> dict[str, Described]:
         boxes = {n: n for n in self._tiled_names()} | {f"{name}{piece.box}": name for name, piece in self._pieces}
         return {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
+
+    @property
+    def _brought(self) -> Load | None:
+        """What pairs read, where tiles of it are brought to SRAM."""
+        return self.facts.boxed_read if self.code.brings_boxes else None
+
+    def _boxes_of_pairs(self, queries: int, keys: int) -> dict[str, list[int]]:
+        """The tile of the descriptor of what pairs read, and of that of its gradient."""
+        read = self._brought
+        if read is None:
+            return {}
+        return dict.fromkeys(("pairs_desc", "dpairs_desc"), [1] * (read.tensor.rank - 2) + [queries, keys])
 
     def _box(self, tensor: str) -> Described:
         return Described(tensor, Box if self.sequences == "dense" else RaggedBox, self.columns)
@@ -277,7 +322,9 @@ class HopperForwardLauncher(HopperLauncher):
         rows = {"query": ROWS, "key": block_kv}
         blocks = {"value": (block_kv, self.value_columns), "out": (ROWS, self.value_columns)}
         blocks |= {f"{n}{piece.box}": (rows[n], piece.columns) for n, piece in self._pieces}
-        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()}
+        return {f"{n}_desc": [*self._ones, *block] for n, block in blocks.items()} | self._boxes_of_pairs(
+            ROWS, block_kv
+        )
 
 
 class HopperBackwardLauncher(HopperLauncher):
@@ -292,6 +339,9 @@ class HopperBackwardLauncher(HopperLauncher):
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
         for n, gradient in enumerate(self.sums):
+            if gradient.kind == "pair":
+                own[f"sum{n}"] = self._place_of_pairs(call, n)
+                continue
             number = self.slots("q", call, True) if packed else self._sums_of_a_head(gradient.kind, q_len)
             own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
         mode: Mode = partition.mode  # type: ignore[assignment]
@@ -301,6 +351,18 @@ class HopperBackwardLauncher(HopperLauncher):
         ragged = self.sequences != "dense"  # hooks of the user may have made them
         read = {name: readable(results[name], ragged) for name in ("out", "dout")}
         return super().__call__(call, {**results, **read}, workspace, partition)
+
+    def _place_of_pairs(self, call: CallTensors, n: int) -> Place:
+        """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write.
+
+        Where all pairs are visible, and there are as many entries, every entry is written.
+        """
+        size = self._shape_of(n, call)
+        row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
+        batches, heads, q_len, _ = call.query.shape
+        pairs = batches * heads * q_len * call.key.shape[2]
+        fill = None if math.prod(size) == pairs and not self.facts.attention.is_masked else 0.0
+        return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
     def _sums_of_a_head(self, kind: str, q_len: int) -> int:
         """How many partial sums of an operand's gradient a query head has."""
@@ -348,6 +410,7 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
+            **self._stored_rows,
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
@@ -364,6 +427,12 @@ class HopperBackwardLauncher(HopperLauncher):
                      "seen_value": "value"}  # fmt: skip
             found |= {f"{n}_desc": Described(tensor, Box, self.columns) for n, tensor in boxes.items()}
         return found
+
+    @property
+    def _stored_rows(self) -> dict[str, str]:
+        """The descriptor of the gradient of what pairs read, where it is stored by tiles."""
+        found = ((n, g.load) for n, g in enumerate(self.sums) if g.kind == "pair")
+        return {name: f"OperandBox(sum{n}, {rows_of_boxes(load)})" for name, (n, load) in zip(["dpairs_desc"], found)}
 
     @property
     def _query_form(self) -> HopperBackwardForm:
@@ -390,6 +459,7 @@ class HopperBackwardLauncher(HopperLauncher):
             "dquery_desc": [*self._ones, ROWS, columns],
             "statistics_desc": [self._statistics_of_a_tile],
             "dquery_sums_desc": [ROWS * columns // _LINE, _LINE],
+            **self._boxes_of_pairs(form.block_q, ROWS),
         }
 
 

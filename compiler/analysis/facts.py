@@ -17,7 +17,7 @@ from ...ir.walk import children, loads, substitute, symbols
 from .bounds import kv_bounds, q_bounds
 from .distances import ByDistance, parts_by_distance, with_tables
 from .measured import measuring
-from .places import POSITIONS, by_difference, index_symbols
+from .places import POSITIONS, by_difference, index_symbols, rows_of_boxes
 from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
@@ -140,6 +140,35 @@ class Facts:
     def score_by_distance(self) -> tuple[ByDistance, ...]:
         """Parts of the score that are worth a table by q_pos - kv_pos."""
         return parts_by_distance([self.attention.folded_score])
+
+    @cached_property
+    def boxed_read(self) -> Load | None:
+        """The first read of the score of which a tile of pairs reads a box of a tensor."""
+        reads = loads(self.attention.folded_score)
+        return next((r for r in reads if r.dtype == "float" and rows_of_boxes(r) is not None), None)
+
+    @cached_property
+    def scale_beside_box(self) -> Expr | None:
+        """c, where the score is c * qk, plus what `boxed_read` reads, plus what knows of neither; else None.
+
+        c is one number for a launch: neither heads nor reads decide it. Found without sympy: calls are prepared by it.
+        """
+        read = self.boxed_read
+        if read is None:
+            return None
+        factors: list[Expr | None] = []
+        boxes = 0
+        for term in _terms(self.attention.folded_score):
+            if "qk" in symbols(term):
+                factors.append(_linear_factor(term))
+            if term.text == read.text:
+                boxes += 1
+            elif any(load.text == read.text for load in loads(term)):
+                return None
+        if boxes != 1 or len(factors) != 1 or factors[0] is None:
+            return None
+        of_heads = symbols(factors[0]) & {"batch", "head", "kv_head"}
+        return None if of_heads or loads(factors[0]) else factors[0]
 
     def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""
@@ -273,6 +302,19 @@ def _without_qk(node: Expr) -> Expr | None:
             return None if inner is None else call("neg", inner)
         case _:
             return None
+
+
+def _terms(node: Expr) -> Iterator[Expr]:
+    """What a sum adds up."""
+    match node:
+        case Call("add", args):
+            for each in args:
+                yield from _terms(each)
+        case Call("sub", (a, b)):
+            yield from _terms(a)
+            yield call("neg", b)
+        case _:
+            yield node
 
 
 def _may_be_linear(score: Expr) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.walk import rewrite, substitute, symbols
+from ...ir.walk import loads, rewrite, substitute, symbols
 from .affine import Sum, const, difference, make, name, simplified
 
 POSITIONS = frozenset({"q_pos", "kv_pos"})
@@ -60,6 +60,24 @@ def _coefficients(index: Expr) -> tuple[int, int] | None:
         elif any(symbols(f) & POSITIONS for f in factors):
             return None
     return found["q_pos"], found["kv_pos"]
+
+
+def rows_of_boxes(load: Load) -> int | None:
+    """Of a tensor of which a tile of pairs reads a box: its dimension along queries; that along keys is the last one.
+
+    What indexes the others is one number for a tile. None where a tile reads something else.
+
+    >>> from ...ir.parse import parse
+    >>> from ...ir.expr import tensor
+    >>> rows_of_boxes(parse("b[batch, q_pos + 3, head // 2, kv_pos]", {"b": tensor("b", 4)}))
+    1
+    >>> rows_of_boxes(parse("b[q_pos // 2, kv_pos]", {"b": tensor("b", 2)}))
+    """
+    if not load.index or any(loads(i) for i in load.index):
+        return None
+    found = [_coefficients(i) for i in load.index]
+    others = [c for c in found[:-1] if c != (0, 0)]
+    return found.index((1, 0)) if found[-1] == (0, 1) and others == [(1, 0)] else None
 
 
 def told_apart(load: Load) -> frozenset[str]:

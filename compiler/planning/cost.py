@@ -21,7 +21,7 @@ from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
 from .cpu_cost import CpuSpeed, CpuTimes, speed_of, times_of, with_joined
-from .forms import CpuForm, Form, HopperLatentForm, Tiling
+from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
@@ -191,12 +191,12 @@ def sram_bytes(
 ) -> int:
     """SRAM of one program."""
     sizes = sizes_of(kernel, form, shape, hardware, parts, 1, traits)
-    return int(form.sram(kernel)(sizes) + pair_bytes(kernel, sizes, traits, hardware))
+    return int(form.sram(kernel)(sizes) + pair_bytes(kernel, form, sizes, traits, hardware))
 
 
-def pair_bytes(kernel: Kernel, x: Sizes, traits: Traits, hardware: Hardware) -> float:
+def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: Hardware) -> float:
     """SRAM of what a variant reads for each pair of a tile: Triton loads it ahead, as it does keys and values."""
-    if hardware.kind != "cuda" or not kernel.reads_pairs:
+    if hardware.kind != "cuda" or not kernel.reads_pairs or not isinstance(form, Tiling):
         return 0
     return traits.pair_bytes * x.bq * x.bkv * x.s
 
@@ -258,7 +258,7 @@ def cost_of(
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         form = _of_rows(form, shape.group * shape.q_len)
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
-    sram = form.sram(kernel)(once) + pair_bytes(kernel, once, traits, hardware)
+    sram = form.sram(kernel)(once) + pair_bytes(kernel, form, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
     if kernel in SPLIT_KV:
         if kernel == SPLIT_KV[0]:
@@ -321,7 +321,10 @@ def pair_work(
     longest = longest_of(kernel, x, traits.masked)
     tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
     pieces = len(parts.qk) + len(parts.v) - 2
-    formulas = work_formulas(kernel, instructions_of(kernel, traits), pace_of(family), pieces)
+    one = instructions_of(kernel, traits)
+    if isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes:
+        one = replace(one, pair_reads=max(0.0, one.pair_reads - 1))  # a tile of it is at hand
+    formulas = work_formulas(kernel, one, pace_of(family), pieces)
     return PairWork(family, pace_of(family), *formulas, longest, tail)
 
 

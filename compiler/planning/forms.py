@@ -114,6 +114,7 @@ class HopperForm:
     pair_maximum: bool = False  # maxima of neighbours first
     overlap_edges: bool = False  # P V stays in flight under the mask code of edge tiles too
     output_in_query: bool = False  # the output leaves from the query's place in SRAM
+    pair_bytes: int = 0  # of an element of what each pair reads, where tiles of it are brought to SRAM with keys
 
     _FLAGS: ClassVar[dict[str, str]] = {
         "query_in_registers": "regs", "lazy_rescale": "lazy", "pair_maximum": "pairs", "overlap_edges": "overlap",
@@ -130,14 +131,15 @@ class HopperForm:
         return ROWS_OF_A_WARPGROUP
 
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_kv}s{self.stages}q{self.query_buffers}{_flags_text(self)}"
+        buffers = f"q{self.query_buffers}{_pairs_text(self)}"
+        return f"{self.block_q}x{self.block_kv}s{self.stages}{buffers}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
         if kernel.follows:
             return kernel.sram
-        if self.output_in_query:
-            return hopper_forward_sram_in_place
-        return hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
+        found = hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
+        found = hopper_forward_sram_in_place if self.output_in_query else found
+        return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)
@@ -156,6 +158,18 @@ class HopperForm:
         for block_kv in (64, 128):
             yield replace(self, block_kv=block_kv)
         yield replace(self, query_buffers=3 - self.query_buffers)
+        if self.pair_bytes:
+            yield replace(self, pair_bytes=0)
+
+
+@lru_cache(maxsize=64)
+def _with_boxes(formula: Formula, pair_bytes: int) -> Formula:
+    """And a tile of what pairs read in each slot of visited tiles."""
+
+    def found(x: Sizes) -> float:
+        return formula(x) + pair_bytes * x.s * x.bq * x.bkv
+
+    return found
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,7 @@ class HopperBackwardForm:
     stages: int = 2  # slots for query tiles
     next_scores: bool = False  # Q K^T of the next query tile is begun beside the products of this one
     by_columns: bool = False  # one warpgroup finds weights, the other gradients of scores, and each keeps some columns
+    pair_bytes: int = 0  # as of HopperForm, with queries
 
     _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next", "by_columns": "columns"}
 
@@ -177,10 +192,13 @@ class HopperBackwardForm:
         return self.block_q
 
     def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_kv}s{self.stages}{_flags_text(self)}"
+        return f"{self.block_q}x{self.block_kv}s{self.stages}{_pairs_text(self)}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        return hopper_by_columns_sram if self.by_columns and not kernel.follows else kernel.sram
+        if kernel.follows:
+            return kernel.sram
+        found = hopper_by_columns_sram if self.by_columns else kernel.sram
+        return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)
@@ -244,6 +262,10 @@ class HopperLatentForm:
             yield replace(self, **{name: not getattr(self, name)})
 
 
+def _pairs_text(form: HopperForm | HopperBackwardForm) -> str:
+    return f"p{form.pair_bytes}" if form.pair_bytes else ""
+
+
 def _flags_text(form: HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm) -> str:
     return "".join(f"+{short}" for name, short in form._FLAGS.items() if getattr(form, name))
 
@@ -296,8 +318,8 @@ def cpu_tile_bytes(scores: int, direction: Direction) -> Formula:
 
 Form = Tiling | HopperForm | HopperBackwardForm | HopperLatentForm | CpuForm
 _TILING = re.compile(r"(\d{1,5})x(\d{1,5})w(\d{1,2})s(\d{1,2})")
-_HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)((?:\+[a-z]+)*)")
-_HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)((?:\+[a-z]+)*)")
+_HOPPER = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)q(\d)(?:p(\d))?((?:\+[a-z]+)*)")
+_HOPPER_BACKWARD = re.compile(r"(\d{1,4})x(\d{1,4})s(\d)(?:p(\d))?((?:\+[a-z]+)*)")
 _HOPPER_LATENT = re.compile(r"64x64p(\d{1,2})((?:\+[a-z]+)*)")
 _CPU = re.compile(r"(\d{1,7})x(\d{1,7})(?:c(\d{1,7}))?((?:\+[a-z]+)*)")
 
@@ -318,16 +340,20 @@ def parse_form(text: str) -> Form | None:
         return None if chosen is None else CpuForm(int(found[1]), int(found[2]), cache, **chosen)
     if found := _HOPPER.fullmatch(text):
         block_q, block_kv, stages, buffers = map(int, found.groups()[:4])
-        chosen = _flags(HopperForm._FLAGS, found[5])
+        chosen, pair_bytes = _flags(HopperForm._FLAGS, found[6]), int(found[5] or 0)
         if block_q % ROWS_OF_A_WARPGROUP == 0 and chosen is not None:
-            return HopperForm(block_q // ROWS_OF_A_WARPGROUP, block_kv, stages, buffers, **chosen)
+            return HopperForm(
+                block_q // ROWS_OF_A_WARPGROUP, block_kv, stages, buffers, pair_bytes=pair_bytes, **chosen
+            )  # fmt: skip
     if found := _HOPPER_LATENT.fullmatch(text):
         chosen = _flags(HopperLatentForm._FLAGS, found[2])
         return None if chosen is None else HopperLatentForm(int(found[1]), **chosen)
     if found := _HOPPER_BACKWARD.fullmatch(text):
-        chosen = _flags(HopperBackwardForm._FLAGS, found[4])
-        block_q, block_kv, stages = map(int, found.groups()[:3])
-        return None if chosen is None else HopperBackwardForm(block_q, block_kv, stages, **chosen)
+        chosen = _flags(HopperBackwardForm._FLAGS, found[5])
+        block_q, block_kv, stages, pair_bytes = (int(number or 0) for number in found.groups()[:4])
+        return None if chosen is None else HopperBackwardForm(
+            block_q, block_kv, stages, pair_bytes=pair_bytes, **chosen
+        )  # fmt: skip
     return None
 
 

@@ -16,9 +16,9 @@ from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
-from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, predict
+from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
-from .forms import CpuForm, Form, Tiling
+from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
 from .kernels import DISTANCE_TABLES, LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
 from .records import Quantity, Shape, Stage
@@ -66,9 +66,18 @@ class CodePlan:
         return "lists" if names & {*LISTS} else "spans" if names & {*SPANS} else "program"
 
     @property
+    def brings_boxes(self) -> bool:
+        """Whether tiles of what each pair reads are brought to SRAM, `Facts.boxed_read`."""
+        return any(_brings_boxes(k.form) for k in self.kernels)
+
+    @property
     def looks_first(self) -> bool:
         """Whether the mask of each tile is evaluated before the tile is, which is skipped where nothing is visible."""
         return any(isinstance(k.form, CpuForm) for k in self.kernels)
+
+
+def _brings_boxes(form: Form) -> bool:
+    return isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes > 0
 
 
 SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
@@ -109,7 +118,10 @@ def code_plan(
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"
-        tiles = Tiles(form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass)
+        tiles = Tiles(
+            form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass,
+            _brings_boxes(form),
+        )  # fmt: skip
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))
@@ -305,14 +317,13 @@ def make_plan(
             code.signature.sequences != "dense",
         )
     ]  # fmt: skip
-    pairs = traits.pair_bytes if hardware.kind == "cuda" else 0
-    found = (_kernel_plan(code, cost, pairs, visible, traits) for code, cost in zip(kernels, costs))
+    found = (_kernel_plan(code, cost, hardware, visible, traits) for code, cost in zip(kernels, costs))
     plans = tuple(k for k in found if k.programs.value or k.code.kernel not in SPLIT_KV)  # where parts are to be joined
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
 
 
 def _kernel_plan(
-    code: KernelCode, cost: KernelCost, pair_bytes: int, visible: VisiblePairs | None, traits: Traits
+    code: KernelCode, cost: KernelCost, hardware: Hardware, visible: VisiblePairs | None, traits: Traits
 ) -> KernelPlan:  # fmt: skip
     from .formulas import formula_text, useful_text  # lazy: imports sympy, which calls do without
 
@@ -334,7 +345,7 @@ def _kernel_plan(
     worked = Worked(work, quantity(work.other), quantity(work.mask), quantity(work.tiles)) if work else None
 
     def sram(x: Sizes) -> float:
-        return code.form.sram(kernel)(x) + (pair_bytes * x.bq * x.bkv * x.s if kernel.reads_pairs else 0)
+        return code.form.sram(kernel)(x) + pair_bytes(kernel, code.form, x, traits, hardware)
 
     return KernelPlan(
         code=code,

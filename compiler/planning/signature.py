@@ -58,6 +58,7 @@ class Signature:
     atomics: bool = False  # of a backward: gradients of operands may be summed in any order
     few: bool = False  # of a forward: at most FEW_QUERIES, for which keys are divided where a target can
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
+    boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
 
     @property
     def dtype(self) -> str:
@@ -75,6 +76,7 @@ class Signature:
         w = self.widths
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
         wide = (" few" if self.few else "") + (" wide" if self.wide else "")
+        wide += f" boxed {self.boxed}" if self.boxed else ""
         repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""
         return (
             f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"

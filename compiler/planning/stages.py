@@ -31,6 +31,7 @@ class Tiles:
     sinks: bool = False  # gradients of what the sink reads are wanted
     ragged: bool = False  # sequences have lengths of their own
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
+    boxes: bool = False  # tiles of what each pair reads are brought to SRAM
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {_columns(self.parts.qk)}]"
@@ -182,10 +183,12 @@ def _hopper_flash_forward(t: Tiles) -> list[Stage]:
         "V; sum and O rescaled"
     )
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
+    pairs = [_load("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as K", _EACH_KV, _AHEAD)] if t.boxes else []
     return [
         _load("work", f"number of the next query tile, from an atomic counter{order}", _EACH_Q, "HBM -> registers"),
         _load("query", f"{t.query()}, for {consumers}", _EACH_Q, _AHEAD),
         Stage("keep sums", "keep", sums, "registers", _EACH_Q),
+        *pairs,
         _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
         _load("value", f"{t.value()}, {slot}", _EACH_KV, _AHEAD),
         _compute("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", _EACH_KV),
@@ -246,11 +249,13 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         consumers = "2 consumers of some columns each"
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
+    stored = t.boxes and "pair" in t.sums
     stages = [
         _load("key", t.key(), _ONCE),
         _load("value", t.value(), _ONCE),
         _keep("dkey", f"{', '.join(f'{x} float32' for x in _key_results(t))}, by {consumers}"),
         _load("query", f"{', '.join([t.query(), *t.saved('lse', 'delta')])}, {slot}", _EACH_Q, _AHEAD),
+        *([_load("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as Q", _EACH_Q, _AHEAD)] if t.boxes else []),
         _load("doutput", f"{t.output('dO')}, {slot}", _EACH_Q, _AHEAD),
         _compute("scores", f"{t.scores()} = Q K^T, {product}", _EACH_Q),
         _compute("dweights", f"{t.scores('dP')} = dO V^T - delta, {product}", _EACH_Q),
@@ -259,6 +264,11 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         _compute("dvalue", "dV += P^T dO", _EACH_Q),
         _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", _EACH_Q),
         _compute("dkey", "dK += dS^T Q", _EACH_Q),
+        *(
+            [Stage("store pairs", "store", "dS, what pairs read has as its gradient", "SRAM -> HBM", _EACH_Q)]
+            if stored
+            else []
+        ),
         Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", _EACH_Q),
         Stage("store dkey", "store", ", ".join(_key_results(t)), "registers -> SRAM -> HBM", _ONCE),
     ]

@@ -174,7 +174,7 @@ def launched(
     sequences = kinds[made.resolved.code.signature.sequences]
     if isinstance(sequences, Paged):
         key, value = key[:, :, :page], value[:, :, :page]
-    call = Call(query, key, value, None, _operands(variant), sequences, Options(), sizes.head_dim)
+    call = Call(query, key, value, None, _operands(variant, sizes), sequences, Options(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":
         gradients = {f"d{n}": torch.empty_like(t) for n, t in call.tensors.items() if n in code.signature.wanted}
@@ -188,10 +188,15 @@ def _rows(sizes: Shape, number: int) -> list[Tensor]:
     return [torch.empty(memory, dtype=DTYPES[sizes.dtype]).transpose(1, 2) for _ in range(number)]
 
 
-def _operands(variant: Attention) -> dict[str, Operand]:
-    """One value for each operand of a variant: int scalars, and tensors of float32 or int64."""
+def _operands(variant: Attention, sizes: Shape) -> dict[str, Operand]:
+    """One value for each operand of a variant: int scalars, and tensors of float32 or int64.
+
+    What is brought by tiles has the call's dtype and rows of 16 bytes.
+    """
     dtypes = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
     tensors = {t.name: torch.empty([2] * t.rank, dtype=dtypes[t.dtype]) for t in variant.tensors}
+    if (read := facts_of(variant).boxed_read) is not None:
+        tensors[read.tensor.name] = torch.empty([8] * read.tensor.rank, dtype=DTYPES[sizes.dtype])
     return {p.name: tensors.get(p.name, 64) for p in variant.parameters}
 
 

@@ -1,9 +1,9 @@
 """Warp-specialised Gluon kernels on a CPU: generated text run as Python, one thread for each role of a program.
 
-Triton has no interpreter of Gluon. This one knows what kernels of latent caches use, and is unkind where hardware may
-be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a product reads
-its operands when it is waited for, at the latest moment that hardware could. A slot that is given back too early, or a
-barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
+Triton has no interpreter of Gluon. This one knows what forwards and one-pass backwards use, and is unkind where
+hardware may be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a
+product reads its operands when it is waited for, at the latest moment that hardware could. A slot that is given back
+too early, or a barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class Descriptor:
 
     def __init__(self, box: Any, block: Sequence[int]) -> None:
         self.pointer, self.shape, self.strides, self.block = Pointer.to(box.base), box.shape, box.strides, list(block)
-        self.dtype = box.base.dtype
-        self.block_type = SimpleNamespace(nbytes=2 * torch.Size(self.block).numel())
+        self.dtype, self.size = box.base.dtype, box.base.element_size()
+        self.block_type = SimpleNamespace(nbytes=self.size * torch.Size(self.block).numel())
 
-    def read(self, coordinates: Sequence[Any]) -> Tensor:
-        """A tile: 0 where it lies outside, and addresses count modulo 2**64 bytes."""
+    def _places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Which elements of a tile lie inside, and where; addresses count modulo 2**64 bytes."""
         there, address = torch.ones(self.block, dtype=torch.bool), torch.zeros(self.block, dtype=torch.int64)
         for axis, (first, size, extent, stride) in enumerate(
             zip(coordinates, self.block, self.shape, self.strides, strict=True)
@@ -94,10 +94,20 @@ class Descriptor:
             assert abs(int(first)) < 2**31
             at = (int(first) + torch.arange(size)).view([-1 if a == axis else 1 for a in range(len(self.block))])
             there &= (at >= 0) & (at < extent)
-            address = address + at * 2 * stride  # wraps, as 64 bits do
-        place = torch.where(there, address >> 1, 0)
-        assert bool((place + self.pointer.at < len(self.pointer.storage)).all() and (place >= 0).all()), "a wild read"
-        return torch.where(there, self.pointer.storage[place + self.pointer.at], 0)
+            address = address + at * self.size * stride  # wraps, as 64 bits do
+        place = torch.where(there, address // self.size, 0)
+        assert bool((place + self.pointer.at < len(self.pointer.storage)).all() and (place >= 0).all()), "a wild copy"
+        return there, place + self.pointer.at
+
+    def read(self, coordinates: Sequence[Any]) -> Tensor:
+        """A tile, 0 where it lies outside."""
+        there, place = self._places(coordinates)
+        return torch.where(there, self.pointer.storage[place], 0)
+
+    def write(self, coordinates: Sequence[Any], tile: Tensor, adds: bool = False) -> None:
+        there, place = self._places(coordinates)
+        before = self.pointer.storage[place[there]] if adds else 0
+        self.pointer.storage[place[there]] = tile[there] + before
 
 
 class Token:
@@ -123,6 +133,7 @@ class Machine:
         self.random = random.Random(seed)
         self.lock = threading.Condition()
         self.barriers: dict[tuple[int, int], list[int]] = {}  # arrivals wanted, arrivals missing, bytes missing, phase
+        self.named: dict[int, list[int]] = {}  # of barriers of hardware: threads that arrived, times that all had
         self.copies: list[Callable[[], None]] = []
         self.waiting: dict[int, tuple[tuple[int, int], int]] = {}
         self.alive: list[int] = []
@@ -147,10 +158,33 @@ class Machine:
         if state[1] == 0 and state[2] == 0:
             state[1], state[3] = state[0], state[3] + 1
 
+    def arrive_named(self, number: int, threads: int, wanted: int) -> int:
+        """`threads` arrive at a barrier of hardware, over when `wanted` have. -> how often it was over before"""
+        state = self.named.setdefault(number, [0, 0])
+        before = state[1]
+        state[0] += threads
+        assert state[0] <= wanted, "a barrier was arrived at too often"
+        if state[0] == wanted:
+            state[:] = 0, before + 1
+        return before
+
+    def sync_named(self, number: int, threads: int, wanted: int) -> None:
+        before, me = self.arrive_named(number, threads, wanted), self._me()
+        self.waiting[me] = ((number, before), -1)
+        self._pass_on()
+        del self.waiting[me]
+
     def _is_over(self, key: tuple[int, int], phase: int) -> bool:
+        if phase < 0:  # of hardware
+            number, before = key
+            return self.named[number][1] > before
         return self.barriers[key][3] & 1 != phase
 
     def wait(self, barrier: Shared, phase: Any) -> None:
+        if not threading.current_thread().name.isdigit():  # a kernel of one role
+            while not self._is_over(barrier.key, int(phase)):
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+            return
         me = self._me()
         self.waiting[me] = (barrier.key, int(phase))
         self._pass_on()
@@ -252,6 +286,17 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[at[shown]] = torch.broadcast_to(_of(value), at.shape)[shown].to(pointer.storage.dtype)
 
 
+def _named(machine: Any, text: str, arguments: Sequence[Any]) -> int:
+    """bar.arrive of a warpgroup, bar.sync of the producer's warp."""
+    number, wanted = int(arguments[0]), int(re.search(r"bar\.\w+ [$\w]+, (\d+)", text)[1])  # type: ignore[index]
+    if "bar.sync" in text:
+        machine.sync_named(number, 32, wanted)
+    else:
+        machine.arrive_named(number, 128, wanted)
+        machine._pass_on()
+    return 0
+
+
 def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
     if "mul.f32" in text:
         return arguments[0] * arguments[1]
@@ -267,19 +312,28 @@ class Language:
     """`gl`, and `tl` of the kernel that joins parts."""
 
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
+    float16 = torch.float16
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
-    static_range, load, store, inline_asm_elementwise = (
-        range,
-        staticmethod(_load),
-        staticmethod(_store),
-        staticmethod(_asm),
-    )
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *given: None)
+    static_range, load, store = range, staticmethod(_load), staticmethod(_store)
 
     def __init__(self) -> None:
         self.machine: Any = None
         self.program, self.programs = 0, 1
         self.extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None))
+
+    def inline_asm_elementwise(
+        self, text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object
+    ) -> Any:
+        if "bar." in text:
+            return _named(self.machine, text, arguments)
+        return _asm(text, operands, arguments, *rest, **more)
+
+    def atomic_add(self, pointer: Pointer, value: int) -> int:
+        before = int(pointer.storage[pointer.at])
+        pointer.storage[pointer.at] += value
+        return before
 
     def constexpr(self, value: Any = None) -> Any:
         return value
@@ -342,6 +396,15 @@ class Language:
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.reshape(list(shape))
 
+    def to_tensor(self, x: Any) -> Any:
+        return x
+
+    def permute(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        return x.permute(*order)
+
+    def expand_dims(self, x: Tensor, axis: int) -> Tensor:
+        return x.unsqueeze(axis)
+
     def broadcast(self, a: Tensor, b: Tensor) -> Any:
         return torch.broadcast_tensors(a, b)
 
@@ -360,8 +423,8 @@ class Kernels:
         body = re.sub(r"^(?:import|from) .*?(?:\n(?= ).*)*$", "", source, flags=re.MULTILINE)
         body = re.sub(r",\s*gl\.SliceLayout\(1, sums\.type\.layout\)", ", None", body)
 
-        def same(function: Any) -> Any:
-            return function
+        def same(function: Any = None, **options: Any) -> Any:
+            return same if function is None else function
 
         def product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Token:
             return Token(a, b, acc, use_acc)
@@ -382,9 +445,15 @@ class Kernels:
             "triton": SimpleNamespace(jit=same), "aggregate": same, "run_time_program": same, "run_time_kernel": same,
             "fence_async_shared": lambda: None, "mbarrier": machine, "warpgroup_mma": product,
             "warpgroup_mma_wait": waited,
-            "tma": SimpleNamespace(async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a)),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a),
+                async_copy_shared_to_global=lambda to, at, tile: to.write(at, tile.tile), store_wait=lambda left: None,
+            ),
+            "tma_reduce_add": lambda to, at, tile: to.write(at, tile.tile, adds=True),
         }  # fmt: skip
         exec(compile(body, "<gluon>", "exec"), self.space)
+        if "packed" in self.space:  # halves of a register
+            self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda p, dtype, operand: p}
 
     def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
         """Run all programs, one after the other; tensors stand for their addresses."""

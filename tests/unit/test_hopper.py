@@ -22,6 +22,10 @@ from weft.codegen.generate import TEMPLATES
 from weft.codegen.targets.hopper import HopperTarget
 from weft.codegen.targets.hopper_launcher import RaggedBox
 from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning.forms import parse_form
+from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.runtime.driver import resolve
 
 causal = kv_pos <= q_pos
 WINDOW, PREFIX = 100, 150
@@ -308,3 +312,89 @@ def test_explain_says_which_tensors_go_elsewhere() -> None:
     assert "flash_forward=triton" in said and "flash_dquery=triton" in said
     with pytest.raises(weft.UnavailableError, match="causal: target hopper: key: its address and strides"):
         variant.plan(fits, odd, fits, device="h200", target="hopper")
+
+
+# -- tiles of what pairs read ----------------------------------------------------------------------------------------
+PAIRS = weft.tensor("pairs", 4)
+READ = PAIRS[weft.batch, weft.head, q_pos, kv_pos]
+BIASED = weft.Attention(score + READ, causal, name="biased")
+ALL = frozenset({"query", "key", "value", "pairs"})
+
+
+def chosen(
+    variant: weft.Attention, head_dim: int, boxed: int, wanted: frozenset[str] = frozenset(), **more: Any
+) -> str:
+    """The schedule of calls whose operand has so many bytes an entry, or cannot be brought by tiles."""
+    direction: Any = "backward" if wanted else "forward"
+    sizes_ = Widths(head_dim, head_dim)
+    signature = Signature(direction, "sm_90", Dtypes.all("bf16"), sizes_, wanted=wanted, boxed=boxed, **more)
+    return str(resolve(variant, signature, H200).code.schedule)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "boxed", "form"),
+    [
+        (64, 0, "128x128s3q1+regs+pairs"),
+        (64, 2, "128x128s3q1p2+regs+pairs"),
+        (64, 4, "128x128s2q1p4+regs+pairs"),  # a slot less
+        (128, 2, "128x128s2q1p2+lazy+overlap+inplace"),
+        (128, 4, "128x64s2q1p4+lazy+overlap"),
+        (256, 2, "128x64s2q1p2+lazy+inplace"),
+        (256, 4, "128x64s2q1+lazy+inplace"),  # no room
+    ],
+)
+def test_forms_have_room_for_tiles_of_what_pairs_read(head_dim: int, boxed: int, form: str) -> None:
+    assert chosen(BIASED, head_dim, boxed) == f"flash/flash_forward=hopper:{form}"
+    assert str(parse_form(form)) == form
+
+
+@pytest.mark.parametrize(
+    ("value", "is_stored"),
+    [
+        (score + READ, True),
+        (2.0 * score + READ - 0.5 * (q_pos - kv_pos), True),
+        (score - READ, False),  # the gradient is -dS
+        (score + 2.0 * READ, False),
+        (weft.tanh(score) + READ, False),  # q.k has no one factor
+        (score * weft.tensor("heat", 1)[weft.head] + READ, False),
+        (score + weft.tensor("pairs", 3)[weft.head, q_pos, kv_pos], False),  # read by all batch rows
+        (score + READ + PAIRS[weft.batch, weft.head, kv_pos, q_pos], False),  # read twice
+    ],
+)
+def test_one_pass_stores_the_gradient_of_what_is_added(value: weft.Expr, is_stored: bool) -> None:
+    found = chosen(weft.Attention(value, causal, name="added"), 64, 2, ALL)
+    assert found.startswith("flash/flash_backward=hopper:64x128s3p2") == is_stored
+    assert ("triton" in found) != is_stored
+
+
+def test_calls_whose_gradient_of_pairs_goes_to_triton() -> None:
+    assert "p2" in chosen(BIASED, 128, 2, ALL)
+    for head_dim, boxed, wanted, more in (
+        (64, 0, ALL, {}), (64, 4, ALL, {}), (192, 2, ALL, {}),
+        (64, 2, ALL - {"query"}, {}), (64, 2, frozenset({"pairs"}), {}),
+        (64, 2, ALL, {"deterministic": True}), (64, 2, ALL, {"sequences": "lengths", "offset": "bottom_right"}),
+    ):  # fmt: skip
+        assert "hopper" not in chosen(BIASED, head_dim, boxed, wanted, **more)
+    assert chosen(BIASED, 64, 4, ALL - {"pairs"}) == "flash/flash_backward=hopper:64x128s2p4"  # read, but without one
+
+
+def test_explain_says_how_pairs_are_read() -> None:
+    shape = weft.shape(batch=1, heads=2, q_len=512, head_dim=64, dtype="bf16")
+    assert "tiles of pairs[batch, head, q_pos, kv_pos] are brought to SRAM" in str(BIASED.explain(shape, device="h200"))
+    odd = torch.empty(1, 2, 512, 516, dtype=torch.bfloat16)
+    assert "is read pair by pair: tiles of it want" in " ".join(
+        str(BIASED.explain(shape, device="h200", pairs=odd)).split()
+    )
+    wide = weft.shape(batch=1, heads=2, q_len=512, head_dim=256, dtype="bf16")
+    full = torch.empty(1, 2, 512, 512)
+    assert "have no room in SRAM" in " ".join(str(BIASED.explain(wide, device="h200", pairs=full)).split())
+
+
+def test_a_form_says_what_it_wants_of_the_operand() -> None:
+    message = "p4 is for a float operand of 4 bytes an element whose last index is kv_pos"
+    with pytest.raises(weft.WeftError, match=message):
+        BIASED.plan(sizes(64), device="h200", schedule="flash/flash_forward=hopper:128x128s2q1p4")
+    with pytest.raises(weft.WeftError, match="expected p2, tiles of the operand whose gradient is wanted"):
+        BIASED.plan(sizes(64), device="h200", schedule="flash/flash_backward=hopper:64x128s2")
+    with pytest.raises(weft.WeftError, match="tiles of what pairs read are brought in one pass, with 64 queries"):
+        BIASED.plan(sizes(64), device="h200", schedule="flash/flash_backward=hopper:128x128s2p2")
