@@ -26,13 +26,14 @@ from .hopper_tiles import (
     pieces_of,
     statistics_of_a_row,
     sums_of_a_tile,
-    two_pieces,
 )
 from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
+# what flash_dquery calls tensors of whose tiles the main kernel has others
+_TENSORS = {"query_rows": "query", "dquery_rows": "dquery", "dout_rows": "dout", "seen_key": "key", "seen_value": "value"}
 
 
 class Box:
@@ -144,9 +145,17 @@ class HopperLauncher(TritonLauncher):
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
-        names += [f"{name}{piece.box}" for name, piece in self._pieces]
-        rows = {f"{n}_desc": self._box(n.partition("_")[0]) for n in names}
-        return super()._rows(aligned) | rows | {f"{n}_step": f"{n}_sb // {n}_sl" for n in names}
+        boxes = {f"{n}{piece.box}": _TENSORS.get(n, n) + self._apart * piece.is_apart(n) for n, piece in self._pieces}
+        rows = {f"{n}_desc": self._box(tensor) for n, tensor in ({n: n for n in names} | boxes).items()}
+        rows |= {f"{n}_step": f"{n}_sb // {n}_sl" for n in names}
+        if self._apart:
+            rows["rope_step"] = f"key{self._apart}_sb // key{self._apart}_sl"
+        return super()._rows(aligned) | rows
+
+    @property
+    def _apart(self) -> str:
+        """What is added to the name of a key whose heads share some columns: those are a tensor of their own."""
+        return "".join(map(str, self.own_keys))
 
     def _box(self, tensor: str) -> str:
         return f"box({tensor}, {self.columns})" if self.sequences == "dense" else f"ragged({tensor})"
@@ -218,7 +227,7 @@ class HopperForwardLauncher(HopperLauncher):
 
     @property
     def _pieces(self) -> list[tuple[str, Piece]]:
-        pieces = two_pieces("key", columns_of_form(forward_form(self.code), self.code.signature.widths)[0])
+        pieces, _ = pieces_of(forward_form(self.code), self.code.signature.widths)
         return [(name, piece) for name in ("query", "key") for piece in pieces]
 
     def _blocks(self) -> dict[str, list[int]]:
@@ -240,6 +249,9 @@ class HopperBackwardLauncher(HopperLauncher):
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)}
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
+        if "drope" in results:  # of all heads together, or of each where sums must repeat
+            shares, fill = (call.key.shape[1], None) if self.code.signature.deterministic else (1, 0.0)
+            own[f"dkey{self._apart}"] = flat_place(batches, shares, *results["drope"].shape[2:], fill=fill)
         for n, gradient in enumerate(self.sums):
             number = self.slots("q", call, True) if packed else self._sums_of_a_head(gradient.kind, q_len)
             own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
@@ -303,9 +315,6 @@ class HopperBackwardLauncher(HopperLauncher):
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
             "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
-            "query_rows_desc": f"box(query, {self.columns})", "dout_rows_desc": f"box(dout, {self.columns})",
-            "dquery_rows_desc": f"box(dquery, {self.columns})",
-            "seen_key_desc": f"box(key, {self.columns})", "seen_value_desc": f"box(value, {self.columns})",
         })  # fmt: skip
 
     @property
@@ -317,7 +326,11 @@ class HopperBackwardLauncher(HopperLauncher):
         of_keys, of_values = pieces_of(self._form, self.code.signature.widths)
         names = [(name, of_keys) for name in ("query", "key", "dkey")]
         names += [(name, of_values) for name in ("value", "dout", "dvalue")]
-        return [(name, piece) for name, pieces in names for piece in pieces if piece.box]
+        if self.code.has("flash_dquery"):
+            of_keys, of_values = pieces_of(self._query_form, self.code.signature.widths)
+            names += [(name, of_keys) for name in ("query_rows", "dquery_rows", "seen_key")]
+            names += [(name, of_values) for name in ("dout_rows", "seen_value")]
+        return [(name, piece) for name, pieces in names for piece in pieces]
 
     def _blocks(self) -> dict[str, list[int]]:
         form, columns = self._form, part_columns(self._form, self.code.signature.widths)
