@@ -397,7 +397,9 @@ class Attention(Declaration):
                 cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
             latent = cache[..., :rank]
             rope = cache[..., rank:] if rope_dim else None
-            return self._run(query, latent @ uk, latent @ uv, rope, *tail, lengths)
+            # one product of all heads, [B, T, rank] by [rank, H * width]: by heads, copies of the cache would be made
+            key, value = (torch.einsum("btr,hrd->bhtd", latent[:, 0], w) for w in (uk, uv))
+            return self._run(query, key, value, rope, *tail, lengths)
         if form != "absorbed":
             raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
         absorbed = torch.cat([query[..., :nope] @ uk.transpose(1, 2), query[..., nope:]], dim=-1)

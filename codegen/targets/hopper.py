@@ -134,9 +134,8 @@ class HopperTarget:
         if call.value is None:
             return _latent_misfit(signature, call)
         ragged = signature.sequences != "dense"
-        shared = {"rotary key": call.rope} if signature.widths.rope_dim else {}
+        shared = {} if call.rope is None else {"rotary key": call.rope}
         for name, tensor in {"query": call.query, "key": call.key, "value": call.value, **shared}.items():
-            assert tensor is not None
             if not is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
@@ -148,8 +147,8 @@ class HopperTarget:
                     f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
                 )
-        if shared and call.rope.shape[1] != 1:  # type: ignore[union-attr]
-            return f"hopper: rotary key: expected one head, got {call.rope.shape[1]}"  # type: ignore[union-attr]
+        if call.rope is not None and call.rope.shape[1] != 1:
+            return f"hopper: a rotary key of {call.rope.shape[1]} heads is for the triton target"
         page = call.key.shape[2]
         if signature.sequences == "paged" and page < LEAST_PAGE:
             return _small_pages(page)
