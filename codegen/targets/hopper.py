@@ -351,14 +351,16 @@ def _no_shared_key(kernel: Kernel, signature: Signature, facts: Facts) -> str | 
     widths = signature.widths
     if not has_pieces_apart(widths):
         return (
-            "expanded latent attention needs a key of 64 or 128 columns and fewer rotary ones, got "
+            "needs keys of 64 or 128 columns and fewer rotary ones for expanded latent attention, got "
             f"{widths.head_dim - widths.rope_dim} and {widths.rope_dim}"
         )
     if kernel.direction == "forward":
         return None
     if signature.sequences != "dense":
-        return "gradients of expanded latent attention have sequences of one length"
-    return None if _fits_by_rows(widths) else f"gradients of expanded latent attention need Dv to 128, got {widths.value_dim}"
+        return "needs sequences of one length for gradients of expanded latent attention"
+    if not _fits_by_rows(widths):
+        return f"needs Dv of 128 or less for gradients of expanded latent attention, got {widths.value_dim}"
+    return None
 
 
 # -- backwards ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from .kernels import (
     hopper_forward_sram_in_place,
     hopper_forward_sram_two_queries,
     hopper_latent_sram,
+    hopper_loaded_sram,
 )
 from .segments import Segments
 from .signature import Direction
@@ -180,7 +181,9 @@ class HopperBackwardForm:
         return f"{self.block_q}x{self.block_kv}s{self.stages}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        return hopper_by_columns_sram if self.by_columns and not kernel.follows else kernel.sram
+        if kernel.name != "flash_dkey_dvalue":
+            return kernel.sram
+        return hopper_by_columns_sram if self.by_columns else hopper_loaded_sram
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)
