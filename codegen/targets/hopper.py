@@ -338,10 +338,12 @@ def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature
     return None
 
 
-# -- a rotary key that heads share ---------------------------------------------------------------------------------------
+# -- a rotary key that heads share -------------------------------------------------------------------------------------
 def _key_segments(widths: Widths) -> tuple[Segment, ...]:
     return tuple(
-        Segment(piece.column("key"), min(piece.columns, widths.head_dim - piece.first), "rope" if piece.shared else "key")
+        Segment(
+            piece.column("key"), min(piece.columns, widths.head_dim - piece.first), "rope" if piece.shared else "key"
+        )
         for piece in key_pieces(piecewise(widths.head_dim), widths)
     )
 

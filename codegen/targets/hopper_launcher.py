@@ -19,7 +19,6 @@ from .hopper_tiles import (
     Piece,
     backward_form,
     columns_of,
-    columns_of_form,
     forward_form,
     main_form,
     part_columns,
@@ -33,7 +32,13 @@ L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads
 _LINE = 128  # floats of a line of a part
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
 # what flash_dquery calls tensors of whose tiles the main kernel has others
-_TENSORS = {"query_rows": "query", "dquery_rows": "dquery", "dout_rows": "dout", "seen_key": "key", "seen_value": "value"}
+_TENSORS = {
+    "query_rows": "query",
+    "dquery_rows": "dquery",
+    "dout_rows": "dout",
+    "seen_key": "key",
+    "seen_value": "value",
+}
 
 
 class Box:

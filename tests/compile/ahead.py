@@ -144,9 +144,7 @@ def compiled(
     sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
     machine = by_name(device)
     form: Literal["expanded"] | None = None if variant.latent is None else "expanded"
-    plan = variant.plan(
-        sizes, device=device, target=target, schedule=schedule, deterministic=deterministic, form=form
-    )
+    plan = variant.plan(sizes, device=device, target=target, schedule=schedule, deterministic=deterministic, form=form)
     signature = plan.code(direction).signature
     if wanted is not None:
         signature = replace(signature, wanted=wanted)

@@ -79,7 +79,9 @@ MAIN = frozenset({"query", "key", "value", "rope"})
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "value_dim"),
-    mostly([("causal", 192, 128)], [("causal", 192, 128), ("softcap", 192, 128), ("alibi", 192, 128), ("narrow", 96, 64)]),
+    mostly(
+        [("causal", 192, 128)], [("causal", 192, 128), ("softcap", 192, 128), ("alibi", 192, 128), ("narrow", 96, 64)]
+    ),
 )
 def test_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_dim):
     module = compiled_of_widths(EXPANDED[name], "forward", head_dim, value_dim=value_dim, target="hopper")

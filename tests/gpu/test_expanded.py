@@ -89,7 +89,9 @@ def test_heads(heads):
     check("causal", heads, 200, 260, batch=1)
 
 
-@pytest.mark.parametrize(("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128), (64, 24, 80)])
+@pytest.mark.parametrize(
+    ("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128), (64, 24, 80)]
+)
 def test_widths(nope, rope, value_dim):
     for deterministic in (False, True):
         check("causal", 4, 300, 333, nope=nope, rope=rope, value_dim=value_dim, deterministic=deterministic)
@@ -135,7 +137,9 @@ def test_sequences_of_their_own_lengths(kind):
     batch, total = (3, 200) if kind == "lengths" else (1, 324)
     tensors, own = operands_of("causal", 4, total, total, batch=batch)
     starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    options = {"q_lens": lens, "kv_lens": lens} if kind == "lengths" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    options = (
+        {"q_lens": lens, "kv_lens": lens} if kind == "lengths" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    )
     dout = torch.randn(batch, 4, total, 128, device="cuda")
     given = (tensors, own, torch.bfloat16, dout, torch.zeros(batch, 4, total, device="cuda"))
     found = gradients(declared("causal"), *given, target="hopper", form="expanded", **options)

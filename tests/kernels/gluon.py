@@ -1,9 +1,10 @@
 """Warp-specialised Gluon kernels on a CPU: generated text run as Python, one thread for each role of a program.
 
 Triton has no interpreter of Gluon. This one knows what kernels of target hopper use, and is unkind where hardware may
-be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and leave at any time
-before they are waited for; a product reads its operands when it is waited for, at the latest moment that hardware could.
-A slot that is given back too early, or a barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
+be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them and leave at any time
+before they are waited for, and a product reads its operands when it is waited for, at the latest moment that hardware
+could. A slot that is given back too early, or a barrier with a wrong phase, gives wrong numbers or a deadlock, which is
+reported.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class Machine:
         for leave in self.leaving.pop(self._me(), []):
             leave()
 
-    # -- barriers of the hardware, which a consumer's 128 threads arrive at and the producer's 32 wait for ---------------
+    # -- barriers of the hardware, which a consumer's 128 threads arrive at and the producer's 32 wait for ------------
     def named(self, number: int, threads: int, waits: bool) -> None:
         key = (-1, number)
         consumers = (threads - 32) // 128
@@ -419,9 +420,7 @@ class OnACpu:
     @classmethod
     def of(cls, made: Any, declared: Any, seed: int = 0, edit: Callable[[str], str] | None = None) -> Any:
         """The launcher of a variant's kernels that the driver has made; edit: of their text."""
-        launcher = made.resolved.target.bind(
-            made.modules, made.resolved.code, facts_of(declared), torch.device("cpu")
-        )
+        launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
         launcher.__class__ = type("Interpreted", (cls, type(launcher)), {})
         launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
         launcher.edit = edit or cls.edit

@@ -118,7 +118,9 @@ def test_masks_and_scores_of_keys_in_two_tensors(name):
     check(name, operands_of(2, 2, 257, 257, 128, 64, 128, batch=1))
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), mostly([(65, 129)], [(1, 1), (128, 128), (65, 129), (127, 255), (300, 64)]))
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), mostly([(65, 129)], [(1, 1), (128, 128), (65, 129), (127, 255), (300, 64)])
+)
 def test_lengths_at_the_edges_of_tiles(q_len, kv_len):
     check("causal" if q_len <= kv_len else "dense", operands_of(2, 2, q_len, kv_len, 128, 64, 128, batch=1))
 
@@ -152,7 +154,9 @@ def test_sequences_of_their_own_lengths(kind):
     out = torch.full((*query.shape[:3], 128), float("nan"), dtype=query.dtype)
     results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
     launch(declared, call, results)
-    options = {"kv_lens": count, "q_lens": count} if kind == "lengths" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    options = (
+        {"kv_lens": count, "q_lens": count} if kind == "lengths" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    )
     key = joined(tensors["key"], tensors["rope"])
     exact, usual = (
         plain.reference(query.to(t), key.to(t), tensors["value"].to(t), return_lse=True, **options)
