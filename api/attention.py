@@ -402,12 +402,12 @@ class Attention(Declaration):
             return self._run(query, key, value, rope, *tail, lengths)
         if form != "absorbed":
             raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
-        absorbed = torch.cat([query[..., :nope] @ uk.transpose(1, 2), query[..., nope:]], dim=-1)
+        # a product a head, of all batch rows: by rows, copies of uk and uv would be made
+        absorbed = torch.cat([torch.einsum("bhln,hrn->bhlr", query[..., :nope], uk), query[..., nope:]], dim=-1)
         result = self._run(absorbed, cache, None, None, *tail, lengths, head_dim=query.shape[3])
-        if return_lse:
-            return result[0] @ uv, result[1]
-        assert isinstance(result, Tensor)
-        return result @ uv
+        out = result[0] if isinstance(result, tuple) else result
+        out = torch.einsum("bhlr,hrd->bhld", out, uv)
+        return (out, result[1]) if isinstance(result, tuple) else out
 
     @overload
     def reference(
