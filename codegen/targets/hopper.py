@@ -64,7 +64,7 @@ from .hopper_tiles import (
 from .latent_launcher import LatentLauncher
 from .triton import has_triton, tiles_by_head
 
-NARROWEST = 40  # below it tiles would be mostly zeros
+NARROWEST = 16  # below it tiles would be mostly zeros
 RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
@@ -523,7 +523,7 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
         return HopperForm(
             2, 128, 2, lazy_rescale=True, output_in_query=in_place, overlap_edges=facts.score_reads_positions
         )
-    if columns == value_columns == 64:
+    if max(columns, value_columns) <= 64:
         return HopperForm(3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True)
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
@@ -545,8 +545,8 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
             return HopperBackwardForm(64, 64, by_columns=True)
         return HopperBackwardForm(32 if piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
     if kernel.name == "flash_dquery":
-        wide = spare or (width == 64 and not facts.loads_at_positions)
+        wide = spare or (width <= 64 and not facts.loads_at_positions)
         return HopperBackwardForm(128, 128 if wide and not summed else 64)
-    if width != 64 or not spare:
+    if width > 64 or not spare:
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")

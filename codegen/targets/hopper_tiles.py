@@ -10,7 +10,7 @@ from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import Widths
 
-TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
+TILE_COLUMNS = (32, 64, 128, 256)  # narrower operands are filled up with zeros, by TMA
 ROWS = 64  # of a consumer
 CONSUMERS = 2  # of the backward
 
@@ -81,8 +81,8 @@ def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
 
 
 def piecewise(width: int) -> int:
-    """The fewest columns, of 64 or 128 and 16, 32 or 64 more."""
-    known = (64, 80, 96, 128, 144, 160, 192, 256)
+    """The fewest columns, of 32, 64 or 128, and to the last two 16, 32 or 64 more."""
+    known = (32, 64, 80, 96, 128, 144, 160, 192, 256)
     return next(columns for columns in known if columns >= width)
 
 

@@ -9,7 +9,7 @@ from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, 
 from .tree import symbols
 
 HOPPER_WIDTHS = (  # most often equal powers of two; each other kind of tile
-    *[(64, 64), (128, 128)] * 5, (40, 40), (80, 80), (96, 96), (128, 64), (72, 104), (136, 48), (160, 128), (192, 128),
+    *[(64, 64), (128, 128)] * 5, (40, 40), (16, 32), (80, 80), (96, 96), (128, 64), (72, 104), (136, 48), (160, 128), (192, 128),
     (256, 256), (200, 64), (64, 256),
 )  # fmt: skip
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 96, 100, 127, 128, 129, 150, 200, 257, 300)

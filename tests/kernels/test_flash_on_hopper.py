@@ -166,6 +166,12 @@ def test_sequences_of_their_own_lengths(kind):
         check_errors(*three, label)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), mostly([(24, 32)], [(16, 16), (24, 32), (32, 64), (64, 24)]))
+def test_narrow_heads(head_dim, value_dim, deterministic):
+    check("causal", operands_of(4, 2, 130, 200, head_dim, 0, value_dim, batch=1), deterministic=deterministic)
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim"), mostly([(192, 128)], [(192, 128), (80, 80), (144, 64), (128, 128)]))
 def test_queries_see_keys_in_pieces(head_dim, value_dim):
     """Two passes of keys with heads of their own, in groups."""
