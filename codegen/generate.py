@@ -18,7 +18,7 @@ from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import tables_in
-from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, LIST_HEAD, LISTS, PAIR_CELLS, SPANS
+from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, LIST_HEAD, LISTS, PAIR_CELLS, SPANS, ends_of
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -185,7 +185,7 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         "list_head": LIST_HEAD,
     }
     name = f"triton/tile_{facts.tile_source}.py.jinja"
-    kernels: tuple[str, ...] = SPANS
+    kernels: tuple[str, ...] = (*SPANS, *ends_of(facts.traits.measured))
     if facts.tile_source == "lists":
         kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width

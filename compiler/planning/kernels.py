@@ -42,6 +42,7 @@ ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or s
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
 SPAN = 16  # bytes of a range of tiles: four int32
+LEAST_AND_GREATEST = 16  # bytes of the ends of a value in a tile: two int64
 READ = 8  # bytes of what a mask reads at a position, at most
 
 
@@ -75,6 +76,7 @@ class Sizes:
     S: float = 1  # parts of the keys that are computed apart
     d: float = 0  # 1 where these are joined by another kernel, else 0
     m: float = 0  # tiles that need the mask
+    r: float = 0  # 1 where the axis whose tiles are measured is long, so that the ends of its tiles are written first, else 0
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
 
 
@@ -706,15 +708,19 @@ ROUND_DQUERY = Kernel(
 
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
+ENDS = ("kv_ends", "q_ends")
 LISTS = ("kv_lists", "q_lists")
 PAIR_CELLS = "pair_cells"
-MEASURES = (*SPANS, *LISTS, PAIR_CELLS)
+MEASURES = (*ENDS, *SPANS, *LISTS, PAIR_CELLS)
 DISTANCE_TABLES = "distance_tables"
 BESIDE = (*MEASURES, DISTANCE_TABLES)  # kernels of modules of their own, whose form is no choice
 LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
+FEW = 1 << 14  # positions of an axis that each program reads by itself: of more, the ends of tiles are written first
+STRETCH = 128  # tiles that are looked at as one before they are looked at each
 CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
 LIST_HEAD = 4  # numbers before the tiles of a list
 _VISITORS = (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
+_OF_A_STRETCH = f"{STRETCH} tiles, many at a time"
 _A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
@@ -723,12 +729,13 @@ _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many 
 def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
     """kv_spans or q_spans: which tiles of `axis` each tile of the other one must visit.
 
-    A program looks at all tiles of `axis`, whose positions all programs read; what one has read, others find in L2.
+    A program looks at all tiles of `axis`, whose positions all programs read; what one has read, others find in L2. Of a
+    long axis it reads the ends of stretches, and of the tiles of a few.
     """
-    own_reads, reads = measuring.q_reads, measuring.kv_reads
+    own_reads, reads, values = measuring.q_reads, measuring.kv_reads, measuring.kv_values
     ranges = measuring.kv_ranges
     if axis == "q":
-        own_reads, reads, ranges = reads, own_reads, measuring.q_ranges
+        own_reads, reads, ranges, values = reads, own_reads, measuring.q_ranges, measuring.q_values
 
     def rows(x: Sizes) -> float:
         """Programs of a batch row."""
@@ -738,14 +745,44 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
         return x.B * rows(x)
 
     def read(x: Sizes) -> float:
-        own, other = (x.L, x.T) if axis == "kv" else (x.T, x.L)
-        return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.j))
+        own, other, tiles = (x.L, x.T, x.nkv) if axis == "kv" else (x.T, x.L, x.nq)
+        positions = reads * other * (1 + (rows(x) - 1) * x.j)
+        ends = values * x.B * (tiles * (1 - x.j) + rows(x) * (tiles / STRETCH + 2 * STRETCH) * x.j)
+        return READ * x.B * (own_reads * own + (1 - x.r) * positions) + LEAST_AND_GREATEST * x.r * ends
 
     def written(x: Sizes) -> float:
         return SPAN * ranges * programs(x)
 
     name, loop, again = ("kv_spans", _MANY_KEYS, _KEYS) if axis == "kv" else ("q_spans", _MANY_QUERIES, _QUERIES)
     return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, again)
+
+
+@lru_cache(maxsize=64)
+def ends_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
+    """kv_ends or q_ends: least and greatest of what a mask reads in tiles of a long axis, and in stretches of them."""
+    reads, values = (measuring.kv_reads, measuring.kv_values) if axis == "kv" else (measuring.q_reads, measuring.q_values)
+
+    def tiles(x: Sizes) -> float:
+        return x.r * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)
+
+    def programs(x: Sizes) -> float:
+        return tiles(x) / STRETCH
+
+    def read(x: Sizes) -> float:
+        return READ * reads * x.r * x.B * (x.T if axis == "kv" else x.L)
+
+    def written(x: Sizes) -> float:
+        return LEAST_AND_GREATEST * values * (tiles(x) + programs(x))
+
+    again = _KEYS if axis == "kv" else _QUERIES
+    return Kernel(f"{axis}_ends", direction, slot, axis, _OF_A_STRETCH, programs, none, read, written, none, none, again)
+
+
+def ends_of(measuring: Measuring | None) -> tuple[str, ...]:
+    """The kernels that write ends for those that measure runs of tiles: of positions themselves none are written."""
+    if measuring is None or measuring.source == "lists":
+        return ()
+    return tuple(n for n, values in zip(ENDS, (measuring.kv_values, measuring.q_values)) if values)
 
 
 @lru_cache(maxsize=64)
@@ -811,6 +848,8 @@ def with_measuring(
     make = lists_kernel if lists else spans_kernel
     for kernel in kernels:
         if kernel in _VISITORS:
+            if f"{kernel.axis}_ends" in ends_of(measuring):
+                found.append(ends_kernel(kernel.axis, kernel.direction, kernel.slot, measuring))
             found.append(make(kernel.axis, kernel.direction, kernel.slot, measuring))
         found.append(kernel)
     return found

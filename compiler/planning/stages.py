@@ -14,6 +14,7 @@ from ...ir.errors import InternalError
 from ..analysis.records import Traits
 from ..analysis.survey import CELL
 from .forms import ROWS_OF_A_WARPGROUP
+from .kernels import FEW, STRETCH, ends_of
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -455,18 +456,35 @@ def _streaming_backward(t: Tiles) -> list[Stage]:
 
 
 def _kv_spans(t: Tiles) -> list[Stage]:
-    return _spans("queries", "keys", _EACH_KV)
+    return _spans("queries", "keys", _EACH_KV, "kv", t)
 
 
 def _q_spans(t: Tiles) -> list[Stage]:
-    return _spans("keys", "queries", _EACH_Q)
+    return _spans("keys", "queries", _EACH_Q, "q", t)
 
 
-def _spans(own: str, others: str, each: str) -> list[Stage]:
+def _kv_ends(t: Tiles) -> list[Stage]:
+    return _ends("keys", _EACH_KV)
+
+
+def _q_ends(t: Tiles) -> list[Stage]:
+    return _ends("queries", _EACH_Q)
+
+
+def _ends(others: str, each: str) -> list[Stage]:
+    return [
+        _load("values", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
+        _store("ends", f"these, of each tile and of {STRETCH} tiles at once"),
+    ]
+
+
+def _spans(own: str, others: str, each: str, axis: str, t: Tiles) -> list[Stage]:
     """Spans are measured by one module for tiles of every size, so that no size is in the words."""
+    known = f", by what {axis}_ends wrote" if f"{axis}_ends" in ends_of(t.traits.measured) else ""
     return [
         _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
         _load("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
+        _compute("stretches", f"of over {FEW:,} {others} {STRETCH} tiles as one{known}; each of them where that says too little", each),
         _compute("matches", "by least and greatest: can any pair match, must every pair", each),
         _store("ranges", "first and last tile to visit, run of full ones; for each range"),
     ]
@@ -675,6 +693,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
+    ("", "kv_ends"): _kv_ends,
+    ("", "q_ends"): _q_ends,
     ("", "kv_lists"): _kv_lists,
     ("", "q_lists"): _q_lists,
     ("", "pair_cells"): _pair_cells,

@@ -18,6 +18,7 @@ from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.planning.hardware import for_device
+from weft.codegen.targets import triton_launcher
 from weft.compiler.planning.kernels import PAIR_CELLS
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
@@ -92,7 +93,8 @@ def measured(
     made = compile_kernels(variant, signature, machine, "interpret", schedule)
     code = made.resolved.code
     table = f"{axis}_{code.tile_source}"
-    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name in (table, PAIR_CELLS)))
+    names = (f"{axis}_ends", table, PAIR_CELLS)
+    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name in names))
     launcher = made.resolved.target.bind(made.modules, alone, facts_of(variant), torch.device("cpu"))
     batches, q_heads, kv_heads = heads
     query, out, dout = (torch.empty(batches, q_heads, lengths[0], 16) for _ in range(3))
@@ -123,10 +125,19 @@ def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[
         assert table.tolist() == expected, f"{name}, {kind}, {axis}, {lengths}, {blocks}"
 
 
-@pytest.mark.sampled(3)
+@pytest.fixture(params=[None, 2, 4], ids=["by_tiles", "by_stretches_of_2", "by_stretches_of_4"])
+def stretch(request, monkeypatch) -> int | None:
+    """How kernels look at tiles: each of them, or so many at once first, of however few positions."""
+    if request.param is not None:
+        monkeypatch.setattr(triton_launcher, "FEW", 0)
+        monkeypatch.setattr(triton_launcher, "STRETCH", request.param)
+    return request.param
+
+
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded"])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_kernels_write_what_the_model_says(name: str, kind: str) -> None:
+def test_the_kernels_write_what_the_model_says(name: str, kind: str, stretch: int | None) -> None:
     for lengths in LENGTHS:
         check(name, kind, lengths, (16, 32))
 
@@ -144,7 +155,7 @@ def test_tiles_of_other_sizes(name: str, blocks: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal_documents", "two_ranges", "either"])
-def test_an_offset_for_each_batch_row(name: str) -> None:
+def test_an_offset_for_each_batch_row(name: str, stretch: int | None) -> None:
     check(name, "sorted", (70, 200, torch.tensor([3, 120], dtype=torch.int32)), (16, 32))
 
 
