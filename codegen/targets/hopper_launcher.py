@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
-from ...compiler.planning.kernels import DISTANCE_TABLES, ENDS, SPANS, WORK, Kernel
+from ...compiler.planning.kernels import DISTANCE_TABLES, RUNS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding, rows_of
 from .hopper_tiles import (
@@ -201,7 +201,7 @@ class HopperForwardLauncher(HopperLauncher):
         return processors(self.device)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *ENDS, *SPANS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         return f"least({self._processors()}, query_tiles * batch_heads)"
 
@@ -275,14 +275,14 @@ class HopperBackwardLauncher(HopperLauncher):
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *ENDS, *SPANS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"
         return "own_tiles * batch_heads" if kernel.name == "flash_dquery" else "query_tiles * batch_heads"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        if kernel.name in (*ENDS, *SPANS) or kernel.axis == "kv":
+        if kernel.name in RUNS or kernel.axis == "kv":
             own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
             return super()._renamed(kernel) | {"n_heads": "heads"} | own
         return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}

@@ -26,8 +26,10 @@ from ...compiler.planning.kernels import (
     LIST_ROOM,
     LISTED,
     LISTS,
+    LONG_SPANS,
     MEASURES,
     PAIR_CELLS,
+    RUNS,
     SPANS,
     STRETCH,
     WORK,
@@ -159,7 +161,8 @@ class TritonLauncher:
 
     def measures(self, partition: Partition) -> dict[str, str]:
         aligned = partition.mode.aligned  # type: ignore[attr-defined]
-        forms = {k.name: self.form(k.name, aligned) for k in self.code.kernels if k.name in MEASURES}
+        found = [k.name for k in self.code.kernels if k.name in MEASURES and k.name not in LONG_SPANS]
+        forms = {name: self.form(name, aligned) for name in found}
         return {name: f"{name} {form.block_q}x{form.block_kv}" for name, form in forms.items()}
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
@@ -172,7 +175,7 @@ class TritonLauncher:
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
         for code, run, (programs, arguments) in zip(self.code.kernels, ready.runs, ready.pack(given)):
-            if code.name not in partition.known:
+            if code.name.replace("_long_", "_") not in partition.known:  # both leave the same
                 run(programs, arguments, stream)
         tables = self._tables(call, workspace)
         for first in range(of_pairs[1], *of_pairs):
@@ -545,9 +548,9 @@ class TritonLauncher:
     def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
         """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
         rows = form.block_kv if kernel.axis == "kv" else form.block_q
-        if kernel.name in (*ENDS, *SPANS):
+        if kernel.name in RUNS:
             together = max(1, ROWS_TOGETHER // rows)
-            return {"TILES": min(together, STRETCH) if kernel.name in ENDS else together, "STRETCH": STRETCH, "FEW": FEW}
+            return {"TILES": min(together, STRETCH) if kernel.name in ENDS else together, "STRETCH": STRETCH}
         if kernel.name not in (*LISTS, PAIR_CELLS):
             return {}
         found = self.facts.survey
@@ -592,29 +595,35 @@ class TritonLauncher:
             heads = "batches * heads" if any(t.by_batch for t in self.tables) else "heads"
             rows = heads if any(t.by_batch or t.by_head for t in self.tables) else "1"
             text = f"(n_distances + {{BLOCK_KV}} - 1) // {{BLOCK_KV}} * {rows}"
-        elif kernel.name in ENDS:
-            stretches = self._places(kernel.axis, f"{STRETCH} * {{BLOCK_{kernel.axis.upper()}}}")
-            text = f"{stretches} * {self._mask_rows} * ({self._launched_if(kernel)})"
         elif kernel.name in WORK:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
-        elif self.sequences == "packed":
-            side, heads = ("q", "heads") if kernel.axis == "kv" else ("kv", "kv_heads")
-            if kernel.name in MEASURES:
-                heads = "heads" if self.facts.mask_differs_by_head else "1"
-            text = f"{side}_slots * {heads}"
         elif kernel.name in MEASURES:
-            rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
-            text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
-            if kernel.name == PAIR_CELLS:
-                tiles = _KV_TILES.replace("kv_len", self._kv_rows)
-                text = f"{text} * (({tiles} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
+            text = self._measuring_programs(kernel)
+        elif self.sequences == "packed":
+            text = "q_slots * heads" if kernel.axis == "kv" else "kv_slots * kv_heads"
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
 
+    def _measuring_programs(self, kernel: Kernel) -> str:
+        """Of a kernel that measures tiles: one for each tile of the axis that visits, or for each stretch of the other."""
+        if kernel.name in ENDS:
+            tiles = self._places(kernel.axis, f"{STRETCH} * {{BLOCK_{kernel.axis.upper()}}}")
+        elif self.sequences == "packed":
+            tiles = "q_slots" if kernel.axis == "kv" else "kv_slots"
+        else:
+            tiles = _Q_TILES if kernel.axis == "kv" else _KV_TILES
+        text = f"{tiles} * {self._mask_rows}"
+        if kernel.name == PAIR_CELLS:
+            others = _KV_TILES.replace("kv_len", self._kv_rows)
+            text = f"{text} * (({others} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
+        return f"{text} * ({self._launched_if(kernel)})" if kernel.name in RUNS else text
+
     def _launched_if(self, kernel: Kernel) -> str:
         """When a kernel of this module has something to do, over names of the vocabulary; "" for always."""
-        return f"{self._extent(kernel.axis)} > {FEW}" if kernel.name in ENDS else ""
+        if kernel.name not in RUNS:
+            return ""
+        return f"{self._extent(kernel.axis)} {'<=' if kernel.name in SPANS else '>'} {FEW}"
 
     def _extent(self, axis: Axis) -> str:
         """Positions of an axis that a call has room for, as an expression."""
@@ -631,7 +640,6 @@ class TritonLauncher:
         if self.sequences == "packed":
             return f"({self._extent(axis)} // ({block}) + n_sequences + 1)"
         return f"(({self._extent(axis)} + ({block}) - 1) // ({block}))"
-
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""

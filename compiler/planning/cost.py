@@ -25,12 +25,11 @@ from .forms import CpuForm, Form, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
-    ENDS,
     FEW,
     PAIR_CELLS,
     ROUND_DQUERY,
     ROW_STATISTICS,
-    SPANS,
+    RUNS,
     SPLIT_KV,
     WORK,
     Bound,
@@ -55,7 +54,7 @@ MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer register
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 _VISIT_NOTHING = (
-    ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, DISTANCE_TABLES, *ENDS, *SPANS, *WORK
+    ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, DISTANCE_TABLES, *RUNS, *WORK
 )  # fmt: skip
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 

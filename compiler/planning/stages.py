@@ -14,7 +14,7 @@ from ...ir.errors import InternalError
 from ..analysis.records import Traits
 from ..analysis.survey import CELL
 from .forms import ROWS_OF_A_WARPGROUP
-from .kernels import FEW, STRETCH, ends_of
+from .kernels import STRETCH, ends_of
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -456,11 +456,27 @@ def _streaming_backward(t: Tiles) -> list[Stage]:
 
 
 def _kv_spans(t: Tiles) -> list[Stage]:
-    return _spans("queries", "keys", _EACH_KV, "kv", t)
+    return _spans("queries", "keys", _EACH_KV)
 
 
 def _q_spans(t: Tiles) -> list[Stage]:
-    return _spans("keys", "queries", _EACH_Q, "q", t)
+    return _spans("keys", "queries", _EACH_Q)
+
+
+def _kv_long_spans(t: Tiles) -> list[Stage]:
+    return _long_spans(_kv_spans(t), "kv_ends", t)
+
+
+def _q_long_spans(t: Tiles) -> list[Stage]:
+    return _long_spans(_q_spans(t), "q_ends", t)
+
+
+def _long_spans(by_tiles: list[Stage], wrote: str, t: Tiles) -> list[Stage]:
+    """The same by stretches, whose ends another kernel wrote where they are not those of positions."""
+    own, others, matches, ranges = by_tiles
+    known = f"what {wrote} wrote of" if wrote in ends_of(t.traits.measured) else "least and greatest position of"
+    ends = _load("ends", f"{known} {STRETCH} tiles as one, then of each where that leaves it open", others.per, others.moves)
+    return [own, ends, matches, ranges]
 
 
 def _kv_ends(t: Tiles) -> list[Stage]:
@@ -478,13 +494,11 @@ def _ends(others: str, each: str) -> list[Stage]:
     ]
 
 
-def _spans(own: str, others: str, each: str, axis: str, t: Tiles) -> list[Stage]:
+def _spans(own: str, others: str, each: str) -> list[Stage]:
     """Spans are measured by one module for tiles of every size, so that no size is in the words."""
-    known = f", by what {axis}_ends wrote" if f"{axis}_ends" in ends_of(t.traits.measured) else ""
     return [
         _load("own", f"what the mask reads at {own} of a tile; least and greatest of each", _ONCE, "HBM -> registers"),
         _load("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
-        _compute("stretches", f"of over {FEW:,} {others} {STRETCH} tiles as one{known}; each of them where that says too little", each),
         _compute("matches", "by least and greatest: can any pair match, must every pair", each),
         _store("ranges", "first and last tile to visit, run of full ones; for each range"),
     ]
@@ -693,6 +707,8 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
+    ("", "kv_long_spans"): _kv_long_spans,
+    ("", "q_long_spans"): _q_long_spans,
     ("", "kv_ends"): _kv_ends,
     ("", "q_ends"): _q_ends,
     ("", "kv_lists"): _kv_lists,

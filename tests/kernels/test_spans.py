@@ -93,7 +93,7 @@ def measured(
     made = compile_kernels(variant, signature, machine, "interpret", schedule)
     code = made.resolved.code
     table = f"{axis}_{code.tile_source}"
-    names = (f"{axis}_ends", table, PAIR_CELLS)
+    names = (f"{axis}_ends", f"{axis}_long_spans", table, PAIR_CELLS)
     alone = replace(code, kernels=tuple(k for k in code.kernels if k.name in names))
     launcher = made.resolved.target.bind(made.modules, alone, facts_of(variant), torch.device("cpu"))
     batches, q_heads, kv_heads = heads
