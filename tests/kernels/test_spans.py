@@ -159,18 +159,19 @@ def test_an_offset_for_each_batch_row(name: str, stretch: int | None) -> None:
     check(name, "sorted", (70, 200, torch.tensor([3, 120], dtype=torch.int32)), (16, 32))
 
 
-def test_axes_longer_than_what_a_program_looks_at_together() -> None:
-    """4096 positions are looked at together, so first, last and full tiles come from several turns of a loop."""
+@pytest.mark.parametrize(("length", "other"), [(9000, 256), (40_000, 64)])
+def test_axes_longer_than_what_a_program_looks_at_together(length: int, other: int) -> None:
+    """First, last and full tiles come from several turns of a loop: of 4096 positions, or of long axes of stretches."""
     mask = masks.causal & masks.document(doc)
     variant = weft.Attention(mask=mask, name="long")
-    given = {"doc": (torch.arange(9000) // 2900).to(torch.int16)}
+    given = {"doc": (torch.arange(length) // (length // 3 - 100)).to(torch.int16)}
     facts = facts_of(variant)
     env = {"doc": Table("doc", given["doc"].tolist)}
-    measurement = Measurement(facts.survey, env, q_len=9000, kv_len=9000)
-    for axis, program, blocks in (("kv", facts.kv_tiles, (1024, 256)), ("q", facts.q_tiles, (256, 1024))):
-        table = measured(variant, axis, blocks, (9000, 9000), 0, given, (1, 1, 1))
+    measurement = Measurement(facts.survey, env, q_len=length, kv_len=length)
+    for axis, program, blocks in (("kv", facts.kv_tiles, (1024, other)), ("q", facts.q_tiles, (other, 1024))):
+        table = measured(variant, axis, blocks, (length, length), 0, given, (1, 1, 1))
         spans = measurement.spans(program, *blocks)
-        assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(9)]
+        assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(-(-length // 1024))]
         lo, full_lo, full_hi, hi = table[0].unbind(-1)
         assert (full_hi - full_lo).max() > 4 and (hi - lo).max() > 9
 
