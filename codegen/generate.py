@@ -18,7 +18,17 @@ from ..compiler.analysis.records import PAIR_KINDS
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import tables_in
-from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, FEW, LIST_HEAD, LISTS, LONG_SPANS, PAIR_CELLS, SPANS, ends_of
+from ..compiler.planning.kernels import (
+    BESIDE,
+    DISTANCE_TABLES,
+    FEW,
+    LIST_HEAD,
+    LISTS,
+    LONG_SPANS,
+    PAIR_CELLS,
+    SPANS,
+    ends_of,
+)
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments

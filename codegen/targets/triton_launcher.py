@@ -606,7 +606,7 @@ class TritonLauncher:
         return text.format(**constants)
 
     def _measuring_programs(self, kernel: Kernel) -> str:
-        """Of a kernel that measures tiles: one for each tile of the axis that visits, or for each stretch of the other."""
+        """Of a kernel that measures tiles: one for each tile that visits, or for each stretch of visited ones."""
         if kernel.name in ENDS:
             tiles = self._places(kernel.axis, f"{STRETCH} * {{BLOCK_{kernel.axis.upper()}}}")
         elif self.sequences == "packed":
@@ -636,7 +636,7 @@ class TritonLauncher:
         return " * ".join([*([] if self.sequences == "packed" else ["batches"]), *heads]) or "1"
 
     def _places(self, axis: Axis, block: str) -> str:
-        """Places of the tiles of `block` positions of an axis, as an expression: a packed sequence begins one of its own."""
+        """Places of tiles of `block` positions, as an expression: a packed sequence begins one of its own."""
         if self.sequences == "packed":
             return f"({self._extent(axis)} // ({block}) + n_sequences + 1)"
         return f"(({self._extent(axis)} + ({block}) - 1) // ({block}))"

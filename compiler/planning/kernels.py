@@ -76,7 +76,7 @@ class Sizes:
     S: float = 1  # parts of the keys that are computed apart
     d: float = 0  # 1 where these are joined by another kernel, else 0
     m: float = 0  # tiles that need the mask
-    r: float = 0  # 1 where the axis whose tiles are measured is long, so that its tiles are looked at in stretches, else 0
+    r: float = 0  # 1 where the axis whose tiles are measured is long: they are looked at in stretches; else 0
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
 
 
@@ -785,7 +785,9 @@ def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: M
 @lru_cache(maxsize=64)
 def ends_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
     """kv_ends or q_ends: least and greatest of what a mask reads in tiles of a long axis, and in stretches of them."""
-    reads, values = (measuring.kv_reads, measuring.kv_values) if axis == "kv" else (measuring.q_reads, measuring.q_values)
+    reads, values = measuring.kv_reads, measuring.kv_values
+    if axis == "q":
+        reads, values = measuring.q_reads, measuring.q_values
 
     def tiles(x: Sizes) -> float:
         return x.r * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)

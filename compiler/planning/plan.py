@@ -20,7 +20,20 @@ from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_sh
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, Tiling
 from .hardware import Hardware
-from .kernels import DISTANCE_TABLES, LISTS, LONG_SPANS, PAIR_CELLS, RUNS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
+from .kernels import (
+    DISTANCE_TABLES,
+    LISTS,
+    LONG_SPANS,
+    PAIR_CELLS,
+    RUNS,
+    SPANS,
+    SPLIT_KV,
+    Bound,
+    Formula,
+    Kernel,
+    Sizes,
+    traffic,
+)
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments

@@ -475,7 +475,8 @@ def _long_spans(by_tiles: list[Stage], wrote: str, t: Tiles) -> list[Stage]:
     """The same by stretches, whose ends another kernel wrote where they are not those of positions."""
     own, others, matches, ranges = by_tiles
     known = f"what {wrote} wrote of" if wrote in ends_of(t.traits.measured) else "least and greatest position of"
-    ends = _load("ends", f"{known} {STRETCH} tiles as one, then of each where that leaves it open", others.per, others.moves)
+    what = f"{known} {STRETCH} tiles as one, then of each where that leaves it open"
+    ends = _load("ends", what, others.per, others.moves)
     return [own, ends, matches, ranges]
 
 

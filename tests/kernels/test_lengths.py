@@ -107,7 +107,9 @@ def test_tiles_of_long_axes_that_are_measured_in_stretches(name, kind, order, mo
     monkeypatch.setattr(triton_launcher, "STRETCH", 2)
     (make, lengths), (variant, operands) = KINDS[kind], VARIANTS[name]
     ids = operands["doc"] if order == "sorted" else operands["doc"][:, torch.randperm(80)]
-    schedule = "flash/flash_forward=interpret:16x16w4s1/flash_dquery=interpret:16x16w4s1/flash_dkey_dvalue=interpret:16x16w4s1"
+    schedule = (
+        "flash/flash_forward=interpret:16x16w4s1/flash_dquery=interpret:16x16w4s1/flash_dkey_dvalue=interpret:16x16w4s1"
+    )
     try:
         variant._variant.forget()
         given = {"doc": ids} | lengths

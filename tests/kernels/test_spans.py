@@ -15,10 +15,10 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
+from weft.codegen.targets import triton_launcher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.planning.hardware import for_device
-from weft.codegen.targets import triton_launcher
 from weft.compiler.planning.kernels import PAIR_CELLS
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options

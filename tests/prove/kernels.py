@@ -46,8 +46,14 @@ STEPS = (
     Step(ROWS, "q_pos = (q_offset + tl.minimum(q_rows, q_len - 1))[:, None]", (offset + length - 1, offset)),
     Step(ROWS, "q_offset + q_first, q_offset + q_last, {{ env }}, BLOCK_KV", (offset + start, offset + length - 1)),
     Step(SURVEY, "tiles = tile + tl.arange(0, TILES)", (start + TOGETHER,)),
-    Step(SURVEY, "{{ begins }} * BLOCK_{{ axis | upper }}", (start + TOGETHER, stretches, offset + start)),  # of q where it counts
-    Step(SURVEY, "tl.minimum({{ stops }} * BLOCK_{{ axis | upper }}, {{ axis }}_len) - 1", (start + TOGETHER + block, stretches)),
+    Step(
+        SURVEY, "{{ begins }} * BLOCK_{{ axis | upper }}", (start + TOGETHER, stretches, offset + start)
+    ),  # of q where it counts
+    Step(
+        SURVEY,
+        "tl.minimum({{ stops }} * BLOCK_{{ axis | upper }}, {{ axis }}_len) - 1",
+        (start + TOGETHER + block, stretches),
+    ),
     Step(SPANS, "(stops * BLOCK_{{ AXIS }} <= {{ axis }}_len)", (start + TOGETHER + block, stretches)),
     Step(SPANS, "stretches * STRETCH, (stretches + 1) * STRETCH", (stretches,)),
     Step(SPANS, "tiles = stretch * STRETCH + tl.arange(0, STRETCH)", (start + STRETCH * block,)),
@@ -92,7 +98,7 @@ OF_STRETCHES = (
 def stretch_question() -> Question:
     """Whether a tile could be left out of the stretches, or be looked at by ends that are not those of its positions.
 
-    What the conditions say of least and greatest values holds for any set of positions between them (`survey_questions`);
+    What conditions say of least and greatest values holds for any positions between them (`survey_questions`);
     a stretch's values are those of its tiles, and of a position that is a value the ends follow from tile numbers here.
     """
     tile, lo, hi, stretch = z3.Ints("tile lo hi stretch")

@@ -25,7 +25,6 @@ from weft.compiler.planning.kernels import (
     ROUND_DQUERY,
     SPANS,
     long_spans_kernel,
-    spans_kernel,
     streaming_backward_flops,
 )
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
