@@ -282,7 +282,7 @@ def test_kernels_of_a_mask_that_is_measured(target: str, direction: Direction, h
     assert spans <= set(module.kernels)
     for name in spans & {*LONG_SPANS}:  # many programs on an SM, of one warp each
         assert module.kernels[name].count("bar.sync") == 0
-        assert module.kernels[name].registers <= 64
+        assert module.kernels[name].registers <= 80
     for kernel in module.kernels.values():
         assert kernel.sram <= by_name("h200").sram_per_block
         if kernel.name in spans | {"row_statistics"}:
