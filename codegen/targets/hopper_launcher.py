@@ -111,7 +111,7 @@ class OperandBox(Box):
         return *tensor.shape, *tensor.stride()
 
     @staticmethod
-    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:  # type: ignore[override]
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
         rank = len(numbers) // 2
         sizes, strides = numbers[:rank], numbers[rank:]
         order = [*(d for d in range(rank - 1) if d != width), width, rank - 1]
@@ -250,7 +250,7 @@ class HopperLauncher(TritonLauncher):
         boxes |= {n: n for n in self._tiled_names() if n not in boxes}
         found = {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
         if (read := self._brought) is not None:
-            found["pairs_desc"] = Described(f"arg_{read.tensor.name}", OperandBox, rows_of_boxes(read))
+            found["pairs_desc"] = Described(f"arg_{read.tensor.name}", OperandBox, rows_of_boxes(read) or 0)
         return found
 
     @property
