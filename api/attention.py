@@ -400,7 +400,7 @@ class Attention(Declaration):
         paged = has_pages(lengths)
         validate.check_latent(self, query, cache, uk, uv, paged)
         rank, rope_dim = self.latent.rank, self.latent.rope
-        *_, operands = tail
+        operands = tail[-1]
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")

@@ -115,9 +115,9 @@ def test_own_forms_of_targets() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "text"),
     [
-        (16, 32, "192x128s3q2+pairs"), (40, 56, "192x128s3q2+pairs"), (80, 96, "128x128s2q1+regs+lazy"),
-        (64, 128, "128x128s2q1+regs+lazy"), (192, 128, "128x128s2q1+lazy+inplace"),
-        (192, 64, "128x128s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"),
+        (16, 32, "192x128s3q2+pairs"),
+        (40, 56, "192x128s3q2+pairs"), (80, 96, "128x128s2q1+regs+lazy"), (64, 128, "128x128s2q1+regs+lazy"),
+        (192, 128, "128x128s2q1+lazy+inplace"), (192, 64, "128x128s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"),
         (200, 136, "128x64s2q1+lazy+inplace"), (136, 200, "128x64s2q1+lazy"),
     ],
 )  # fmt: skip
