@@ -9,6 +9,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
+from weft.codegen import launching
 from weft.codegen.targets import triton_launcher
 from weft.runtime.driver import builds
 
@@ -116,6 +117,45 @@ def test_tiles_of_long_axes_that_are_measured_in_stretches(name, kind, order, mo
         check_variant(variant, *make(), target="interpret", operands=given, schedule=schedule)
     finally:
         variant._variant.forget()
+
+
+@pytest.mark.parametrize("order", ["sorted", "unsorted"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["documents", "by head"])
+def test_stretches_leave_the_runs_that_tiles_do(name, kind, order, monkeypatch):
+    """What is visited is the same, not right alone: a place of other ends would mostly show as tiles too many."""
+    found, made = [], launching.interpreted
+
+    def written_down(kernel, binding, options):
+        run = made(kernel, binding, options)
+
+        def launch(programs, arguments, stream):
+            if not programs or not binding.name.endswith("_spans"):
+                return run(programs, arguments, stream)
+            spans = arguments[binding.parameters.index("spans")].fill_(-1)  # not all slots have a tile
+            run(programs, arguments, stream)
+            return found.append((binding.name, spans.clone()))
+
+        return launch
+
+    monkeypatch.setattr(launching, "interpreted", written_down)
+    (make, lengths), (variant, operands) = KINDS[kind], VARIANTS[name]
+    ids = operands["doc"] if order == "sorted" else operands["doc"][:, torch.randperm(80)]
+    schedule = "flash/flash_forward=interpret:16x16w4s1"
+    try:
+        for few in (200, 0):
+            monkeypatch.setattr(triton_launcher, "FEW", few)
+            monkeypatch.setattr(triton_launcher, "STRETCH", 2)
+            variant._variant.forget()
+            tensors = [t.requires_grad_() for t in make()]
+            out = variant(*tensors, doc=ids, target="interpret", schedule=schedule, **lengths)
+            torch.autograd.grad(out, tensors, torch.ones_like(out))
+    finally:
+        variant._variant.forget()
+    names = ["kv_spans", "kv_spans", "q_spans"]
+    assert [kernel for kernel, _ in found] == [*names, *(n.replace("_", "_long_") for n in names)]
+    for (_, by_tiles), (_, by_stretches) in zip(found[:3], found[3:]):
+        assert torch.equal(by_tiles, by_stretches) and (by_tiles >= 0).any()
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -16,6 +16,7 @@ from weft import batch, kv_pos, masks, q_pos
 pytest.importorskip("triton")
 from weft.codegen import launching
 from weft.codegen.binding import Launch
+from weft.codegen.targets import triton_launcher
 from weft.codegen.targets.triton_launcher import TritonLauncher
 
 from ..support import calls_of
@@ -55,7 +56,8 @@ class _Run:
         self.run, self.binding, self.longer, self._shortest = run, binding, longer, shortest
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
-        self.longer.append((self.binding.name, programs, dict(zip(self.binding.parameters, arguments))))
+        if programs:
+            self.longer.append((self.binding.name, programs, dict(zip(self.binding.parameters, arguments))))
         self.run(programs, arguments, stream)
 
     @property
@@ -89,12 +91,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[Launched, Launched]:
     return longer, shortest
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "few"), [("causal", 64), ("measured", 64), ("measured", 8)])
 @pytest.mark.parametrize("call", CALLS)
-def test_both_ways_launch_the_same(name: str, call: str, launched: tuple[Launched, Launched]) -> None:
+def test_both_ways_launch_the_same(
+    name: str, few: int, call: str, launched: tuple[Launched, Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """few: positions of an axis that is not long, of which others are measured by other kernels."""
     longer, shortest = launched
+    monkeypatch.setattr(triton_launcher, "FEW", few)
     (declared, operands), (rows, options) = VARIANTS[name], CALLS[call]
-    variant = declared.replace(name=f"{declared.name}_{list(CALLS).index(call)}")
+    variant = declared.replace(name=f"{declared.name}_{list(CALLS).index(call)}_{few}")
     q_rows = 64 if rows == 1 else 40
     leaves = [torch.randn(rows, heads, n, 16).requires_grad_() for heads, n in ((2, q_rows), (1, 64), (1, 64))]
 
@@ -109,6 +115,7 @@ def test_both_ways_launch_the_same(name: str, call: str, launched: tuple[Launche
     step()
     assert not longer
     assert [found[:2] for found in shortest] == [found[:2] for found in by_hand]
+    assert ("kv_ends" in [found[0] for found in by_hand]) == (few < 64)
     for (kernel, _, given), (_, _, short) in zip(by_hand, shortest):
         for parameter, value in given.items():
             got, where = short[parameter], f"{kernel}: {parameter}"
