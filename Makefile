@@ -8,7 +8,8 @@
 #                  RANDOM= masks besides those of the library)
 #   make bench     benchmarks/attention.py, BENCH="..." for its options
 #   make bench-cpu benchmarks/cpu.py, beside SDPA and FlexAttention         BENCH="..." likewise
-#   make gpu-test  tests that need a GPU, then the benchmark
+#   make gpu-test  tests that need a GPU: three minutes on 16 cores, then the benchmark
+#   make gpu-test-all  these, and more of the same: ten minutes
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
 #   make clean     remove what the words above made, except .venv
 #
@@ -19,7 +20,7 @@ WORKERS ?= -n 2
 CASES ?= 2000
 SEED ?= 0
 TARGET ?= cpu,cpu,cpu,cpu,interpret
-GPU_WORKERS ?= -n 14
+GPU_WORKERS ?= -n 15 --dist worksteal
 JOBS ?= 1
 RANDOM ?= 500
 VENV := .venv
@@ -39,7 +40,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test test-all lint format prove fuzz bench bench-cpu gpu-test clean
+.PHONY: demo test test-all lint format prove fuzz bench bench-cpu gpu-test gpu-test-all clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -79,8 +80,11 @@ else
 endif
 
 gpu-test: $(READY)
-	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m gpu tests/gpu
+	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m "gpu and not thorough" tests/gpu
 	$(RUN) benchmarks/attention.py $(BENCH)
+
+gpu-test-all: $(READY)
+	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m gpu tests/gpu
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -12,13 +12,14 @@ from .buckets import bucket
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .describe import parse_attention, shape
+from .describe import parse_attention
 from .ir import foreign as _foreign
 from .ir import functions as _functions
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
 from .ir.parse import parse
+from .request import shape
 from .runtime.settings import settings
 
 __version__ = "0.1.0"

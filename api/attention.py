@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat, overload
 
 import torch
 from torch import Tensor
 
-from . import describe, distributed, validate
+from . import describe, distributed, drawing, request, validate
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -25,6 +26,7 @@ from .nested import are_jagged, packed
 from .runtime import ops
 from .runtime.call import (
     Call,
+    Dense,
     Lengths,
     Packed,
     Paged,
@@ -36,7 +38,16 @@ from .runtime.call import (
     sequences_of,
 )
 from .runtime.checks import check_call, check_q_offset, check_tensors
-from .runtime.lengths import Options, check_contents, checked, cleared, gathered, given_sequences, has_pages
+from .runtime.lengths import (
+    Options,
+    check_contents,
+    checked,
+    cleared,
+    gathered,
+    given_sequences,
+    has_pages,
+    options_given,
+)
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
 from .runtime.values import check_offsets, check_reads
@@ -172,35 +183,34 @@ class Attention(Declaration):
         """
         if more:
             raise WeftError(validate.by_position(self, more))
+        variant = self
         if self._drops or seed is not None or train is not True:
-            validate.check_flag(str(self.name), "train", train)
-            if self._undropped is not None and not train:
-                own = {n: v for n, v in operands.items() if n != self._share}
-                return self._undropped(
-                    query, key, value, return_lse=return_lse, q_offset=q_offset, target=target, schedule=schedule,
-                    deterministic=deterministic, uk=uk, uv=uv, form=form, kv_lens=kv_lens, q_lens=q_lens,
-                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, block_table=block_table, seed=seed, **own,
-                )  # fmt: skip
-            operands = self._seeded(operands, seed, query)
-        lengths = None
-        if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
-            lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+            variant, operands = self._as_trained(train, operands)
+            operands = variant._seeded(operands, seed, query)
+        lengths = options_given(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         if return_lse is not False:
             self._check_lse(return_lse)
         if deterministic is None:
             deterministic = True if torch.are_deterministic_algorithms_enabled() else None
         else:
             validate.check_flag(str(self.name), "deterministic", deterministic)
-        if self._unread:
-            operands = self._read(operands)
+        if variant._unread:
+            operands = variant._read(operands)
         if self.latent is not None:
             tail = (return_lse, q_offset, target, schedule, deterministic, operands)
-            return self._latent(query, key, value, uk, uv, form, tail, lengths)
+            return variant._latent(query, key, value, uk, uv, form, tail, lengths)
         if uk is not None or uv is not None or form is not None:
             validate.check_no_latent(self, uk, uv, form)
-        return self._run(
+        return variant._run(
             query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths
         )
+
+    def _as_trained(self, train: bool, operands: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
+        """The variant that a call computes, with its operands: that without dropout where nothing is to be dropped."""
+        validate.check_flag(str(self.name), "train", train)
+        if self._undropped is None or train:
+            return self, dict(operands)
+        return self._undropped, {n: v for n, v in operands.items() if n != self._share}
 
     def _seeded(self, operands: Mapping[str, Any], seed: Any, query: Any) -> dict[str, Any]:
         """Operands with the seed as kernels take it, where weights are dropped."""
@@ -228,12 +238,8 @@ class Attention(Declaration):
         if is_traced or may_autocast():
             query, key, value = _autocast(query, key, value)
         if type(query) is not Tensor and distributed.is_sharded(query):
-
-            def compute(main: Any, own: Mapping[str, Any], offset: int | Tensor | None, rows: Options | None) -> Result:
-                options = (return_lse, offset, target, schedule, deterministic, own, rows, head_dim)
-                return self._run(main["query"], main["key"], main["value"], main["rope"], *options)
-
             main = {"query": query, "key": key, "value": value, "rope": rope}
+            compute = partial(self._run_of_shards, (return_lse, target, schedule, deterministic, head_dim))
             return distributed.of_shards(self, compute, main, operands, q_offset, lengths)
         text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
         if target is not None:
@@ -243,23 +249,22 @@ class Attention(Declaration):
                 query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
             )
             return (out, self._lse(lse)) if return_lse else out
-        tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and (value is None or isinstance(value, Tensor))
-        if (
-            not tensors
-            or (value is not None and value.dim() != 4)
-            or operands.keys() != self._operands
-            or query.dim() != 4
-            or key.dim() != 4
-            or query.is_meta
-            or key.is_meta
-        ):
+        q_rows: Any = None
+        kv_rows: Any = None
+        try:  # no more than a call of any kind needs: what else is wrong with it fails below, and is told there
+            (_, _, q_rows, _), (_, _, kv_rows, _) = query.shape, key.shape
+            is_known = operands.keys() == self._operands if operands else not self._operands
+            is_known = is_known and not (query.is_meta or key.is_meta)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            is_known = False
+        if not is_known:
             self._check(query, key, value, operands, has_pages(lengths))
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
         if q_offset is None and lengths is None:
             try:
-                q_offset = key.shape[2] - query.shape[2]
-            except (RuntimeError, AttributeError):  # a nested tensor has no such size
+                q_offset = kv_rows - q_rows
+            except (AttributeError, RuntimeError, TypeError):  # nested tensors have no such sizes
                 if are_jagged(query, key, value):
                     return self._jagged(
                         query, key, value, return_lse, q_offset, target, schedule, deterministic, operands
@@ -277,7 +282,7 @@ class Attention(Declaration):
             if type(given[name]) is not kind:
                 given[name] = validate.as_number(given[name], kind)
         if lengths is None:
-            sequences: Sequences = dense_offset(q_offset)  # type: ignore[arg-type]
+            sequences: Sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)  # type: ignore[arg-type]
         else:
             sequences = given_sequences(str(self.name), query, key, lengths, q_offset)
         call = Call(
@@ -286,13 +291,27 @@ class Attention(Declaration):
         )  # fmt: skip
         try:
             found = ops.run(self._variant, call)
-        except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError) as error:
-            if lengths is not None:
-                checked(str(self.name), query, key, lengths, q_offset)
-            check_call(self, call)  # torch and Python know no operand's name
-            validate.explain_failure(self, call, error)
+        except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
+            self._explain(call, lengths, q_offset, error)
             raise
         return (found[0], self._lse(found[1])) if return_lse else found[0]
+
+    def _run_of_shards(
+        self, options: tuple[bool, str | None, str | Schedule | None, bool | None, int | None], main: Mapping[str, Any],
+        operands: Mapping[str, Any], q_offset: int | Tensor | None, lengths: Options | None,
+    ) -> Result:  # fmt: skip
+        """What one device computes of a call with these return_lse, target, schedule, deterministic and head_dim."""
+        return_lse, target, schedule, deterministic, head_dim = options
+        tail = (return_lse, q_offset, target, schedule, deterministic, operands, lengths, head_dim)
+        return self._run(main["query"], main["key"], main["value"], main["rope"], *tail)
+
+    def _explain(self, call: Call, lengths: Options | None, q_offset: int | Tensor | None, error: Exception) -> None:
+        """Raise WeftError where the call is to blame for the error: torch and Python know no operand's name."""
+        self._check(call.query, call.key, call.value, call.operands, has_pages(lengths))
+        if lengths is not None:
+            checked(str(self.name), call.query, call.key, lengths, q_offset)
+        check_call(self, call)
+        validate.explain_failure(self, call, error)
 
     def _jagged(
         self, query: Any, key: Any, value: Any, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
@@ -390,7 +409,7 @@ class Attention(Declaration):
         if paged:
             validate.check_absorbed(self, form, (query, cache, uk, uv))
             form = "absorbed"
-        form = form or describe.latent_form(self, query, cache, uk, uv, operands)
+        form = form or request.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
             if lengths is not None:  # what lies behind a length must not reach gradients of uk and uv
                 sequences = sequences_of(tail[1], *checked(str(self.name), query, cache, lengths, tail[1]))
@@ -458,15 +477,14 @@ class Attention(Declaration):
             raise WeftError(validate.by_position(self, more))
         self._check_lse(return_lse)
         if self._drops or seed is not None or train is not True:
-            validate.check_flag(str(self.name), "train", train)
-            if self._undropped is not None and not train:
-                return self._undropped.reference(
+            variant, operands = self._as_trained(train, operands)
+            operands = variant._seeded(operands, seed, query)
+            if variant is not self:
+                return variant.reference(
                     query, key, value, return_lse=return_lse, q_offset=q_offset, uk=uk, uv=uv, kv_lens=kv_lens,
                     q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, block_table=block_table,
-                    seed=seed,
-                    **{n: v for n, v in operands.items() if n != self._share},
+                    **operands,
                 )  # fmt: skip
-            operands = self._seeded(operands, seed, query)
         if are_jagged(query, key, value):
             made = packed(str(self.name), query, key, value)
             cu_q, cu_kv = made.starts
@@ -474,9 +492,7 @@ class Attention(Declaration):
                 *made.tensors, return_lse=True, q_offset=q_offset, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **operands
             )
             return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
-        lengths = None
-        if not (kv_lens is q_lens is cu_seqlens_q is cu_seqlens_kv is block_table is None):
-            lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+        lengths = options_given(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         paged = has_pages(lengths)
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv, paged)
@@ -536,12 +552,10 @@ class Attention(Declaration):
     def _as_called(self, options: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
         """The variant whose kernels a call with these options takes, and the options that are left to describe."""
         seed, train = options.get("seed"), options.get("train", True)
-        validate.check_flag(str(self.name), "train", train)
         validate.seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
         options = {n: value for n, value in options.items() if n not in ("seed", "train")}
-        if self._undropped is None or train:
-            return self, self._read(options)
-        return self._undropped, self._undropped._read({n: v for n, v in options.items() if n != self._share})
+        variant, options = self._as_trained(train, options)
+        return variant, variant._read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
     def plan(self, *operands: Tensor | Shape, device: str | None = None, target: str | None = None,
@@ -575,7 +589,7 @@ class Attention(Declaration):
         head, batch: the query head and the row of the batch that it is of. options: the variant's operands, and the
         sizes that its mask may read: heads, kv_heads and head_dim.
         """
-        return describe.show_mask(
+        return drawing.show_mask(
             self, q_len, kv_len, block_q, block_kv, path, q_offset, head, batch, self._read(options)
         )
 

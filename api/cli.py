@@ -6,45 +6,45 @@ Nothing here needs a GPU; `tune` times whatever machine it runs on. Progress is 
 
 from __future__ import annotations
 
-import difflib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import os
-import platform
 import re
 import shlex
 import sys
-import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import click
 
-from . import Attention, describe, parse, scalar, score, shape, tensor
+from . import describe, drawing
+from .cli_options import (
+    PLAN_OPTIONS,
+    SHAPE_OPTIONS,
+    SHARED,
+    VARIANT_OPTIONS,
+    declared_at,
+    having,
+    in_options,
+    request_of,
+    values_of,
+    variant_of,
+)
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
 from .compiler.planning.rates import rates_in_words
-from .compiler.planning.records import DTYPE_BYTES, Shape
+from .compiler.planning.records import DTYPE_BYTES
 from .compiler.planning.tuner import Outcome, Spread
+from .doctor import cache_rows, machine_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError
-from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
-from .ir.normalizer import SOFTMAX, normalizers
 from .runtime import cache, calibrated, driver
 from .runtime.checks import MAX_HEAD_DIM
-from .runtime.settings import settings, size_of
-
-_KINDS = {"int": int, "float": float, "bool": bool}
-_SHARED = "weft.cli.shared"
+from .runtime.settings import size_of
 
 
 class _Mistake(click.ClickException):
@@ -58,28 +58,11 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except WeftError as error:
-            raise _Mistake(_in_options(str(error), ctx.meta.get(_SHARED, {}))) from error
+            raise _Mistake(in_options(str(error), ctx.meta.get(SHARED, {}))) from error
         except OSError as error:
             if error.filename is None:  # a closed pipe, which click takes as the end
                 raise
             raise _Mistake(f"{error.filename}: {error.strerror}") from error
-
-
-_PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
-_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|dropout|name|normalizer)(?=: )", re.MULTILINE)
-_SIZE, _RECORD = re.compile(r"\bshape: (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
-
-
-def _in_options(message: str, given: Mapping[str, object]) -> str:
-    """A message about a call in the words of the command: options in place of arguments.
-
-    Of a variant that the options write, the places in files are left out: they are of no file of the user.
-    """
-    message = _SIZE.sub(lambda found: f"--{found[1].replace('_', '-')}", _RECORD.sub("--device", message))
-    if given.get("variant") is not None:
-        return message
-    message = _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
-    return re.sub(r"^\w+: (?=--[\w-]+: )", "", message)  # the variant's name says nothing beside the option's
 
 
 @contextmanager
@@ -101,64 +84,6 @@ def _busy(doing: str) -> Iterator[None]:
         status.stop()
 
 
-# -- what a command is about -----------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Request:
-    """A variant and a call of it, as the options describe them."""
-
-    variant: Attention
-    shape: Shape
-    values: dict[str, Any]  # numbers for scalar operands, by name
-    device: str | None
-    target: str | None
-    schedule: str | None
-
-
-def _keep(ctx: click.Context, option: click.Parameter, value: object) -> None:
-    ctx.meta.setdefault(_SHARED, {})[option.name] = value
-
-
-def _shared(*declarations: str, **settings: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option that many commands have: it is kept in the context, where `_request` finds it."""
-    return click.option(*declarations, callback=_keep, expose_value=False, **settings)  # type: ignore[arg-type]
-
-
-_VARIANT_OPTIONS = (
-    click.argument("variant", required=False, callback=_keep, expose_value=False),
-    _shared("--score", metavar="TEXT", help="Score expression, e.g. '50.0 * tanh(score / 50.0)'."),
-    _shared("--mask", metavar="TEXT", help="Mask expression, e.g. 'kv_pos <= q_pos'."),
-    _shared("--scale", metavar="TEXT", help="Scale expression; 1 / sqrt(head_dim) if not given."),
-    _shared("--sink", metavar="TEXT", help="Sink expression, one more logit of each row, e.g. 0.0; none if not given."),
-    _shared(
-        "--normalizer",
-        metavar="NAME",
-        help=f"What makes weights of scores: {', '.join(normalizers())}.",
-    ),
-    _shared(
-        "--dropout", metavar="TEXT", help="Share of the weights to drop, a number or a float scalar; 0.0 if not given."
-    ),
-    _shared("--name", default="attention", show_default=True, help="Name of the variant."),
-    _shared("--scalar", multiple=True, metavar="NAME:TYPE", help="Declare a scalar operand, e.g. window:int."),
-    _shared("--tensor", multiple=True, metavar="NAME:RANK[:TYPE]", help="Declare a tensor operand, e.g. slopes:1."),
-    _shared("--set", multiple=True, metavar="NAME=NUMBER", help="Value of a scalar operand, e.g. window=1024."),
-)
-_SHAPE_OPTIONS = (
-    _shared("--batch", type=click.IntRange(1), default=1, show_default=True),
-    _shared("--heads", type=click.IntRange(1), default=16, show_default=True),
-    _shared("--kv-heads", type=click.IntRange(1), help="As many as --heads if not given."),
-    _shared("--q-len", type=click.IntRange(1), default=4096, show_default=True),
-    _shared("--kv-len", type=click.IntRange(1), help="As many as --q-len if not given."),
-    _shared("--head-dim", type=click.IntRange(1), default=128, show_default=True),
-    _shared("--value-dim", type=click.IntRange(1), help="As wide as --head-dim if not given."),
-    _shared("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bf16", show_default=True),
-)
-_PLAN_OPTIONS = (
-    _shared("--device", metavar="NAME", help="A hardware record, e.g. h100; this machine if not given."),
-    _shared("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given."),
-    _shared("--schedule", metavar="TEXT", help="flash, streaming, standard, or the text of a schedule."),
-)
-
-
 @contextmanager
 def _counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar of what is done, on a terminal, to stderr; what is given is called after each."""
@@ -172,164 +97,6 @@ def _counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _with(*options: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[..., Callable[..., None]]:
-    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
-
-
-def _request(ctx: click.Context) -> _Request:
-    given = ctx.meta[_SHARED]
-    sizes = {k: given[k] for k in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype")}
-    variant = _variant(given)
-    values = _values(variant, given)
-    return _Request(variant, shape(**sizes), values, given["device"], given["target"], given["schedule"])
-
-
-def _values(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What --set gives to scalar operands."""
-    pairs = [_value_of(text) for text in given["set"]]
-    twice = sorted({name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1})
-    if twice:
-        raise WeftError(f"--set: expected each operand once, got {', '.join(twice)} several times")
-    values, read = dict(pairs), {operand.name for operand in variant.parameters}
-    declared = {text.partition(":")[0] for text in (*given["scalar"], *given["tensor"])}
-    unread = sorted((declared & values.keys()) - read)
-    if unread:
-        raise WeftError(
-            f"--set: {', '.join(unread)}: declared, but neither score, mask, scale, sink nor dropout reads it"
-        )
-    describe.check_operands("--set", variant, values)
-    return values
-
-
-def _variant(given: Mapping[str, object]) -> Attention:
-    fields = ("score", "mask", "scale", "sink", "dropout")
-    place, texts = given["variant"], {k: given[k] for k in fields if given[k] is not None}
-    if isinstance(place, str):
-        written = [*texts, *(["normalizer"] if given["normalizer"] is not None else [])]
-        if written:
-            raise WeftError(f"expected {place} or --{' --'.join(written)}, got both")
-        return _declared(place)
-    if not texts:
-        raise WeftError(
-            "expected a variant: --score and --mask, or the name of a declared one (module:name, file.py:name)"
-        )
-    operands = _operands(given["scalar"], given["tensor"])  # type: ignore[arg-type]
-    if given["mask"] is None and given["score"] is None:
-        raise WeftError(f"expected --score or --mask, got --{' and --'.join(texts)} alone")
-    parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
-    dropout: Any = parts.get("dropout", Const(0.0))
-    return Attention(
-        parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), sink=parts.get("sink"),
-        dropout=dropout.value if isinstance(dropout, Const) else dropout, name=str(given["name"]),
-        normalizer=str(given["normalizer"] or SOFTMAX.name),
-    )  # fmt: skip
-
-
-def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperand]) -> Expr:
-    try:
-        return parse(text, operands)
-    except WeftError as error:
-        message = str(error)
-        hint = "; declare operands with --scalar and --tensor" if "unknown name" in message else ""
-        raise WeftError(f"--{option}: {_PLACE.sub('', message)}{hint}") from error
-
-
-def _operands(scalars: tuple[str, ...], tensors: tuple[str, ...]) -> dict[str, Scalar | TensorOperand]:
-    found = [
-        _operand_of(option, text) for option, texts in (("scalar", scalars), ("tensor", tensors)) for text in texts
-    ]
-    names = [operand.name for operand in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise WeftError(f"--scalar, --tensor: expected each operand once, got {', '.join(twice)} several times")
-    return {operand.name: operand for operand in found}
-
-
-def _operand_of(option: str, text: str) -> Scalar | TensorOperand:
-    try:
-        return _scalar_of(text) if option == "scalar" else _tensor_of(text)
-    except WeftError as error:
-        raise WeftError(f"--{option}: {_PLACE.sub('', str(error))}") from error
-
-
-def _scalar_of(text: str) -> Scalar:
-    match = re.fullmatch(r"(\w+):(int|float)", text)
-    if not match:
-        raise WeftError(f"expected NAME:int or NAME:float, got {text!r}")
-    return scalar(match[1], _KINDS[match[2]])
-
-
-def _tensor_of(text: str) -> TensorOperand:
-    match = re.fullmatch(r"(\w+):(\d+)(?::(int|float|bool))?", text)
-    if not match:
-        raise WeftError(f"expected NAME:RANK or NAME:RANK:TYPE with type int, float or bool, got {text!r}")
-    return tensor(match[1], int(match[2]), _KINDS[match[3] or "float"])
-
-
-def _value_of(text: str) -> tuple[str, Number]:
-    name, _, number = text.partition("=")
-    for kind in (int, float):
-        try:
-            return name.strip(), kind(number)
-        except ValueError:
-            continue
-    raise WeftError(f"--set: expected NAME=NUMBER, got {text!r}")
-
-
-def _declared(place: str) -> Attention:
-    """The variant at `module:name` or `file.py:name`."""
-    source, _, name = place.rpartition(":")
-    if not source or not name:
-        raise WeftError(f"expected module:name or file.py:name, got {place!r}")
-    module = _file_module(Path(source)) if source.endswith(".py") else _named_module(source)
-    found = getattr(module, name, None)
-    if isinstance(found, Attention):
-        return found
-    known = sorted(n for n, v in vars(module).items() if isinstance(v, Attention))
-    got = f"got {_article(type(found).__name__)}" if hasattr(module, name) else "there is no such name"
-    near = difflib.get_close_matches(name, known, 1)
-    meant = f"; did you mean {near[0]}?" if near else f"; {source} declares {', '.join(known) or 'no variant'}"
-    raise WeftError(f"{place}: expected a weft.Attention, {got}{meant}")
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
-
-
-def _file_module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise WeftError(f"{path}: no such file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # a file may have the name of a module that is in use
-    sys.path.insert(0, str(path.parent))  # as `python file.py` does
-    with _running(str(path)):
-        spec.loader.exec_module(module)
-    return module
-
-
-def _named_module(name: str) -> ModuleType:
-    sys.path.insert(0, "")  # as `python -m` does
-    with _running(name):
-        return importlib.import_module(name)
-
-
-@contextmanager
-def _running(place: str) -> Iterator[None]:
-    """The user's own code: what it raises is said in one line, with the line of it that raised."""
-    try:
-        yield
-    except WeftError:
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == place]
-        if isinstance(error, SyntaxError) and error.filename == place:
-            lines.append(error.lineno)
-        line = lines[-1] if lines else None
-        at = f", line {line}" if line else ""
-        raise WeftError(f"{place}{at}: cannot be imported ({type(error).__name__}: {error})") from error
-
-
 # -- commands --------------------------------------------------------------------------------------------------------
 @click.group(
     cls=_Group, help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -340,24 +107,24 @@ def main() -> None:
 
 
 @main.command()
-@_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS, *_PLAN_OPTIONS)
+@having(*VARIANT_OPTIONS, *SHAPE_OPTIONS, *PLAN_OPTIONS)
 @click.pass_context
 def explain(ctx: click.Context) -> None:
     """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it."""
-    r = _request(ctx)
+    r = request_of(ctx)
     with _busy("planning"):
         text = describe.explain(r.variant, [r.shape], r.device, r.target, r.schedule, None, r.values)
     click.echo(text)
 
 
 @main.command()
-@_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS, *_PLAN_OPTIONS)
+@having(*VARIANT_OPTIONS, *SHAPE_OPTIONS, *PLAN_OPTIONS)
 @click.option("--direction", type=click.Choice(["forward", "backward"]), default="forward", show_default=True)
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write to a file instead.")
 @click.pass_context
 def source(ctx: click.Context, direction: Literal["forward", "backward"], output: Path | None) -> None:
     """Print the generated kernels."""
-    r = _request(ctx)
+    r = request_of(ctx)
     if output is not None:
         _check_output(output, ".py")
     with _busy("generating"):
@@ -383,7 +150,7 @@ def _check_output(path: Path, suffix: str) -> None:
 
 
 @main.command()
-@_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS, *_PLAN_OPTIONS)
+@having(*VARIANT_OPTIONS, *SHAPE_OPTIONS, *PLAN_OPTIONS)
 @click.option("--block-q", type=click.IntRange(1), default=128, show_default=True, help="Queries a tile.")
 @click.option("--block-kv", type=click.IntRange(1), default=128, show_default=True, help="Keys a tile.")
 @click.option("--head", type=click.IntRange(0), default=0, show_default=True, help="The query head to draw.")
@@ -392,7 +159,7 @@ def _check_output(path: Path, suffix: str) -> None:
 @click.pass_context
 def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: int, output: Path | None) -> None:
     """Draw which tiles are skipped, masked or full."""
-    r = _request(ctx)
+    r = request_of(ctx)
     if batch_row >= r.shape.batch:
         raise WeftError(f"--batch-row: expected 0 to {r.shape.batch - 1} (--batch {r.shape.batch}), got {batch_row}")
     sizes = {"heads": r.shape.heads, "kv_heads": r.shape.kv_heads, "head_dim": r.shape.head_dim}
@@ -401,7 +168,7 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
     if output is not None:
         _check_output(output, ".png")
     with _busy("drawing"):
-        picture = describe.show_mask(
+        picture = drawing.show_mask(
             r.variant, r.shape.q_len, r.shape.kv_len, block_q, block_kv, output, None, head, batch_row, options
         )
     click.echo(picture)
@@ -410,7 +177,7 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
 
 
 @main.command()
-@_with(*_VARIANT_OPTIONS, *_SHAPE_OPTIONS)
+@having(*VARIANT_OPTIONS, *SHAPE_OPTIONS)
 @click.option("--target", type=click.Choice([t.name for t in targets()]), help="From this machine if not given.")
 @click.option("--algorithm", type=click.Choice(["flash", "streaming", "standard"]), default="flash", show_default=True)
 @click.pass_context
@@ -418,8 +185,8 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     """Time the forms of kernels worth trying on this machine and remember the fastest."""
     from .tuning import tune as search  # lazy: only this command wants it
 
-    ctx.meta[_SHARED] |= {"device": None, "target": target, "schedule": None}
-    r = _request(ctx)
+    ctx.meta[SHARED] |= {"device": None, "target": target, "schedule": None}
+    r = request_of(ctx)
     found = search(r.variant, r.shape, r.values, target=target, algorithm=algorithm)
     for kernel, outcome in found.outcomes.items():
         click.echo(f"{kernel:18} {_outcome_text(outcome)}")
@@ -478,7 +245,7 @@ def build(
     """
     from .runtime import build as ahead  # lazy: only this command wants it
 
-    declared = [_declared(name) for name in variants]
+    declared = [declared_at(name) for name in variants]
     if hardware.by_name(device).kind == "cpu":
         raise WeftError("--device: expected a GPU to compile for, got cpu; the cpu target compiles nothing")
     work = ahead.jobs_of(
@@ -502,7 +269,7 @@ def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int,
 
 
 @main.command("bench-serve")
-@_with(*_VARIANT_OPTIONS)
+@having(*VARIANT_OPTIONS)
 @click.option("--requests", type=click.IntRange(1), default=24, show_default=True)
 @click.option("--prompt-len", callback=_range, default="32:256", show_default=True, help="Tokens, or LEAST:MOST.")
 @click.option("--shared", type=click.IntRange(0), default=0, show_default=True, help="Tokens that all begin with.")
@@ -539,10 +306,10 @@ def bench_serve(
 
     from .bench_serve import Load, measure  # lazy: only this command wants it
 
-    given = ctx.meta[_SHARED]
+    given = ctx.meta[SHARED]
     if all(given[k] is None for k in ("variant", "score", "mask", "scale", "sink", "dropout", "normalizer")):
         given["mask"] = "kv_pos <= q_pos"
-    variant = _variant(given)
+    variant = variant_of(given)
     device = torch.device(on or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise WeftError("--on: expected cpu, as torch can use no GPU here, got cuda")
@@ -551,7 +318,7 @@ def bench_serve(
     kind = dtypes[dtype or ("bf16" if on_gpu else "fp32")]
     made = Load(prompts=prompt_len, graphs=on_gpu if graphs is None else graphs, **load)
     with _counted("serving", load["requests"]) as advance:
-        lines = list(measure(made, variant, _values(variant, given), device, kind, advance))
+        lines = list(measure(made, variant, values_of(variant, given), device, kind, advance))
     for line in lines:
         click.echo(line)
 
@@ -579,7 +346,7 @@ def cache_list() -> None:
     found = cache.entries()
     if not sys.stdout.isatty():
         for entry in found:
-            state, _, reason = _state(entry).partition(": ")
+            state, _, reason = state_of(entry).partition(": ")
             fields = (entry.folder, state, entry.size, int(entry.created), int(entry.used), entry.path, reason)
             click.echo("\t".join(map(str, fields)))
         return
@@ -590,18 +357,12 @@ def cache_list() -> None:
     for entry in found:  # plain lines with the name unbroken: it is there to be copied
         made, used = time.localtime(entry.created), time.localtime(entry.used)
         dates = f"{time.strftime('%Y-%m-%d %H:%M', made)}  {time.strftime('%Y-%m-%d', used)}"
-        click.echo(f"{entry.size / 1024:8.1f}  {dates}  {entry.folder}  {_state(entry)}")
+        click.echo(f"{entry.size / 1024:8.1f}  {dates}  {entry.folder}  {state_of(entry)}")
     _say_how_to_edit(found)
 
 
-def _state(entry: cache.EntryInfo) -> str:
-    if entry.problem:
-        return f"unsound: {entry.problem}"
-    return f"stale: {entry.stale}" if entry.stale else "sound"
-
-
 def _say_how_to_edit(found: list[cache.EntryInfo]) -> None:
-    usable = next((entry for entry in found if _state(entry) == "sound"), None)
+    usable = next((entry for entry in found if state_of(entry) == "sound"), None)
     if usable is not None:
         click.echo("An edited module is named as its entry, without the last dash and what follows:")
         click.echo(f'  cp {shlex.quote(str(usable.path))} "$WEFT_EDITED_DIR/{usable.edited_name}"')
@@ -656,10 +417,10 @@ def calibrate(device: str | None, output: str | None) -> None:
 def doctor(runs: bool) -> None:
     """Say what this machine is, which targets work on it and why others do not, and in what state the cache is."""
     for title, rows in (
-        ("machine", _machine()),
-        ("versions", _versions()),
-        ("cache", _cache()),
-        ("targets", _targets()),
+        ("machine", machine_rows()),
+        ("versions", version_rows()),
+        ("cache", cache_rows()),
+        ("targets", target_rows()),
     ):
         click.echo(title)
         for name, text in rows:
@@ -669,90 +430,5 @@ def doctor(runs: bool) -> None:
         for name, reason in driver.available().items():
             if reason is None:
                 with _busy(f"computing on {name}"):
-                    text = _small_call(name)
+                    text = small_call(name)
                 click.echo(f"  {name:10}  {text}")
-
-
-def _machine() -> list[tuple[str, str]]:
-    import torch
-
-    usable, there = hardware.usable_cores(), os.cpu_count() or 1
-    cores = f"{usable} of {there} cores usable by this process, torch threads {torch.get_num_threads()}"
-    rows = [("CPU", f"{hardware.processor()}, {cores}"), ("GPU", _no_gpu() if not torch.cuda.is_available() else "")]
-    if torch.cuda.is_available():
-        cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        rows[1:] = [
-            ("GPU", f"{p.name}, {p.multi_processor_count} SMs, {p.total_memory / 2**30:.0f} GiB") for p in cards
-        ]
-    here = hardware.this_machine()
-    return [*rows, ("figures", f"{here.title}, {here.arch}; {here.figures}")]
-
-
-def _no_gpu() -> str:
-    import torch
-
-    if torch.version.cuda is None and torch.version.hip is None:
-        return "none that torch can use: this torch is built without CUDA and ROCm"
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    return f"none that torch can use: it is built for {built}, and finds no device or no driver"
-
-
-def _versions() -> list[tuple[str, str]]:
-    names = ("weft", "torch", "triton", "sympy", "jinja2", "numpy", "matplotlib")
-    return [("python", platform.python_version()), *((name, _version(name)) for name in names)]
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _cache() -> list[tuple[str, str]]:
-    try:
-        folder, found = cache.cache_dir(), cache.entries()
-    except WeftError as error:
-        return [("folder", f"cannot be used, so that kernels are generated anew in each process: {error}")]
-    states = [_state(entry).partition(":")[0] for entry in found]
-    counts = ", ".join(f"{states.count(s)} {s}" for s in ("sound", "stale", "unsound") if s in states)
-    size = f"{sum(entry.size for entry in found) / 1024:.0f} KiB"
-    state = f"{len(found)} entries{f' ({counts})' if counts else ''}, {size}"
-    access = "" if os.access(folder, os.W_OK) else "; it may only be read: new kernels are not kept"
-    return [("folder", str(folder)), ("state", state + access)]
-
-
-def _targets() -> list[tuple[str, str]]:
-    """Each target: whether it works here, and for which operands it is what a call takes by itself."""
-    found, by_name = driver.available(), {t.name for t in targets() if t.by_name_only}
-    chosen = [name for name, reason in found.items() if reason is None and name not in by_name]
-    kind = "the CPU" if hardware.this_machine().kind == "cpu" else "the GPU"
-    defaults = {"cpu": "the CPU"} | ({chosen[0]: kind} if chosen else {})
-    rows = []
-    for name, reason in found.items():
-        if reason is not None:
-            lacking = re.sub(r", the operands are on the CPU;.*", "; torch can use none here", reason)
-            rows.append((name, f"does not work here: {lacking.removeprefix(f'{name}: ')}"))
-        elif name in by_name:
-            rows.append((name, f"works, where it is asked for: target={name!r}"))
-        else:
-            rows.append((name, f"works; the default for operands on {defaults[name]}" if name in defaults else "works"))
-    return rows
-
-
-def _small_call(target: str) -> str:
-    """What became of a small causal call, against the reference in float64; its kernels are kept nowhere."""
-    import torch
-
-    on_cpu = target in ("cpu", "interpret") or not torch.cuda.is_available()
-    dtype = torch.float32 if target == "cpu" else torch.float16
-    query, key, value = torch.randn(3, 1, 2, 64, 64, dtype=dtype, device="cpu" if on_cpu else "cuda")
-    variant, begun = Attention(mask=parse("kv_pos <= q_pos"), name="doctor"), time.perf_counter()
-    try:
-        with tempfile.TemporaryDirectory() as folder, settings(cache_dir=folder):
-            out = variant(query, key, value, target=target)
-            seconds = time.perf_counter() - begun
-        exact = variant.reference(query.double(), key.double(), value.double())
-        return f"right to {float((out.double() - exact).abs().max()):.1g}, {seconds:.1f} s with generating"
-    except Exception as error:  # compilers and drivers raise what they like, and that is the answer
-        return f"fails with {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

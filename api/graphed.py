@@ -31,9 +31,10 @@ class Graphed:
         server = weft.serving.Server(weft.serving.Graphed(model, cache), cache)
 
     One graph serves all steps with as many sequences and pages, both rounded up to powers of two. It is captured when
-    the first of them comes, after that one was computed. All graphs share their memory: logits, [B, vocabulary], hold
-    until the next step. `model` must be as torch.cuda.graph wants it: it waits for nothing, and what it computes
-    depends on the values of tensors alone. Raises WeftError for another cache than a weft.kv.PagedCache on a GPU.
+    the first of them comes, after that one was computed in these sizes. All graphs share their memory: logits,
+    [B, vocabulary], hold until the next step. `model` must be as torch.cuda.graph wants it: it waits for nothing, and
+    what it computes depends on the values of tensors alone. Raises WeftError for another cache than a
+    weft.kv.PagedCache on a GPU.
     """
 
     def __init__(self, model: Model, cache: PagedCache) -> None:
@@ -51,25 +52,25 @@ class Graphed:
         sizes = _power(len(tokens)), _power(step.block_table.shape[1])
         found = self._captured.get(sizes)
         if found is None:
-            logits = self.model(tokens, step, last)
-            self._captured[sizes] = self._capture(tokens, step, *sizes)
-            return logits
+            self._captured[sizes], logits = self._capture(tokens, step, *sizes)
+            return logits[: len(tokens)]
         found.step.fill(step)
         found.tokens[: len(tokens)].copy_(tokens)
         found.graph.replay()
         return found.logits[: len(tokens)]
 
-    def _capture(self, tokens: Tensor, step: Step, sequences: int, pages: int) -> _Captured:
+    def _capture(self, tokens: Tensor, step: Step, sequences: int, pages: int) -> tuple[_Captured, Tensor]:
+        """The graph of steps of these sizes, and the logits of this step, [sequences, vocabulary]."""
         fixed = self.cache.fixed_step(sequences, pages=pages)
         fixed.fill(step)
         with torch.inference_mode(False):  # it is written in that mode and outside
             rows = torch.zeros(sequences, 1, dtype=torch.int32, device=self.cache.device)
         rows[: len(tokens)].copy_(tokens)
-        self._run(rows, fixed)  # whatever is compiled or prepared at first must be so before; it writes the same rows
+        first = self._run(rows, fixed)  # whatever is compiled or prepared at first must be so before
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._run(rows, fixed)
-        return _Captured(fixed, rows, graph, logits)
+        return _Captured(fixed, rows, graph, logits), first
 
     def _run(self, tokens: Tensor, fixed: Step) -> Tensor:
         return self.model(tokens, fixed, torch.zeros_like(fixed.q_lens))

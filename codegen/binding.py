@@ -55,8 +55,11 @@ class Launch(NamedTuple):
 
     function: Callable[..., object]
     fixed: tuple[object, ...]
-    # by the place of a parameter: what makes the several arguments that the function takes for it
-    several: Mapping[int, Callable[[Any], Sequence[object]]] = MappingProxyType({})
+    # by the place of a tensor descriptor, for which the function takes several arguments: what the kernel says of it
+    described: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+
+
+Kept = Callable[[str, Mapping[str, Any]], tuple[str, Mapping[Any, Sequence[object]]]]
 
 
 class Packer:
@@ -83,10 +86,11 @@ class Packer:
         return list(dict.fromkeys(self._lines.values()))
 
     def launch(self, binding: Binding, several: Mapping[int, str] = MappingProxyType({})) -> tuple[str, str]:
-        """(programs, arguments) of a kernel, as text. several: functions of some arguments that give more than one."""
-        values = [self._argument(binding.renamed.get(p, p)) for p in binding.parameters]
-        for place, name in several.items():
-            values[place] = f"*{name}({values[place]})"
+        """(programs, arguments) of a kernel, as text. several: names of what stands for more than one argument."""
+        values = [
+            f"*{several[place]}" if place in several else self._argument(binding.renamed.get(p, p))
+            for place, p in enumerate(binding.parameters)
+        ]
         return self.expression(binding.programs), ", ".join([*values, *map(repr, binding.constants.values()), ""])
 
     def _argument(self, name: str) -> str:
@@ -135,8 +139,10 @@ class Packer:
             strides = "".join(f"s{d}_{found[2]}, " for d in range(self._ranks[operand]))
             self._lines[name] = f"{strides.strip()} = {operand}.stride()"
         elif found := _STRIDE.fullmatch(name):
-            self.need(found[1])
-            self._lines[name] = f"{found[1]}_sb, {found[1]}_sh, {found[1]}_sl, {found[1]}_sd = {found[1]}.stride()"
+            tensor = found[1]
+            self.need(tensor)
+            strides = f"{tensor}_strides" if f"{tensor}_strides" in self._rows else f"{tensor}.stride()"
+            self._lines[name] = f"{tensor}_sb, {tensor}_sh, {tensor}_sl, {tensor}_sd = {strides}"
         elif found := _GROUP.fullmatch(name):
             self.need("heads")
             self.need(f"key{found[1]}")
@@ -156,12 +162,19 @@ def fitting(absorbed: bool, paged: bool = False) -> list[str]:
     return [something, lengths, *rows, "q_dim == key_dim", "heads % kv_heads == 0", *value]
 
 
-def like(name: str, heads: str, rows: str, width: str, make: str = "query.new_empty_strided({}, {})") -> str:
-    """An expression that makes a tensor [batches, heads, rows, width] in the memory order of `name`."""
+def like(
+    made: str, name: str, heads: str, rows: str, width: str, make: str = "empty({}, {}, dtype)"
+) -> dict[str, str]:  # fmt: skip
+    """Expressions of a tensor `made` [batches, heads, rows, width] in the memory order of `name`, and of its strides.
+
+    make: the expression, given its sizes and strides.
+    """
     blhd = f"({heads} * {rows} * {width}, {width}, {heads} * {width}, 1)"
     bhld = f"({heads} * {rows} * {width}, {rows} * {width}, {width}, 1)"
-    order = f"{blhd} if {name}_sh < {name}_sl else {bhld}"
-    return make.format(f"(batches, {heads}, {rows}, {width})", order)
+    return {
+        f"{made}_strides": f"{blhd} if {name}_sh < {name}_sl else {bhld}",
+        made: make.format(f"(batches, {heads}, {rows}, {width})", f"{made}_strides"),
+    }
 
 
 def rows_of(*sizes: str, dtype: str) -> str:
@@ -182,12 +195,13 @@ def packing(
 
 def direct(
     packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch], given: str, conditions: Sequence[str],
-    made: Mapping[str, str], returns: str, tools: Mapping[str, object],
+    made: Mapping[str, str], returns: str, tools: Mapping[str, object], kept: Kept,
 ) -> Callable[..., Any]:  # fmt: skip
     """A function of `given` that checks `conditions`, makes results and workspace, launches, and returns results.
 
     It returns None, with nothing done, where a condition does not hold: a slower way then says why, or copes. made: the
-    expressions of what is made. tools: among them current_stream and device.
+    expressions of what is made. tools: among them current_stream and device. kept: for the name of a parameter that is
+    a tensor descriptor and what its kernel says of it, an expression, and what the launch is handed by its value.
     """
     for condition in conditions:
         packer.expression(condition)
@@ -196,8 +210,12 @@ def direct(
         packer.define(name, value)
     scope, lines = dict(tools), []
     for n, (binding, launch) in enumerate(zip(bindings, launches, strict=True)):
-        programs, arguments = packer.launch(binding, {place: f"several_{n}_{place}" for place in launch.several})
-        scope |= {f"several_{n}_{place}": made for place, made in launch.several.items()}
+        several = {}
+        for place, meta in launch.described.items():
+            several[place] = f"described_{n}_{place}"
+            key, scope[f"kept_{n}_{place}"] = kept(binding.parameters[place], meta)
+            packer.define(several[place], f"kept_{n}_{place}[{key}]")
+        programs, arguments = packer.launch(binding, several)
         fixed = {f"fixed_{n}_{i}": value for i, value in enumerate(launch.fixed)}
         scope |= fixed | {f"launch_{n}": launch.function}
         between = ", ".join("None" if value is None else name for name, value in fixed.items())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.places import differ_by_pair, read_once
-from ..compiler.analysis.records import PAIR_KINDS
+from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import tables_in
@@ -53,7 +53,6 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         tables=tables, boxed=facts.boxed_read if code.brings_boxes else None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
-    positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in BESIDE})
     found = printer.survey_of_torch
@@ -85,27 +84,10 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "slope_is_finite": not backward or facts.slope_is_finite,
-        "grads": [
-            {
-                "i": i,
-                "kind": g.kind,
-                "name": g.load.tensor.name,
-                "is_finite": largest(g.derivative) < math.inf,
-                "of_pairs": g.kind in PAIR_KINDS,
-                "rank": g.load.tensor.rank,
-                "at": positions[g.load.tensor.name],
-                "many_reads": not differ_by_pair(g.load),
-                "read_once": read_once(g.load),
-            }
-            for i, g in enumerate(gradients)
-            if g.kind != "sink"
-        ],
+        **_of_gradients(facts, gradients),
         "sink": facts.attention.folded_sink is not None,
         "drops": facts.attention.drops,
         "dropout_arguments": printer.dropout_arguments,
-        "sink_grads": [
-            {"i": i, "is_finite": largest(g.derivative) < math.inf} for i, g in enumerate(gradients) if g.kind == "sink"
-        ],
         "less_lse": facts.linear_scale is not None and not sums_reads and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
         "sequences": signature.sequences,
@@ -121,6 +103,30 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     stages.check()
     _verify(text, name, [k.name for k in code.kernels if k.name not in BESIDE] if target.language.is_gpu else [])
     return text
+
+
+def _of_gradients(facts: Facts, gradients: Sequence[OperandGradient]) -> Context:
+    """What templates know of the sums of reads that have a gradient, and of those of a sink."""
+    positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
+    reads, sinks = [], []
+    for i, g in enumerate(gradients):
+        known = {"i": i, "is_finite": largest(g.derivative) < math.inf}
+        if g.kind == "sink":
+            sinks.append(known)
+            continue
+        reads.append(
+            {
+                **known,
+                "kind": g.kind,
+                "name": g.load.tensor.name,
+                "of_pairs": g.kind in PAIR_KINDS,
+                "rank": g.load.tensor.rank,
+                "at": positions[g.load.tensor.name],
+                "many_reads": not differ_by_pair(g.load),
+                "read_once": read_once(g.load),
+            }
+        )
+    return {"grads": reads, "sink_grads": sinks}
 
 
 def _normalizer_texts(

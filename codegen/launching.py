@@ -43,14 +43,14 @@ class Run:
         ways = (launch.launch_cooperative_grid, launch.launch_pdl)  # type: ignore[attr-defined]
         function: Any = launch.launch  # type: ignore[attr-defined]
         below = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-        several: dict[int, Callable[[Any], Sequence[object]]] = {}
+        described: dict[int, Mapping[str, Any]] = {}
         if {"launcher", "tensordesc_indices", "tensordesc_meta"} <= below.keys() and None not in below[
             "tensordesc_meta"
         ]:
             function = below["launcher"]  # what takes the place of a descriptor is made in Python above it
             places = sorted(below["tensordesc_indices"])
-            several = {n: described(meta) for n, meta in zip(places, below["tensordesc_meta"], strict=True)}
-        return Launch(function, (self.function, *ways, None, None, *rest), several)
+            described = dict(zip(places, below["tensordesc_meta"], strict=True))
+        return Launch(function, (self.function, *ways, None, None, *rest), described)
 
     def __call__(self, programs: int, arguments: Sequence[Any], stream: int) -> None:
         if not programs:
@@ -125,18 +125,43 @@ def types_of(arguments: Sequence[Any]) -> list[Any]:
     return [a.dtype if isinstance(a, torch.Tensor) else a for a in arguments]
 
 
-def described(meta: Mapping[str, Any]) -> Callable[[Any], list[object]]:
+MOST_DESCRIPTORS = 1024  # that are kept of one parameter: half a megabyte
+
+
+Places = tuple[Sequence[int], Sequence[int]]  # sizes and strides of a tensor descriptor
+
+
+class Descriptors(dict[tuple[int, ...], tuple[object, ...]]):
+    """What launches are handed for a tensor descriptor, by its address and the numbers that `places` takes.
+
+    A descriptor is these numbers in the form that the GPU reads, and a launch copies it: one that is found again is
+    right for whatever tensor lies there now, in any thread and stream. Making one takes the host as long as a launch.
+    """
+
+    def __init__(self, encode: Callable[[int, Places], tuple[object, ...]], places: Callable[..., Places]) -> None:
+        super().__init__()
+        self._encode, self._places = encode, places
+
+    def __missing__(self, key: tuple[int, ...]) -> tuple[object, ...]:
+        made = self._encode(key[0], self._places(*key[1:]))
+        if len(self) >= MOST_DESCRIPTORS:
+            self.clear()
+        self[key] = made
+        return made
+
+
+def encoder(meta: Mapping[str, Any]) -> Callable[[int, Places], tuple[object, ...]]:
     """What Triton's launcher makes of a tensor descriptor, given what the compiled kernel says of it."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # lazy: of GPUs that have descriptors
 
-    encode = driver.active.utils.fill_tma_descriptor
+    fill = driver.active.utils.fill_tma_descriptor
     first = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
 
-    def arguments(box: Any) -> list[object]:
-        shape, strides = box.shape, box.strides
-        return [encode(box.base.data_ptr(), *first, shape, strides, 0), *shape, *strides]
+    def encode(address: int, places: Places) -> tuple[object, ...]:
+        shape, strides = places
+        return fill(address, *first, shape, strides, 0), *shape, *strides
 
-    return arguments
+    return encode
 
 
 def descriptor(box: Any, block: Sequence[int]) -> Any:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ..compiler.analysis.facts import facts_of
 from ..compiler.planning import hardware
-from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from ..compiler.planning.signature import Direction, Dtypes, SequenceKind, Signature, Widths
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
-from .call import Call, Dense, Operand, Options
-from .variant import Variant, boxed_of, variant_of
+from .call import LARGEST_PAGE, Call, Dense, Lengths, Operand, Options, Packed, Paged, Sequences
+from .variant import Variant, boxed_of, offset_kind, variant_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
@@ -45,10 +45,15 @@ class Job:
     device: str  # "h100"-style name
     target: str | None = None
     schedule: str | None = None
+    sequences: SequenceKind = "dense"
+    page: int = 16  # rows of a block, of paged sequences
+    group: int = 0  # query heads of a key head, of a decode step; 0: not one of those
 
     def __str__(self) -> str:
         name = parse_attention(self.variant).name
-        return f"{name} {self.direction} {self.dtype} D{self.head_dim} for {self.device}"
+        what = f"decode of {self.group} heads a key head" if self.group else self.direction
+        rows = {"dense": "", "paged": f" in pages of {self.page}"}.get(self.sequences, f" {self.sequences}")
+        return f"{name} {what}{rows} {self.dtype} D{self.head_dim} for {self.device}"
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,15 @@ class Built:
 def jobs_of(
     attentions: Sequence[Attention], *, device: str, head_dims: Sequence[int] = (64, 128),
     dtypes: Sequence[str] = ("bf16",), directions: Sequence[Direction] = ("forward", "backward"),
-    target: str | None = None, schedule: str | None = None,
+    target: str | None = None, schedule: str | None = None, sequences: Sequence[SequenceKind] = ("dense",),
+    page: int = 16, decode: Sequence[int] = (),
 ) -> list[Job]:  # fmt: skip
-    """Every combination. Raises WeftError for a dtype or a device that is not known, and for latent attention."""
+    """Every combination that there is: pages have no backward, and packed sequences no decode step.
+
+    sequences: how rows of sequences lie; lengths are int32, as are tables. page: rows of a block. decode: steps of few
+    queries too, for so many query heads a key head. Raises WeftError for a dtype, a device or a page that is not known,
+    and for latent attention.
+    """
     hardware.by_name(device)
     unknown = [d for d in dtypes if d not in TORCH_DTYPES]
     if unknown:
@@ -74,10 +85,14 @@ def jobs_of(
     latent = [str(a.name) for a in attentions if a.latent is not None]
     if latent:
         raise WeftError(f"build: latent attention is not built ahead yet, got {', '.join(latent)}")
+    if page < 1 or page & (page - 1) or page > LARGEST_PAGE:
+        raise WeftError(f"build: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page}")
     attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.drops else (a,))]
+    kinds = [(d, k, 0) for k in sequences for d in directions if (d, k) != ("backward", "paged")]
+    kinds += [("forward", k, group) for k in sequences if k != "packed" for group in decode]
     return [
-        Job(a.canonical_text, direction, dtype, width, width, device, target, schedule)
-        for a in attentions for dtype in dtypes for width in head_dims for direction in directions
+        Job(a.canonical_text, direction, dtype, width, width, device, target, schedule, kind, page, group)
+        for a in attentions for dtype in dtypes for width in head_dims for direction, kind, group in kinds
     ]  # fmt: skip
 
 
@@ -135,8 +150,10 @@ def _kernels(job: Job) -> tuple[str, ...]:
     call = sample_call(variant, job)
     wanted = frozenset({"query", "key", "value"}) if job.direction == "backward" else frozenset()
     widths = Widths(job.head_dim, job.value_dim)
-    boxed = boxed_of(variant.facts, call.operands)
-    signature = Signature(job.direction, machine.arch, Dtypes.all(job.dtype), widths, wanted=wanted, boxed=boxed)
+    signature = Signature(
+        job.direction, machine.arch, Dtypes.all(job.dtype), widths, job.sequences,
+        offset_kind(call.sequences.q_offset), wanted, few=job.group > 0, boxed=boxed_of(variant.facts, call.operands),
+    )  # fmt: skip
     made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
     results = _results(variant, call, job.direction)
     found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(attention), call, results)
@@ -148,15 +165,33 @@ def _kernels(job: Job) -> tuple[str, ...]:
 def sample_call(variant: Variant, job: Job) -> Call:
     """A tiny call of these dtypes and widths. Tensor operands are float32, int64 or bool."""
     dtype = TORCH_DTYPES[job.dtype]
-    widths = (job.head_dim, job.head_dim, job.value_dim)
-    query, key, value = (torch.empty(1, 1, 16, width, dtype=dtype, device="cpu") for width in widths)
+    rows = job.page if job.sequences == "paged" else 16
+    sizes = ((job.group or 1, 1 if job.group else 32, job.head_dim), (1, rows, job.head_dim), (1, rows, job.value_dim))
+    query, key, value = (torch.empty(1, *size, dtype=dtype, device="cpu") for size in sizes)
     operands: dict[str, Operand] = {}
     for p in variant.attention.parameters:
         is_tensor = isinstance(p, TensorOperand)
         operands[p.name] = torch.empty([16] * p.rank, dtype=_KINDS[p.dtype], device="cpu") if is_tensor else 1  # type: ignore[union-attr]
         if not is_tensor and p.dtype == "float":
             operands[p.name] = 1.0
-    return Call(query, key, value, None, operands, Dense(0), Options(job.target, job.schedule), job.head_dim)
+    options = Options(job.target, job.schedule)
+    return Call(query, key, value, None, operands, _sequences(job), options, job.head_dim)
+
+
+def _sequences(job: Job) -> Sequences:
+    """One sequence that lies as a job says."""
+    starts = torch.zeros(2, dtype=torch.int32, device="cpu")
+    kv_lens = starts[1:]
+    q_lens = None if job.group else kv_lens
+    match job.sequences:
+        case "dense":
+            return Dense(0)
+        case "lengths":
+            return Lengths(q_lens, kv_lens, None)
+        case "packed":
+            return Packed(starts, starts, None)
+        case "paged":
+            return Paged(q_lens, kv_lens, torch.zeros(1, 1, dtype=torch.int32, device="cpu"), job.page, None)
 
 
 def _results(variant: Variant, call: Call, direction: Direction) -> dict[str, Tensor | None]:

@@ -85,6 +85,9 @@ class Packed:
         return packed_rows(query.shape[2], key.shape[2], *starts, numbers_of(self.q_offset))
 
 
+LARGEST_PAGE = 256  # rows of a block
+
+
 @dataclass(slots=True)  # not frozen, as Call is not
 class Paged:
     """Padded queries, as of Lengths; keys and values in pools [blocks, Hkv, page, D].

@@ -24,6 +24,15 @@ MOST_ROWS = 256  # of a page
 Options = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+def options_given(
+    q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, table: Tensor | None
+) -> Options | None:
+    """The options of a call that say where its sequences lie; None where it has none of them."""
+    if kv_lens is q_lens is cu_q is cu_kv is table is None:
+        return None
+    return q_lens, kv_lens, cu_q, cu_kv, table
+
+
 def has_pages(given: Options | None) -> bool:
     """Whether key and value are pools."""
     return given is not None and given[4] is not None

@@ -28,6 +28,8 @@ from .checks import check_operand_kinds, check_q_offset
 from .lengths import check_ragged
 from .settings import default_target
 from .torch_private import (
+    PLAIN_TYPES,
+    are_plain,
     below_autograd,
     has_tangent,
     is_traced,
@@ -59,12 +61,13 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
-    wanted = negated = False
+    recording = torch.is_grad_enabled()
+    recorded, is_plain = False, not query.is_meta
     for t in tensors:
         if t is not None:
-            wanted, negated = wanted or t.requires_grad, negated or t.is_neg()
-    recorded = wanted and torch.is_grad_enabled()
-    if not negated and unwatched(tensors) and (query.is_cuda or query.is_cpu):
+            recorded = recorded or (recording and t.requires_grad)
+            is_plain = is_plain and type(t) in PLAIN_TYPES and not t.is_neg()
+    if is_plain and unwatched():
         return _record(variant, call, *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
@@ -169,7 +172,7 @@ class _Recorded(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         query, key, value, rope = tensors[:4]
-        watched = torch.is_grad_enabled() or not unwatched((dout, dlse, *tensors))
+        watched = torch.is_grad_enabled() or not (unwatched() and are_plain((dout, dlse, *tensors)))
         # a hook of the user may have brought back something else than what was saved
         if not watched and (not operands or kinds_of(operands) == kind.operands):
             found = variant.backward_of(

@@ -44,9 +44,11 @@ _profiler: Callable[[], bool] = _found("_C._autograd._profiler_enabled", lambda:
 stands_for_many: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda tensor: False)
 _record = _found("_C._profiler._RecordFunctionFast", None)
 _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
+# the GPU that launches go to, where CUDA is up; torch.cuda's own makes sure of that, which a call on a GPU need not
+current_gpu: Callable[[], int] = _found("_C._cuda_getDevice", torch.cuda.current_device)
 # (size, stride, dtype) -> a tensor on the current GPU, past the dispatcher and with Python's lock held; or None
 empty_on_gpu: Callable[..., Tensor] | None = _found("_C._dynamo.guards._empty_strided_cuda", None)
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
 
 
@@ -60,8 +62,8 @@ def forward_level() -> int:
     return getattr(forward_ad, "_current_level", -1)
 
 
-def unwatched(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nothing but its caller is to see an op: no tensor subclass, mode, transform, tracer or profiler."""
+def unwatched() -> bool:
+    """Whether nothing but its caller is to see an op of plain tensors: no mode, transform, tracer or profiler."""
     return (
         _dispatch_modes() == 0
         and not _function_mode()
@@ -69,8 +71,12 @@ def unwatched(tensors: Iterable[Tensor | None]) -> bool:
         and _tracer() is None
         and not _profiler()
         and forward_level() < 0
-        and _PLAIN_TYPES.issuperset(map(type, tensors))
     )
+
+
+def are_plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether none is of a subclass, which may watch what is done with it."""
+    return all([t is None or type(t) in PLAIN_TYPES for t in tensors])
 
 
 def may_autocast() -> bool:

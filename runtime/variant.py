@@ -33,7 +33,7 @@ from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .settings import checks_values, keeps_tiles
-from .torch_private import empty_on_gpu
+from .torch_private import current_gpu, empty_on_gpu
 
 _known: dict[str, Variant] = {}
 
@@ -273,8 +273,10 @@ class Variant:
             made = driver.compile_kernels(self.attention, signature, machine, options.target, options.schedule, unfit)
         target, code = made.resolved.target, made.resolved.code
         launcher = target.bind(made.modules, code, self.facts, call.query.device)
-        if isinstance(launcher, TritonLauncher) and call.query.is_cuda and empty_on_gpu is not None:
-            launcher.empty = empty_on_gpu
+        if isinstance(launcher, TritonLauncher) and call.query.is_cuda:
+            launcher.current_device = current_gpu
+            if empty_on_gpu is not None:
+                launcher.empty = empty_on_gpu
         measures = code.tile_source != "program" and not code.looks_first
         return kept.setdefault(key, _Ready(launcher, target, signature, self.facts, measures))
 
@@ -319,21 +321,26 @@ def key_of(call: Call) -> tuple[object, ...]:
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
-    if type(sequences) is Paged:  # quicker than by isinstance, and by name than in a loop: every step of a decode
-        lens, table, own = sequences.kv_lens, sequences.table, sequences.q_lens
-        found += (
-            sequences.page, lens.dtype, lens.device, lens.dim(), table.dtype, table.device, table.dim(),
-            None if own is None else (own.dtype, own.device, own.dim()),
-        )  # fmt: skip
-    elif type(sequences) is not Dense:
+    kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
+    if kind is not Dense:
         found += (sequences.kind,)
-        for t in sequences.tensors.values():  # type: ignore[union-attr]
-            found += (None,) if t is None else (t.dtype, t.device, t.dim())
+        if kind is Packed:
+            found += _kind_of(sequences.cu_q) + _kind_of(sequences.cu_kv)  # type: ignore[union-attr]
+        else:
+            found += _kind_of(sequences.kv_lens) + _kind_of(sequences.q_lens)  # type: ignore[union-attr]
+            if kind is Paged:
+                found += (sequences.page, *_kind_of(sequences.table))  # type: ignore[union-attr]
     if value is not None:
-        found += (value.dtype, value.get_device(), value.dim(), value.shape[-1])
+        sizes = value.shape
+        found += (value.dtype, value.get_device(), len(sizes), sizes[-1])
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     return found + kinds_of(call.operands) if call.operands else found
+
+
+def _kind_of(lengths: Tensor | None) -> tuple[object, ...]:
+    """What of lengths, or of a table of blocks, the prepared kernels depend on."""
+    return (None,) if lengths is None else (lengths.dtype, lengths.get_device(), lengths.dim())
 
 
 def offset_kind(q_offset: object) -> Offset:

@@ -29,4 +29,4 @@ def nothing_watches_after_a_test() -> Iterator[None]:
     from weft.runtime.torch_private import unwatched
 
     yield
-    assert unwatched(()), "the test left a mode, transform, tracer or profiler of torch on"
+    assert unwatched(), "the test left a mode, transform, tracer or profiler of torch on"

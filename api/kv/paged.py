@@ -8,10 +8,9 @@ import torch
 
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
+from ..runtime.call import LARGEST_PAGE
 from .cache import Cache, is_size
 from .step import Step
-
-_LARGEST_PAGE = 256
 
 
 class PagedCache(Cache):
@@ -38,8 +37,8 @@ class PagedCache(Cache):
         value_dim: int | None = None, latent: Latent | None = None, page: int = 16, dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        if not isinstance(page, int) or not 1 <= page <= _LARGEST_PAGE or page & (page - 1):
-            raise WeftError(f"PagedCache: page: expected a power of two from 1 to {_LARGEST_PAGE}, got {page!r}")
+        if not isinstance(page, int) or not 1 <= page <= LARGEST_PAGE or page & (page - 1):
+            raise WeftError(f"PagedCache: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page!r}")
         super().__init__(blocks, page, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
 
     def fixed_step(self, sequences: int, length: int = 1, *, pages: int) -> Step:

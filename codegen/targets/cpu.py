@@ -166,10 +166,11 @@ class _CpuLauncher:
             "        return (out if query_sh < query_sl else out.contiguous()), lse.contiguous()",
         ]  # fmt: skip
         dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
+        out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
         text = [
             "def direct(call):", *(f"    {line}" for line in packer.lines),
             f"    if not ({' and '.join(conditions)}):", "        return None", *(attended if whole else []),
-            f"    out = {like('query', 'heads', 'q_len', 'value_dim')}",
+            *(f"    {name} = {value}" for name, value in out.items()),
             f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
             f"    forward(query, [key], value, {operands}, q_offset, call.head_dim, out, lse, **blocks)",
             "    return out, lse",

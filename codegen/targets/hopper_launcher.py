@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,10 @@ _ANY = 0x7FFF0000  # a size that no coordinate reaches
 
 
 class Box:
-    """What a launch needs of a tensor descriptor: far cheaper to build than the checked one, at every call."""
+    """What a launch needs of a tensor descriptor: far cheaper to build than the checked one.
+
+    width: a stride where none is used, in elements.
+    """
 
     __slots__ = ("base", "shape", "strides")
     padding, in_order = "zero", False
@@ -48,33 +51,42 @@ class Box:
 
     def __init__(self, tensor: Tensor, width: int) -> None:
         self.base = tensor
-        self.shape = sizes = list(tensor.shape)
+        self.shape, self.strides = self.places(width, *self.numbers(tensor))
+
+    @staticmethod
+    def numbers(tensor: Tensor) -> Sequence[int]:
+        """All that a descriptor depends on besides the address."""
+        return *tensor.shape, *tensor.stride()[:3]
+
+    @staticmethod
+    def places(
+        width: int, batches: int, heads: int, rows: int, dim: int, of_batch: int, of_head: int, of_row: int
+    ) -> tuple[list[int], list[int]]:
+        """Sizes and strides that the descriptor has, from `numbers`."""
         # multiples of 16 bytes even where, the size being 1, they are never used
-        batch, head, row, _ = tensor.stride()
-        self.strides = [
-            batch if sizes[0] > 1 else width,
-            head if sizes[1] > 1 else width,
-            row if sizes[2] > 1 else width,
+        strides = [
+            of_batch if batches > 1 else width,
+            of_head if heads > 1 else width,
+            of_row if rows > 1 else width,
             1,
         ]
+        return [batches, heads, rows, dim], strides
 
 
-class RaggedBox:
+class RaggedBox(Box):
     """The same of rows that end anywhere: [2**30 rows back, a sequence's end, head, row of 2**30, column].
 
     templates/hopper/parts/sequences.py.jinja has the coordinates.
     """
 
-    __slots__ = ("base", "shape", "strides")
-    padding, in_order = "zero", False
-    round_f32_to_tf32 = False
+    __slots__ = ()
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.base = tensor
-        _, heads, _, width = tensor.shape
-        _, head, row, _ = tensor.stride()
-        self.shape = [_ANY, _ANY, heads, 1 << 30, width]
-        self.strides = [(1 << 34) - row, row, head if heads > 1 else row, row, 1]
+    @staticmethod
+    def places(
+        width: int, batches: int, heads: int, rows: int, dim: int, of_batch: int, of_head: int, of_row: int
+    ) -> tuple[list[int], list[int]]:
+        strides = [(1 << 34) - of_row, of_row, of_head if heads > 1 else of_row, of_row, 1]
+        return [_ANY, _ANY, heads, 1 << 30, dim], strides
 
 
 def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
@@ -83,12 +95,10 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     return -(-batch_heads // groups)
 
 
-class OperandBox:
+class OperandBox(Box):
     """The same of an operand that pairs read: its dimension `rows` is along queries, the last along keys."""
 
-    __slots__ = ("base", "shape", "strides")
-    padding, in_order = "zero", False
-    round_f32_to_tf32 = False
+    __slots__ = ()
 
     def __init__(self, tensor: Tensor, rows: int) -> None:
         self.base = tensor
@@ -98,20 +108,51 @@ class OperandBox:
         self.strides = [*(strides[d] if sizes[d] > 1 else 16 for d in order[:-1]), 1]
 
 
-class FlatBox:
+class FlatBox(Box):
     """The same of memory of our own: rows of `width` floats, or one row of all of them."""
 
-    __slots__ = ("base", "shape", "strides")
-    padding, in_order = "zero", True  # in SRAM as in memory
-    round_f32_to_tf32 = False
+    __slots__ = ()
+    in_order = True  # in SRAM as in memory
 
-    def __init__(self, tensor: Tensor, width: int = 0) -> None:
-        self.base = tensor
-        self.shape = [tensor.numel() // width, width] if width else [tensor.numel()]
-        self.strides = [width, 1] if width else [1]
+    @staticmethod
+    def numbers(tensor: Tensor) -> Sequence[int]:
+        return (tensor.numel(),)
+
+    @staticmethod
+    def places(width: int, floats: int) -> tuple[list[int], list[int]]:  # type: ignore[override]
+        return ([floats // width, width], [width, 1]) if width else ([floats], [1])
 
 
-_BOXES = (Box, RaggedBox, OperandBox, FlatBox)
+# `Box.numbers` of tensors that the function of a call has names for: sizes, and strides by the tensor's name
+_OF_QUERY, _OF_KEY = "batches, heads, q_len", "key_batches, kv_heads, kv_len"
+_EXTENTS = {
+    "query": f"{_OF_QUERY}, q_dim", "out": f"{_OF_QUERY}, value_dim", "key": f"{_OF_KEY}, key_dim",
+    "value": f"{_OF_KEY}, value_dim",
+}  # fmt: skip
+
+
+class Described(NamedTuple):
+    """Which tensor a descriptor is of, by name, and how."""
+
+    tensor: str
+    box: type[Box]
+    width: int = 0
+
+    @property
+    def text(self) -> str:
+        """The box, as an expression."""
+        return f"{self.box.__name__}({self.tensor}, {self.width})"
+
+    @property
+    def key(self) -> str:
+        """Address and `numbers`, as an expression."""
+        name = self.tensor
+        if issubclass(self.box, FlatBox):
+            return f"at_{name}, {name}.numel()"
+        return f"at_{name}, {_EXTENTS[name.removeprefix('d')]}, {name}_sb, {name}_sh, {name}_sl"
+
+    def places(self, *numbers: int) -> tuple[list[int], list[int]]:
+        return self.box.places(self.width, *numbers)
 
 
 def readable(tensor: Tensor, ragged: bool = False) -> Tensor:
@@ -156,7 +197,7 @@ class HopperLauncher(TritonLauncher):
         super().__init__(*arguments)
         self.columns, self.value_columns = columns_of(self.code.signature.widths)
         self.tools = {
-            "box": Box, "ragged": RaggedBox, "operand_box": OperandBox, "flat": FlatBox, "sharing_l2": sharing_l2,
+            **{box.__name__: box for box in (Box, RaggedBox, OperandBox, FlatBox)}, "sharing_l2": sharing_l2,
             "least": min,
             "counter": self._launching.counter,
         }  # fmt: skip
@@ -181,12 +222,19 @@ class HopperLauncher(TritonLauncher):
         return super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4, **self._rounding()}
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        names = [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
-        names += [f"{name}{piece.box}" for name, piece in self._pieces]
-        rows = {f"{n}_desc": self._box(n.partition("_")[0]) for n in names}
+        rows = {f"{n}_step": f"{n}_sb // {n}_sl" for n in self._tiled_names()}
+        rows |= {n: found.text for n, found in self._described().items()}
         if (read := self._brought) is not None:
-            rows["pairs_desc"] = f"operand_box(arg_{read.tensor.name}, {rows_of_boxes(read)})"
-        return super()._rows(aligned) | rows | {f"{n}_step": f"{n}_sb // {n}_sl" for n in names}
+            rows["pairs_desc"] = f"OperandBox(arg_{read.tensor.name}, {rows_of_boxes(read)})"
+        return super()._rows(aligned) | rows
+
+    def _tiled_names(self) -> list[str]:
+        """Tensors that the main kernel reads and writes by tiles."""
+        return [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
+
+    def _described(self) -> dict[str, Described]:
+        boxes = {n: n for n in self._tiled_names()} | {f"{name}{piece.box}": name for name, piece in self._pieces}
+        return {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
 
     @property
     def _brought(self) -> Load | None:
@@ -200,8 +248,8 @@ class HopperLauncher(TritonLauncher):
             return {}
         return dict.fromkeys(("pairs_desc", "dpairs_desc"), [1] * (read.tensor.rank - 2) + [queries, keys])
 
-    def _box(self, tensor: str) -> str:
-        return f"box({tensor}, {self.columns})" if self.sequences == "dense" else f"ragged({tensor})"
+    def _box(self, tensor: str) -> Described:
+        return Described(tensor, Box if self.sequences == "dense" else RaggedBox, self.columns)
 
     @property
     def _ones(self) -> list[int]:
@@ -230,7 +278,7 @@ class HopperLauncher(TritonLauncher):
                 if name.startswith(("key", "value")):
                     block[-2] = min(block[-2], page)
         return [
-            self._launching.descriptor(value, blocks[name]) if isinstance(value, _BOXES) else value
+            self._launching.descriptor(value, blocks[name]) if isinstance(value, Box) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)
         ]
 
@@ -363,8 +411,6 @@ class HopperBackwardLauncher(HopperLauncher):
             "n_rows": "batches * heads * q_len",
             "query_tiles": "q_slots" if packed else f"(q_len + {form.block_q - 1}) // {form.block_q}",
             "key_tiles": "kv_slots" if packed else f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
-            "statistics_desc": "flat(statistics)",
-            "dquery_sums_desc": f"flat(dquery_sums, {_LINE})",
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
@@ -373,16 +419,24 @@ class HopperBackwardLauncher(HopperLauncher):
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
             "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
-            "query_rows_desc": f"box(query, {self.columns})", "dout_rows_desc": f"box(dout, {self.columns})",
-            "dquery_rows_desc": f"box(dquery, {self.columns})",
-            "seen_key_desc": f"box(key, {self.columns})", "seen_value_desc": f"box(value, {self.columns})",
         })  # fmt: skip
+
+    def _described(self) -> dict[str, Described]:
+        found = super()._described() | {
+            "statistics_desc": Described("statistics", FlatBox),
+            "dquery_sums_desc": Described("dquery_sums", FlatBox, _LINE),
+        }
+        if self.code.has("flash_dquery"):
+            boxes = {"query_rows": "query", "dout_rows": "dout", "dquery_rows": "dquery", "seen_key": "key",
+                     "seen_value": "value"}  # fmt: skip
+            found |= {f"{n}_desc": Described(tensor, Box, self.columns) for n, tensor in boxes.items()}
+        return found
 
     @property
     def _stored_rows(self) -> dict[str, str]:
         """The descriptor of the gradient of what pairs read, where it is stored by tiles."""
         found = ((n, g.load) for n, g in enumerate(self.sums) if g.kind == "pair")
-        return {name: f"operand_box(sum{n}, {rows_of_boxes(load)})" for name, (n, load) in zip(["dpairs_desc"], found)}
+        return {name: f"OperandBox(sum{n}, {rows_of_boxes(load)})" for name, (n, load) in zip(["dpairs_desc"], found)}
 
     @property
     def _query_form(self) -> HopperBackwardForm:

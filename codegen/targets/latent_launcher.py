@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...compiler.planning.forms import HopperLatentForm, Tiling
 from ...compiler.planning.kernels import PIECE_COLUMNS, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
-from .hopper_launcher import Box, RaggedBox, processors
+from .hopper_launcher import Box, Described, RaggedBox, processors
 from .split_launcher import JOIN, SPLIT, SplitLauncher
 from .triton_launcher import Mode, flat_place
 
@@ -27,9 +26,13 @@ JOINERS = 32  # programs for each SM at most: more only cost time where nothing 
 class HeadsBox(Box):
     """The descriptor of a tensor [B, H, L, D] as [B, L, H, D], so that a tile has rows of several heads."""
 
-    def __init__(self, tensor: Tensor, width: int) -> None:
-        super().__init__(tensor.transpose(1, 2), width)
-        self.base = tensor
+    __slots__ = ()
+
+    @staticmethod
+    def places(
+        width: int, batches: int, heads: int, rows: int, dim: int, of_batch: int, of_head: int, of_row: int
+    ) -> tuple[list[int], list[int]]:
+        return Box.places(width, batches, rows, heads, dim, of_batch, of_row, of_head)
 
 
 class LatentLauncher(SplitLauncher):
@@ -40,7 +43,7 @@ class LatentLauncher(SplitLauncher):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.tools = {
-            **self.tools, "box": Box, "ragged": RaggedBox, "heads_box": HeadsBox, "least": min, "most": max,
+            **self.tools, **{box.__name__: box for box in (Box, RaggedBox, HeadsBox)}, "least": min, "most": max,
             "even_shares": self._even_shares,
         }  # fmt: skip
 
@@ -134,12 +137,8 @@ class LatentLauncher(SplitLauncher):
         }
 
     def _rows(self, aligned: bool) -> dict[str, str]:
-        width = self.code.signature.widths.head_dim
-        key = f"box(key, {width})" if self.sequences == "dense" else "ragged(key)"
         rows = self._form.block_q
-        return super()._rows(aligned) | {
-            "query_desc": f"heads_box(query, {width})", "query_rotary_desc": "query_desc",
-            "key_desc": key, "key_rotary_desc": "key_desc",
+        return super()._rows(aligned) | {n: found.text for n, found in self._described().items()} | {
             "key_step": "key_sb // key_sl",
             "n_row_tiles": f"(heads // kv_heads * q_len + {rows - 1}) // {rows}",
             "n_at_once": str(self._processors()),
@@ -148,6 +147,12 @@ class LatentLauncher(SplitLauncher):
             "slots": "2 * (n_shares if n_parts > 1 else n_even)",
             "prefetches": "int(n_row_tiles > 1 and n_row_tiles * kv_heads * n_shares <= n_at_once)",
         }  # fmt: skip
+
+    def _described(self) -> dict[str, Described]:
+        width = self.code.signature.widths.head_dim
+        query = Described("query", HeadsBox, width)
+        key = Described("key", Box if self.sequences == "dense" else RaggedBox, width)
+        return {"query_desc": query, "query_rotary_desc": query, "key_desc": key, "key_rotary_desc": key}
 
     def _types(self, binding: Binding, arguments: Sequence[Any]) -> list[Any]:
         constants, types = binding.constants, super()._types(binding, arguments)
@@ -160,7 +165,7 @@ class LatentLauncher(SplitLauncher):
         columns = {"": PIECE_COLUMNS, "_rotary": widths.head_dim - widths.value_dim}
         shapes = {f"{n}{piece}_desc": [*rows, width] for n, rows in blocks.items() for piece, width in columns.items()}
         return [
-            self._launching.descriptor(value, shapes[name]) if isinstance(value, Box | RaggedBox) else value
+            self._launching.descriptor(value, shapes[name]) if isinstance(value, Box) else value
             for name, value in zip([*binding.parameters, *binding.constants], types)
         ]
 

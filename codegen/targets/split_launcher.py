@@ -22,6 +22,21 @@ from ...ir.walk import scalars
 from .triton_launcher import Mode, TritonLauncher, flat_place
 
 SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
+MOST_DIVISIONS = 4096  # that are kept
+
+
+class _Divisions(dict[tuple[Any, ...], Parts]):
+    """How keys are divided, by sizes of a call."""
+
+    def __init__(self, divide: Callable[..., Parts]) -> None:
+        super().__init__()
+        self._divide = divide
+
+    def __missing__(self, sizes: tuple[Any, ...]) -> Parts:
+        if len(self) >= MOST_DIVISIONS:
+            self.clear()
+        found = self[sizes] = self._divide(*sizes, {})
+        return found
 
 
 class SplitLauncher(TritonLauncher):
@@ -35,7 +50,7 @@ class SplitLauncher(TritonLauncher):
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
-        self.tools = {"divide": self._divide}
+        self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
         self._ways: list[Callable[[Any], Any]] = []  # the shortest ways, of one mode each
         self._known: dict[tuple[object, ...], Parts] = {}
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
@@ -92,7 +107,7 @@ class SplitLauncher(TritonLauncher):
         key = (batches, heads, kv_heads, q_len, rounded, short, *numbers)
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= 4096:
+            if len(self._known) >= MOST_DIVISIONS:
                 self._known.clear()
             found = self._known[key] = self._parts(batches, heads, kv_heads, q_len, rounded, short, numbers)
         return found
@@ -146,8 +161,11 @@ class SplitLauncher(TritonLauncher):
     def _made(self, mode: Mode) -> dict[str, str]:
         kv_len = "table.shape[1] * kv_len" if self.sequences == "paged" else "kv_len"
         offset = "q_offset" if self.sequences == "dense" and self._has_number(mode) else "None"
+        sizes = f"batches, heads, kv_heads, q_len, {kv_len}, {offset}"
+        # a cache that is not dense has room for as many keys at every step, so that they need not be rounded first
+        kept = self.sequences != "dense" and not self._numbers
         return super()._made(mode) | {
-            "division": f"divide(batches, heads, kv_heads, q_len, {kv_len}, {offset}, call.operands)",
+            "division": f"divisions[{sizes}]" if kept else f"divide({sizes}, call.operands)",
             "n_parts": "division[0]",
             "least_tiles": "division[1]",
             # all in one allocation, which takes the host longer than addresses; one part writes the output itself

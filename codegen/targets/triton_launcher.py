@@ -77,7 +77,6 @@ class Mode(NamedTuple):
 WORK_SIDES = tuple(zip(WORK, ("q", "kv")))
 _LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
             "paged": ("q_lens", "kv_lens", "table")}  # fmt: skip
-_MAKE = "empty({}, {}, dtype)"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -129,7 +128,9 @@ class TritonLauncher:
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
         self.direct: Callable[[Any], Any] = _nothing_yet
         self.backward_of: Callable[..., Any] = _nothing_yet  # `direct` of a backward, without the records of its call
-        self.empty: Callable[..., Tensor] = self._empty  # contiguous or not; a quicker one may take its place
+        # both made by torch's public functions; quicker ones may take their places
+        self.empty: Callable[..., Tensor] = self._empty  # contiguous or not
+        self.current_device: Callable[[], int] = torch.cuda.current_device
         names = self._operand_names()
         # gradients have the width of their tensor and not its strides: rows of padded operands start elsewhere there
         made = [f"d{n}" for n in names if n not in ("out", "dout")] if self.backward else []
@@ -348,15 +349,24 @@ class TritonLauncher:
             "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
             "device": self.device,
             "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
-            "current_device": torch.cuda.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
+            "current_device": self.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
         conditions, launches = self._conditions(mode, lengths), [run.shortest for run in runs]
-        found = direct(packer, bindings, launches, given, conditions, made, returns, tools)
+        found = direct(packer, bindings, launches, given, conditions, made, returns, tools, self._kept)
         if not self.backward:
             self.direct = found
         else:
             self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
+
+    def _kept(self, parameter: str, meta: Mapping[str, Any]) -> tuple[str, Mapping[Any, Sequence[object]]]:
+        """For a tensor descriptor of a launch: an expression, and what the launch is handed by its value."""
+        found = self._described()[parameter]
+        return found.key, self._launching.Descriptors(self._launching.encoder(meta), found.places)
+
+    def _described(self) -> dict[str, Any]:
+        """Of which tensors the kernels take descriptors, by name of the parameter."""
+        return {}
 
     def _given_names(self) -> list[str]:
         """The tensors [B, H, rows, D], and the statistics of rows, that `direct` is handed."""
@@ -390,7 +400,8 @@ class TritonLauncher:
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in given)
-        conditions += [f"({addresses} | ({strides}) * query.element_size()) & 15 == 0"]
+        size = _DTYPES[self.code.signature.dtype].itemsize
+        conditions += [f"({addresses} | ({strides}) * {size}) & 15 == 0"]
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
 
@@ -419,7 +430,7 @@ class TritonLauncher:
         made = self._made_measures(mode)
         if not self.backward:
             width = str(self.code.signature.widths.value_dim)
-            made |= {"out": like("query", "heads", "q_len", width, _MAKE)}
+            made |= like("out", "query", "heads", "q_len", width)
             return made | {
                 "lse": rows_of(*(["2"] if self.shifts else []), "batches", "heads", "q_len", dtype="float32")
             }
@@ -436,7 +447,8 @@ class TritonLauncher:
     def _made_gradients(self) -> dict[str, str]:
         shapes = {"query": ("heads", "q_len", "q_dim"), "key": ("kv_heads", "kv_len", "key_dim"),
                   "value": ("kv_heads", "kv_len", "value_dim")}  # fmt: skip
-        return {f"d{n}": like(n, *shape, _MAKE) for n, shape in shapes.items() if n in self.code.signature.wanted}
+        wanted = {n: like(f"d{n}", n, *shape) for n, shape in shapes.items() if n in self.code.signature.wanted}
+        return {name: made for places in wanted.values() for name, made in places.items()}
 
     @property
     def saves_lse(self) -> bool:

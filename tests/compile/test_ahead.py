@@ -5,11 +5,15 @@ Looked at: shared memory, spilled registers, the matrix instructions, and that l
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.signature import SequenceKind
+from weft.runtime.build import build_one, jobs_of
 
 pytest.importorskip("triton")
 from ..support import mostly
@@ -335,3 +339,13 @@ def test_addresses_of_narrow_tiles(schedule: str, head_dim: int, value_dim: int)
     module = compiled(VARIANTS["causal"], "backward", head_dim, schedule=schedule, value_dim=value_dim, wanted=wanted)
     for kernel in module.kernels.values():
         assert not stale_addresses(kernel), kernel.name
+
+
+@pytest.mark.parametrize("sequences", mostly(("paged",), ("dense", "lengths")))
+def test_decode_steps_are_built_ahead(sequences: SequenceKind, tmp_path: Path) -> None:
+    with weft.settings(cache_dir=tmp_path):
+        for job in jobs_of(
+            [VARIANTS["causal"]], device="h200", head_dims=[128], directions=[], sequences=[sequences], decode=[4]
+        ):
+            done = build_one(job)
+            assert done.kernels == ("split_forward", "join_parts") and not done.problem

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen import launching
 from weft.compiler.planning import hardware
+from weft.runtime.variant import forget
 
 from ..support import check_variant
 
@@ -127,6 +131,65 @@ def test_calls_on_several_streams_do_not_meet():
                 found.append(CAUSAL(*each))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(found, want)), f"turn {turn}"
+
+
+def views_of_one_address(dim):
+    """Operands of several sizes and strides, query, key and value each at one address for all of them."""
+    memory = [normal(2 * 4 * 320 * dim, seed=n) for n in range(3)]
+    for rows, heads_last in ((320, False), (200, False), (200, True), (77, True), (320, True), (33, False)):
+        size = (2, rows, 4, dim) if heads_last else (2, 4, rows, dim)
+        made = [m[: 8 * rows * dim].view(size) for m in memory]
+        yield [m.transpose(1, 2) for m in made] if heads_last else made
+
+
+@pytest.mark.parametrize("most", [2, 1024])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_lies_at_an_address_may_change_from_call_to_call(dim, most, monkeypatch):
+    """The hopper target keeps tensor descriptors by address, sizes and strides."""
+    monkeypatch.setattr(launching, "MOST_DESCRIPTORS", most)
+    for _ in range(2):
+        for q, k, v in views_of_one_address(dim):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = CAUSAL(*leaves, target="hopper")
+            dout = normal(*out.shape, seed=7)
+            want = exact(CAUSAL, *leaves)
+            assert error(out, want) < 6e-3
+            found, true = (torch.autograd.grad(o, leaves, d) for o, d in ((out, dout), (want, dout.double())))
+            assert all(error(a, b) < 1.5e-2 for a, b in zip(found, true, strict=True)), (q.shape, q.stride())
+
+
+def test_threads_share_what_is_kept(monkeypatch):
+    monkeypatch.setattr(launching, "MOST_DESCRIPTORS", 3)  # cleared all the time
+    inputs = [views for views in views_of_one_address(64)]
+    want = [CAUSAL(*each, target="hopper") for each in inputs]
+    wrong = []
+
+    def calls(first):
+        for n in range(400):
+            at = (first + n) % len(inputs)
+            if n % 20 == 0 and not torch.equal(CAUSAL(*inputs[at], target="hopper"), want[at]):
+                wrong.append((first, n))
+            CAUSAL(*inputs[at], target="hopper")
+
+    threads = [threading.Thread(target=calls, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_graph_needs_nothing_of_what_is_kept():
+    q, k, v = qkv(2, 4, 300, 64)
+    want = CAUSAL(q, k, v, target="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = CAUSAL(q, k, v, target="hopper")
+    forget()  # what was prepared, with the descriptors
+    gc.collect()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, want)
 
 
 def test_the_device_of_the_operands_is_the_one_that_computes():

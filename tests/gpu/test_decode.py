@@ -50,7 +50,7 @@ def operands(q_len=5, heads=8, kv_heads=2, dim=128, value_dim=None, dtype=torch.
 
 def paged(caches, lens, page, rows_first=True):
     """The same keys in pools, blocks in any order, NaN behind lengths, and a table with garbage behind them."""
-    pages, pools = -(-ROWS // page), []
+    pages, pools = -(-max(ROWS, *lens) // page), []
     blocks = torch.randperm(5 * pages, generator=torch.Generator().manual_seed(0)).view(5, pages)
     for cache in caches:
         pool = poisoned((5 * pages, cache.shape[1], page, cache.shape[3]), cache.dtype, "cuda", blhd=rows_first)
@@ -87,6 +87,7 @@ def check(name, made, lens, page=0, *, rows_first=True, times=3, **options):
         assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_masks_scores_sinks_and_normalizers(name):
     check(name, operands(), {})
@@ -98,6 +99,7 @@ def test_masks_scores_sinks_and_normalizers(name):
     check(name, made, {"q_lens": Q_LENS, "kv_lens": KV_LENS}, 16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page", [1, 2, 8, 16, 32, 64, 128, 256])
 def test_pages(page):
     for rows_first in (True, False):
@@ -108,6 +110,7 @@ def test_pages(page):
 CHUNK = {"kv_lens": KV_LENS, "q_lens": [200, 5, 130, 0, 64]}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 64), (80, 64), (192, 128), (256, 256)])
 def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
@@ -120,6 +123,7 @@ def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
     check("causal", operands(200, 6, 3, dim, value_dim, torch.float16), {"kv_lens": KV_LENS}, page, target="hopper")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "documents" not in n and n != "sigmoid"])
 def test_variants_over_pages_on_hopper(name):
     check(name, operands(200), CHUNK, 16, target="hopper")
@@ -141,6 +145,7 @@ def test_rows_of_a_group(heads, kv_heads, q_len):
     check("causal", made, {"kv_lens": KV_LENS}, 16)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("dim", "value_dim"), [(20, 40), (64, 64), (80, 64), (96, 96), (192, 128), (256, 256)])
 def test_widths_and_dtypes(dim, value_dim, dtype):
@@ -235,6 +240,7 @@ def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat
         assert target in {r.launcher.code.target for r in variant_of(variant)._forwards.values()}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 8])
 @pytest.mark.parametrize("page", [0, 16, 64])
@@ -252,6 +258,7 @@ def test_forms_of_latent_decode(form):
     check_latent("causal", 16, 8, [5000, 17, 0, 3000, 4000], 64, form, rows=5000)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LATENT)
 def test_variants_of_latent_decode(name):
     check_latent(name, 16, 3, KV_LENS, 16)
@@ -259,6 +266,7 @@ def test_variants_of_latent_decode(name):
     check_latent(name, 64, 1, KV_LENS, 128, dtype=torch.float16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "page"), [(1, 64), (8, 32), (192, 64), (64, 256), (32, 0), (16, 8)])
 def test_rows_of_latent_decode(heads, page):
     for q_len in (1, 5, 16):

@@ -78,6 +78,7 @@ def target(request):
     return request.param
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -97,6 +98,7 @@ def test_dtypes(dtype, kind):
     check_variant(CAUSAL, *made, operands=lengths)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim, value_dim", [(20, 40), (40, 128), (80, 64), (96, 96), (128, 80), (192, 128), (256, 256)])
 def test_widths(dim, value_dim, kind):
@@ -104,6 +106,7 @@ def test_widths(dim, value_dim, kind):
     check_variant(CAUSAL, *made, operands=lengths)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 1), (6, 3)])
 @pytest.mark.parametrize("offset", [0, 7, -5, "tensor"])
@@ -114,6 +117,7 @@ def test_heads_and_offsets(heads, kv_heads, offset, kind, target):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=given_offset, target=target)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_wanted_gradients_alone(wanted, kind):
@@ -156,6 +160,7 @@ def test_gradients_of_operands(kind):
     check_variant(BIASES, *made, operands=tables | lengths, differentiate=tuple(tables))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("name", SUNK)
 def test_sinks(name, kind, target):
@@ -174,7 +179,8 @@ def test_sinks_alone_repeat_bit_for_bit(kind):
     for wanted in ((table,), (table, *made), (table,)):
         for t in made:
             t.requires_grad_(len(wanted) > 1)
-        out, lse = SUNK["sunk"](*made, **lengths, sinks_of=table, return_lse=True)
+        # sinks alone are computed by triton in any case; other targets add up other tiles
+        out, lse = SUNK["sunk"](*made, **lengths, sinks_of=table, return_lse=True, target="triton")
         dlse = torch.where(lse == -torch.inf, torch.nan, 1.0)
         found.append(torch.autograd.grad([out, lse], wanted, [torch.ones_like(out), dlse])[0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and not found[0].isnan().any()

@@ -22,3 +22,22 @@ def test_several_processes_build_where_signals_cannot_be_held(
     done = list(build.build(jobs, processes=2))
     assert {d.job for d in done} == set(jobs) and len(jobs) == 4
     assert all("the cpu target compiles nothing" in d.problem for d in done)
+
+
+def test_every_combination_that_there_is() -> None:
+    dense = weft.Attention(name="dense")
+    sizes = {"device": "h200", "head_dims": [64], "page": 8}
+    jobs = build.jobs_of([dense], sequences=["lengths", "packed", "paged"], decode=[1, 4], **sizes)
+    assert [str(job) for job in jobs] == [
+        "dense forward lengths bf16 D64 for h200",
+        "dense backward lengths bf16 D64 for h200",
+        "dense forward packed bf16 D64 for h200",
+        "dense backward packed bf16 D64 for h200",
+        "dense forward in pages of 8 bf16 D64 for h200",
+        "dense decode of 1 heads a key head lengths bf16 D64 for h200",
+        "dense decode of 4 heads a key head lengths bf16 D64 for h200",
+        "dense decode of 1 heads a key head in pages of 8 bf16 D64 for h200",
+        "dense decode of 4 heads a key head in pages of 8 bf16 D64 for h200",
+    ]
+    with pytest.raises(weft.WeftError, match="build: page: expected a power of two from 1 to 256, got 12"):
+        build.jobs_of([dense], device="h200", page=12)

@@ -287,7 +287,7 @@ def test_batch_rows_of_sequences_with_lengths_are_a_whole_number_of_rows_apart(s
 @pytest.mark.parametrize("stride", [(1 << 16, 1 << 14, 64, 1), (1 << 16, 64, 256, 1), (1536 << 9, 192, 1536, 1)])
 def test_rows_that_end_anywhere(stride):
     """Coordinates of sequences.py.jinja lead to the rows of a sequence, and past its end out of the descriptor."""
-    box = RaggedBox(torch.empty(1 << 21, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride))
+    box = RaggedBox(torch.empty(1 << 21, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride), 64)
     part = '{% import "hopper/parts/sequences.py.jinja" as seq with context %}'
     render = environment().from_string(part + '{{ seq.at("key", "head", "row", "8", "length") }}')
     text = render.render(sequences="lengths", offset_kind="bottom_right")

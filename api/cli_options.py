@@ -1,0 +1,264 @@
+"""What a command is about: a variant and sizes of a call, out of the words of its options."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+from . import Attention, parse, request, scalar, score, shape, tensor
+from .codegen.targets import targets
+from .compiler.planning.records import DTYPE_BYTES, Shape
+from .ir.errors import WeftError
+from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
+from .ir.normalizer import SOFTMAX, normalizers
+
+_KINDS = {"int": int, "float": float, "bool": bool}
+SHARED = "weft.cli.shared"
+_PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
+_WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|dropout|name|normalizer)(?=: )", re.MULTILINE)
+_SIZE, _RECORD = re.compile(r"\bshape: (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
+
+
+def in_options(message: str, given: Mapping[str, object]) -> str:
+    """A message about a call in the words of the command: options in place of arguments.
+
+    Of a variant that the options write, the places in files are left out: they are of no file of the user.
+    """
+    message = _SIZE.sub(lambda found: f"--{found[1].replace('_', '-')}", _RECORD.sub("--device", message))
+    if given.get("variant") is not None:
+        return message
+    message = _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
+    return re.sub(r"^\w+: (?=--[\w-]+: )", "", message)  # the variant's name says nothing beside the option's
+
+
+@dataclass(frozen=True)
+class Request:
+    """A variant and a call of it, as the options describe them."""
+
+    variant: Attention
+    shape: Shape
+    values: dict[str, Any]  # numbers for scalar operands, by name
+    device: str | None
+    target: str | None
+    schedule: str | None
+
+
+def _keep(ctx: click.Context, option: click.Parameter, value: object) -> None:
+    ctx.meta.setdefault(SHARED, {})[option.name] = value
+
+
+def _shared(*declarations: str, **settings: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """An option that many commands have: it is kept in the context, where `request_of` finds it."""
+    return click.option(*declarations, callback=_keep, expose_value=False, **settings)  # type: ignore[arg-type]
+
+
+VARIANT_OPTIONS = (
+    click.argument("variant", required=False, callback=_keep, expose_value=False),
+    _shared("--score", metavar="TEXT", help="Score expression, e.g. '50.0 * tanh(score / 50.0)'."),
+    _shared("--mask", metavar="TEXT", help="Mask expression, e.g. 'kv_pos <= q_pos'."),
+    _shared("--scale", metavar="TEXT", help="Scale expression; 1 / sqrt(head_dim) if not given."),
+    _shared("--sink", metavar="TEXT", help="Sink expression, one more logit of each row, e.g. 0.0; none if not given."),
+    _shared(
+        "--normalizer",
+        metavar="NAME",
+        help=f"What makes weights of scores: {', '.join(normalizers())}.",
+    ),
+    _shared(
+        "--dropout", metavar="TEXT", help="Share of the weights to drop, a number or a float scalar; 0.0 if not given."
+    ),
+    _shared("--name", default="attention", show_default=True, help="Name of the variant."),
+    _shared("--scalar", multiple=True, metavar="NAME:TYPE", help="Declare a scalar operand, e.g. window:int."),
+    _shared("--tensor", multiple=True, metavar="NAME:RANK[:TYPE]", help="Declare a tensor operand, e.g. slopes:1."),
+    _shared("--set", multiple=True, metavar="NAME=NUMBER", help="Value of a scalar operand, e.g. window=1024."),
+)
+
+
+SHAPE_OPTIONS = (
+    _shared("--batch", type=click.IntRange(1), default=1, show_default=True),
+    _shared("--heads", type=click.IntRange(1), default=16, show_default=True),
+    _shared("--kv-heads", type=click.IntRange(1), help="As many as --heads if not given."),
+    _shared("--q-len", type=click.IntRange(1), default=4096, show_default=True),
+    _shared("--kv-len", type=click.IntRange(1), help="As many as --q-len if not given."),
+    _shared("--head-dim", type=click.IntRange(1), default=128, show_default=True),
+    _shared("--value-dim", type=click.IntRange(1), help="As wide as --head-dim if not given."),
+    _shared("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bf16", show_default=True),
+)
+
+
+PLAN_OPTIONS = (
+    _shared("--device", metavar="NAME", help="A hardware record, e.g. h100; this machine if not given."),
+    _shared("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given."),
+    _shared("--schedule", metavar="TEXT", help="flash, streaming, standard, or the text of a schedule."),
+)
+
+
+def having(*options: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[..., Callable[..., None]]:
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+def request_of(ctx: click.Context) -> Request:
+    given = ctx.meta[SHARED]
+    sizes = {k: given[k] for k in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype")}
+    variant = variant_of(given)
+    values = values_of(variant, given)
+    return Request(variant, shape(**sizes), values, given["device"], given["target"], given["schedule"])
+
+
+def values_of(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What --set gives to scalar operands."""
+    pairs = [_value_of(text) for text in given["set"]]
+    twice = sorted({name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1})
+    if twice:
+        raise WeftError(f"--set: expected each operand once, got {', '.join(twice)} several times")
+    values, read = dict(pairs), {operand.name for operand in variant.parameters}
+    declared = {text.partition(":")[0] for text in (*given["scalar"], *given["tensor"])}
+    unread = sorted((declared & values.keys()) - read)
+    if unread:
+        raise WeftError(
+            f"--set: {', '.join(unread)}: declared, but neither score, mask, scale, sink nor dropout reads it"
+        )
+    request.check_operands("--set", variant, values)
+    return values
+
+
+def variant_of(given: Mapping[str, object]) -> Attention:
+    fields = ("score", "mask", "scale", "sink", "dropout")
+    place, texts = given["variant"], {k: given[k] for k in fields if given[k] is not None}
+    if isinstance(place, str):
+        written = [*texts, *(["normalizer"] if given["normalizer"] is not None else [])]
+        if written:
+            raise WeftError(f"expected {place} or --{' --'.join(written)}, got both")
+        return declared_at(place)
+    if not texts:
+        raise WeftError(
+            "expected a variant: --score and --mask, or the name of a declared one (module:name, file.py:name)"
+        )
+    operands = _operands(given["scalar"], given["tensor"])  # type: ignore[arg-type]
+    if given["mask"] is None and given["score"] is None:
+        raise WeftError(f"expected --score or --mask, got --{' and --'.join(texts)} alone")
+    parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
+    dropout: Any = parts.get("dropout", Const(0.0))
+    return Attention(
+        parts.get("score", score), parts.get("mask", True), scale=parts.get("scale"), sink=parts.get("sink"),
+        dropout=dropout.value if isinstance(dropout, Const) else dropout, name=str(given["name"]),
+        normalizer=str(given["normalizer"] or SOFTMAX.name),
+    )  # fmt: skip
+
+
+def _parsed(option: str, text: str, operands: Mapping[str, Scalar | TensorOperand]) -> Expr:
+    try:
+        return parse(text, operands)
+    except WeftError as error:
+        message = str(error)
+        hint = "; declare operands with --scalar and --tensor" if "unknown name" in message else ""
+        raise WeftError(f"--{option}: {_PLACE.sub('', message)}{hint}") from error
+
+
+def _operands(scalars: tuple[str, ...], tensors: tuple[str, ...]) -> dict[str, Scalar | TensorOperand]:
+    found = [
+        _operand_of(option, text) for option, texts in (("scalar", scalars), ("tensor", tensors)) for text in texts
+    ]
+    names = [operand.name for operand in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WeftError(f"--scalar, --tensor: expected each operand once, got {', '.join(twice)} several times")
+    return {operand.name: operand for operand in found}
+
+
+def _operand_of(option: str, text: str) -> Scalar | TensorOperand:
+    try:
+        return _scalar_of(text) if option == "scalar" else _tensor_of(text)
+    except WeftError as error:
+        raise WeftError(f"--{option}: {_PLACE.sub('', str(error))}") from error
+
+
+def _scalar_of(text: str) -> Scalar:
+    match = re.fullmatch(r"(\w+):(int|float)", text)
+    if not match:
+        raise WeftError(f"expected NAME:int or NAME:float, got {text!r}")
+    return scalar(match[1], _KINDS[match[2]])
+
+
+def _tensor_of(text: str) -> TensorOperand:
+    match = re.fullmatch(r"(\w+):(\d+)(?::(int|float|bool))?", text)
+    if not match:
+        raise WeftError(f"expected NAME:RANK or NAME:RANK:TYPE with type int, float or bool, got {text!r}")
+    return tensor(match[1], int(match[2]), _KINDS[match[3] or "float"])
+
+
+def _value_of(text: str) -> tuple[str, Number]:
+    name, _, number = text.partition("=")
+    for kind in (int, float):
+        try:
+            return name.strip(), kind(number)
+        except ValueError:
+            continue
+    raise WeftError(f"--set: expected NAME=NUMBER, got {text!r}")
+
+
+def declared_at(place: str) -> Attention:
+    """The variant at `module:name` or `file.py:name`."""
+    source, _, name = place.rpartition(":")
+    if not source or not name:
+        raise WeftError(f"expected module:name or file.py:name, got {place!r}")
+    module = _file_module(Path(source)) if source.endswith(".py") else _named_module(source)
+    found = getattr(module, name, None)
+    if isinstance(found, Attention):
+        return found
+    known = sorted(n for n, v in vars(module).items() if isinstance(v, Attention))
+    got = f"got {_article(type(found).__name__)}" if hasattr(module, name) else "there is no such name"
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else f"; {source} declares {', '.join(known) or 'no variant'}"
+    raise WeftError(f"{place}: expected a weft.Attention, {got}{meant}")
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def _file_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise WeftError(f"{path}: no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # a file may have the name of a module that is in use
+    sys.path.insert(0, str(path.parent))  # as `python file.py` does
+    with _running(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _named_module(name: str) -> ModuleType:
+    sys.path.insert(0, "")  # as `python -m` does
+    with _running(name):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _running(place: str) -> Iterator[None]:
+    """The user's own code: what it raises is said in one line, with the line of it that raised."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == place]
+        if isinstance(error, SyntaxError) and error.filename == place:
+            lines.append(error.lineno)
+        line = lines[-1] if lines else None
+        at = f", line {line}" if line else ""
+        raise WeftError(f"{place}{at}: cannot be imported ({type(error).__name__}: {error})") from error

@@ -1,0 +1,398 @@
+"""What a plan is asked of: sizes or tensors with options, checked as a call checks them, and the choices for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import parts, validate
+from .compiler.analysis.facts import facts_of
+from .compiler.analysis.measured import Table
+from .compiler.analysis.ranges import Ranges, check_integers
+from .compiler.planning import hardware
+from .compiler.planning.records import Shape
+from .compiler.planning.schedule import Schedule
+from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, has_few
+from .ir.errors import UnavailableError, WeftError, collected
+from .ir.expr import Scalar, TensorOperand
+from .ir.walk import scalars, tensors
+from .runtime import driver
+from .runtime.checks import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    check_q_offset,
+    check_tensors,
+    length_problems,
+    range_problems,
+    tensor_problems,
+)
+from .runtime.lengths import TABLE
+from .runtime.settings import default_target
+from .runtime.variant import boxed_of, offset_kind
+
+if TYPE_CHECKING:
+    from .attention import Attention, Form
+
+
+def shape(
+    *, batch: int = 1, heads: int, kv_heads: int | None = None, q_len: int, kv_len: int | None = None,
+    head_dim: int, value_dim: int | None = None, dtype: str = "bf16",
+) -> Shape:  # fmt: skip
+    """The sizes of a call, in place of its tensors: kv_heads, kv_len and value_dim default to heads, q_len, head_dim.
+
+    dtype: "bf16", "fp16" or "fp32". For latent attention head_dim is the query's nope + rope and value_dim is Dv.
+    """
+    own = (heads if kv_heads is None else kv_heads, q_len if kv_len is None else kv_len)
+    made = Shape(batch, heads, own[0], q_len, own[1], head_dim, head_dim if value_dim is None else value_dim, dtype)
+    if dtype not in ("bf16", "fp16", "fp32"):
+        raise WeftError(f"shape: dtype: expected 'bf16', 'fp16' or 'fp32', got {dtype!r}")
+    sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,
+             "head_dim": head_dim, "value_dim": made.value_dim}  # fmt: skip
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise WeftError(f"shape: {name}: expected a positive int, got {value!r}")
+    if heads % made.kv_heads:
+        raise WeftError(f"shape: heads: expected a multiple of kv_heads {made.kv_heads}, got {heads}")
+    return made
+
+
+def _shape_of(
+    attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
+) -> tuple[Shape, str | None]:
+    """The sizes that the arguments stand for, and the device that tensors are on."""
+    if len(operands) == 1 and isinstance(operands[0], Shape):
+        _check_sizes(attention, operands[0])
+        return operands[0], None
+    tensors = [t for t in operands if isinstance(t, Tensor)]
+    wanted = 2 if attention.latent is not None else 3
+    if len(tensors) != wanted or len(tensors) != len(operands):
+        got = ", ".join(type(o).__name__ for o in operands) or "nothing"
+        raise WeftError(
+            f"{attention.name}: expected weft.shape(heads=..., q_len=..., head_dim=...) or {wanted} tensors "
+            f"({'query and cache' if wanted == 2 else 'query, key and value'}), got {got}"
+        )
+    query, key = tensors[0], tensors[1]
+    uk, uv, paged = options.get("uk"), options.get("uv"), options.get(TABLE) is not None
+    if wanted == 3:
+        check_tensors(str(attention.name), query, key, tensors[2], paged)
+    else:
+        validate.check_latent(attention, query, key, uk, uv, paged)
+    kv_len = parts.kv_rows(str(attention.name), query, key, options) if paged else key.shape[2]
+    if 0 in (query.shape[0], query.shape[2], kv_len):
+        raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
+    width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
+    kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
+    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width,
+                 DTYPES[query.dtype])  # fmt: skip
+    return made, str(query.device)
+
+
+def _check_sizes(attention: Attention, sizes: Shape) -> None:
+    """Raise WeftError for sizes that a call refuses."""
+    latent, problems = attention.latent, []
+    widths = {"head_dim": sizes.head_dim, "value_dim": sizes.value_dim}
+    for name, width in widths.items():
+        if latent is None and not 0 < width <= MAX_HEAD_DIM:
+            problems.append(
+                f"shape: {name}: expected 1 to {MAX_HEAD_DIM}, got {width}; wider heads are for latent attention"
+            )
+    for name, length in (("q_len", sizes.q_len), ("kv_len", sizes.kv_len)):
+        problems += length_problems(f"shape: {name}", length)
+    if latent is not None and sizes.head_dim <= latent.rope:
+        problems.append(f"shape: head_dim: expected more than {latent.rope}, the latent's rope, got {sizes.head_dim}")
+    if sizes.heads % sizes.kv_heads:
+        problems.append(f"shape: heads: expected a multiple of kv_heads {sizes.kv_heads}, got {sizes.heads}")
+    if problems:
+        raise collected(str(attention.name), problems)
+
+
+# What a call takes besides operands, as far as it is available; a plan is the same for every value of most of these.
+OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic", *parts.OPTIONS)
+
+
+def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
+    """Raise WeftError for options and operands that a call of these sizes refuses."""
+    name = str(attention.name)
+    given = {n: value for n, value in options.items() if n not in OPTIONS}
+    check_operands(name, attention, given)
+    offset = options.get("q_offset")
+    if offset is not None and not any(options.get(n) is not None for n in parts.OPTIONS):
+        device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
+        check_q_offset(offset, sizes.batch, device)
+    if attention.latent is None:
+        validate.check_no_latent(attention, options.get("uk"), options.get("uv"), form)
+    if form not in (None, "expanded", "absorbed"):
+        raise WeftError(f"{name}: form: expected 'expanded' or 'absorbed', got {form!r}")
+
+
+def _hardware(device: str | None, tensors_on: str | None) -> hardware.Hardware:
+    if device is not None:
+        return hardware.by_name(device)
+    return hardware.for_device(tensors_on) if tensors_on not in (None, "meta") else hardware.this_machine()
+
+
+def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape, Widths]:
+    """Sizes and widths as kernels see them: latent forms change widths and heads."""
+    latent = attention.latent
+    if latent is None:
+        return sizes, Widths(sizes.head_dim, sizes.value_dim)
+    form = form or cheaper_form(attention, sizes)
+    if form == "expanded":
+        return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
+    width = latent.rank + latent.rope
+    absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
+    return absorbed, Widths(width, latent.rank, value_is_key=True)
+
+
+def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
+    """All gradients that a backward can be asked for."""
+    facts = facts_of(attention)
+    operands = {load.tensor.name for load, _ in facts.gradient_kinds}
+    return frozenset({"query", "key", "value", *({"rope"} if widths.rope_dim else ()), *operands})
+
+
+def _sums_pairs(attention: Attention, wanted: frozenset[str]) -> bool:
+    """Whether a wanted gradient may be summed faster in any order."""
+    return any(kind == "pair" and load.tensor.name in wanted for load, kind in facts_of(attention).gradient_kinds)
+
+
+class Request(NamedTuple):
+    """What a plan is asked of."""
+
+    sequences: parts.Described | None  # those of their own lengths
+    sizes: Shape  # as kernels see them
+    head_dim: int  # the value of the symbol: of the call, which latent forms change
+    machine: hardware.Hardware
+    forward: driver.Resolved
+    backward: driver.Resolved | None  # None where there is no backward
+    notes: tuple[str, ...]
+
+
+def request_of(
+    attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
+    schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+) -> Request:  # fmt: skip
+    """The very choices that a call makes: both ask the driver."""
+    sizes, tensors_on = _shape_of(attention, operands, options)
+    _check_options(attention, sizes, form, options)
+    if target is not None:
+        validate.check_target(str(attention.name), target)
+    machine = _hardware(device, tensors_on)
+    if attention.latent is not None and options.get(TABLE) is not None:
+        validate.check_absorbed(attention, form)
+        form = "absorbed"
+    if form is None and tensors_on is not None and attention.latent is not None:
+        form = _form_of_call(attention, operands, options)
+    head_dim = sizes.head_dim
+    sizes, widths = _seen(attention, sizes, form)
+    found = _sequences(attention, operands, sizes, options)
+    ranges = (
+        ranges_of(sizes, options.get("q_offset")) if found is None else ranges_of(sizes, 0) | parts.ranges_of(found)
+    )
+    check_read(attention, ranges, options)
+    offset = offset_kind(options.get("q_offset")) if found else "number"
+    offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else offset
+    target = default_target() if target is None else target
+    asked = options.get("deterministic")
+    repeats = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+    def resolved(direction: Direction, wanted: frozenset[str]) -> driver.Resolved:
+        dtypes = Dtypes.all(sizes.dtype)
+        signature = Signature(
+            direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
+            sequences="dense" if found is None else found.sequences.kind,
+            few=has_few(direction, "dense" if found is None else found.sequences.kind, sizes.q_len),
+            deterministic=direction == "backward" and repeats,
+            atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
+            boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
+        )  # fmt: skip
+        made = driver.resolve(attention, signature, machine, target, schedule)
+        misfit = _misfit(made, signature, operands, sizes)
+        if misfit is None:
+            return made
+        if target == made.target.name:
+            raise UnavailableError(f"{attention.name}: target {misfit}")
+        other = driver.resolve(attention, signature, machine, target, schedule, frozenset({made.target.name}))
+        return dataclasses.replace(other, notes=(*other.notes, misfit))
+
+    forward = resolved("forward", frozenset())
+    lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
+    if widths.value_is_key or lacking != _NO_BACKWARD:
+        return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking))
+    given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
+    backward = resolved("backward", _everything(attention, widths) - given)
+    notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
+    return Request(found, sizes, head_dim, machine, forward, backward, notes)
+
+
+def _misfit(
+    made: driver.Resolved, signature: Signature, operands: Sequence[Tensor | Shape], sizes: Shape
+) -> str | None:
+    """Why the target cannot take these very tensors, where a call's are given; of a latent cache also these sizes."""
+    given: Sequence[Any] = operands
+    if signature.widths.value_is_key:
+        if len(given) != 2 or not all(isinstance(t, Tensor) for t in given):
+            rows = ((sizes.heads, sizes.q_len), (sizes.kv_heads, sizes.kv_len))
+            given = [torch.empty(sizes.batch, *own, signature.widths.head_dim, device="meta") for own in rows]
+        given = (*given, None)
+    elif len(given) != 3 or not all(isinstance(t, Tensor) for t in given):
+        return None
+    call: Any = SimpleNamespace(**dict(zip(("query", "key", "value"), given)))
+    return made.target.misfit(signature, call)
+
+
+def _sequences(
+    attention: Attention, operands: Sequence[Tensor | Shape], sizes: Shape, options: Mapping[str, Any]
+) -> parts.Described | None:
+    """The sequences of a call that gives lengths. sizes: of all rows."""
+    rows: tuple[Any, Any] = operands[:2]  # type: ignore[assignment]
+    if isinstance(operands[0], Shape):
+        rows = [(sizes.batch, sizes.heads, length, sizes.head_dim) for length in (sizes.q_len, sizes.kv_len)]  # type: ignore[assignment]
+        if isinstance(options.get(TABLE), Tensor):
+            rows[1] = parts.pool_of(str(attention.name), sizes, options[TABLE])  # type: ignore[index]
+    return parts.described(str(attention.name), *rows, options)
+
+
+_NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
+_PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
+
+
+def cheaper_form(attention: Attention, sizes: Shape) -> Form:
+    """The form of latent attention with fewer multiplications.
+
+    Expanded multiplies each key vector by uk and uv once, then attends over nope + rope and Dv columns; absorbed
+    multiplies each query instead and attends over rank + rope and rank columns.
+    """
+    latent = attention.latent
+    assert latent is not None
+    nope = sizes.head_dim - latent.rope
+    projected = latent.rank * (nope + sizes.value_dim)
+    expanded = sizes.kv_len * projected + sizes.q_len * sizes.kv_len * (sizes.head_dim + sizes.value_dim)
+    absorbed = sizes.q_len * projected + sizes.q_len * sizes.kv_len * (2 * latent.rank + latent.rope)
+    return "expanded" if expanded <= absorbed else "absorbed"
+
+
+def latent_form(
+    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, operands: Mapping[str, Any]
+) -> Form:
+    """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
+    if torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in (query, cache, uk, uv, *operands.values())
+    ):
+        return "expanded"
+    sizes = Shape(
+        query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2]
+    )
+    return cheaper_form(attention, sizes)
+
+
+def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mapping[str, Any]) -> Form:
+    """The form that a call with these tensors computes: without uk and uv the query is latent already."""
+    uk, uv = options.get("uk"), options.get("uv")
+    if uk is None or uv is None:
+        return "absorbed"
+    own = {p.name: options.get(p.name) for p in attention.parameters}
+    return latent_form(attention, operands[0], operands[1], uk, uv, own)
+
+
+def described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The operands and options of a call that is planned, checked as far as they are given."""
+    first = operands[0] if operands else None
+    if any(options.get(n) is not None for n in parts.OPTIONS):
+        offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
+        rest = {n: value for n, value in options.items() if n != "q_offset"}
+        return validate.described(attention, rest, None, getattr(first, "device", None), OPTIONS) | {"q_offset": offset}
+    if isinstance(first, Tensor):
+        return validate.described(attention, options, len(first), first.device, OPTIONS)
+    batch = first.batch if isinstance(first, Shape) else 1
+    return validate.described(attention, options, batch, None, OPTIONS)
+
+
+def check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
+    """Raise WeftError for operands that a call would refuse: unknown names, and scalars of another kind.
+
+    Those that are missing are nobody's mistake here. A function of its indices may stand for a tensor.
+    """
+    declared = {p.name: p for p in attention.parameters}
+    problems: list[str] = []
+    for name, value in options.items():
+        operand = declared.get(name)
+        if operand is None:
+            problems.append(_unknown(name, sorted(declared)))
+        elif isinstance(operand, Scalar):
+            problems += _scalar_problems(operand, value)
+        elif isinstance(value, Tensor):
+            problems += tensor_problems(operand, value, value.device)
+        elif not callable(value):
+            problems.append(f"{name}: expected a tensor of {operand.dtype}, got {type(value).__name__}")
+    if problems:
+        raise collected(title, problems)
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{name}: unknown operand or option; this variant's operands are: {', '.join(known) or 'none'}{meant}"
+
+
+def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
+    """What a call says of the value of a scalar."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if operand.dtype == "int" and whole:
+        yield from range_problems(operand, value)  # type: ignore[arg-type]
+    elif not whole and (operand.dtype == "int" or not isinstance(value, float)):
+        yield f"{operand.name}: expected {'an int' if operand.dtype == 'int' else 'a number'}, got {value!r}"
+
+
+def mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:
+    """The operands that the mask reads, by name."""
+    mask = attention.folded_mask
+    return sorted((*scalars(mask), *tensors(mask)), key=lambda operand: operand.name)
+
+
+def to_give(attention: Attention, options: Mapping[str, Any]) -> str:
+    """What the mask reads and was not given, as arguments: "doc=..., window=..."; "" where all is there."""
+    return ", ".join(f"{o.name}=..." for o in mask_operands(attention) if o.name not in options)
+
+
+def environment(attention: Attention, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as tile programs read them: numbers as they are, tensors that the mask reads as tables."""
+    env: dict[str, Any] = {n: v for n, v in options.items() if not isinstance(v, Tensor)}
+    for operand in mask_operands(attention):
+        value = options.get(operand.name)
+        if isinstance(operand, TensorOperand) and isinstance(value, Tensor):
+            env[operand.name] = Table(operand.name, value.detach().tolist)
+    return env
+
+
+def check_read(attention: Attention, ranges: Ranges, options: Mapping[str, Any]) -> None:
+    """Raise WeftError where expressions read beyond the tensors that were given, as a call would.
+
+    ranges: of symbols, by name. Expressions that read an operand that was not given are passed over.
+    """
+    extents = {n: tuple(v.shape) for n, v in options.items() if isinstance(v, Tensor)}
+    ints = {s.name: (options[s.name],) * 2 for s in attention.scalars if s.dtype == "int" and s.name in options}
+    floats = {s.name: options[s.name] for s in attention.scalars if s.dtype == "float" and s.name in options}
+    problems: list[str] = []
+    for root in attention.expressions:
+        read = {t.name for t in tensors(root)}
+        if read and read <= extents.keys() and {s.name for s in scalars(root) if s.dtype == "int"} <= ints.keys():
+            problems += check_integers(root, ranges | ints, extents, floats)
+    if problems:
+        raise collected(str(attention.name), list(dict.fromkeys(problems)))
+
+
+def ranges_of(sizes: Shape, q_offset: object) -> Ranges:
+    """Of the symbols in a call of these sizes."""
+    offset = q_offset if isinstance(q_offset, int) else sizes.kv_len - sizes.q_len
+    return {
+        "q_pos": (offset, offset + sizes.q_len - 1), "kv_pos": (0, sizes.kv_len - 1), "batch": (0, sizes.batch - 1),
+        "head": (0, sizes.heads - 1), "kv_head": (0, sizes.kv_heads - 1), "group": (sizes.heads // sizes.kv_heads,) * 2,
+        "q_len": (sizes.q_len,) * 2, "kv_len": (sizes.kv_len,) * 2, "head_dim": (sizes.head_dim,) * 2,
+    }  # fmt: skip

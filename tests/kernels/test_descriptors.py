@@ -1,0 +1,187 @@
+"""Tensor descriptors that are kept by address, sizes and strides are those that a launch would make anew.
+
+Launches of target `hopper` on CPU tensors, which are written down: by the longer way, which makes a descriptor for each
+launch, and by the shortest one, which keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import masks
+
+pytest.importorskip("triton")
+from weft.codegen import launching
+from weft.codegen.binding import Launch
+from weft.codegen.targets import hopper_launcher, latent_launcher
+from weft.codegen.targets.hopper_launcher import Box
+from weft.codegen.targets.split_launcher import SplitLauncher
+from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.compiler.planning import hardware
+
+Entry = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]  # kernel, parameter, address, sizes, strides
+
+
+class _Launches:
+    """What was launched, and by which way."""
+
+    def __init__(self) -> None:
+        self.longer: list[Entry] = []
+        self.shortest: list[Entry] = []
+        self.made = 0  # descriptors that the shortest way made
+        self.is_heard = False
+
+    @contextmanager
+    def by_the_longer_way(self) -> Iterator[None]:
+        self.is_heard = True
+        yield
+        self.is_heard = False
+
+    def encoder(self, meta: Any) -> Any:
+        def encode(address: int, places: launching.Places) -> tuple[object, ...]:
+            self.made += 1
+            return ((address, *map(tuple, places)),)
+
+        return encode
+
+
+class _Run:
+    def __init__(self, binding: Any, described: dict[int, Any], launches: _Launches) -> None:
+        self.binding, self.described, self.launches = binding, described, launches
+
+    def __call__(self, programs: int, arguments: Any, stream: int) -> None:
+        for name, box in zip(self.binding.parameters, arguments):
+            if isinstance(box, Box):
+                where = box.base.data_ptr(), tuple(box.shape), tuple(box.strides)
+                self.launches.longer.append((self.binding.name, name, *where))
+
+    @property
+    def shortest(self) -> Launch:
+        def launch(programs: int, _y: int, _z: int, stream: int, fixed: object, *arguments: Any) -> None:
+            for place in self.described:
+                entry = (self.binding.name, self.binding.parameters[place], *arguments[place])
+                self.launches.shortest.append(entry)
+
+        return Launch(launch, (None,), self.described)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
+    found = _Launches()
+    made = TritonLauncher.__init__
+
+    def here(self: Any, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.device = -1  # what CPU tensors say of theirs
+        self.empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+
+    def recorded(self: Any, bindings: Any, options: Any, typed: Any) -> list[Any]:
+        return [
+            _Run(b, {n: {} for n, value in enumerate(values) if isinstance(value, Box)}, found)
+            for b, (_, values) in zip(bindings, typed)
+        ]
+
+    h200 = hardware.by_name("h200")
+    monkeypatch.setattr(hardware, "for_device", lambda device: h200)
+    monkeypatch.setattr(SplitLauncher, "_machine", lambda self: h200)
+    for module in (hopper_launcher, latent_launcher):
+        monkeypatch.setattr(module, "processors", lambda device: h200.sms)
+    monkeypatch.setattr(TritonLauncher, "__init__", here)
+    monkeypatch.setattr(TritonLauncher, "_compiled", recorded)
+    monkeypatch.setattr(TritonLauncher, "_stream", lambda self: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    zero = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(launching, "counter", lambda device: zero)
+    monkeypatch.setattr(launching, "stream_function", lambda: lambda device: 0)
+    monkeypatch.setattr(launching, "is_heard", lambda: found.is_heard)
+    monkeypatch.setattr(launching, "encoder", found.encoder)
+    return found
+
+
+def views(batch: int, heads: int, dim: int) -> list[Tensor]:
+    """Tensors of several sizes and strides, all at one address."""
+    whole = torch.zeros(batch * heads * 64 * dim, dtype=torch.bfloat16)
+    found = []
+    for rows, heads_last in ((64, False), (33, False), (64, True), (33, True), (1, False)):
+        size = (batch, rows, heads, dim) if heads_last else (batch, heads, rows, dim)
+        made = whole[: batch * heads * rows * dim].view(size)
+        found.append(made.transpose(1, 2) if heads_last else made)
+    padded = whole.view(batch, heads, 64, dim)[:, :, 7:40]  # at another address, its heads apart
+    return [*found, padded, whole.view(batch, heads, 64, dim)[:, :, :33]]
+
+
+CAUSAL = weft.Attention(mask=masks.causal, name="descriptors")
+LATENT = weft.Attention(
+    mask=masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="descriptors_of_a_latent_cache"
+)
+LENS = {"kv_lens": torch.tensor([3, 33], dtype=torch.int32)}
+CALLS: dict[str, tuple[int, dict[str, Any]]] = {  # batch rows, options
+    "dense": (2, {}),
+    "one batch row": (1, {}),
+    "lengths": (2, LENS),
+    "packed": (1, {"cu_seqlens_q": torch.tensor([0, 3, 33])}),
+    "two passes": (2, {"deterministic": True}),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("name", CALLS)
+def test_of_a_forward_and_a_backward(name: str, dim: int, launches: _Launches) -> None:
+    batch, options = CALLS[name]
+    variant = CAUSAL.replace(name=f"descriptors_{list(CALLS).index(name)}_{dim}")
+    tensors = list(zip(views(batch, 4, dim), views(batch, 2, dim), views(batch, 2, dim)))
+    for _ in range(2):
+        for query, key, value in tensors:
+            if query.shape[2] == 1 or (name == "packed" and query.shape[2] < 33):
+                continue
+            leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+            with launches.by_the_longer_way():
+                _step(variant, leaves, options)
+            _step(variant, leaves, options)
+        _check(launches, {t.data_ptr() for three in tensors for t in three})
+        launches.longer.clear()
+        launches.shortest.clear()
+
+
+def test_of_a_latent_cache(launches: _Launches) -> None:
+    for query, cache in zip(views(2, 16, 576), views(2, 1, 576)):
+        with launches.by_the_longer_way():
+            LATENT(query[:, :, :1], cache, target="hopper")
+        LATENT(query[:, :, :1], cache, target="hopper")
+        _check(launches, {query.data_ptr(), cache.data_ptr()})
+    assert launches.made
+
+
+def _step(variant: weft.Attention, leaves: list[Tensor], options: dict[str, Any]) -> None:
+    out = variant(*leaves, **options, target="hopper")
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def _check(launches: _Launches, operands: set[int]) -> None:
+    """That both ways launch with the same descriptors. What a call makes lies elsewhere each time."""
+    assert launches.longer and len(launches.longer) == len(launches.shortest)
+    for long, short in zip(launches.longer, launches.shortest):
+        assert long[:2] == short[:2] and long[3:] == short[3:], (long, short)
+        assert long[2] == short[2] or long[2] not in operands, (long, short)
+
+
+def test_few_are_kept_and_each_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "MOST_DESCRIPTORS", 3)
+    made = []
+
+    def encode(address: int, places: launching.Places) -> tuple[object, ...]:
+        made.append(address)
+        return address, *places
+
+    kept = launching.Descriptors(encode, lambda *numbers: (numbers, numbers))
+    for address in (1, 2, 1, 3, 2, 4, 1):
+        assert kept[address, 5] == (address, (5,), (5,))
+        assert len(kept) <= 3
+    assert made == [1, 2, 3, 4, 1]
