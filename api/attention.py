@@ -400,7 +400,7 @@ class Attention(Declaration):
         paged = has_pages(lengths)
         validate.check_latent(self, query, cache, uk, uv, paged)
         rank, rope_dim = self.latent.rank, self.latent.rope
-        return_lse, *_, operands = tail
+        *_, operands = tail
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
@@ -416,15 +416,17 @@ class Attention(Declaration):
                 cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
             latent = cache[..., :rank]
             rope = cache[..., rank:] if rope_dim else None
-            return self._run(query, latent @ uk, latent @ uv, rope, *tail, lengths)
+            # one product of all heads, [B, T, rank] by [rank, H * width]: by heads, copies of the cache would be made
+            key, value = (torch.einsum("btr,hrd->bhtd", latent[:, 0], w) for w in (uk, uv))
+            return self._run(query, key, value, rope, *tail, lengths)
         if form != "absorbed":
             raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
-        absorbed = torch.cat([query[..., :nope] @ uk.transpose(1, 2), query[..., nope:]], dim=-1)
+        # a product a head, of all batch rows: by rows, copies of uk and uv would be made
+        absorbed = torch.cat([torch.einsum("bhln,hrn->bhlr", query[..., :nope], uk), query[..., nope:]], dim=-1)
         result = self._run(absorbed, cache, None, None, *tail, lengths, head_dim=query.shape[3])
-        if return_lse:
-            return result[0] @ uv, result[1]
-        assert isinstance(result, Tensor)
-        return result @ uv
+        out = result[0] if isinstance(result, tuple) else result
+        out = torch.einsum("bhlr,hrd->bhld", out, uv)
+        return (out, result[1]) if isinstance(result, tuple) else out
 
     @overload
     def reference(

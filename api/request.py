@@ -243,7 +243,7 @@ def _misfit(
         given = (*given, None)
     elif len(given) != 3 or not all(isinstance(t, Tensor) for t in given):
         return None
-    call: Any = SimpleNamespace(**dict(zip(("query", "key", "value"), given)))
+    call: Any = SimpleNamespace(**dict(zip(("query", "key", "value"), given)), rope=None)
     return made.target.misfit(signature, call)
 
 

@@ -49,10 +49,11 @@ from .hopper_tiles import (
     ROWS,
     TILE_COLUMNS,
     backward_form,
-    boxes_of,
     columns_of,
     columns_of_form,
     forward_form,
+    has_pieces_apart,
+    key_pieces,
     left_parts,
     main_form,
     part_columns,
@@ -60,12 +61,11 @@ from .hopper_tiles import (
     piecewise,
     statistics_of_a_row,
     sums_of_a_tile,
-    two_pieces,
 )
 from .latent_launcher import LatentLauncher
 from .triton import has_triton, tiles_by_head
 
-NARROWEST = 40  # below it tiles would be mostly zeros
+NARROWEST = 16  # below it tiles would be mostly zeros
 RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
@@ -112,8 +112,10 @@ class HopperTarget:
             return _undivided(signature, facts)
         if facts.attention.drops and kernel.direction == "backward":
             return "hopper: the backward of dropout is computed by the triton target"
-        if widths.rope_dim or widths.value_is_key:
-            return "hopper: latent attention is computed by the triton target"
+        if widths.value_is_key:
+            return "hopper: absorbed latent attention is computed by the triton target, but for a few queries"
+        if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
+            return f"hopper: {lacking}; computed by the triton target"
         most = TILE_COLUMNS[-1]
         if not all(NARROWEST <= width <= most and width % 8 == 0 for width in (widths.head_dim, widths.value_dim)):
             return (
@@ -133,7 +135,8 @@ class HopperTarget:
         if call.value is None:
             return _latent_misfit(signature, call)
         ragged = signature.sequences != "dense"
-        for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        shared = {} if call.rope is None else {"rotary key": call.rope}
+        for name, tensor in {"query": call.query, "key": call.key, "value": call.value, **shared}.items():
             if not is_readable(tensor):
                 return (
                     f"hopper: {name}: its address and strides must be multiples of 16 bytes for the tensor memory "
@@ -145,6 +148,8 @@ class HopperTarget:
                     f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
                 )
+        if call.rope is not None and call.rope.shape[1] != 1:
+            return f"hopper: a rotary key of {call.rope.shape[1]} heads is for the triton target"
         page = call.key.shape[2]
         if signature.sequences == "paged" and page < LEAST_PAGE:
             return _small_pages(page)
@@ -154,9 +159,7 @@ class HopperTarget:
         """Tiles of query and key are one piece or two; those of value and output one, but in backwards."""
         if widths.value_is_key:
             return segments_of(attention, widths)
-        keys = two_pieces("key", piecewise(widths.head_dim))
-        own = (Segment(p.first, min(p.columns, widths.head_dim - p.first), "key") for p in keys)
-        return Segments(tuple(own), (Segment(0, widths.value_dim, "value"),))
+        return Segments(_key_segments(widths), (Segment(0, widths.value_dim, "value"),))
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
@@ -207,7 +210,10 @@ class HopperTarget:
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
-        needed = sram_bytes(kernel, form, sizes, hardware, for_heads(*columns_of_form(form, widths)))
+        parts = for_heads(*columns_of_form(form, widths))
+        if widths.rope_dim:
+            parts = parts._replace(qk=_key_segments(widths))
+        needed = sram_bytes(kernel, form, sizes, hardware, parts)
         if needed + _beside_tiles(form, widths) > hardware.sram_per_block:
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
@@ -226,7 +232,7 @@ class HopperTarget:
         }  # fmt: skip
         offset = _offset_context(code)
         if code.signature.direction == "forward":
-            pieces = two_pieces("key", columns_of_form(forward_form(code), own)[0])
+            pieces, _ = pieces_of(forward_form(code), own)
             return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, **offset}
         main, form = main_form(code)
         pieces, value_pieces = pieces_of(form, own)
@@ -234,12 +240,13 @@ class HopperTarget:
             "part_columns": part_columns(form, own), "left_parts": left_parts(form, own),
             "parts": sums_of_a_tile(form, own) // (ROWS * part_columns(form, own)), "consumers": CONSUMERS,
             "statistics": statistics_of_a_row(facts), "pieces": pieces, "value_pieces": value_pieces,
-            "boxes": boxes_of(pieces), "value_boxes": boxes_of(value_pieces),
+            "own_pieces": key_pieces(piecewise(own.head_dim), own),
         }  # fmt: skip
         scale = facts.linear_scale
         return {
             **offset,
             "main": main,
+            "adds_up_shared": not code.signature.deterministic,
             "config": asdict(form) | widths | part,
             "query_config": asdict(backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
             "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
@@ -356,6 +363,33 @@ def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature
     return None
 
 
+# -- a rotary key that heads share -------------------------------------------------------------------------------------
+def _key_segments(widths: Widths) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(
+            piece.column("key"), min(piece.columns, widths.head_dim - piece.first), "rope" if piece.shared else "key"
+        )
+        for piece in key_pieces(piecewise(widths.head_dim), widths)
+    )
+
+
+def _no_shared_key(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+    """Why it cannot have a piece of keys from a tensor that heads share."""
+    widths = signature.widths
+    if not has_pieces_apart(widths):
+        return (
+            "needs keys of 64 or 128 columns and fewer rotary ones for expanded latent attention, got "
+            f"{widths.head_dim - widths.rope_dim} and {widths.rope_dim}"
+        )
+    if kernel.direction == "forward":
+        return None
+    if signature.sequences != "dense":
+        return "needs sequences of one length for gradients of expanded latent attention"
+    if not _fits_by_rows(widths):
+        return f"needs Dv of 128 or less for gradients of expanded latent attention, got {widths.value_dim}"
+    return None
+
+
 # -- backwards ---------------------------------------------------------------------------------------------------------
 def _fits_by_rows(widths: Widths) -> bool:
     """Whether one consumer has registers for the sums of 64 keys."""
@@ -369,10 +403,11 @@ def is_one_pass(signature: Signature) -> bool:
     there is no room for dQ on its way out, and two passes are the faster (docs/performance.md).
     """
     wanted, widths = signature.wanted, signature.widths
-    both = "query" in wanted and bool(wanted & {"key", "value"})
+    both = "query" in wanted and bool(wanted & OWNED_BY_KEYS)
     return both and not signature.deterministic and max(widths.head_dim, widths.value_dim) <= 128
 
 
+OWNED_BY_KEYS = {"key", "value", "rope"}  # what the pass that owns keys has gradients of
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
 
 
@@ -405,7 +440,7 @@ def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ..
     """
     _, _, dquery, dkey_dvalue = FLASH
     owns_queries = "query" in wanted or summed
-    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if wanted & {"key", "value"} else [])]
+    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if wanted & OWNED_BY_KEYS else [])]
     passes = passes or [dquery, dkey_dvalue]
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
@@ -430,7 +465,7 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
     """Why it cannot compute these gradients. Those of a sink need statistics of rows alone."""
     wanted, kinds = signature.wanted, facts.gradient_kinds
     of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
-    if not wanted & ({"query", "key", "value"} | of_score):
+    if not wanted & ({"query"} | OWNED_BY_KEYS | of_score):
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
     by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
     if by_row and not stores_boxes(signature, facts):
@@ -461,7 +496,7 @@ def _no_form(form: Form, widths: Widths) -> str | None:
     if form.query_buffers not in (1, 2):
         return "expected 1 or 2 query buffers"
     columns, value_columns = columns_of_form(form, widths)
-    left = two_pieces("key", columns)[0].columns
+    left = pieces_of(form, widths)[0][0].columns
     if form.consumers == 3 and value_columns > 64:
         return "three consumers have too few registers for D 128"
     if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):
@@ -562,7 +597,7 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
         return HopperForm(
             2, 128, 2, lazy_rescale=True, output_in_query=in_place, overlap_edges=facts.score_reads_positions
         )
-    if columns == value_columns == 64:
+    if max(columns, value_columns) <= 64:
         return HopperForm(3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True)
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
@@ -598,8 +633,8 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
             return HopperBackwardForm(64, 64, by_columns=True)
         return HopperBackwardForm(32 if piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
     if kernel.name == "flash_dquery":
-        wide = spare or (width == 64 and not facts.loads_at_positions)
+        wide = spare or (width <= 64 and not facts.loads_at_positions)
         return HopperBackwardForm(128, 128 if wide and not summed else 64)
-    if width != 64 or not spare:
+    if width > 64 or not spare:
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")

@@ -22,14 +22,12 @@ from .hopper_tiles import (
     Piece,
     backward_form,
     columns_of,
-    columns_of_form,
     forward_form,
     main_form,
     part_columns,
     pieces_of,
     statistics_of_a_row,
     sums_of_a_tile,
-    two_pieces,
 )
 from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tiles_of, work_of
 
@@ -37,6 +35,14 @@ L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads
 _LINE = 128  # floats of a line of a part
 _LEAST_STEP = 8  # elements of 16 bytes, of operands
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
+# what flash_dquery calls tensors of whose tiles the main kernel has others
+_TENSORS = {
+    "query_rows": "query",
+    "dquery_rows": "dquery",
+    "dout_rows": "dout",
+    "seen_key": "key",
+    "seen_value": "value",
+}
 
 
 class Box:
@@ -96,16 +102,21 @@ def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
 
 
 class OperandBox(Box):
-    """The same of an operand that pairs read: its dimension `rows` is along queries, the last along keys."""
+    """The same of an operand that pairs read: its dimension `width` is along queries, the last along keys."""
 
     __slots__ = ()
 
-    def __init__(self, tensor: Tensor, rows: int) -> None:
-        self.base = tensor
-        sizes, strides, last = tensor.shape, tensor.stride(), tensor.dim() - 1
-        order = [*(d for d in range(last) if d != rows), rows, last]
-        self.shape = [sizes[d] for d in order]
-        self.strides = [*(strides[d] if sizes[d] > 1 else 16 for d in order[:-1]), 1]
+    @staticmethod
+    def numbers(tensor: Tensor) -> Sequence[int]:
+        return *tensor.shape, *tensor.stride()
+
+    @staticmethod
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:  # type: ignore[override]
+        rank = len(numbers) // 2
+        sizes, strides = numbers[:rank], numbers[rank:]
+        order = [*(d for d in range(rank - 1) if d != width), width, rank - 1]
+        # a stride of a dimension of one entry is never used
+        return [sizes[d] for d in order], [*(strides[d] if sizes[d] > 1 else 16 for d in order[:-1]), 1]
 
 
 class FlatBox(Box):
@@ -149,6 +160,8 @@ class Described(NamedTuple):
         name = self.tensor
         if issubclass(self.box, FlatBox):
             return f"at_{name}, {name}.numel()"
+        if issubclass(self.box, OperandBox):
+            return f"at_{name}, *{name}.shape, *{name}.stride()"
         return f"at_{name}, {_EXTENTS[name.removeprefix('d')]}, {name}_sb, {name}_sh, {name}_sl"
 
     def places(self, *numbers: int) -> tuple[list[int], list[int]]:
@@ -223,18 +236,26 @@ class HopperLauncher(TritonLauncher):
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         rows = {f"{n}_step": f"{n}_sb // {n}_sl" for n in self._tiled_names()}
-        rows |= {n: found.text for n, found in self._described().items()}
-        if (read := self._brought) is not None:
-            rows["pairs_desc"] = f"OperandBox(arg_{read.tensor.name}, {rows_of_boxes(read)})"
-        return super()._rows(aligned) | rows
+        if self._apart:
+            rows["rope_step"] = f"key{self._apart}_sb // key{self._apart}_sl"
+        return super()._rows(aligned) | rows | {n: found.text for n, found in self._described().items()}
+
+    @property
+    def _apart(self) -> str:
+        """What is added to the name of a key whose heads share some columns: those are a tensor of their own."""
+        return "".join(map(str, self.own_keys))
 
     def _tiled_names(self) -> list[str]:
         """Tensors that the main kernel reads and writes by tiles."""
         return [*self._operand_names(), *(("dquery", "dkey", "dvalue") if self.backward else ())]
 
     def _described(self) -> dict[str, Described]:
-        boxes = {n: n for n in self._tiled_names()} | {f"{name}{piece.box}": name for name, piece in self._pieces}
-        return {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
+        boxes = {f"{n}{piece.box}": _TENSORS.get(n, n) + self._apart * piece.is_apart(n) for n, piece in self._pieces}
+        boxes |= {n: n for n in self._tiled_names() if n not in boxes}
+        found = {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
+        if (read := self._brought) is not None:
+            found["pairs_desc"] = Described(f"arg_{read.tensor.name}", OperandBox, rows_of_boxes(read))
+        return found
 
     @property
     def _brought(self) -> Load | None:
@@ -318,7 +339,7 @@ class HopperForwardLauncher(HopperLauncher):
 
     @property
     def _pieces(self) -> list[tuple[str, Piece]]:
-        pieces = two_pieces("key", columns_of_form(forward_form(self.code), self.code.signature.widths)[0])
+        pieces, _ = pieces_of(forward_form(self.code), self.code.signature.widths)
         return [(name, piece) for name in ("query", "key") for piece in pieces]
 
     def _blocks(self) -> dict[str, list[int]]:
@@ -342,6 +363,9 @@ class HopperBackwardLauncher(HopperLauncher):
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)}
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
+        if "drope" in results:  # of all heads together, or of each where sums must repeat
+            shares, fill = (call.key.shape[1], None) if self.code.signature.deterministic else (1, 0.0)
+            own[f"dkey{self._apart}"] = flat_place(batches, shares, *results["drope"].shape[2:], fill=fill)
         for n, gradient in enumerate(self.sums):
             if gradient.kind == "pair":
                 own[f"sum{n}"] = self._place_of_pairs(call, n)
@@ -422,15 +446,10 @@ class HopperBackwardLauncher(HopperLauncher):
         })  # fmt: skip
 
     def _described(self) -> dict[str, Described]:
-        found = super()._described() | {
+        return super()._described() | {
             "statistics_desc": Described("statistics", FlatBox),
             "dquery_sums_desc": Described("dquery_sums", FlatBox, _LINE),
         }
-        if self.code.has("flash_dquery"):
-            boxes = {"query_rows": "query", "dout_rows": "dout", "dquery_rows": "dquery", "seen_key": "key",
-                     "seen_value": "value"}  # fmt: skip
-            found |= {f"{n}_desc": Described(tensor, Box, self.columns) for n, tensor in boxes.items()}
-        return found
 
     @property
     def _stored_rows(self) -> dict[str, str]:
@@ -447,7 +466,11 @@ class HopperBackwardLauncher(HopperLauncher):
         of_keys, of_values = pieces_of(self._form, self.code.signature.widths)
         names = [(name, of_keys) for name in ("query", "key", "dkey")]
         names += [(name, of_values) for name in ("value", "dout", "dvalue")]
-        return [(name, piece) for name, pieces in names for piece in pieces if piece.box]
+        if self.code.has("flash_dquery"):
+            of_keys, of_values = pieces_of(self._query_form, self.code.signature.widths)
+            names += [(name, of_keys) for name in ("query_rows", "dquery_rows", "seen_key")]
+            names += [(name, of_values) for name in ("dout_rows", "seen_value")]
+        return [(name, piece) for name, pieces in names for piece in pieces]
 
     def _blocks(self) -> dict[str, list[int]]:
         form, columns = self._form, part_columns(self._form, self.code.signature.widths)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...compiler.analysis.facts import Facts
@@ -11,7 +10,7 @@ from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import Widths
 
-TILE_COLUMNS = (64, 128, 256)  # narrower operands are filled up with zeros, by TMA
+TILE_COLUMNS = (32, 64, 128, 256)  # narrower operands are filled up with zeros, by TMA
 ROWS = 64  # of a consumer
 CONSUMERS = 2  # of the backward
 
@@ -26,13 +25,14 @@ def columns_of(widths: Widths) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns of a tile that lie together in SRAM, of the operands of a backward."""
+    """Columns of a tile that lie together in SRAM."""
 
     of: Literal["key", "value"]
     columns: int
     name: str = ""  # of one of several
     first: int = 0  # column
     box: str = ""  # its descriptors are called <tensor><box>_desc
+    shared: bool = False  # of a key: columns of a tensor of its own, whose one head is that of all heads
 
     # What generated code calls these:
     @property
@@ -42,6 +42,21 @@ class Piece:
     @property
     def width(self) -> str:
         return ("VALUE_COLUMNS" if self.of == "value" else "COLUMNS") if self.is_whole else str(self.columns)
+
+    def head(self, tensor: str, head: str) -> str:
+        """The head of a tensor that has these columns."""
+        return "0" if self.is_apart(tensor) else head
+
+    def column(self, tensor: str) -> int:
+        """Where they begin in a tensor."""
+        return 0 if self.is_apart(tensor) else self.first
+
+    def result(self, gradient: str) -> str:
+        """Of what a gradient's columns are: "rope" of "dkey" where it is apart."""
+        return "rope" if self.is_apart(gradient) else gradient.removeprefix("d")
+
+    def is_apart(self, tensor: str) -> bool:
+        return self.shared and tensor.endswith("key")
 
     @property
     def sums(self) -> str:
@@ -60,24 +75,35 @@ def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
     if isinstance(form, HopperBackwardForm):
         if form.by_columns:
             return max(128, columns), max(128, value_columns)
-        if form.block_q != 128:  # flash_dquery, which has 128 queries, has whole tiles
+        if form.block_q != 128:  # flash_dquery, which has 128 queries, has whole tiles of values
             return piecewise(widths.head_dim), piecewise(widths.value_dim)
-        return columns, value_columns
     return piecewise(widths.head_dim), value_columns
 
 
 def piecewise(width: int) -> int:
-    """The fewest columns, of 64 or 128 and 16, 32 or 64 more."""
-    known = (64, 80, 96, 128, 144, 160, 192, 256)
+    """The fewest columns, of 32, 64 or 128, and to the last two 16, 32 or 64 more."""
+    known = (32, 64, 80, 96, 128, 144, 160, 192, 256)
     return next(columns for columns in known if columns >= width)
 
 
-def pieces_of(form: HopperBackwardForm, widths: Widths) -> tuple[list[Piece], list[Piece]]:
+def pieces_of(form: Form, widths: Widths) -> tuple[list[Piece], list[Piece]]:
     """The pieces of tiles of query and key, and of value and output; by columns, those of either consumer."""
     columns, value_columns = columns_of_form(form, widths)
-    if form.by_columns:
+    if isinstance(form, HopperBackwardForm) and form.by_columns:
         return _halves("key", columns), _halves("value", value_columns)
-    return two_pieces("key", columns), two_pieces("value", value_columns)
+    return key_pieces(columns, widths), two_pieces("value", value_columns)
+
+
+def key_pieces(columns: int, widths: Widths) -> list[Piece]:
+    """The pieces of tiles of query and key, of which the second may be of a tensor that heads share."""
+    *left, last = two_pieces("key", columns)
+    return [*left, replace(last, shared=bool(widths.rope_dim))]
+
+
+def has_pieces_apart(widths: Widths) -> bool:
+    """Whether the columns of a key that heads share are a piece of its tiles, and its own columns the other."""
+    columns = piecewise(widths.head_dim)
+    return two_pieces("key", columns)[0].columns == widths.head_dim - widths.rope_dim < columns
 
 
 def two_pieces(of: Literal["key", "value"], columns: int) -> list[Piece]:
@@ -91,10 +117,6 @@ def two_pieces(of: Literal["key", "value"], columns: int) -> list[Piece]:
 def _halves(of: Literal["key", "value"], columns: int) -> list[Piece]:
     half = columns // 2
     return [Piece(of, half, "_left", 0, "_half"), Piece(of, half, "_right", half, "_half")]
-
-
-def boxes_of(pieces: Sequence[Piece]) -> list[str]:
-    return list(dict.fromkeys(piece.box for piece in pieces))
 
 
 def statistics_of_a_row(facts: Facts) -> int:

@@ -177,7 +177,7 @@ def sizes_of(
         Dv=shape.value_dim, C=parts.qk_columns, Cv=parts.v_columns, Du=shape.value_dim * own_value,
         Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, h=in_sram,
         p=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
-        k=1, j=1, w=0 if traits.linear else 1,
+        k=1, j=1, w=0 if traits.linear else 1, R=sum(s.width for s in parts.qk if s.source == "rope"),
     )  # fmt: skip
 
 

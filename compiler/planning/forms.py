@@ -23,6 +23,7 @@ from .kernels import (
     hopper_forward_sram_in_place,
     hopper_forward_sram_two_queries,
     hopper_latent_sram,
+    hopper_loaded_sram,
 )
 from .segments import Segments
 from .signature import Direction
@@ -195,10 +196,10 @@ class HopperBackwardForm:
         return f"{self.block_q}x{self.block_kv}s{self.stages}{_pairs_text(self)}{_flags_text(self)}"
 
     def sram(self, kernel: Kernel) -> Formula:
-        if kernel.follows:
-            return kernel.sram
-        found = hopper_by_columns_sram if self.by_columns else kernel.sram
-        return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found
+        found = kernel.sram
+        if kernel.name == "flash_dkey_dvalue":
+            found = hopper_by_columns_sram if self.by_columns else hopper_loaded_sram
+        return _with_boxes(found, self.pair_bytes) if self.pair_bytes and not kernel.follows else found
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)

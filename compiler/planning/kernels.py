@@ -76,6 +76,7 @@ class Sizes:
     d: float = 0  # 1 where these are joined by another kernel, else 0
     m: float = 0  # tiles that need the mask
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
+    R: float = 0  # columns of the key that are those of all heads
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -127,8 +128,17 @@ def output_bytes(x: Sizes) -> float:
     return x.e * x.B * x.Hq * x.L * x.Dv
 
 
-def key_bytes(x: Sizes) -> float:
+def common_bytes(x: Sizes) -> float:
+    """Of keys, what heads have in common and an L2 holds for all but the first of them, which are neighbours."""
+    return x.e * x.B * (x.Hkv - 1) * x.T * x.R * (1 - x.j)
+
+
+def key_gradient_bytes(x: Sizes) -> float:
     return x.e * x.B * x.Hkv * x.T * x.D
+
+
+def key_bytes(x: Sizes) -> float:
+    return key_gradient_bytes(x) - common_bytes(x)
 
 
 def value_bytes(x: Sizes) -> float:
@@ -136,6 +146,11 @@ def value_bytes(x: Sizes) -> float:
 
 
 def key_value_bytes(x: Sizes) -> float:
+    return key_value_gradient_bytes(x) - common_bytes(x)
+
+
+def key_value_gradient_bytes(x: Sizes) -> float:
+    """Each head's own, also of columns that heads share."""
     return x.e * x.B * x.Hkv * x.T * (x.D + x.Du)
 
 
@@ -386,7 +401,7 @@ def streaming_backward_read(x: Sizes) -> float:
 
 def streaming_backward_written(x: Sizes) -> float:
     """The running dQ as zeros and then at every visit; dQ, dK and dV."""
-    return (1 + queries_again(x)) * running_gradient(x) + query_bytes(x) + key_value_bytes(x)
+    return (1 + queries_again(x)) * running_gradient(x) + query_bytes(x) + key_value_gradient_bytes(x)
 
 
 def streaming_backward_flops(x: Sizes) -> float:
@@ -426,7 +441,12 @@ def round_dquery_sram(x: Sizes) -> float:
 def hopper_loaded_sram(x: Sizes) -> float:
     """K and V; Q, dO and the statistics in s slots each; cards and barriers."""
     ahead = x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
-    return x.bkv * (x.C + x.Cv) * x.e + ahead + HANDSHAKES
+    return x.bkv * (x.C + x.Cv) * x.e + ahead + HANDSHAKES + shared_dkey_sram(x)
+
+
+def shared_dkey_sram(x: Sizes) -> float:
+    """The gradient of key columns that heads share, float32, on its way out."""
+    return x.bkv * x.R * RUNNING
 
 
 def hopper_backward_sram(x: Sizes) -> float:
@@ -441,7 +461,7 @@ def hopper_by_columns_sram(x: Sizes) -> float:
 
 def hopper_backward_written(x: Sizes) -> float:
     """dK and dV once; additions to the sums of dQ at every visit."""
-    return key_value_bytes(x) + queries_again(x) * sums_of_dquery(x)
+    return key_value_gradient_bytes(x) + queries_again(x) * sums_of_dquery(x)
 
 
 # -- the cpu target's one backward pass ------------------------------------------------------------------------------
@@ -458,7 +478,7 @@ def cpu_backward_read(x: Sizes) -> float:
 
 def cpu_backward_written(x: Sizes) -> float:
     """dQ once; the sums at every visit, then dK and dV from them."""
-    return query_bytes(x) + keys_again(x) * key_value_sums(x) + key_value_bytes(x)
+    return query_bytes(x) + keys_again(x) * key_value_sums(x) + key_value_gradient_bytes(x)
 
 
 # -- standard: FlashAttention paper, algorithms 0 and 3 --------------------------------------------------------------
@@ -601,7 +621,7 @@ FLASH = (
     ),
     Kernel(
         "flash_dkey_dvalue", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, flash_dkey_dvalue_sram,
-        flash_dkey_dvalue_read, key_value_bytes, flash_dkey_dvalue_flops, score_count, _QUERIES,
+        flash_dkey_dvalue_read, key_value_gradient_bytes, flash_dkey_dvalue_flops, score_count, _QUERIES,
     ),
 )  # fmt: skip
 SPLIT_KV = (
@@ -672,7 +692,7 @@ STANDARD = (
     ),
     Kernel(
         "standard_dkey", "backward", "backward_kv", "q", _ALL_QUERIES, key_programs, gathering_sram,
-        standard_dkey_read, key_bytes, score_flops, none, _QUERY,
+        standard_dkey_read, key_gradient_bytes, score_flops, none, _QUERY,
     ),
 )  # fmt: skip
 KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {

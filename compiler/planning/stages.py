@@ -58,8 +58,12 @@ class Tiles:
 
     @property
     def wants_dkey(self) -> bool:
-        own = any(s.source == "rope" for s in self.parts.qk)
-        return "key" in self.wanted or (own and "rope" in self.wanted)
+        return "key" in self.wanted or self.wants_shared_dkey
+
+    @property
+    def wants_shared_dkey(self) -> bool:
+        """Whether the gradient of a key's rotary columns, a tensor that heads share, is computed."""
+        return "rope" in self.wanted and any(s.source == "rope" for s in self.parts.qk)
 
     @property
     def wants_dscores(self) -> bool:
@@ -243,13 +247,14 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
 
     Where a program has no more keys than one consumer computes, each of two has some of the columns.
     """
-    wants_dscores = t.one_pass or "key" in t.wanted
+    wants_dscores = t.one_pass or t.wants_dkey
     consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
     if t.kv == ROWS_OF_A_WARPGROUP:
         consumers = "2 consumers of some columns each"
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
     stored = t.boxes and "pair" in t.sums
+    shared = "; of columns that heads share, float32 sums of each head or of all" if t.wants_shared_dkey else ""
     stages = [
         _load("key", t.key(), _ONCE),
         _load("value", t.value(), _ONCE),
@@ -270,10 +275,10 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
             else []
         ),
         Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", _EACH_Q),
-        Stage("store dkey", "store", ", ".join(_key_results(t)), "registers -> SRAM -> HBM", _ONCE),
+        Stage("store dkey", "store", ", ".join(_key_results(t)) + shared, "registers -> SRAM -> HBM", _ONCE),
     ]
     left_out = set() if t.one_pass else {"compute dquery", "store dquery"}
-    left_out |= set() if "key" in t.wanted else {"compute dkey"}
+    left_out |= set() if t.wants_dkey else {"compute dkey"}
     left_out |= set() if "value" in t.wanted else {"compute dvalue"}
     left_out |= set() if wants_dscores else {"compute dweights", "compute dscores"}
     left_out |= set() if _key_results(t) else {"keep dkey", "store dkey"}

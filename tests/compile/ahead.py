@@ -143,7 +143,8 @@ def compiled(
     widths = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
     sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
     machine = by_name(device)
-    plan = variant.plan(sizes, device=device, target=target, schedule=schedule, deterministic=deterministic)
+    form: Literal["expanded"] | None = None if variant.latent is None else "expanded"
+    plan = variant.plan(sizes, device=device, target=target, schedule=schedule, deterministic=deterministic, form=form)
     signature = plan.code(direction).signature
     if wanted is not None:
         signature = replace(signature, wanted=wanted)
@@ -174,7 +175,10 @@ def launched(
     sequences = kinds[made.resolved.code.signature.sequences]
     if isinstance(sequences, Paged):
         key, value = key[:, :, :page], value[:, :, :page]
-    call = Call(query, key, value, None, _operands(variant, sizes), sequences, Options(), sizes.head_dim)
+    nope, rope = sizes.head_dim - made.resolved.code.signature.widths.rope_dim, None
+    if nope < sizes.head_dim:
+        key, rope = key[..., :nope], key[:, :1, :, nope:]
+    call = Call(query, key, value, rope, _operands(variant, sizes), sequences, Options(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":
         gradients = {f"d{n}": torch.empty_like(t) for n, t in call.tensors.items() if n in code.signature.wanted}

@@ -119,7 +119,7 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["causal", "softcap"])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128), (80, 80)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (24, 32)])
 def test_hopper_forward_of_other_tiles(name: str, head_dim: int, value_dim: int) -> None:
     """In pieces, or with an output that leaves from the query's place, or it would not fit."""
     module = compiled(VARIANTS[name], "forward", head_dim, value_dim=value_dim, target="hopper")
@@ -220,7 +220,9 @@ def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("name", "head_dim", "value_dim", "products"),
     [
-        # S and dP by 16 columns, dV and dK of two pieces by 16 queries, dQ of one piece by 16 keys
+        # S and dP by 16 columns, dV and dK by 16 queries, dQ of 64 queries by 16 keys
+        ("causal", 24, 32, [2 + 2 + 8 + 8 + 8] * 2),
+        # dV and dK of two pieces, dQ of one
         ("causal", 96, 96, [6 + 6 + 8 + 8 + 8] * 2), ("softcap", 80, 80, [5 + 5 + 8 + 8 + 8] * 2),
         # without dQ, and tiles of 32 queries
         ("causal", 192, 128, [12 + 8 + 2 + 4] * 2),

@@ -1,4 +1,4 @@
-"""The Hopper kernel of latent caches through Triton's compiler: it fits, products overlap, no loop spills."""
+"""Hopper kernels of latent attention through Triton's compiler: they fit, products overlap, no loop spills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from weft.runtime.call import Call, Dense, Lengths, Options, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import mostly
-from .ahead import compile_ahead
+from .ahead import compile_ahead, count_opcode
+from .ahead import compiled as compiled_of_widths
+from .test_ahead import PLAN_SLACK, check_full_loops, check_wgmma
 
 CAUSAL = weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=0.1, name="latent_causal")
 ALIBI = weft.Attention(
@@ -64,3 +66,57 @@ def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form):
     assert split.product_loops() and not split.spills_in_loops() and split.spilled < 256
     assert split.count("cp.async.bulk.tensor") >= 18 and split.count("wgmma.mma_async")
     assert not kernels["join_parts"].spilled
+
+
+EXPANDED = {
+    "causal": CAUSAL.replace(scale=None),
+    "softcap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, latent=weft.Latent(512, 64), name="capped"),
+    "narrow": weft.Attention(mask=masks.causal, latent=weft.Latent(256, 32), name="narrow"),
+    "alibi": ALIBI.replace(scale=None),
+}
+MAIN = frozenset({"query", "key", "value", "rope"})
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "value_dim"),
+    mostly(
+        [("causal", 192, 128)], [("causal", 192, 128), ("softcap", 192, 128), ("alibi", 192, 128), ("narrow", 96, 64)]
+    ),
+)
+def test_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_dim):
+    module = compiled_of_widths(EXPANDED[name], "forward", head_dim, value_dim=value_dim, target="hopper")
+    (kernel,) = module.kernels.values()
+    assert kernel.sram <= by_name("h200").sram_per_block and not kernel.spilled
+    check_wgmma(kernel)
+    check_full_loops(kernel)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "value_dim"),
+    mostly([("causal", 192, 128)], [("causal", 192, 128), ("softcap", 192, 128), ("narrow", 96, 64)]),
+)
+def test_gradients_of_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_dim, deterministic):
+    module = compiled_of_widths(
+        EXPANDED[name], "backward", head_dim, value_dim=value_dim, target="hopper", wanted=MAIN,
+        deterministic=deterministic,
+    )  # fmt: skip
+    main = next(n for n in ("flash_backward", "flash_dkey_dvalue") if n in module.kernels)
+    assert main == ("flash_backward" if head_dim <= 128 and not deterministic else "flash_dkey_dvalue")
+    for kernel in module.kernels.values():
+        assert kernel.sram <= by_name("h200").sram_per_block and not kernel.spills_in_loops()
+        if head_dim > 128:  # a share of dQ lies in as many columns as the larger of two
+            assert kernel.sram <= module.plans[kernel.name].sram_bytes.value + PLAN_SLACK, kernel.name
+        assert kernel.spilled <= 32, kernel.name
+        if kernel.name in (main, "flash_dquery"):
+            check_wgmma(kernel)
+    added = module.kernels[main].count(r"cp\.reduce\.async\.bulk\.tensor")
+    assert bool(added) != deterministic
+
+
+def test_tiles_of_queries_see_no_padding_of_keys():
+    module = compiled_of_widths(EXPANDED["causal"], "backward", 192, value_dim=128, target="hopper", wanted=MAIN)
+    # S by 16 columns, dP, dQ of two pieces by 16 keys; S, dP, dV, dK of two pieces by 16 queries
+    for name, products in (("flash_dquery", 12 + 8 + 4 + 4), ("flash_dkey_dvalue", 12 + 8 + 2 + 4)):
+        loops = module.kernels[name].product_loops()
+        assert [count_opcode("HGMMA", loop) for loop in loops] == [products] * 2

@@ -92,7 +92,7 @@ REFUSALS = {
     ),
     "absorbed gradient": _refusal(r"the absorbed form has no backward", _may_be_absorbed),
     "hopper: latent": _refusal(
-        r"UnavailableError: .*hopper: latent attention is computed by the triton target",
+        r"UnavailableError: .*hopper: (.*(absorbed|expanded) latent attention|(a )?rotary key)",
         _for_hopper(lambda built: built.variant.latent is not None),
     ),
     "hopper: normalizer": _refusal(

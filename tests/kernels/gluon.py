@@ -1,9 +1,10 @@
 """Warp-specialised Gluon kernels on a CPU: generated text run as Python, one thread for each role of a program.
 
-Triton has no interpreter of Gluon. This one knows what forwards and one-pass backwards use, and is unkind where
-hardware may be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them, and a
-product reads its operands when it is waited for, at the latest moment that hardware could. A slot that is given back
-too early, or a barrier with a wrong phase, gives wrong numbers or a deadlock, which is reported.
+Triton has no interpreter of Gluon. This one knows what kernels of target hopper use, and is unkind where hardware may
+be: roles take turns at random, copies of TMA arrive at any time before somebody waits for them and leave at any time
+before they are waited for, and a product reads its operands when it is waited for, at the latest moment that hardware
+could. A slot that is given back too early, or a barrier with a wrong phase, gives wrong numbers or a deadlock, which is
+reported.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning.hardware import by_name
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
 
@@ -82,11 +86,12 @@ class Descriptor:
 
     def __init__(self, box: Any, block: Sequence[int]) -> None:
         self.pointer, self.shape, self.strides, self.block = Pointer.to(box.base), box.shape, box.strides, list(block)
-        self.dtype, self.size = box.base.dtype, box.base.element_size()
-        self.block_type = SimpleNamespace(nbytes=self.size * torch.Size(self.block).numel())
+        self.dtype = box.base.dtype
+        self.block_type = SimpleNamespace(nbytes=self.dtype.itemsize * torch.Size(self.block).numel())
 
     def _places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Which elements of a tile lie inside, and where; addresses count modulo 2**64 bytes."""
+        """Which elements of a tile lie inside, and where in the storage; addresses count modulo 2**64 bytes."""
+        size_of = self.dtype.itemsize
         there, address = torch.ones(self.block, dtype=torch.bool), torch.zeros(self.block, dtype=torch.int64)
         for axis, (first, size, extent, stride) in enumerate(
             zip(coordinates, self.block, self.shape, self.strides, strict=True)
@@ -94,20 +99,19 @@ class Descriptor:
             assert abs(int(first)) < 2**31
             at = (int(first) + torch.arange(size)).view([-1 if a == axis else 1 for a in range(len(self.block))])
             there &= (at >= 0) & (at < extent)
-            address = address + at * self.size * stride  # wraps, as 64 bits do
-        place = torch.where(there, address // self.size, 0)
-        assert bool((place + self.pointer.at < len(self.pointer.storage)).all() and (place >= 0).all()), "a wild copy"
-        return there, place + self.pointer.at
+            address = address + at * size_of * stride  # wraps, as 64 bits do
+        place = torch.where(there, address // size_of, 0) + self.pointer.at
+        assert bool((place < len(self.pointer.storage)).all() and (place >= self.pointer.at).all()), "a wild access"
+        return there, place
 
     def read(self, coordinates: Sequence[Any]) -> Tensor:
         """A tile, 0 where it lies outside."""
         there, place = self._places(coordinates)
         return torch.where(there, self.pointer.storage[place], 0)
 
-    def write(self, coordinates: Sequence[Any], tile: Tensor, adds: bool = False) -> None:
+    def write(self, coordinates: Sequence[Any], tile: Tensor, adds: bool) -> None:
         there, place = self._places(coordinates)
-        before = self.pointer.storage[place[there]] if adds else 0
-        self.pointer.storage[place[there]] = tile[there] + before
+        self.pointer.storage.index_put_((place[there],), tile.reshape(self.block)[there], accumulate=adds)
 
 
 class Token:
@@ -133,8 +137,8 @@ class Machine:
         self.random = random.Random(seed)
         self.lock = threading.Condition()
         self.barriers: dict[tuple[int, int], list[int]] = {}  # arrivals wanted, arrivals missing, bytes missing, phase
-        self.named: dict[int, list[int]] = {}  # of barriers of hardware: threads that arrived, times that all had
         self.copies: list[Callable[[], None]] = []
+        self.leaving: dict[int, list[Callable[[], None]]] = {}  # copies to HBM that a role has begun
         self.waiting: dict[int, tuple[tuple[int, int], int]] = {}
         self.alive: list[int] = []
         self.turn, self.error = -1, None
@@ -158,35 +162,19 @@ class Machine:
         if state[1] == 0 and state[2] == 0:
             state[1], state[3] = state[0], state[3] + 1
 
-    def arrive_named(self, number: int, threads: int, wanted: int) -> int:
-        """`threads` arrive at a barrier of hardware, over when `wanted` have. -> how often it was over before"""
-        state = self.named.setdefault(number, [0, 0])
-        before = state[1]
-        state[0] += threads
-        assert state[0] <= wanted, "a barrier was arrived at too often"
-        if state[0] == wanted:
-            state[:] = 0, before + 1
-        return before
-
-    def sync_named(self, number: int, threads: int, wanted: int) -> None:
-        before, me = self.arrive_named(number, threads, wanted), self._me()
-        self.waiting[me] = ((number, before), -1)
-        self._pass_on()
-        del self.waiting[me]
-
     def _is_over(self, key: tuple[int, int], phase: int) -> bool:
-        if phase < 0:  # of hardware
-            number, before = key
-            return self.named[number][1] > before
         return self.barriers[key][3] & 1 != phase
 
     def wait(self, barrier: Shared, phase: Any) -> None:
-        if not threading.current_thread().name.isdigit():  # a kernel of one role
-            while not self._is_over(barrier.key, int(phase)):
+        self._wait(barrier.key, int(phase))
+
+    def _wait(self, key: tuple[int, int], phase: int) -> None:
+        if not self.alive:  # a kernel without roles
+            while not self._is_over(key, phase):
                 self.copies.pop(self.random.randrange(len(self.copies)))()
             return
         me = self._me()
-        self.waiting[me] = (barrier.key, int(phase))
+        self.waiting[me] = (key, phase)
         self._pass_on()
         del self.waiting[me]
 
@@ -200,9 +188,34 @@ class Machine:
 
         self.copies.append(arrive)
 
+    def copy_out(self, descriptor: Descriptor, coordinates: Sequence[Any], source: Shared, adds: bool = False) -> None:
+        assert source.dtype == descriptor.dtype
+        coordinates = [int(c) for c in coordinates]
+        begun = self.leaving.setdefault(self._me(), [])
+        begun.append(lambda: descriptor.write(coordinates, source.tile, adds))
+        if self.random.random() < 0.5:
+            self.wait_left()
+
+    def wait_left(self) -> None:
+        for leave in self.leaving.pop(self._me(), []):
+            leave()
+
+    # -- barriers of the hardware, which a consumer's 128 threads arrive at and the producer's 32 wait for ------------
+    def named(self, number: int, threads: int, waits: bool) -> int:
+        key = (-1, number)
+        consumers = (threads - 32) // 128
+        self.barriers.setdefault(key, [consumers + 1, consumers + 1, 0, 0])
+        phase = self.barriers[key][3] & 1
+        self._change(key, 1, 0)
+        if waits:
+            self._wait(key, phase)
+        else:
+            self._pass_on()
+        return 0
+
     # -- turns ---------------------------------------------------------------------------------------------------------
     def _me(self) -> int:
-        return int(threading.current_thread().name)
+        return int(threading.current_thread().name) if self.alive else -1
 
     def _pass_on(self) -> None:
         """Give the turn to any role that can go on, and wait for the own one."""
@@ -256,7 +269,7 @@ class Machine:
             thread.join()
         if self.error is not None:
             raise self.error
-        assert not self.copies, "a copy that nobody waited for"
+        assert not self.copies and not self.leaving, "a copy that nobody waited for"
 
 
 class Layout:
@@ -286,15 +299,10 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[at[shown]] = torch.broadcast_to(_of(value), at.shape)[shown].to(pointer.storage.dtype)
 
 
-def _named(machine: Any, text: str, arguments: Sequence[Any]) -> int:
-    """bar.arrive of a warpgroup, bar.sync of the producer's warp."""
-    number, wanted = int(arguments[0]), int(re.search(r"bar\.\w+ [$\w]+, (\d+)", text)[1])  # type: ignore[index]
-    if "bar.sync" in text:
-        machine.sync_named(number, 32, wanted)
-    else:
-        machine.arrive_named(number, 128, wanted)
-        machine._pass_on()
-    return 0
+def _add(pointer: Pointer, value: int) -> int:
+    before = int(pointer.storage[pointer.at])
+    pointer.storage[pointer.at] += value
+    return before
 
 
 def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
@@ -315,25 +323,18 @@ class Language:
     float16 = torch.float16
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
-    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *given: None)
-    static_range, load, store = range, staticmethod(_load), staticmethod(_store)
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
+    static_range, load, store, atomic_add = range, staticmethod(_load), staticmethod(_store), staticmethod(_add)
 
     def __init__(self) -> None:
         self.machine: Any = None
         self.program, self.programs = 0, 1
         self.extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None))
 
-    def inline_asm_elementwise(
-        self, text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object
-    ) -> Any:
-        if "bar." in text:
-            return _named(self.machine, text, arguments)
-        return _asm(text, operands, arguments, *rest, **more)
-
-    def atomic_add(self, pointer: Pointer, value: int) -> int:
-        before = int(pointer.storage[pointer.at])
-        pointer.storage[pointer.at] += value
-        return before
+    def inline_asm_elementwise(self, text: str, operands: str, args: Any, *rest: object, **more: object) -> Any:
+        if found := re.search(r"bar\.(arrive|sync) [$\w]+, (\d+)", text):
+            return self.machine.named(int(args[0]), int(found[2]), found[1] == "sync")
+        return _asm(text, operands, args, *rest, **more)
 
     def constexpr(self, value: Any = None) -> Any:
         return value
@@ -393,17 +394,20 @@ class Language:
         assert function(3, 4) == 7
         return x.cumsum(axis)
 
+    def expand_dims(self, x: Tensor, axis: int) -> Tensor:
+        return x.unsqueeze(axis)
+
+    def permute(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        return x.permute(*order)
+
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.reshape(list(shape))
 
     def to_tensor(self, x: Any) -> Any:
         return x
 
-    def permute(self, x: Tensor, order: Sequence[int]) -> Tensor:
-        return x.permute(*order)
-
-    def expand_dims(self, x: Tensor, axis: int) -> Tensor:
-        return x.unsqueeze(axis)
+    def broadcast_to(self, x: Any, shape: Sequence[int]) -> Tensor:
+        return torch.broadcast_to(_of(x), list(shape))
 
     def broadcast(self, a: Tensor, b: Tensor) -> Any:
         return torch.broadcast_tensors(a, b)
@@ -415,15 +419,54 @@ class Language:
         return x
 
 
+class OnACpu:
+    """Mixed into a launcher: its launches go to the interpreter."""
+
+    text, seed, edit, processors = "", 0, staticmethod(lambda text: text), 3
+
+    @classmethod
+    def of(cls, made: Any, declared: Any, seed: int = 0, edit: Callable[[str], str] | None = None) -> Any:
+        """The launcher of a variant's kernels that the driver has made; edit: of their text."""
+        launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
+        launcher.__class__ = type("Interpreted", (cls, type(launcher)), {})
+        launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
+        launcher.edit = edit or cls.edit
+        return launcher
+
+    def _machine(self) -> Any:
+        return by_name("h200")
+
+    def _processors(self) -> int:
+        return self.processors
+
+    def _counter(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+    def _compiled(self, bindings: Sequence[Any], options: object, typed: object) -> list[Any]:
+        own = Kernels(self.edit(self.text), self.seed)
+        self._launching = SimpleNamespace(descriptor=Descriptor, types_of=list)
+
+        def run(binding: Any) -> Callable[..., None]:
+            def launch(programs: Any, arguments: Sequence[Any], stream: object) -> None:
+                own.launch(binding.name, int(programs), super(OnACpu, self)._types(binding, arguments))
+
+            return launch
+
+        return [run(binding) for binding in bindings]
+
+    def _types(self, binding: object, arguments: Any) -> Any:
+        return arguments
+
+
 class Kernels:
-    """The kernels of a generated module. functions of `more` stand for names that its text takes from elsewhere."""
+    """The kernels of a generated module. What packs two neighbours into one register leaves them as they are."""
 
     def __init__(self, source: str, seed: int = 0) -> None:
         self.gl, self.seed = Language(), seed
         body = re.sub(r"^(?:import|from) .*?(?:\n(?= ).*)*$", "", source, flags=re.MULTILINE)
         body = re.sub(r",\s*gl\.SliceLayout\(1, sums\.type\.layout\)", ", None", body)
 
-        def same(function: Any = None, **options: Any) -> Any:
+        def same(function: Any = None, **options: object) -> Any:
             return same if function is None else function
 
         def product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Token:
@@ -447,13 +490,14 @@ class Kernels:
             "warpgroup_mma_wait": waited,
             "tma": SimpleNamespace(
                 async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a),
-                async_copy_shared_to_global=lambda to, at, tile: to.write(at, tile.tile), store_wait=lambda left: None,
+                async_copy_shared_to_global=lambda *a: self.gl.machine.copy_out(*a),
+                store_wait=lambda left: self.gl.machine.wait_left(),
             ),
-            "tma_reduce_add": lambda to, at, tile: to.write(at, tile.tile, adds=True),
+            "tma_reduce_add": lambda *a: self.gl.machine.copy_out(*a, adds=True),
         }  # fmt: skip
         exec(compile(body, "<gluon>", "exec"), self.space)
-        if "packed" in self.space:  # halves of a register
-            self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda p, dtype, operand: p}
+        if "unpacked" in self.space:
+            self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
     def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
         """Run all programs, one after the other; tensors stand for their addresses."""

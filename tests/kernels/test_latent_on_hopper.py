@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import types
 
 import pytest
 import torch
@@ -11,15 +10,13 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.targets import latent_launcher
-from weft.codegen.targets.latent_launcher import LatentLauncher
-from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
-from .gluon import Deadlock, Descriptor, Kernels, Pointer
+from .gluon import Deadlock, Kernels, OnACpu, Pointer
 
 pytest.importorskip("triton")
 
@@ -42,36 +39,6 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-class OnACpu(LatentLauncher):
-    """Launches that go to the interpreter."""
-
-    text, seed, edit = "", 0, staticmethod(lambda text: text)
-
-    def _machine(self):
-        return by_name("h200")
-
-    def _processors(self):
-        return 3
-
-    def _compiled(self, bindings, options, typed):
-        own = Kernels(self.edit(self.text), self.seed)
-        self._launching = types.SimpleNamespace(descriptor=Descriptor, types_of=list)
-
-        def run(binding):
-            def launch(programs, arguments, stream):
-                given = (
-                    LatentLauncher._types(self, binding, arguments) if binding.name == "split_forward" else arguments
-                )
-                own.launch(binding.name, int(programs), given)
-
-            return launch
-
-        return [run(binding) for binding in bindings]
-
-    def _types(self, binding, arguments):
-        return arguments
-
-
 def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None):
     rank = declared.latent.rank
     signature = Signature(
@@ -82,11 +49,7 @@ def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=No
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
-    launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
-    launcher.__class__ = OnACpu
-    launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
-    launcher.edit = edit or OnACpu.edit
-    return launcher
+    return OnACpu.of(made, declared, seed, edit)
 
 
 def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0):
@@ -200,16 +163,11 @@ def test_roles_take_turns_in_any_order():
         check(CAUSAL, 16, 1, None, form=ALL_SWITCHES if seed else "64x64p11", rows=520, parts=1, seed=seed)
 
 
-class OfAnH200(OnACpu):
-    def _processors(self):
-        return 132
-
-
 def divided(lens, heads, q_len=1, room=0):
     """Tiles of keys of each program of one tile of rows, as the kernel divides sequences of these lengths, and the
     number of programs. Every tile is seen to belong to one program."""
     launcher = launcher_of(CAUSAL, "lengths")
-    launcher.__class__ = OfAnH200
+    launcher.processors = 132
     batch, room, units = len(lens), room or max(lens), max(1, heads * q_len // 64)
     parts = launcher._divide(batch, heads, 1, q_len, room, None, {})
     even = launcher._even_shares(batch, units)

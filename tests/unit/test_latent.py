@@ -1,9 +1,10 @@
-"""Which latent decode goes to target hopper, and what is said of the rest."""
+"""Which latent attention goes to target hopper, and what is said of the rest."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
@@ -93,3 +94,90 @@ def test_a_sequence_is_not_divided_where_sequences_fill_the_machine():
 
     assert parts(64, 4096, 128) == parts(128, 8192, 128) == 1
     assert parts(64, 8192, 64) == 2 and parts(1, 65536, 128) == 64
+
+
+# -- the expanded form -------------------------------------------------------------------------------------------------
+def expanded(head_dim=192, value_dim=128, rope=64, **more):
+    """(target of the forward, of the backward, kernels of both, notes) of a long call."""
+    shape = weft.shape(batch=2, heads=16, q_len=4096, head_dim=head_dim, value_dim=value_dim, dtype="bf16")
+    plan = variant(rope=rope).plan(shape, device="h200", form="expanded", **more)
+    codes = [plan.code(direction) for direction in ("forward", "backward")]
+    return *(code.target for code in codes), [k.name for code in codes for k in code.kernels], plan.notes
+
+
+TWO_PASSES = ["flash_forward", "row_statistics", "flash_dquery", "flash_dkey_dvalue"]
+ONE_PASS = ["flash_forward", "row_statistics", "flash_backward", "round_dquery"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "rope", "kernels"),
+    [
+        (192, 128, 64, TWO_PASSES), (160, 64, 32, TWO_PASSES), (136, 128, 8, TWO_PASSES), (96, 64, 32, ONE_PASS),
+        (80, 128, 16, ONE_PASS),
+    ],
+)  # fmt: skip
+def test_keys_in_two_tensors_train_on_hopper(head_dim, value_dim, rope, kernels):
+    assert expanded(head_dim, value_dim, rope)[:3] == ("hopper", "hopper", kernels)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "rope", "targets", "reason"),
+    [
+        (128, 128, 64, ("triton", "triton"), "keys of 64 or 128 columns and fewer rotary ones"),
+        (256, 128, 64, ("triton", "triton"), "got 192 and 64"),
+        (160, 128, 64, ("triton", "triton"), "got 96 and 64"),
+        (192, 256, 64, ("hopper", "triton"), "needs Dv of 128 or less for gradients"),
+    ],
+)  # fmt: skip
+def test_widths_of_two_tensors_that_are_left_to_triton(head_dim, value_dim, rope, targets, reason):
+    *found, _, notes = expanded(head_dim, value_dim, rope)
+    assert tuple(found) == targets and any(reason in note for note in notes), notes
+
+
+def test_gradients_of_sequences_with_lengths_are_left_to_triton():
+    *found, _, notes = expanded(kv_lens=torch.full((2,), 9), q_lens=torch.full((2,), 9))
+    assert found == ["hopper", "triton"] and any(
+        "needs sequences of one length for gradients" in note for note in notes
+    )
+
+
+def test_what_is_said_of_keys_in_two_tensors():
+    shape = weft.shape(batch=2, heads=16, q_len=4096, head_dim=192, value_dim=128)
+    text = " ".join(variant().explain(shape, device="h200", form="expanded").split())
+    assert "query, key 128 + 64 (rotary, a tensor of its own); value 128" in text
+    assert "- 128*B*T*(Hkv - 1)" in text  # bytes of rotary columns that 15 heads read from L2
+    stages = {s.key: s.what for k in variant().plan(shape, device="h200", form="expanded").kernels for s in k.stages}
+    assert stages["store dkey"].endswith("; of columns that heads share, float32 sums of each head or of all")
+
+
+def test_the_sum_over_heads_is_made_in_hbm_where_it_need_not_repeat():
+    shape = weft.shape(heads=2, q_len=256, head_dim=192, value_dim=128)
+    given = {"device": "h200", "form": "expanded", "direction": "backward"}
+    any_order, repeats = (variant().source(shape, **given, deterministic=d) for d in (False, True))
+    assert any_order.count("tma_reduce_add(") == 1 and "tma_reduce_add" not in repeats
+    assert "so that its last bits differ" in any_order and "bitwise repeatable" in repeats
+
+
+def test_the_cache_is_not_copied_for_each_head():
+    """Neither before keys are made of it, nor when their gradients are summed."""
+    heads, rows, rank = 8, 64, 40
+    mla = variant(rank, 16, scale=None)
+    query, cache = torch.randn(2, heads, rows, 48), torch.randn(2, 1, rows, rank + 16)
+    uk, uv = torch.randn(heads, rank, 32), torch.randn(heads, rank, 24)
+    for leaf in (query, cache, uk, uv):
+        leaf.requires_grad_()
+
+    class Largest(TorchDispatchMode):
+        """The most floats that lie in a tensor with as many columns as a cached vector."""
+
+        copied = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape[-1:] == (rank,):
+                self.copied = max(self.copied, result.untyped_storage().nbytes() // 4)
+            return result
+
+    with Largest() as seen:
+        mla(query, cache, uk=uk, uv=uv, form="expanded").sum().backward()
+    assert cache.grad is not None and 0 < seen.copied < 2 * heads * rows * rank

@@ -432,9 +432,11 @@ def notes_of(variant: weft.Attention = weft.Attention(name="noted"), **options) 
 
 def test_notes_say_why_a_target_that_comes_before_was_passed_over() -> None:
     assert notes_of(device="h200") == ()  # that a target lacks a whole direction is no news of this variant
-    needs = "hopper: needs D and Dv to be multiples of 8 from 40 to 256, got D {}, Dv {}"
+    needs = "hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D {}, Dv {}"
     assert notes_of(device="h200", head_dim=80) == ()
-    assert notes_of(device="h200", head_dim=32) == (needs.format(32, 32),)
+    assert notes_of(device="h200", head_dim=32) == ()
+    assert notes_of(device="h200", head_dim=8) == (needs.format(8, 8),)
+    assert notes_of(device="h200", head_dim=36) == (needs.format(36, 36),)
     assert notes_of(device="h200", head_dim=192) == ()
     assert notes_of(device="h200", dtype="fp32")[0] == "hopper: needs bf16 or fp16 operands, got fp32"
     assert notes_of(device="a100")[0] == "hopper: needs compute capability 9.0, this is sm_80"

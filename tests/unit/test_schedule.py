@@ -107,16 +107,17 @@ def test_own_forms_of_targets() -> None:
     assert resolved(shape(128), H100, "hopper").code.form("flash_forward") == two
     assert resolved(shape(128), CPU, "cpu").code.form("flash_forward") == CpuForm(256, 256)
     assert resolved(shape(128, "fp32"), CPU, "interpret").code.form("flash_forward") == Tiling(32, 32, 4, 1)
-    narrow = r"target hopper: needs D and Dv to be multiples of 8 from 40 to 256, got D 32, Dv 32"
+    narrow = r"target hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D 8, Dv 8"
     with pytest.raises(UnavailableError, match=narrow):
-        resolved(shape(32), H100, "hopper")
+        resolved(shape(8), H100, "hopper")
 
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "text"),
     [
-        (40, 56, "192x128s3q2+pairs"), (80, 96, "128x128s2q1+regs+lazy"), (64, 128, "128x128s2q1+regs+lazy"),
-        (192, 128, "128x128s2q1+lazy+inplace"), (192, 64, "128x128s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"),
+        (16, 32, "192x128s3q2+pairs"), (40, 56, "192x128s3q2+pairs"), (80, 96, "128x128s2q1+regs+lazy"),
+        (64, 128, "128x128s2q1+regs+lazy"), (192, 128, "128x128s2q1+lazy+inplace"),
+        (192, 64, "128x128s2q1+lazy"), (256, 256, "128x64s2q1+lazy+inplace"),
         (200, 136, "128x64s2q1+lazy+inplace"), (136, 200, "128x64s2q1+lazy"),
     ],
 )  # fmt: skip
@@ -504,9 +505,10 @@ def test_the_cpu_is_timed_in_several_forms() -> None:
 def test_targets_are_tried_in_order() -> None:
     assert [target.name for target in targets()] == ["hopper", "triton", "interpret", "cpu"]
     assert resolved(shape(64), H200).target.name == "hopper"
-    assert resolved(shape(32), H200).target.name == "triton"
-    assert resolved(shape(32), H200).notes == (
-        "hopper: needs D and Dv to be multiples of 8 from 40 to 256, got D 32, Dv 32",
+    assert resolved(shape(32), H200).target.name == "hopper"
+    assert resolved(shape(8), H200).target.name == "triton"
+    assert resolved(shape(8), H200).notes == (
+        "hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D 8, Dv 8",
     )
     assert resolved(shape(64), A100).notes == ("hopper: needs compute capability 9.0, this is sm_80",)
     assert resolved(shape(64, "fp32"), CPU).target.name == "cpu"  # the interpreter is chosen by name only

@@ -1,0 +1,178 @@
+"""The Hopper kernels of schedule flash on a CPU: their generated text, run by gluon.py, against float64."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.runtime.call import Call, Dense, Lengths, Options, Packed
+from weft.runtime.driver import compile_kernels
+
+from ..support import check_errors, mostly
+from .gluon import OnACpu
+
+pytest.importorskip("triton")
+
+slopes = weft.tensor("slopes", 1)
+SCORES = {
+    "dense": {},
+    "causal": {"mask": masks.causal},
+    "window": {"mask": masks.sliding_window(100)},
+    "cap": {"score": 20.0 * weft.tanh(score / 20.0), "mask": masks.causal},
+    "alibi": {"score": score + slopes[head] * (kv_pos - q_pos), "mask": masks.causal},
+}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+MAIN = ("query", "key", "value", "rope")
+
+
+def launch(declared, call, results, wanted=(), deterministic=False, seed=0):
+    """One direction of a call, on what holds NaN wherever nobody has written."""
+    direction = "backward" if wanted else "forward"
+    rope_dim = 0 if call.rope is None else call.rope.shape[3]
+    signature = Signature(
+        direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
+        Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
+        offset="number" if call.ragged is None else "bottom_right", wanted=frozenset(wanted),
+        deterministic=deterministic,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
+        made = compile_kernels(declared, signature, by_name("h200"), "hopper", None)
+    assert made.resolved.target.name == "hopper"
+    launcher = OnACpu.of(made, declared, seed)
+    partition = launcher.partition(call, results)
+    workspace = {}
+    for name, place in launcher.workspace(call, results, partition).items():
+        workspace[name] = place.beside(call.query)
+        if place.fill is None:
+            workspace[name].fill_(float("nan") if workspace[name].dtype.is_floating_point else -(2**31))
+    launcher(call, results, workspace, partition)
+
+
+def joined(key, rope):
+    """Keys of all columns, which no kernel sees."""
+    return key if rope is None else torch.cat([key, rope.expand(-1, key.shape[1], -1, -1)], dim=-1)
+
+
+def operands_of(heads, kv_heads, q_len, kv_len, nope, rope_dim, value_dim, batch=2, dtype=torch.bfloat16):
+    """query, key, value, and rope where there is one, as a cache has it: columns behind others."""
+    torch.manual_seed(q_len + kv_len)
+    query = torch.randn(batch, q_len, heads, nope + rope_dim).to(dtype).transpose(1, 2)
+    key = torch.randn(batch, kv_len, kv_heads, nope).to(dtype).transpose(1, 2)
+    value = torch.randn(batch, kv_heads, kv_len, value_dim).to(dtype)
+    rope = torch.randn(batch, 1, kv_len, 16 + rope_dim).to(dtype)[..., 16:] if rope_dim else None
+    return dict(zip(MAIN, (query, key, value, rope)))
+
+
+def exact_of(plain, tensors, dout, dlse, dtype, **operands):
+    """out, lse and all gradients in plain torch."""
+    leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items() if t is not None}
+    operands = {n: t.to(dtype) for n, t in operands.items()}
+    key = joined(leaves["key"], leaves.get("rope"))
+    out, lse = plain.reference(leaves["query"], key, leaves["value"], return_lse=True, **operands)
+    found = torch.autograd.grad((out, lse), list(leaves.values()), (dout.to(dtype), dlse.to(lse.dtype)))
+    return {"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(leaves, found)}}
+
+
+def check(name, tensors, deterministic=False, leave_out=(), seed=0):
+    """A forward and a backward of all gradients but some."""
+    given, operands = SCORES[name], {}
+    rope, query, dtype = tensors["rope"], tensors["query"], tensors["query"].dtype
+    if name == "alibi":
+        operands["slopes"] = torch.linspace(-0.3, 0.6, query.shape[1])
+    latent = None if rope is None else weft.Latent(16, rope.shape[3])
+    plain = weft.Attention(**given, name=f"plain_{name}")
+    declared = weft.Attention(**given, latent=latent, name=f"apart_{name}")
+    offset = tensors["key"].shape[2] - query.shape[2]
+    call = Call(*tensors.values(), operands, Dense(offset), Options(), query.shape[3])
+    nan = float("nan")
+    out = torch.full((*query.shape[:3], tensors["value"].shape[3]), nan, dtype=dtype)
+    results = {"out": out, "lse": torch.full(query.shape[:3], nan)}
+    launch(declared, call, results, seed=seed)
+    dout, dlse = torch.randn(out.shape).to(dtype), torch.randn(query.shape[:3])
+    wanted = [n for n, t in tensors.items() if t is not None and n not in leave_out]
+    gradients = {f"d{n}": torch.full_like(tensors[n], nan) for n in wanted}
+    launch(declared, call, {**results, "dout": dout, "dlse": dlse, **gradients}, wanted, deterministic, seed)
+    exact, usual = (exact_of(plain, tensors, dout, dlse, kind, **operands) for kind in (torch.float64, dtype))
+    for label, found in {**results, **gradients}.items():
+        check_errors(found, exact[label], usual[label], label)
+    return gradients
+
+
+# nope, rope, Dv: two passes, and one
+APART = [(128, 64, 128), (64, 32, 64), (128, 32, 64), (64, 16, 128)]
+
+
+@pytest.mark.parametrize(("nope", "rope", "value_dim"), mostly(APART[:2], APART))
+def test_rotary_columns_of_keys_are_a_tensor_of_their_own(nope, rope, value_dim):
+    check("causal", operands_of(3, 3, 130, 200, nope, rope, value_dim))
+
+
+@pytest.mark.parametrize("name", mostly(["window", "cap"], ["dense", "window", "cap", "alibi"]))
+def test_masks_and_scores_of_keys_in_two_tensors(name):
+    check(name, operands_of(2, 2, 257, 257, 128, 64, 128, batch=1))
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len"), mostly([(65, 129)], [(1, 1), (128, 128), (65, 129), (127, 255), (300, 64)])
+)
+def test_lengths_at_the_edges_of_tiles(q_len, kv_len):
+    check("causal" if q_len <= kv_len else "dense", operands_of(2, 2, q_len, kv_len, 128, 64, 128, batch=1))
+
+
+def test_sums_over_heads_repeat_where_they_must():
+    sizes = (4, 4, 130, 130, 128, 64, 128)
+    first, second = (check("causal", operands_of(*sizes), deterministic=True, seed=seed) for seed in (0, 7))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+LEFT_OUT = ["rope", "key value", "key", "query", "query key value", "query rope", "key value rope"]
+
+
+@pytest.mark.parametrize("left_out", mostly(LEFT_OUT[:2], LEFT_OUT))
+def test_gradients_that_nobody_wants_are_left_out(left_out):
+    check("causal", operands_of(2, 2, 100, 140, 128, 64, 128, batch=1), leave_out=left_out.split())
+
+
+@pytest.mark.parametrize("kind", ["lengths", "packed"])
+def test_sequences_of_their_own_lengths(kind):
+    """Forwards only: gradients of these are another target's."""
+    tensors = operands_of(2, 2, 330, 330, 128, 64, 128, batch=3 if kind == "lengths" else 1)
+    lens = [330, 5, 129] if kind == "lengths" else [190, 5, 129]
+    starts = torch.tensor([0, 190, 195, 324], dtype=torch.int32)
+    count = torch.tensor(lens, dtype=torch.int32)
+    sequences = Lengths(count, count, None) if kind == "lengths" else Packed(starts, starts, None)
+    declared = weft.Attention(mask=masks.causal, latent=weft.Latent(16, 64), name="apart_ragged")
+    plain = weft.Attention(mask=masks.causal, name="plain_ragged")
+    query = tensors["query"]
+    call = Call(*tensors.values(), {}, sequences, Options(), 192)
+    out = torch.full((*query.shape[:3], 128), float("nan"), dtype=query.dtype)
+    results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
+    launch(declared, call, results)
+    options = (
+        {"kv_lens": count, "q_lens": count} if kind == "lengths" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    )
+    key = joined(tensors["key"], tensors["rope"])
+    exact, usual = (
+        plain.reference(query.to(t), key.to(t), tensors["value"].to(t), return_lse=True, **options)
+        for t in (torch.float64, query.dtype)
+    )
+    for label, *three in zip(("out", "lse"), results.values(), exact, usual):
+        check_errors(*three, label)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), mostly([(24, 32)], [(16, 16), (24, 32), (32, 64), (64, 24)]))
+def test_narrow_heads(head_dim, value_dim, deterministic):
+    check("causal", operands_of(4, 2, 130, 200, head_dim, 0, value_dim, batch=1), deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), mostly([(192, 128)], [(192, 128), (80, 80), (144, 64), (128, 128)]))
+def test_queries_see_keys_in_pieces(head_dim, value_dim):
+    """Two passes of keys with heads of their own, in groups."""
+    check("causal", operands_of(4, 2, 130, 200, head_dim, 0, value_dim, batch=1), deterministic=True)
