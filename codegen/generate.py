@@ -18,7 +18,17 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import tables_in
-from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, LIST_HEAD, LISTS, PAIR_CELLS, SPANS
+from ..compiler.planning.kernels import (
+    BESIDE,
+    DISTANCE_TABLES,
+    FEW,
+    LIST_HEAD,
+    LISTS,
+    LONG_SPANS,
+    PAIR_CELLS,
+    SPANS,
+    ends_of,
+)
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -74,6 +84,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "source": code.tile_source,
         "measures": {"program": "", "spans": "spans, ", "lists": "lists, room, "}[code.tile_source],
         "list_head": LIST_HEAD,
+        "few": FEW,
         "survey": found is not None,
         **_looked_at(found),
         "tile_cells": _cells(printer.cells_of_tiles),
@@ -192,9 +203,10 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         "kv_bounds": ", ".join(facts.kv_tiles.outputs),
         "kv_ranges": len(facts.kv_tiles.outputs) // 4,
         "list_head": LIST_HEAD,
+        "few": FEW,
     }
     name = f"triton/tile_{facts.tile_source}.py.jinja"
-    kernels: tuple[str, ...] = SPANS
+    kernels: tuple[str, ...] = (*SPANS, *LONG_SPANS, *ends_of(facts.traits.measured))
     if facts.tile_source == "lists":
         kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
-from ...compiler.planning.kernels import DISTANCE_TABLES, SPANS, WORK, Kernel
+from ...compiler.planning.kernels import DISTANCE_TABLES, RUNS, WORK, Kernel
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
@@ -322,7 +322,7 @@ class HopperForwardLauncher(HopperLauncher):
         return processors(self.device)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *SPANS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         return f"least({self._processors()}, query_tiles * batch_heads)"
 
@@ -416,14 +416,14 @@ class HopperBackwardLauncher(HopperLauncher):
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *SPANS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"
         return "own_tiles * batch_heads" if kernel.name == "flash_dquery" else "query_tiles * batch_heads"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
-        if kernel.name in SPANS or kernel.axis == "kv":
+        if kernel.name in RUNS or kernel.axis == "kv":
             own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
             return super()._renamed(kernel) | {"n_heads": "heads"} | own
         return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}

@@ -13,7 +13,7 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device
-from ...compiler.planning.kernels import SPANS, SPLIT_KV, Kernel, Sizes
+from ...compiler.planning.kernels import RUNS, SPLIT_KV, Kernel, Sizes
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows
@@ -178,7 +178,7 @@ class SplitLauncher(TritonLauncher):
 
     def _constants(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, object]:
         constants = super()._constants(kernel, form, mode)
-        if kernel.name in SPANS:
+        if kernel.name in RUNS:
             return constants
         return constants | {"BLOCK_Q": mode.rows, "SPAN_Q": form.block_q}
 
@@ -196,4 +196,4 @@ class SplitLauncher(TritonLauncher):
         return super()._programs(kernel, constants)
 
     def _launched_if(self, kernel: Kernel) -> str:
-        return "n_parts > 1" if kernel.name == JOIN else ""
+        return "n_parts > 1" if kernel.name == JOIN else super()._launched_if(kernel)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...compiler.analysis.distances import ByDistance
 from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import PAIR_KINDS
+from ...compiler.analysis.records import PAIR_KINDS, Axis, TileProgram
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning import kernels as formulas
 from ...compiler.planning.distances import tables_in
@@ -20,12 +20,18 @@ from ...compiler.planning.forms import Tiling
 from ...compiler.planning.kernels import (
     CELLS_TOGETHER,
     DISTANCE_TABLES,
+    ENDS,
+    FEW,
     LIST_HEAD,
     LIST_ROOM,
     LISTED,
     LISTS,
+    LONG_SPANS,
     MEASURES,
     PAIR_CELLS,
+    RUNS,
+    SPANS,
+    STRETCH,
     WORK,
     Kernel,
 )
@@ -156,7 +162,8 @@ class TritonLauncher:
 
     def measures(self, partition: Partition) -> dict[str, str]:
         aligned = partition.mode.aligned  # type: ignore[attr-defined]
-        forms = {k.name: self.form(k.name, aligned) for k in self.code.kernels if k.name in MEASURES}
+        found = [k.name for k in self.code.kernels if k.name in MEASURES and k.name not in LONG_SPANS]
+        forms = {name: self.form(name, aligned) for name in found}
         return {name: f"{name} {form.block_q}x{form.block_kv}" for name, form in forms.items()}
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
@@ -169,7 +176,7 @@ class TritonLauncher:
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
         for code, run, (programs, arguments) in zip(self.code.kernels, ready.runs, ready.pack(given)):
-            if code.name not in partition.known:
+            if code.name.replace("_long_", "_") not in partition.known:  # both leave the same
                 run(programs, arguments, stream)
         tables = self._tables(call, workspace)
         for first in range(of_pairs[1], *of_pairs):
@@ -475,7 +482,29 @@ class TritonLauncher:
                 made[f"{axis}_spans"] = rows_of(rows, own, str(len(program.outputs)), dtype="int32")
             if self.code.has(f"{axis}_lists"):
                 made[f"{axis}_lists"] = rows_of(rows, own, f"({LIST_HEAD} + {axis}_room)", dtype="int32")
+        return made | self._made_ends(mode)
+
+    def _made_ends(self, mode: Mode) -> dict[str, str]:
+        """Ends of tiles and stretches, as expressions; where none are written, in place of them what is there."""
+        made = {}
+        for kernel in self.code.kernels:
+            if kernel.name in ENDS:
+                axis, block = kernel.kernel.axis, self.rows_of_tiles(kernel.kernel.axis, mode.aligned)
+                places = f"({self._places(axis, str(block))} + {self._places(axis, f'{STRETCH} * {block}')})"
+                ends = rows_of(self._mask_rows, str(2 * self.measured_values(axis)), places, dtype="int64")
+                made[kernel.name] = f"{ends} if {self._launched_if(kernel.kernel)} else {axis}_spans"
         return made
+
+    def measured_values(self, axis: Axis) -> int:
+        """Values of an axis whose least and greatest are measured: not positions, which tiles have by themselves."""
+        found = self.facts.traits.measured
+        assert found is not None
+        return found.kv_values if axis == "kv" else found.q_values
+
+    def rows_of_tiles(self, axis: Axis, aligned: bool) -> int:
+        """Rows of the tiles of an axis whose ends are written."""
+        form = self.form(f"{axis}_ends", aligned)
+        return form.block_kv if axis == "kv" else form.block_q
 
     @staticmethod
     def _table_heads(table: ByDistance) -> tuple[str, str]:
@@ -531,8 +560,11 @@ class TritonLauncher:
     def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
         """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
         rows = form.block_kv if kernel.axis == "kv" else form.block_q
+        if kernel.name in RUNS:
+            together = max(1, ROWS_TOGETHER // rows)
+            return {"TILES": min(together, STRETCH) if kernel.name in ENDS else together, "STRETCH": STRETCH}
         if kernel.name not in (*LISTS, PAIR_CELLS):
-            return {"TILES": max(1, ROWS_TOGETHER // rows)}
+            return {}
         found = self.facts.survey
         assert found is not None
         own: dict[str, object] = {
@@ -577,24 +609,49 @@ class TritonLauncher:
             text = f"(n_distances + {{BLOCK_KV}} - 1) // {{BLOCK_KV}} * {rows}"
         elif kernel.name in WORK:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
-        elif self.sequences == "packed":
-            side, heads = ("q", "heads") if kernel.axis == "kv" else ("kv", "kv_heads")
-            if kernel.name in MEASURES:
-                heads = "heads" if self.facts.mask_differs_by_head else "1"
-            text = f"{side}_slots * {heads}"
         elif kernel.name in MEASURES:
-            rows = "batches * heads" if self.facts.mask_differs_by_head else "batches"
-            text = f"{_Q_TILES if kernel.axis == 'kv' else _KV_TILES} * {rows}"
-            if kernel.name == PAIR_CELLS:
-                tiles = _KV_TILES.replace("kv_len", self._kv_rows)
-                text = f"{text} * (({tiles} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
+            text = self._measuring_programs(kernel)
+        elif self.sequences == "packed":
+            text = "q_slots * heads" if kernel.axis == "kv" else "kv_slots * kv_heads"
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
 
+    def _measuring_programs(self, kernel: Kernel) -> str:
+        """Of a kernel that measures tiles: one for each tile that visits, or for each stretch of visited ones."""
+        if kernel.name in ENDS:
+            tiles = self._places(kernel.axis, f"{STRETCH} * {{BLOCK_{kernel.axis.upper()}}}")
+        elif self.sequences == "packed":
+            tiles = "q_slots" if kernel.axis == "kv" else "kv_slots"
+        else:
+            tiles = _Q_TILES if kernel.axis == "kv" else _KV_TILES
+        text = f"{tiles} * {self._mask_rows}"
+        if kernel.name == PAIR_CELLS:
+            others = _KV_TILES.replace("kv_len", self._kv_rows)
+            text = f"{text} * (({others} + {CELLS_TOGETHER - 1}) // {CELLS_TOGETHER})"
+        return f"{text} * ({self._launched_if(kernel)})" if kernel.name in RUNS else text
+
     def _launched_if(self, kernel: Kernel) -> str:
         """When a kernel of this module has something to do, over names of the vocabulary; "" for always."""
-        return ""
+        if kernel.name not in RUNS:
+            return ""
+        return f"{self._extent(kernel.axis)} {'<=' if kernel.name in SPANS else '>'} {FEW}"
+
+    def _extent(self, axis: Axis) -> str:
+        """Positions of an axis that a call has room for, as an expression."""
+        return self._kv_rows if axis == "kv" else "q_len"
+
+    @property
+    def _mask_rows(self) -> str:
+        """For how many rows of heads a mask is measured, as an expression."""
+        heads = ["heads"] if self.facts.mask_differs_by_head else []
+        return " * ".join([*([] if self.sequences == "packed" else ["batches"]), *heads]) or "1"
+
+    def _places(self, axis: Axis, block: str) -> str:
+        """Places of tiles of `block` positions, as an expression: a packed sequence begins one of its own."""
+        if self.sequences == "packed":
+            return f"({self._extent(axis)} // ({block}) + n_sequences + 1)"
+        return f"(({self._extent(axis)} + ({block}) - 1) // ({block}))"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""
@@ -602,7 +659,7 @@ class TritonLauncher:
         return {
             "spans": f"{kernel.axis}_spans", "n_tiles": f"{kernel.axis}_measured_tiles", "work": f"{side}_work",
             "n_slots": f"{side}_slots", "lists": f"{kernel.axis}_lists", "room": f"{kernel.axis}_room",
-            "cells": PAIR_CELLS,
+            "cells": PAIR_CELLS, "ends": f"{kernel.axis}_ends",
         }  # fmt: skip
 
     def _rows(self, aligned: bool) -> dict[str, str]:
@@ -727,7 +784,10 @@ def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict
     places = {}
     if launcher.code.has(PAIR_CELLS):
         places[PAIR_CELLS] = flat_place(rows, tiles_of(q_len, CELL), tiles_of(kv_len, CELL), dtype=torch.uint8)
-    for axis, side, program in (("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)):
+    sides: tuple[tuple[Axis, str, TileProgram], ...] = (
+        ("kv", "q", launcher.facts.kv_tiles), ("q", "kv", launcher.facts.q_tiles)
+    )  # fmt: skip
+    for axis, side, program in sides:
         for kernel in (f"{axis}_spans", f"{axis}_lists"):
             if not launcher.code.has(kernel):
                 continue
@@ -738,7 +798,25 @@ def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict
                 own = launcher.slots(side, call, mode.aligned)
             width = len(program.outputs) if kernel.endswith("spans") else LIST_HEAD + min(others, LIST_ROOM)
             places[kernel] = flat_place(rows, own, width, dtype=torch.int32)
+        if launcher.code.has(f"{axis}_ends"):
+            places[f"{axis}_ends"] = _place_of_ends(launcher, call, mode, axis, q_len if axis == "q" else kv_len)
     return places
+
+
+def _place_of_ends(launcher: TritonLauncher, call: CallTensors, mode: Mode, axis: Axis, extent: int) -> Place:
+    """Least and greatest values of tiles and of stretches of them; next to nothing where none are written."""
+    if extent <= FEW:
+        return flat_place(1, dtype=torch.int64)
+    batches, heads = call.query.shape[:2]
+    rows = heads if launcher.facts.mask_differs_by_head else 1
+    block = launcher.rows_of_tiles(axis, mode.aligned)
+    if launcher.sequences == "packed":  # each sequence begins a place of its own
+        number = call.ragged.number(call.query)  # type: ignore[union-attr]
+        places = sum(extent // size + number + 1 for size in (block, STRETCH * block))
+    else:
+        rows *= batches
+        places = sum(tiles_of(extent, size) for size in (block, STRETCH * block))
+    return flat_place(rows, 2 * launcher.measured_values(axis), places, dtype=torch.int64)
 
 
 def cells_of(block: int, cell: int, from_start: bool) -> int:

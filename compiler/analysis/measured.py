@@ -50,10 +50,13 @@ def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_hea
         return sum(1 for load in inside.values() if symbols(load) & {"q_pos", "kv_pos"})
 
     kv_ranges, q_ranges = (len(program.outputs) // 4 for program in (kv_tiles, q_tiles))
+    q_values, kv_values = (
+        sum(not isinstance(value, Symbol) for value in values) for values in (found.q_values, found.kv_values)
+    )
     return Measuring(
         by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values),
         "lists" if found.joins_reads else "spans", len(found.cells), min((c.q for c in found.cells), default=0),
-        found.by_pair,
+        found.by_pair, q_values, kv_values,
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Measuring:
     cells: int = 0  # conditions that are looked at once a block of pairs
     cell_rows: int = 0  # queries of the smallest of these blocks
     by_pair: bool = False  # and one that is looked at for each pair
+    q_values: int = 0  # values of which the least and greatest in a tile of queries is found: not positions themselves
+    kv_values: int = 0  # the same of keys
 
 
 GradientKind: TypeAlias = Literal["total", "row", "column", "diagonal", "pair", "sink"]

@@ -25,10 +25,11 @@ from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentFo
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
+    FEW,
     PAIR_CELLS,
     ROUND_DQUERY,
     ROW_STATISTICS,
-    SPANS,
+    RUNS,
     SPLIT_KV,
     WORK,
     Bound,
@@ -52,6 +53,9 @@ RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
+_VISIT_NOTHING = (
+    ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, DISTANCE_TABLES, *RUNS, *WORK
+)  # fmt: skip
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 
 
@@ -178,6 +182,7 @@ def sizes_of(
         Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, h=in_sram,
         p=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
         k=1, j=1, w=0 if traits.linear else 1, R=sum(s.width for s in parts.qk if s.source == "rope"),
+        r=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > FEW),
     )  # fmt: skip
 
 
@@ -393,8 +398,7 @@ def predict(
     for kernel, form in kernels:
         # The textbook algorithm stores every score, visible or not.
         counter = every if count is None or kernel.name.startswith("standard_") else count
-        apart = (ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, DISTANCE_TABLES, *SPANS, *WORK)
-        visits = kernel.name not in apart
+        visits = kernel.name not in _VISIT_NOTHING
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
         costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven))

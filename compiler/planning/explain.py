@@ -195,10 +195,10 @@ def _bounds_lines(plan: Plan, kv_bounds: Bounds | None, q_bounds: Bounds | None)
 
 def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
     """The parts of the mask without a closed form, and which tiles are left out nevertheless."""
-    spans = f"{bounds.axis}_spans"
+    spans = [f"{bounds.axis}_{kind}" for kind in ("spans", "long_spans")]
     notes = [f"by positions alone, {note}" for note in bounds.notes]
-    if any(kernel.name == spans for kernel in plan.kernels):
-        measured = f"what the mask reads is measured in each call by {spans}: tiles that cannot match are skipped"
+    for kernel in (k for k in plan.kernels if k.name in spans):
+        measured = f"what the mask reads is measured in each call by {kernel.name}: tiles that cannot match are skipped"
         return [*notes, measured]
     lists = next((k for k in plan.kernels if k.name == f"{bounds.axis}_lists"), None)
     if lists is not None:

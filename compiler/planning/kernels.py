@@ -14,7 +14,7 @@ With k = 1 the same formula gives the algorithmic traffic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
@@ -42,6 +42,7 @@ ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or s
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
 SPAN = 16  # bytes of a range of tiles: four int32
+LEAST_AND_GREATEST = 16  # bytes of the ends of a value in a tile: two int64
 READ = 8  # bytes of what a mask reads at a position, at most
 
 
@@ -75,6 +76,7 @@ class Sizes:
     S: float = 1  # parts of the keys that are computed apart
     d: float = 0  # 1 where these are joined by another kernel, else 0
     m: float = 0  # tiles that need the mask
+    r: float = 0  # 1 where the axis whose tiles are measured is long: they are looked at in stretches; else 0
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
     R: float = 0  # columns of the key that are those of all heads
 
@@ -726,15 +728,21 @@ ROUND_DQUERY = Kernel(
 
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
+ENDS, LONG_SPANS = ("kv_ends", "q_ends"), ("kv_long_spans", "q_long_spans")  # those of long axes
+RUNS = (*SPANS, *ENDS, *LONG_SPANS)  # all that measure runs of tiles
 LISTS = ("kv_lists", "q_lists")
 PAIR_CELLS = "pair_cells"
-MEASURES = (*SPANS, *LISTS, PAIR_CELLS)
+MEASURES = (*RUNS, *LISTS, PAIR_CELLS)
 DISTANCE_TABLES = "distance_tables"
 BESIDE = (*MEASURES, DISTANCE_TABLES)  # kernels of modules of their own, whose form is no choice
 LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
+FEW = 1 << 14  # positions of an axis above which it is long: ends of its tiles are written before tiles are measured
+STRETCH = 128  # tiles that are looked at as one before they are looked at each
 CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
 LIST_HEAD = 4  # numbers before the tiles of a list
 _VISITORS = (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
+_ONCE_EACH = Again(lambda x: 1, none)
+_OF_A_STRETCH = f"{STRETCH} tiles, many at a time"
 _A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
@@ -755,7 +763,7 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
         return (x.Hq if measuring.by_head else 1) * (x.nq if axis == "kv" else x.nkv)
 
     def programs(x: Sizes) -> float:
-        return x.B * rows(x)
+        return x.B * rows(x) * (1 - x.r)
 
     def read(x: Sizes) -> float:
         own, other = (x.L, x.T) if axis == "kv" else (x.T, x.L)
@@ -766,6 +774,62 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
 
     name, loop, again = ("kv_spans", _MANY_KEYS, _KEYS) if axis == "kv" else ("q_spans", _MANY_QUERIES, _QUERIES)
     return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, again)
+
+
+@lru_cache(maxsize=64)
+def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
+    """kv_long_spans or q_long_spans: the same of a long axis, of which ends were written.
+
+    A program reads those of all stretches, and as many again: of the tiles of one or two.
+    """
+    by_tiles = spans_kernel(axis, direction, slot, measuring)
+    own_reads, values = measuring.q_reads, measuring.kv_values
+    if axis == "q":
+        own_reads, values = measuring.kv_reads, measuring.q_values
+
+    def programs(x: Sizes) -> float:
+        return x.r * by_tiles.programs(replace(x, r=0))
+
+    def read(x: Sizes) -> float:
+        own, tiles = (x.L, x.nkv) if axis == "kv" else (x.T, x.nq)
+        ends = x.B * tiles * (1 - x.j) + programs(x) * (tiles / STRETCH + 2 * STRETCH) * x.j
+        return READ * x.B * own_reads * own + LEAST_AND_GREATEST * values * ends
+
+    def written(x: Sizes) -> float:
+        return by_tiles.written(replace(x, r=0))
+
+    name, loop = f"{axis}_long_spans", f"{by_tiles.loop}: in stretches"
+    return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, by_tiles.again)
+
+
+@lru_cache(maxsize=64)
+def ends_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
+    """kv_ends or q_ends: least and greatest of what a mask reads in tiles of a long axis, and in stretches of them."""
+    reads, values = measuring.kv_reads, measuring.kv_values
+    if axis == "q":
+        reads, values = measuring.q_reads, measuring.q_values
+
+    def tiles(x: Sizes) -> float:
+        return x.r * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)
+
+    def programs(x: Sizes) -> float:
+        return tiles(x) / STRETCH
+
+    def read(x: Sizes) -> float:
+        return READ * reads * x.r * x.B * (x.T if axis == "kv" else x.L)
+
+    def written(x: Sizes) -> float:
+        return LEAST_AND_GREATEST * values * (tiles(x) + programs(x))
+
+    name = f"{axis}_ends"
+    return Kernel(name, direction, slot, axis, _OF_A_STRETCH, programs, none, read, written, none, none, _ONCE_EACH)
+
+
+def ends_of(measuring: Measuring | None) -> tuple[str, ...]:
+    """The kernels that write ends: for runs of tiles, and of values other than the position itself."""
+    if measuring is None or measuring.source == "lists":
+        return ()
+    return tuple(n for n, values in zip(ENDS, (measuring.kv_values, measuring.q_values)) if values)
 
 
 @lru_cache(maxsize=64)
@@ -828,10 +892,11 @@ def with_measuring(
     found: list[Kernel] = []
     if measuring.by_pair and sequences != "packed":
         found.append(cells_kernel(kernels[0].direction, measuring))
-    make = lists_kernel if lists else spans_kernel
     for kernel in kernels:
         if kernel in _VISITORS:
-            found.append(make(kernel.axis, kernel.direction, kernel.slot, measuring))
+            made = [lists_kernel] if lists else [spans_kernel, long_spans_kernel]
+            made[1:1] = [ends_kernel] if f"{kernel.axis}_ends" in ends_of(measuring) else []
+            found += [make(kernel.axis, kernel.direction, kernel.slot, measuring) for make in made]
         found.append(kernel)
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...ir.normalizer import RELU, SIGMOID
 from ..analysis.records import Traits, Work
 from .forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
-from .kernels import SPANS, Kernel, Sizes
+from .kernels import ENDS, LONG_SPANS, SPANS, Kernel, Sizes
 
 LANES = 8  # instructions that an SM issues for one result of its special units: 128 lanes, and 16 of those
 WIDE = 128  # columns above which a Triton kernel's sums leave registers
@@ -37,6 +37,8 @@ class Pace:
 
 UNFITTED = Pace()  # as if nothing hid behind products, and nothing else took time
 _SPANS = Pace(start=9.0)  # 11 to 22 us were measured at 8192 tokens
+_LONG_SPANS = Pace(start=3.0, program=0.125)  # not fitted: as if 32 programs on an SM took 4 us
+_ENDS = Pace(start=3.0, program=1.5)  # likewise: as if 4 took 6 us
 # fmt: off
 PACES: dict[str, Pace] = {
     "hopper flash_backward": Pace(matrix=1.14, exp=0, other=1.47, mask=1.91, program=4.16),
@@ -79,6 +81,9 @@ def family_of(kernel: Kernel, form: Form, columns: float) -> str:
 def pace_of(family: str) -> Pace:
     if any(name in family for name in SPANS):
         return _SPANS
+    for names, pace in ((LONG_SPANS, _LONG_SPANS), (ENDS, _ENDS)):
+        if any(name in family for name in names):
+            return pace
     return PACES.get(family, UNFITTED)
 
 

@@ -20,7 +20,20 @@ from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_sh
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
-from .kernels import DISTANCE_TABLES, LISTS, PAIR_CELLS, SPANS, SPLIT_KV, Bound, Formula, Kernel, Sizes, traffic
+from .kernels import (
+    DISTANCE_TABLES,
+    LISTS,
+    LONG_SPANS,
+    PAIR_CELLS,
+    RUNS,
+    SPANS,
+    SPLIT_KV,
+    Bound,
+    Formula,
+    Kernel,
+    Sizes,
+    traffic,
+)
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
@@ -81,6 +94,7 @@ def _brings_boxes(form: Form) -> bool:
 
 
 SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
+LONG_SPANS_WARPS = 1  # of one that looks at stretches: many run at once, and none waits for other warps
 TABLE_FORM = Tiling(1, 256, 4, 1)  # distances of a program that makes tables
 _VISITORS = {
     ("forward", "kv"): "flash_forward",
@@ -114,7 +128,8 @@ def code_plan(
             name = _VISITORS[kernel.direction, kernel.axis]
             others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
             visitor = schedule.form(next(others))
-            own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, SPANS_WARPS, 1)
+            warps = LONG_SPANS_WARPS if kernel.name in LONG_SPANS else SPANS_WARPS
+            own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, warps, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"
@@ -318,7 +333,8 @@ def make_plan(
         )
     ]  # fmt: skip
     found = (_kernel_plan(code, cost, hardware, visible, traits) for code, cost in zip(kernels, costs))
-    plans = tuple(k for k in found if k.programs.value or k.code.kernel not in SPLIT_KV)  # where parts are to be joined
+    # parts are joined where there are several, and long axes are measured in another way
+    plans = tuple(k for k in found if k.programs.value or not (k.code.kernel in SPLIT_KV or k.name in RUNS))
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
 
 

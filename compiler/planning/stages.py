@@ -14,6 +14,7 @@ from ...ir.errors import InternalError
 from ..analysis.records import Traits
 from ..analysis.survey import CELL
 from .forms import ROWS_OF_A_WARPGROUP
+from .kernels import STRETCH, ends_of
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -477,6 +478,38 @@ def _q_spans(t: Tiles) -> list[Stage]:
     return _spans("keys", "queries", _EACH_Q)
 
 
+def _kv_long_spans(t: Tiles) -> list[Stage]:
+    return _long_spans(_kv_spans(t), "kv_ends", t)
+
+
+def _q_long_spans(t: Tiles) -> list[Stage]:
+    return _long_spans(_q_spans(t), "q_ends", t)
+
+
+def _long_spans(by_tiles: list[Stage], wrote: str, t: Tiles) -> list[Stage]:
+    """The same by stretches, whose ends another kernel wrote where they are not those of positions."""
+    own, others, matches, ranges = by_tiles
+    known = f"what {wrote} wrote of" if wrote in ends_of(t.traits.measured) else "least and greatest position of"
+    what = f"{known} {STRETCH} tiles as one, then of each where that leaves it open"
+    ends = _load("ends", what, others.per, others.moves)
+    return [own, ends, matches, ranges]
+
+
+def _kv_ends(t: Tiles) -> list[Stage]:
+    return _ends("keys", _EACH_KV)
+
+
+def _q_ends(t: Tiles) -> list[Stage]:
+    return _ends("queries", _EACH_Q)
+
+
+def _ends(others: str, each: str) -> list[Stage]:
+    return [
+        _load("values", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
+        _store("ends", f"these, of each tile and of {STRETCH} tiles at once"),
+    ]
+
+
 def _spans(own: str, others: str, each: str) -> list[Stage]:
     """Spans are measured by one module for tiles of every size, so that no size is in the words."""
     return [
@@ -690,6 +723,10 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("cpu", "flash_backward"): _cpu_backward,
     ("", "kv_spans"): _kv_spans,
     ("", "q_spans"): _q_spans,
+    ("", "kv_long_spans"): _kv_long_spans,
+    ("", "q_long_spans"): _q_long_spans,
+    ("", "kv_ends"): _kv_ends,
+    ("", "q_ends"): _q_ends,
     ("", "kv_lists"): _kv_lists,
     ("", "q_lists"): _q_lists,
     ("", "pair_cells"): _pair_cells,

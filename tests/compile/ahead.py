@@ -49,6 +49,11 @@ class Kernel:
     log: str  # what ptxas said, with -v
     cubin: bytes  # empty on AMD
 
+    @property
+    def registers(self) -> int:
+        """Of a thread (NVIDIA)."""
+        return int(re.findall(r"Used (\d+) registers", self.log)[-1])
+
     def count(self, pattern: str) -> int:
         """How often a pattern is in the assembly."""
         return len(re.findall(pattern, self.assembly))

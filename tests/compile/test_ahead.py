@@ -12,6 +12,7 @@ import pytest
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.kernels import LONG_SPANS, RUNS
 from weft.compiler.planning.signature import SequenceKind
 from weft.runtime.build import build_one, jobs_of
 
@@ -277,13 +278,17 @@ HOPPER_DOCUMENT_SPILLS = {64: 16, 128: 288}  # 40 at D128 with Triton 3.6, 260 w
 def test_kernels_of_a_mask_that_is_measured(target: str, direction: Direction, head_dim: int) -> None:
     module = compiled(VARIANTS["documents"], direction, head_dim, target=target)
     if target == "hopper" and direction == "backward":
-        assert [*module.kernels] == ["row_statistics", "q_spans", "flash_backward", "round_dquery"]
+        measuring = ["q_spans", "q_ends", "q_long_spans"]
+        assert [*module.kernels] == ["row_statistics", *measuring, "flash_backward", "round_dquery"]
         kernel = module.kernels["flash_backward"]
         assert kernel.spilled <= HOPPER_DOCUMENT_BACKWARD_SPILLS[head_dim]
         check_wgmma(kernel)
         return
-    spans = {"kv_spans"} if direction == "forward" else {"kv_spans", "q_spans"}
+    spans = {n for n in RUNS if n.startswith("kv") or direction == "backward"}
     assert spans <= set(module.kernels)
+    for name in spans & {*LONG_SPANS}:  # many programs on an SM, of one warp each
+        assert module.kernels[name].count("bar.sync") == 0
+        assert module.kernels[name].registers <= 80
     for kernel in module.kernels.values():
         assert kernel.sram <= by_name("h200").sram_per_block
         if kernel.name in spans | {"row_statistics"}:

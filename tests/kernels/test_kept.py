@@ -12,6 +12,7 @@ from torch import Tensor
 import weft
 from weft import batch, kv_pos, masks, q_pos, score
 from weft.codegen import launching
+from weft.codegen.targets import triton_launcher
 from weft.runtime import kept
 
 pytest.importorskip("triton")
@@ -38,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noticed(kernel, binding, options):  # type: ignore[no-untyped-def]
         run = made(kernel, binding, options)
-        return lambda *given: (seen.append(binding.name), run(*given))[1]
+        return lambda *given: (given[0] and seen.append(binding.name), run(*given))[1]  # given[0]: programs
 
     monkeypatch.setattr(launching, "interpreted", noticed)
     for variant in (PAIRS, OTHER, DOCUMENTS):
@@ -66,7 +67,7 @@ def check(variant: weft.Attention, **given) -> None:
 
 
 def measuring(launched: list[str]) -> list[str]:
-    found = [name for name in launched if name.endswith(("_lists", "_spans", "_cells"))]
+    found = [name for name in launched if name.endswith(("_lists", "_spans", "_cells", "_ends"))]
     launched.clear()
     return found
 
@@ -108,6 +109,19 @@ def test_other_tensors_sizes_and_numbers_are_measured_anew(launched: list[str]) 
             out = DOCUMENTS(q, k, v, target="interpret", **options)
             torch.testing.assert_close(out, DOCUMENTS.reference(q, k, v, **options), atol=1e-5, rtol=0)
             assert measuring(launched) == ["kv_spans"], (length, offset)
+
+
+def test_what_long_axes_leave_is_kept_too(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_launcher, "FEW", LENGTH - 1)
+    ids = torch.arange(LENGTH) // 9
+    with weft.settings(keep_tiles=True):
+        check(DOCUMENTS, doc=ids)
+        assert measuring(launched) == ["kv_ends", "kv_long_spans", "q_ends", "q_long_spans"]
+        check(DOCUMENTS, doc=ids)
+        assert measuring(launched) == []
+        ids[:20] = 7
+        check(DOCUMENTS, doc=ids)
+        assert measuring(launched) == ["kv_ends", "kv_long_spans", "q_ends", "q_long_spans"]
 
 
 def test_a_tensor_that_is_gone_takes_what_was_kept_with_it(launched: list[str]) -> None:

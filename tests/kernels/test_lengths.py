@@ -9,6 +9,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
+from weft.codegen.targets import triton_launcher
 from weft.runtime.driver import builds
 
 from ..support import check_variant, poisoned
@@ -95,6 +96,26 @@ KINDS = {"padded": (padded, PADDED), "packed": (packed, PACKED)}
 def test_masks_and_scores(name, kind, target):
     (make, lengths), (variant, operands) = KINDS[kind], VARIANTS[name]
     check_variant(variant, *make(), target=target, operands=operands | lengths)
+
+
+@pytest.mark.parametrize("order", ["sorted", "unsorted"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["documents", "by head"])
+def test_tiles_of_long_axes_that_are_measured_in_stretches(name, kind, order, monkeypatch):
+    """Every axis counts as long, and 2 tiles of 16 are a stretch: their ends lie where each sequence has its own."""
+    monkeypatch.setattr(triton_launcher, "FEW", 0)
+    monkeypatch.setattr(triton_launcher, "STRETCH", 2)
+    (make, lengths), (variant, operands) = KINDS[kind], VARIANTS[name]
+    ids = operands["doc"] if order == "sorted" else operands["doc"][:, torch.randperm(80)]
+    schedule = (
+        "flash/flash_forward=interpret:16x16w4s1/flash_dquery=interpret:16x16w4s1/flash_dkey_dvalue=interpret:16x16w4s1"
+    )
+    try:
+        variant._variant.forget()
+        given = {"doc": ids} | lengths
+        check_variant(variant, *make(), target="interpret", operands=given, schedule=schedule)
+    finally:
+        variant._variant.forget()
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -7,6 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
+from weft.codegen.targets import triton_launcher
 from weft.runtime.driver import builds
 
 from ..support import check_errors, mostly, poisoned
@@ -97,6 +98,20 @@ def check(variant, tensors, page, target, *, lse=True, lens=LENS, rows_first=Fal
 def test_masks_scores_sinks_and_normalizers(name, target):
     variant, operands = VARIANTS[name]
     check(variant, padded(), 16, target, lse=name != "sigmoid", **operands)
+
+
+def test_tiles_of_long_axes_that_are_measured_in_stretches(monkeypatch):
+    monkeypatch.setattr(triton_launcher, "FEW", 0)
+    monkeypatch.setattr(triton_launcher, "STRETCH", 2)
+    variant, operands = VARIANTS["documents"]
+    lens = {"kv_lens": LENS["kv_lens"]}
+    try:
+        for ids in (operands["doc"], operands["doc"][:, torch.randperm(96)]):
+            variant._variant.forget()
+            check(variant, padded(), 16, "interpret", doc=ids)
+            check(variant, padded(q_rows=2), 16, "interpret", doc=ids, lens=lens)  # keys of few queries are divided
+    finally:
+        variant._variant.forget()
 
 
 @pytest.mark.parametrize("target", TARGETS)

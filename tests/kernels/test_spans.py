@@ -15,6 +15,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
+from weft.codegen.targets import triton_launcher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.planning.hardware import for_device
@@ -92,7 +93,8 @@ def measured(
     made = compile_kernels(variant, signature, machine, "interpret", schedule)
     code = made.resolved.code
     table = f"{axis}_{code.tile_source}"
-    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name in (table, PAIR_CELLS)))
+    names = (f"{axis}_ends", f"{axis}_long_spans", table, PAIR_CELLS)
+    alone = replace(code, kernels=tuple(k for k in code.kernels if k.name in names))
     launcher = made.resolved.target.bind(made.modules, alone, facts_of(variant), torch.device("cpu"))
     batches, q_heads, kv_heads = heads
     query, out, dout = (torch.empty(batches, q_heads, lengths[0], 16) for _ in range(3))
@@ -123,10 +125,19 @@ def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[
         assert table.tolist() == expected, f"{name}, {kind}, {axis}, {lengths}, {blocks}"
 
 
-@pytest.mark.sampled(3)
+@pytest.fixture(params=[None, 2, 4], ids=["by_tiles", "by_stretches_of_2", "by_stretches_of_4"])
+def stretch(request, monkeypatch) -> int | None:
+    """How kernels look at tiles: each of them, or so many at once first, of however few positions."""
+    if request.param is not None:
+        monkeypatch.setattr(triton_launcher, "FEW", 0)
+        monkeypatch.setattr(triton_launcher, "STRETCH", request.param)
+    return request.param
+
+
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded"])
 @pytest.mark.parametrize("name", MASKS)
-def test_the_kernels_write_what_the_model_says(name: str, kind: str) -> None:
+def test_the_kernels_write_what_the_model_says(name: str, kind: str, stretch: int | None) -> None:
     for lengths in LENGTHS:
         check(name, kind, lengths, (16, 32))
 
@@ -144,22 +155,23 @@ def test_tiles_of_other_sizes(name: str, blocks: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal_documents", "two_ranges", "either"])
-def test_an_offset_for_each_batch_row(name: str) -> None:
+def test_an_offset_for_each_batch_row(name: str, stretch: int | None) -> None:
     check(name, "sorted", (70, 200, torch.tensor([3, 120], dtype=torch.int32)), (16, 32))
 
 
-def test_axes_longer_than_what_a_program_looks_at_together() -> None:
-    """4096 positions are looked at together, so first, last and full tiles come from several turns of a loop."""
+@pytest.mark.parametrize(("length", "other"), [(9000, 256), (40_000, 64)])
+def test_axes_longer_than_what_a_program_looks_at_together(length: int, other: int) -> None:
+    """First, last and full tiles come from several turns of a loop: of 4096 positions, or of long axes of stretches."""
     mask = masks.causal & masks.document(doc)
     variant = weft.Attention(mask=mask, name="long")
-    given = {"doc": (torch.arange(9000) // 2900).to(torch.int16)}
+    given = {"doc": (torch.arange(length) // (length // 3 - 100)).to(torch.int16)}
     facts = facts_of(variant)
     env = {"doc": Table("doc", given["doc"].tolist)}
-    measurement = Measurement(facts.survey, env, q_len=9000, kv_len=9000)
-    for axis, program, blocks in (("kv", facts.kv_tiles, (1024, 256)), ("q", facts.q_tiles, (256, 1024))):
-        table = measured(variant, axis, blocks, (9000, 9000), 0, given, (1, 1, 1))
+    measurement = Measurement(facts.survey, env, q_len=length, kv_len=length)
+    for axis, program, blocks in (("kv", facts.kv_tiles, (1024, other)), ("q", facts.q_tiles, (other, 1024))):
+        table = measured(variant, axis, blocks, (length, length), 0, given, (1, 1, 1))
         spans = measurement.spans(program, *blocks)
-        assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(9)]
+        assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(-(-length // 1024))]
         lo, full_lo, full_hi, hi = table[0].unbind(-1)
         assert (full_hi - full_lo).max() > 4 and (hi - lo).max() > 9
 

@@ -15,7 +15,7 @@ from weft.codegen import generate as generator
 from weft.codegen.stages import StageComments, wrapped
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import H200
-from weft.compiler.planning.kernels import SPANS
+from weft.compiler.planning.kernels import RUNS
 from weft.compiler.planning.records import Stage
 from weft.compiler.planning.signature import Direction
 from weft.ir.errors import InternalError
@@ -49,7 +49,7 @@ def test_triton_kernels_say_what_their_plan_says(name: str, direction: Direction
     given = {"device": "h200", "target": "triton", "schedule": schedule}
     said = comments(VARIANTS[name].source(SIZES, direction=direction, **given))
     code = VARIANTS[name].plan(SIZES, **given).code(direction)
-    words = Counter(words_of(stage) for kernel in code.kernels if kernel.name not in SPANS for stage in kernel.stages)
+    words = Counter(words_of(stage) for kernel in code.kernels if kernel.name not in RUNS for stage in kernel.stages)
     assert words
     for text in words:
         times = sum(n for other, n in words.items() if text in other)
@@ -73,7 +73,7 @@ def test_a_backward_that_wants_little_says_little(name: str) -> None:
         signature = replace(everything, wanted=frozenset({wanted}))
         found = resolve(VARIANTS[name], signature, H200, "triton")
         said = comments(generator.generate(facts_of(VARIANTS[name]), found.code, found.target))
-        kernels = [k for k in found.code.kernels if k.name not in SPANS]
+        kernels = [k for k in found.code.kernels if k.name not in RUNS]
         assert all(words_of(stage) in said for k in kernels for stage in k.stages)
         assert ("flash_dquery" in {k.name for k in kernels}) == (wanted == "query")
 
@@ -81,8 +81,8 @@ def test_a_backward_that_wants_little_says_little(name: str) -> None:
 def test_the_kernels_that_measure_tiles_do_too() -> None:
     said = comments(generator.generate_measures(facts_of(VARIANTS["documents"]), wide=False))
     kernels = VARIANTS["documents"].plan(SIZES, device="h200", target="triton").code("backward").kernels
-    spans = [k for k in kernels if k.name in SPANS]
-    assert {k.name for k in spans} == set(SPANS)
+    spans = [k for k in kernels if k.name in RUNS]
+    assert {k.name for k in spans} == {*RUNS}
     for kernel in spans:
         assert all(words_of(stage) in said for stage in kernel.stages), kernel.name
 

@@ -24,7 +24,17 @@ from weft.compiler.planning.cost import (
 from weft.compiler.planning.forms import Form, HopperForm, Tiling
 from weft.compiler.planning.formulas import formula_text
 from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X, Hardware
-from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, Kernel, Sizes, row_bytes, spans_kernel
+from weft.compiler.planning.kernels import (
+    CPU_FLASH,
+    FLASH,
+    KERNELS,
+    Kernel,
+    Sizes,
+    ends_kernel,
+    long_spans_kernel,
+    row_bytes,
+    spans_kernel,
+)
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import for_heads, for_latent
 from weft.ir.attention import Attention
@@ -33,9 +43,12 @@ from weft.ir.expr import symbol, tensor
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
 ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
 BY_NAME = {k.name: k for kernels in KERNELS.values() for k in kernels}
-MEASURING = Measuring(by_head=True, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=2)
+MEASURING = Measuring(by_head=True, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=2, q_values=1, kv_values=2)
 SPANS = {
     "kv_spans": spans_kernel("kv", "forward", "forward", MEASURING),
+    "kv_long_spans": long_spans_kernel("kv", "forward", "forward", MEASURING),
+    "kv_ends": ends_kernel("kv", "forward", "forward", MEASURING),
+    "q_ends": ends_kernel("q", "backward", "backward_kv", MEASURING),
     "q_spans": spans_kernel("q", "backward", "backward_kv", MEASURING),
 }
 PRINTED = BY_NAME | SPANS | {"flash_backward": CPU_FLASH[1]}
