@@ -111,7 +111,7 @@ class OperandBox(Box):
         return *tensor.shape, *tensor.stride()
 
     @staticmethod
-    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:  # type: ignore[override]
+    def places(width: int, *numbers: int) -> tuple[list[int], list[int]]:
         rank = len(numbers) // 2
         sizes, strides = numbers[:rank], numbers[rank:]
         order = [*(d for d in range(rank - 1) if d != width), width, rank - 1]
@@ -166,6 +166,13 @@ class Described(NamedTuple):
 
     def places(self, *numbers: int) -> tuple[list[int], list[int]]:
         return self.box.places(self.width, *numbers)
+
+
+def _of_pairs(tensor: str, read: Load) -> Described:
+    """Of a tensor in the shape of what pairs read."""
+    rows = rows_of_boxes(read)
+    assert rows is not None
+    return Described(tensor, OperandBox, rows)
 
 
 def readable(tensor: Tensor, ragged: bool = False) -> Tensor:
@@ -254,7 +261,7 @@ class HopperLauncher(TritonLauncher):
         boxes |= {n: n for n in self._tiled_names() if n not in boxes}
         found = {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
         if (read := self._brought) is not None:
-            found["pairs_desc"] = Described(f"arg_{read.tensor.name}", OperandBox, rows_of_boxes(read))
+            found["pairs_desc"] = _of_pairs(f"arg_{read.tensor.name}", read)
         return found
 
     @property
@@ -438,7 +445,6 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
-            **self._stored_rows,
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
@@ -449,13 +455,13 @@ class HopperBackwardLauncher(HopperLauncher):
         return super()._described() | {
             "statistics_desc": Described("statistics", FlatBox),
             "dquery_sums_desc": Described("dquery_sums", FlatBox, _LINE),
+            **self._stored(),
         }
 
-    @property
-    def _stored_rows(self) -> dict[str, str]:
-        """The descriptor of the gradient of what pairs read, where it is stored by tiles."""
-        found = ((n, g.load) for n, g in enumerate(self.sums) if g.kind == "pair")
-        return {name: f"OperandBox(sum{n}, {rows_of_boxes(load)})" for name, (n, load) in zip(["dpairs_desc"], found)}
+    def _stored(self) -> dict[str, Described]:
+        """Of the gradient of what pairs read, where it is stored by tiles."""
+        stored = [_of_pairs(f"sum{n}", g.load) for n, g in enumerate(self.sums) if g.kind == "pair"]
+        return dict(zip(["dpairs_desc"], stored))
 
     @property
     def _query_form(self) -> HopperBackwardForm:
