@@ -168,6 +168,13 @@ class Described(NamedTuple):
         return self.box.places(self.width, *numbers)
 
 
+def _of_pairs(tensor: str, read: Load) -> Described:
+    """Of a tensor in the shape of what pairs read."""
+    rows = rows_of_boxes(read)
+    assert rows is not None
+    return Described(tensor, OperandBox, rows)
+
+
 def readable(tensor: Tensor, ragged: bool = False) -> Tensor:
     """The tensor [B, H, rows, D], or a copy that the tensor memory accelerator can read."""
     is_fit = is_ragged_readable(tensor) if ragged else is_readable(tensor)
@@ -188,15 +195,19 @@ def is_readable(tensor: Tensor) -> bool:
     return not any(n % 16 for n in (tensor.data_ptr(), *(tensor.element_size() * stride for stride in strides)))
 
 
+_BOXED = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+
+
 def boxed_bytes(tensor: Tensor) -> int:
     """Bytes of an element where boxes of a float tensor may be brought by the tensor memory accelerator, else 0."""
-    size = tensor.element_size()
-    if not tensor.is_floating_point() or size not in (2, 4) or tensor.dim() < 2:
+    size = _BOXED.get(tensor.dtype)
+    *steps, last = tensor.stride() or (0,)
+    if size is None or not steps or last != 1 or tensor.data_ptr() & 15:
         return 0
-    if tensor.numel() == 0 or tensor.stride(-1) != 1 or tensor.data_ptr() % 16:
-        return 0
-    steps = [stride * size for extent, stride in zip(tensor.shape[:-1], tensor.stride()) if extent > 1]
-    return size if all(step and not step % 16 for step in steps) else 0
+    for extent, step in zip(tensor.shape, steps):  # a loop, for speed: at every call
+        if extent == 0 or (extent > 1 and (step == 0 or step * size & 15)):
+            return 0
+    return size
 
 
 class HopperLauncher(TritonLauncher):
@@ -250,7 +261,7 @@ class HopperLauncher(TritonLauncher):
         boxes |= {n: n for n in self._tiled_names() if n not in boxes}
         found = {f"{n}_desc": self._box(tensor) for n, tensor in boxes.items()}
         if (read := self._brought) is not None:
-            found["pairs_desc"] = Described(f"arg_{read.tensor.name}", OperandBox, rows_of_boxes(read) or 0)
+            found["pairs_desc"] = _of_pairs(f"arg_{read.tensor.name}", read)
         return found
 
     @property
@@ -434,7 +445,6 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
-            **self._stored_rows,
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
@@ -445,13 +455,13 @@ class HopperBackwardLauncher(HopperLauncher):
         return super()._described() | {
             "statistics_desc": Described("statistics", FlatBox),
             "dquery_sums_desc": Described("dquery_sums", FlatBox, _LINE),
+            **self._stored(),
         }
 
-    @property
-    def _stored_rows(self) -> dict[str, str]:
-        """The descriptor of the gradient of what pairs read, where it is stored by tiles."""
-        found = ((n, g.load) for n, g in enumerate(self.sums) if g.kind == "pair")
-        return {name: f"OperandBox(sum{n}, {rows_of_boxes(load)})" for name, (n, load) in zip(["dpairs_desc"], found)}
+    def _stored(self) -> dict[str, Described]:
+        """Of the gradient of what pairs read, where it is stored by tiles."""
+        stored = [_of_pairs(f"sum{n}", g.load) for n, g in enumerate(self.sums) if g.kind == "pair"]
+        return dict(zip(["dpairs_desc"], stored))
 
     @property
     def _query_form(self) -> HopperBackwardForm:

@@ -97,7 +97,7 @@ def test_operands_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return made(variant, replace(sizes, dtype="fp32"))
 
     monkeypatch.setattr(ahead, "_operands", wide)
-    monkeypatch.setattr("weft.describe.boxed_of", lambda *given: 4)
+    monkeypatch.setattr("weft.request.boxed_of", lambda *given: 4)
     for direction in ("forward", "backward"):
         wanted = WANTED - {"bias"} if direction == "backward" else None
         found = compiled(VARIANTS["full"], direction, 64, target="hopper", wanted=wanted, deterministic=False)
