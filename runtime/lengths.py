@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codegen.targets.triton_launcher import by_sequence
+from ..codegen.targets.triton_workspace import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected
 from .call import Packed, Paged, Ragged, Sequences, key_rows, sequences_of

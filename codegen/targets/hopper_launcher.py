@@ -29,7 +29,8 @@ from .hopper_tiles import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
-from .triton_launcher import Mode, TritonLauncher, flat_place, measures_of, tiles_of, work_of
+from .triton_launcher import Mode, TritonLauncher
+from .triton_workspace import flat_place, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part

@@ -13,7 +13,8 @@ from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
 from .hopper_launcher import Box, Described, RaggedBox, processors
 from .split_launcher import JOIN, SPLIT, SplitLauncher
-from .triton_launcher import Mode, flat_place
+from .triton_launcher import Mode
+from .triton_workspace import flat_place
 
 MANY = 16  # programs for each SM, from which on sequences of any lengths keep all busy to the end
 JOINED_COLUMNS = 128  # of a program that joins parts

@@ -19,7 +19,8 @@ from ...compiler.planning.records import Shape
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.walk import scalars
-from .triton_launcher import Mode, TritonLauncher, flat_place
+from .triton_launcher import Mode, TritonLauncher
+from .triton_workspace import flat_place
 
 SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
 MOST_DIVISIONS = 4096  # that are kept

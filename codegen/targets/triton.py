@@ -44,7 +44,8 @@ from ..functions import TRITON_LANGUAGE
 from ..loader import load
 from ..normalizers import lacks, softmax_only
 from .split_launcher import SplitLauncher
-from .triton_launcher import TritonLauncher, ways_in
+from .triton_launcher import TritonLauncher
+from .triton_workspace import ways_in
 
 if TYPE_CHECKING:
     pass
