@@ -39,6 +39,7 @@ from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
 from .compiler.planning.rates import rates_in_words
 from .compiler.planning.records import DTYPE_BYTES
+from .compiler.planning.signature import SequenceKind
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError
@@ -233,11 +234,24 @@ def _spread_text(spread: Spread) -> str:
     default=("forward", "backward"),
     show_default=True,
 )
+@click.option(
+    "--sequences",
+    type=click.Choice(["dense", "lengths", "packed", "paged"]),
+    multiple=True,
+    default=("dense",),
+    show_default=True,
+    help="How rows of sequences lie; lengths and tables are int32.",
+)
+@click.option("--page", type=int, default=16, show_default=True, help="Rows of a block, of paged sequences.")
+@click.option(
+    "--decode", type=click.IntRange(1), multiple=True, help="Decode steps too, of so many query heads a key head."
+)
 @click.option("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; all cores if not given.")
 def build(
     variants: tuple[str, ...], device: str, head_dims: tuple[int, ...], dtypes: tuple[str, ...],
-    directions: tuple[Literal["forward", "backward"], ...], target: str | None, jobs: int | None,
+    directions: tuple[Literal["forward", "backward"], ...], sequences: tuple[SequenceKind, ...], page: int,
+    decode: tuple[int, ...], target: str | None, jobs: int | None,
 ) -> None:  # fmt: skip
     """Generate and compile kernels ahead of time, so that a first call compiles nothing. The GPU need not be here.
 
@@ -249,7 +263,8 @@ def build(
     if hardware.by_name(device).kind == "cpu":
         raise WeftError("--device: expected a GPU to compile for, got cpu; the cpu target compiles nothing")
     work = ahead.jobs_of(
-        declared, device=device, head_dims=head_dims, dtypes=dtypes, directions=directions, target=target
+        declared, device=device, head_dims=head_dims, dtypes=dtypes, directions=directions, target=target,
+        sequences=sequences, page=page, decode=decode,
     )  # fmt: skip
     failed = 0
     with _counted("building", len(work)) as advance:
