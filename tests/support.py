@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.codegen.targets import triton_launcher, triton_workspace
+from weft.compiler.planning.kernels import STRETCH
+
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 TILE = 64  # rows over which errors are also compared as norms
 FEW = 32  # values of a tile whose norm is not compared with that of plain torch's own errors there
@@ -128,3 +131,10 @@ def check_variant(
     actual = compute(run or variant, query.dtype, target=target, **options)
     for name, got in actual.items():
         check_errors(got, exact[name], plain[name], f"{label or variant.name} {name}")
+
+
+def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = STRETCH) -> None:
+    """Axes of more positions than these are measured in stretches of so many tiles."""
+    for module in (triton_launcher, triton_workspace):
+        monkeypatch.setattr(module, "FEW", positions)
+        monkeypatch.setattr(module, "STRETCH", stretch)

@@ -37,8 +37,7 @@ def biases(name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat
         texts = [i.text for i in read.index]
         shape = [rows + 8 if "q_pos" in t else columns + 8 if "kv_pos" in t else extents.get(t, HEADS) for t in texts]
         whole = torch.randn(*shape[:-1], -(-shape[-1] // 8) * 8, generator=generator) * 0.5
-        rank_one = len(shape) == 1
-        made[read.tensor.name] = (whole[..., : shape[-1]] if not rank_one else whole[: shape[0]]).to("cuda", dtype)
+        made[read.tensor.name] = whole.to("cuda", dtype)[..., : shape[-1]]
     return made
 
 

@@ -107,13 +107,12 @@ def test_masks_that_differ_by_head(target: str) -> None:
             check(found, given, 0, slice(h, h + 1), tokens, f"{target} head {h} document {mark}")
 
 
-@pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_sequences_of_their_own_lengths(kind: str, target: str) -> None:
-    """A long one, a short one, an empty one; NaN behind each."""
-    skip_without(target)
-    lengths = [41_000, 300, 0, 17_500]
-    marks = documents(len(lengths), max(lengths), "sorted")
+def test_sequences_of_their_own_lengths(kind: str) -> None:
+    """A long one, a short one, an empty one; NaN behind each. Measured masks of such are not for hopper."""
+    target, lengths = "triton", [41_000, 300, 0, 17_500]
+    rows = max(lengths) if kind == "padded" else sum(lengths) + 50  # lengths on the device are not looked at
+    marks = documents(len(lengths), rows, "sorted")
     if kind == "padded":
         given = operands(len(lengths), max(lengths), 4, 2, 64)
         for b, length in enumerate(lengths):

@@ -12,8 +12,9 @@ from torch import Tensor
 import weft
 from weft import batch, kv_pos, masks, q_pos, score
 from weft.codegen import launching
-from weft.codegen.targets import triton_launcher
 from weft.runtime import kept
+
+from ..support import long_from
 
 pytest.importorskip("triton")
 
@@ -112,7 +113,7 @@ def test_other_tensors_sizes_and_numbers_are_measured_anew(launched: list[str]) 
 
 
 def test_what_long_axes_leave_is_kept_too(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launcher, "FEW", LENGTH - 1)
+    long_from(monkeypatch, LENGTH - 1)
     ids = torch.arange(LENGTH) // 9
     with weft.settings(keep_tiles=True):
         check(DOCUMENTS, doc=ids)

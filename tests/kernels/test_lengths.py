@@ -10,10 +10,9 @@ import torch
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
 from weft.codegen import launching
-from weft.codegen.targets import triton_launcher
 from weft.runtime.driver import builds
 
-from ..support import check_variant, poisoned
+from ..support import check_variant, long_from, poisoned
 
 slopes = weft.tensor("slopes", 2)
 rows = weft.tensor("rows", 2)
@@ -104,8 +103,7 @@ def test_masks_and_scores(name, kind, target):
 @pytest.mark.parametrize("name", ["documents", "by head"])
 def test_tiles_of_long_axes_that_are_measured_in_stretches(name, kind, order, monkeypatch):
     """Every axis counts as long, and 2 tiles of 16 are a stretch: their ends lie where each sequence has its own."""
-    monkeypatch.setattr(triton_launcher, "FEW", 0)
-    monkeypatch.setattr(triton_launcher, "STRETCH", 2)
+    long_from(monkeypatch, 0, 2)
     (make, lengths), (variant, operands) = KINDS[kind], VARIANTS[name]
     ids = operands["doc"] if order == "sorted" else operands["doc"][:, torch.randperm(80)]
     schedule = (
@@ -144,8 +142,7 @@ def test_stretches_leave_the_runs_that_tiles_do(name, kind, order, monkeypatch):
     schedule = "flash/flash_forward=interpret:16x16w4s1"
     try:
         for few in (200, 0):
-            monkeypatch.setattr(triton_launcher, "FEW", few)
-            monkeypatch.setattr(triton_launcher, "STRETCH", 2)
+            long_from(monkeypatch, few, 2)
             variant._variant.forget()
             tensors = [t.requires_grad_() for t in make()]
             out = variant(*tensors, doc=ids, target="interpret", schedule=schedule, **lengths)

@@ -7,10 +7,9 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
-from weft.codegen.targets import triton_launcher
 from weft.runtime.driver import builds
 
-from ..support import check_errors, mostly, poisoned
+from ..support import check_errors, long_from, mostly, poisoned
 
 slopes = weft.tensor("slopes", 1)
 sinks = weft.tensor("sinks", 1)
@@ -101,8 +100,7 @@ def test_masks_scores_sinks_and_normalizers(name, target):
 
 
 def test_tiles_of_long_axes_that_are_measured_in_stretches(monkeypatch):
-    monkeypatch.setattr(triton_launcher, "FEW", 0)
-    monkeypatch.setattr(triton_launcher, "STRETCH", 2)
+    long_from(monkeypatch, 0, 2)
     variant, operands = VARIANTS["documents"]
     lens = {"kv_lens": LENS["kv_lens"]}
     try:

@@ -16,10 +16,9 @@ from weft import batch, kv_pos, masks, q_pos
 pytest.importorskip("triton")
 from weft.codegen import launching
 from weft.codegen.binding import Launch
-from weft.codegen.targets import triton_launcher
 from weft.codegen.targets.triton_launcher import TritonLauncher
 
-from ..support import calls_of
+from ..support import calls_of, long_from
 
 doc = weft.tensor("doc", 2, int)
 VARIANTS = {
@@ -98,7 +97,7 @@ def test_both_ways_launch_the_same(
 ) -> None:
     """few: positions of an axis that is not long, of which others are measured by other kernels."""
     longer, shortest = launched
-    monkeypatch.setattr(triton_launcher, "FEW", few)
+    long_from(monkeypatch, few)
     (declared, operands), (rows, options) = VARIANTS[name], CALLS[call]
     variant = declared.replace(name=f"{declared.name}_{list(CALLS).index(call)}_{few}")
     q_rows = 64 if rows == 1 else 40

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.codegen.targets import triton_launcher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.planning.hardware import for_device
@@ -23,6 +22,8 @@ from weft.compiler.planning.kernels import PAIR_CELLS
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
 from weft.runtime.driver import compile_kernels
+
+from ..support import long_from
 
 pytest.importorskip("triton")
 
@@ -129,8 +130,7 @@ def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[
 def stretch(request, monkeypatch) -> int | None:
     """How kernels look at tiles: each of them, or so many at once first, of however few positions."""
     if request.param is not None:
-        monkeypatch.setattr(triton_launcher, "FEW", 0)
-        monkeypatch.setattr(triton_launcher, "STRETCH", request.param)
+        long_from(monkeypatch, 0, request.param)
     return request.param
 
 
