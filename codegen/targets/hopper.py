@@ -614,7 +614,8 @@ def _with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Itera
         for in_place in dict.fromkeys((best.output_in_query, True)):
             for stages in range(best.stages, 1, -1):
                 yield replace(
-                    best, block_kv=block_kv, output_in_query=in_place, stages=stages, pair_bytes=pair_bytes
+                    best, block_kv=block_kv, output_in_query=in_place, stages=stages, pair_bytes=pair_bytes,
+                    lazy_rescale=True,
                 )  # fmt: skip
 
 

@@ -350,8 +350,8 @@ def chosen(
     ("head_dim", "boxed", "form"),
     [
         (64, 0, "128x128s3q1+regs+pairs"),
-        (64, 2, "128x128s3q1p2+regs+pairs"),
-        (64, 4, "128x128s2q1p4+regs+pairs"),  # a slot less
+        (64, 2, "128x128s3q1p2+regs+lazy+pairs"),
+        (64, 4, "128x128s2q1p4+regs+lazy+pairs"),  # a slot less
         (128, 2, "128x128s2q1p2+lazy+overlap+inplace"),
         (128, 4, "128x64s2q1p4+lazy+overlap"),
         (256, 2, "128x64s2q1p2+lazy+inplace"),
