@@ -159,6 +159,7 @@ def test_gradients_in_two_passes(name, dim):
     check(name, (1, 2, 65, dim), 1, 129, target="hopper", deterministic=True, dtype=torch.float16)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
 )

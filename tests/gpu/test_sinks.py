@@ -53,6 +53,7 @@ def test_lengths(length: int, target: str) -> None:
     check(VARIANTS["first_rows_empty"], target, length, 64)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("around", [1e4, -1e4, 1e9, -1e9])
 @pytest.mark.parametrize("name", ["learned", "far", "first_rows_empty"])
