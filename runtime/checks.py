@@ -189,9 +189,9 @@ def _latent_fits(call: Call) -> bool:
     batch = key.shape[0] if isinstance(call.sequences, Paged) else query.shape[0]
     return (
         all(t.dim() == 4 and t.dtype == query.dtype and t.device == query.device for t in tensors)
-        and all(t.shape[0] == batch and t.shape[2] == kv_len and t.stride(3) == 1 for t in tensors)
+        and all(t.shape[0] == batch and t.shape[2] == kv_len for t in tensors)
         and query.shape[3] == width
-        and query.stride(3) == 1
+        and all(t.shape[3] == 1 or t.stride(3) == 1 for t in (query, *tensors))
         and all(t.shape[1] > 0 and query.shape[1] % t.shape[1] == 0 for t in tensors)
         and (value is None or value.shape[1] == key.shape[1])
         and query.shape[2] <= MAX_LENGTH

@@ -181,3 +181,12 @@ def test_the_cache_is_not_copied_for_each_head():
     with Largest() as seen:
         mla(query, cache, uk=uk, uv=uv, form="expanded").sum().backward()
     assert cache.grad is not None and 0 < seen.copied < 2 * heads * rows * rank
+
+
+def test_keys_and_values_of_one_column_have_any_stride() -> None:
+    """What expands a cache to them may leave one that leads nowhere."""
+    latent = weft.Attention(latent=weft.Latent(20, 8), name="narrow")
+    query, cache = torch.randn(1, 2, 3, 9), torch.randn(1, 1, 5, 28)
+    more = {"uk": torch.randn(2, 20, 1), "uv": torch.randn(2, 20, 1)}
+    found = latent(query, cache, **more, target="cpu", form="expanded")
+    assert torch.allclose(found, latent.reference(query, cache, **more), atol=1e-5)
