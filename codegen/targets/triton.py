@@ -88,7 +88,8 @@ class TritonTarget:
             kinds: set[str] = {kind for _, kind in reads}
             if signature.sequences != "dense" and "sink" in kinds:  # each sequence has sinks of its own
                 kinds.add("total")
-            own = [k for k in own if k.name in of_pairs or _is_needed(k.name, wanted, kinds)]
+            refuses = algorithm != "flash" and not kinds.isdisjoint(PAIR_KINDS)  # `supports` says so of its kernels
+            own = [k for k in own if refuses or k.name in of_pairs or _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
                 own = [k for k in own if k != ROW_STATISTICS]
             if algorithm == "flash":

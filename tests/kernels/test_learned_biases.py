@@ -330,6 +330,10 @@ def test_other_schedules_say_what_to_do(schedule: str) -> None:
     constant = operands_of(attention)["of_heads"]
     tensors = [torch.randn(2, 4, 20, 16, requires_grad=True) for _ in "qkv"]
     attention(*tensors, of_heads=constant, target="interpret", schedule=schedule).sum().backward()
+    alone = constant.clone().requires_grad_()  # without a gradient that the schedule has kernels for
+    out = attention(*(t.detach() for t in tensors), of_heads=alone, target="interpret", schedule=schedule)
+    with pytest.raises(weft.UnavailableError, match=f"schedule {schedule} has no gradient of `of_heads"):
+        out.sum().backward()
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
