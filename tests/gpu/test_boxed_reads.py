@@ -173,7 +173,7 @@ FORMS = ["128x128s2q1p2+regs", "192x128s2q1p2+pairs", "128x64s3q1p2", "128x128s3
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
-    tensors, operands = given(700, 700), biases("full", 700, 700)
+    tensors, operands = given(712, 712), biases("full", 712, 712)
     schedule = f"flash/flash_forward=hopper:{form}"
     check_variant(variant("full"), *tensors, operands=operands, schedule=schedule, gradients=False)
 
