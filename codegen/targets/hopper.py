@@ -243,13 +243,15 @@ class HopperTarget:
             "own_pieces": key_pieces(piecewise(own.head_dim), own),
         }  # fmt: skip
         scale = facts.linear_scale
+        # Products that start from a row's statistics wait for these: of the next tile's scores nothing could hide that.
+        folds = not form.next_scores and not facts.scores_lie_far
         return {
             **offset,
             "main": main,
             "adds_up_shared": not code.signature.deterministic,
             "config": asdict(form) | widths | part,
             "query_config": asdict(backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
-            "folded": scale is not None and not facts.scores_lie_far and _is_plain(scale),
+            "folded": scale is not None and folds and _is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
         }
