@@ -45,7 +45,7 @@ def planned(name: str, tensors: list[Tensor], operands: dict[str, Tensor], mask:
     return str(variant(name, mask).plan(*tensors, **operands).schedule)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [n for n in SCORES if n != "twice"])
 def test_indices(name: str) -> None:
     operands = biases(name, 300, 304)

@@ -74,7 +74,7 @@ def test_alignment_may_change_from_call_to_call(target):
             assert error(ALIBI(query, k, v, slopes=mine, **given), exact(ALIBI, q, k, v, slopes=mine)) < 6e-3
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_factor_of_scores_may_be_negative_or_zero(target, dim):

@@ -87,7 +87,7 @@ def check(name, made, lens, page=0, *, rows_first=True, times=3, **options):
         assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_masks_scores_sinks_and_normalizers(name):
     check(name, operands(), {})
@@ -99,7 +99,7 @@ def test_masks_scores_sinks_and_normalizers(name):
     check(name, made, {"q_lens": Q_LENS, "kv_lens": KV_LENS}, 16)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("page", [1, 2, 8, 16, 32, 64, 128, 256])
 def test_pages(page):
     for rows_first in (True, False):
@@ -110,7 +110,7 @@ def test_pages(page):
 CHUNK = {"kv_lens": KV_LENS, "q_lens": [200, 5, 130, 0, 64]}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 64), (80, 64), (192, 128), (256, 256)])
 def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
@@ -123,7 +123,7 @@ def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
     check("causal", operands(200, 6, 3, dim, value_dim, torch.float16), {"kv_lens": KV_LENS}, page, target="hopper")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "documents" not in n and n != "sigmoid"])
 def test_variants_over_pages_on_hopper(name):
     check(name, operands(200), CHUNK, 16, target="hopper")
@@ -145,7 +145,7 @@ def test_rows_of_a_group(heads, kv_heads, q_len):
     check("causal", made, {"kv_lens": KV_LENS}, 16)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("dim", "value_dim"), [(20, 40), (64, 64), (80, 64), (96, 96), (192, 128), (256, 256)])
 def test_widths_and_dtypes(dim, value_dim, dtype):
@@ -240,7 +240,7 @@ def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat
         assert target in {r.launcher.code.target for r in variant_of(variant)._forwards.values()}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 8])
 @pytest.mark.parametrize("page", [0, 16, 64])
@@ -258,7 +258,7 @@ def test_forms_of_latent_decode(form):
     check_latent("causal", 16, 8, [5000, 17, 0, 3000, 4000], 64, form, rows=5000)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LATENT)
 def test_variants_of_latent_decode(name):
     check_latent(name, 16, 3, KV_LENS, 16)
@@ -266,7 +266,7 @@ def test_variants_of_latent_decode(name):
     check_latent(name, 64, 1, KV_LENS, 128, dtype=torch.float16)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("heads", "page"), [(1, 64), (8, 32), (192, 64), (64, 256), (32, 0), (16, 8)])
 def test_rows_of_latent_decode(heads, page):
     for q_len in (1, 5, 16):

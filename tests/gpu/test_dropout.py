@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("target", ["triton", "hopper"])
 
 
 @BOTH
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -46,14 +46,14 @@ def test_every_variant(name: str, width: int, dtype: torch.dtype, target: str) -
     check(VARIANTS[name], 300, width, dtype, target=target)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_full_precision(name: str) -> None:
     check(VARIANTS[name], 300, 64, torch.float32)
 
 
 @BOTH
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513])
 @pytest.mark.parametrize("width", [40, 64, 96, 192, 256])
 def test_lengths_and_head_dimensions(length: int, width: int, target: str) -> None:

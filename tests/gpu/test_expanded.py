@@ -72,7 +72,7 @@ def check(name, heads, q_len, kv_len, wanted=NAMES, target="hopper", determinist
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCORES)
 def test_masks_and_scores(name):
     check(name, 4, 300, 300)
@@ -90,7 +90,7 @@ def test_heads(heads):
     check("causal", heads, 200, 260, batch=1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128), (64, 24, 80)]
 )

@@ -93,7 +93,7 @@ def check(
     )  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -106,7 +106,7 @@ def test_every_variant(name, dim, target):
         check(name, (1, 2, 257, 128), 1, 257, target=target, gradients=target == "hopper")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize(
     "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
@@ -131,14 +131,14 @@ def test_cross_lengths(q_len, kv_len, target):
     check("dense", (2, 4, q_len, 128), 4, kv_len, target=target)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dim", [16, 32, 40, 80, 96, 192, 256])
 def test_head_dims(dim):
     check("causal", (1, 4, 200, dim), 2, 200)
     check("softcap", (1, 2, 130, dim), 2, 130, value_dim=64, dtype=torch.float16)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "dim, value_dim",
     [(16, 16), (24, 32), (32, 64), (32, 128), (64, 16), (40, 40), (56, 48), (72, 96), (80, 80), (96, 96),
@@ -151,7 +151,7 @@ def test_head_dimensions_of_tiles_in_pieces_and_filled_up(dim, value_dim):
     check("both_sides", (1, 4, 130, dim), 1, 257, value_dim=value_dim, target="hopper", deterministic=True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", ["dense", "causal", "prefix", "softcap", "temperature", "nothing", "alibi"])
 def test_gradients_in_two_passes(name, dim):
@@ -159,7 +159,7 @@ def test_gradients_in_two_passes(name, dim):
     check(name, (1, 2, 65, dim), 1, 129, target="hopper", deterministic=True, dtype=torch.float16)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
 )
@@ -169,7 +169,7 @@ def test_measured_tiles_in_two_passes(name, length):
     check(name, (1, 2, max(1, length // 3), 128), 1, length, target="hopper", deterministic=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal", "alibi", "softcap"])
 def test_dtypes(name, dtype):
@@ -187,7 +187,7 @@ def test_transposed_views_and_offsets(target):
     check("window", (2, 4, 100, 64), 2, 300, target=target, q_offset=offsets, deterministic=True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("target", ["triton", "hopper"])
@@ -224,7 +224,7 @@ def test_determinism_is_as_torch_is_set():
     assert not all(torch.equal(a, b) for a, b in zip(asked, chosen))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_wanted_gradients_alone(wanted):
     """Each is what it is beside the others."""
@@ -403,7 +403,7 @@ def test_cuda_graphs_replay():
             assert torch.equal(out, CAUSAL(q, k, v, target=target))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dim, value_dim", [(20, 20), (40, 40), (64, 64), (80, 40), (96, 96), (100, 100), (192, 128)])
 def test_operands_without_16_byte_alignment(dim, value_dim):
     def odd(seed, heads, width):

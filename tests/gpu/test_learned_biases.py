@@ -45,7 +45,7 @@ def wanted(operands: dict[str, Tensor]) -> tuple[str, ...]:
 SHORT = ("shaw", "distance", "swin")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
 def test_every_read(name: str, dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ def test_every_read(name: str, dtype: torch.dtype) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("width", [64, 128, 80, 256])
 @pytest.mark.parametrize("name", ["full", "of_heads", "t5_causal", "graphormer"])
 def test_head_dimensions(name: str, width: int) -> None:
@@ -72,7 +72,7 @@ def test_lengths(name: str, length: int) -> None:
         check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["full", "t5", "clamped"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_sequences(name: str, kind: str) -> None:

@@ -78,7 +78,7 @@ def target(request):
     return request.param
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -98,7 +98,7 @@ def test_dtypes(dtype, kind):
     check_variant(CAUSAL, *made, operands=lengths)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim, value_dim", [(20, 40), (40, 128), (80, 64), (96, 96), (128, 80), (192, 128), (256, 256)])
 def test_widths(dim, value_dim, kind):
@@ -106,7 +106,7 @@ def test_widths(dim, value_dim, kind):
     check_variant(CAUSAL, *made, operands=lengths)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 1), (6, 3)])
 @pytest.mark.parametrize("offset", [0, 7, -5, "tensor"])
@@ -117,7 +117,7 @@ def test_heads_and_offsets(heads, kv_heads, offset, kind, target):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=given_offset, target=target)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_wanted_gradients_alone(wanted, kind):
@@ -160,7 +160,7 @@ def test_gradients_of_operands(kind):
     check_variant(BIASES, *made, operands=tables | lengths, differentiate=tuple(tables))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("name", SUNK)
 def test_sinks(name, kind, target):

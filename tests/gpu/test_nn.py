@@ -37,7 +37,7 @@ def cache_of(kind, module, dtype):
 @pytest.mark.parametrize("kind", ["plain", "latent"])
 @pytest.mark.parametrize("place", ["paged", "dense"])
 @torch.no_grad()
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_prefill_and_decode_are_the_whole_forward(place, kind, dtype, limit):
     exact = module_of(kind).to(dtype).double()
     module = copy.deepcopy(exact).to("cuda", dtype)
