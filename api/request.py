@@ -207,7 +207,10 @@ def request_of(
         signature = Signature(
             direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
             sequences="dense" if found is None else found.sequences.kind,
-            few=has_few(direction, "dense" if found is None else found.sequences.kind, sizes.q_len),
+            few=has_few(
+                direction, "dense" if found is None else found.sequences.kind, sizes.q_len,
+                1 if found is None else len(found.rows),
+            ),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
