@@ -236,7 +236,7 @@ def _spread_text(spread: Spread) -> str:
 )
 @click.option(
     "--sequences",
-    type=click.Choice(["dense", "lengths", "packed", "paged"]),
+    type=click.Choice(["dense", "lengths", "packed", "paged", "packed_paged"]),
     multiple=True,
     default=("dense",),
     show_default=True,

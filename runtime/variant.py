@@ -315,13 +315,16 @@ def key_of(call: Call) -> tuple[object, ...]:
     sequences = call.sequences
     offset = sequences.q_offset
     _, _, rows, width = query.shape
+    kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
+    few = rows <= FEW_QUERIES
+    if kind is PackedPaged:
+        few = has_few("forward", "packed_paged", rows, sequences.number(query))  # type: ignore[union-attr]
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, rows <= FEW_QUERIES,
+        type(offset), options.target, options.schedule, options.deterministic, few,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
-    kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
     if kind is not Dense:
         found += (sequences.kind,)
         if kind is Packed:
@@ -329,7 +332,6 @@ def key_of(call: Call) -> tuple[object, ...]:
         elif kind is PackedPaged:
             found += _kind_of(sequences.cu_q) + _kind_of(sequences.kv_lens)  # type: ignore[union-attr]
             found += (sequences.page, *_kind_of(sequences.table))  # type: ignore[union-attr]
-            found += (has_few("forward", sequences.kind, rows, sequences.number(query)),)
         else:
             found += _kind_of(sequences.kv_lens) + _kind_of(sequences.q_lens)  # type: ignore[union-attr]
             if kind is Paged:
