@@ -129,7 +129,7 @@ class Paged:
 
 @dataclass(slots=True)  # not frozen, as Call is not
 class PackedPaged:
-    """Packed queries, as of Packed; keys and values in pools, as of Paged, of which sequence b has row b of the table."""
+    """Packed queries, as of Packed; keys and values in pools, as of Paged: sequence b has row b of the table."""
 
     kind: ClassVar[SequenceKind] = "packed_paged"
 

@@ -15,8 +15,8 @@ from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device
 from ...compiler.planning.kernels import RUNS, SPLIT_KV, Kernel, Sizes
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.records import Shape
+from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError

@@ -884,8 +884,8 @@ def with_measuring(
 ) -> list[Kernel]:
     """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is.
 
-    Few queries, whose keys are divided, do not visit lists: they look at what positions leave over. So do packed queries
-    over pages, which have places for tiles of queries as packed ones, and of keys as padded ones.
+    Few queries, whose keys are divided, do not visit lists: they look at what positions leave over. So do packed
+    queries over pages, whose tiles of queries have places as packed ones, and those of keys as padded ones.
     """
     lists = measuring is not None and measuring.source == "lists"
     if measuring is None or (lists and SPLIT_KV[0] in kernels) or not any(kernel in _VISITORS for kernel in kernels):

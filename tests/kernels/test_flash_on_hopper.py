@@ -166,7 +166,9 @@ def test_sequences_of_their_own_lengths(kind):
         check_errors(*three, label)
 
 
-@pytest.mark.parametrize(("name", "page", "dim"), mostly([("causal", 16, 64)], [("causal", 16, 64), ("alibi", 128, 80)]))
+@pytest.mark.parametrize(
+    ("name", "page", "dim"), mostly([("causal", 16, 64)], [("causal", 16, 64), ("alibi", 128, 80)])
+)
 def test_packed_queries_over_pages(name, page, dim):
     """A long chunk beside sequences of one query, of none, and without keys; rows behind all; NaN where no key lies."""
     lens, kv_lens = [150, 1, 0, 3, 2], torch.tensor([290, 70, 40, 0, 2], dtype=torch.int32)

@@ -254,25 +254,25 @@ def small(**changed):
 REFUSED = [
     (small(cu_seqlens_q=torch.tensor([0.0, 4.0, 5.0])), r"cu_seqlens_q: expected a tensor int32 or int64 \[sequences "
      r"\+ 1\], got torch.float32 \[3\]"),
-    (small(cu_seqlens_q=[0, 4, 5]), r"cu_seqlens_q: expected a tensor .* got list; torch.tensor\(x, dtype=torch.int32\)"),
+    (small(cu_seqlens_q=[0, 4, 5]), r"cu_seqlens_q: expected a tensor .* got list; torch.tensor\(x, dtype="),
     (small(cu_seqlens_q=torch.zeros(1, 3).int()), r"cu_seqlens_q: expected a tensor .* got torch.int32 \[1, 3\]"),
     (small(cu_seqlens_q=torch.zeros(0).int()), r"cu_seqlens_q: .* the first row of each sequence and the end, got no"),
     (small(cu_seqlens_q=torch.tensor([0, 5])), r"(?s)kv_lens: expected a tensor int32 or int64 \[1\], one for each "
-     r"sequence of cu_seqlens_q, got \[2\].*block_table: expected an int32 tensor \[1, pages\], one row for each sequence "
-     r"of cu_seqlens_q, got \[2, 2\]"),
-    (small(block_table=torch.zeros(3, 2).int()), r"block_table: .* one row for each sequence of cu_seqlens_q, got \[3, 2"),
-    (small(kv_lens=torch.tensor([20])), r"kv_lens: expected a tensor int32 or int64 \[2\], one for each sequence of cu"),
+     r"sequence of cu_seqlens_q, got \[2\].*block_table: expected an int32 tensor \[1, pages\], one row for each "
+     r"sequence of cu_seqlens_q, got \[2, 2\]"),
+    (small(block_table=torch.zeros(3, 2).int()), r"block_table: .* one row for each sequence of cu_seqlens_q"),
+    (small(kv_lens=torch.tensor([20])), r"kv_lens: expected a tensor int32 or int64 \[2\], one for each sequence"),
     (small(kv_lens=None), r"kv_lens: missing; with block_table pass the length of each sequence"),
-    (small(query=torch.randn(2, 4, 5, 16)), r"query: expected packed queries \[1, Hq, total, D\] with cu_seqlens_q, got "
-     r"\[2, 4, 5, 16\]; pass padded ones with q_lens="),
+    (small(query=torch.randn(2, 4, 5, 16)), r"query: expected packed queries \[1, Hq, total, D\] with cu_seqlens_q, "
+     r"got \[2, 4, 5, 16\]; pass padded ones with q_lens="),
     (small(q_lens=torch.tensor([4, 1])), r"expected q_lens or cu_seqlens_q, got both: q_lens is for padded queries"),
-    (small(cu_seqlens_kv=torch.tensor([0, 20, 23])), r"cu_seqlens_kv: expected none with block_table, whose keys are not"),
+    (small(cu_seqlens_kv=torch.tensor([0, 20, 23])), r"cu_seqlens_kv: expected none with block_table, whose keys"),
     (small(q_offset=torch.zeros(3, dtype=torch.int32)), r"q_offset: expected an int or an int32 tensor \[2\]"),
     # contents, which are on the host
-    (small(cu_seqlens_q=torch.tensor([1, 4, 5])), r"cu_seqlens_q\[0\]: expected 0, where the first sequence begins, got 1"),
+    (small(cu_seqlens_q=torch.tensor([1, 4, 5])), r"cu_seqlens_q\[0\]: expected 0, where the first sequence begins"),
     (small(cu_seqlens_q=torch.tensor([0, 4, 3])), r"cu_seqlens_q\[2\]: expected at least 4, where sequence 1 begins"),
     (small(cu_seqlens_q=torch.tensor([0, 4, 6])), r"cu_seqlens_q\[2\]: expected at most 5, the rows of query, got 6"),
-    (small(kv_lens=torch.tensor([20, 33])), r"kv_lens\[1\]: expected a length from 0 to 32, 2 pages of 16 in block_table"),
+    (small(kv_lens=torch.tensor([20, 33])), r"kv_lens\[1\]: expected a length from 0 to 32, 2 pages of 16"),
     (small(block_table=torch.tensor([[1, 5], [4, -9]]).int()), r"block_table\[0, 1\]: expected a block from 0 to 4, as "
      r"key has 5, got 5; it holds rows 16 on of a sequence of 20 keys"),
 ]  # fmt: skip
@@ -310,7 +310,8 @@ def test_few_queries_on_average_have_their_keys_divided():
         said.replace("\n", " ")
     )
     chunk = 8 * FEW_ON_AVERAGE - 7
-    assert "split_forward" in CAUSAL.explain(planned((1,) * 7 + (chunk,))[0], device="h200", **planned((1,) * 7 + (chunk,))[1])
+    sizes, given = planned((1,) * 7 + (chunk,))
+    assert "split_forward" in CAUSAL.explain(sizes, device="h200", **given)
     sizes, given = planned((1,) * 7 + (chunk + 1,))
     said = CAUSAL.explain(sizes, device="h200", **given)
     assert "flash_forward=hopper" in said and "query_work" in said
@@ -320,7 +321,7 @@ def test_few_queries_on_average_have_their_keys_divided():
 
 
 def test_what_hopper_leaves_to_triton_is_said():
-    variant, given = VARIANTS["documents"]
+    variant, _ = VARIANTS["documents"]
     sizes, lens = planned((600, 1), heads=4)
     said = variant.explain(sizes, device="h200", **lens, doc=torch.zeros(2, 4096, dtype=torch.int32))
     assert "flash_forward=triton" in said
