@@ -57,7 +57,8 @@ def runs_of(rows: Sequence[Rows], packed: bool, sink: bool = False, table: Tenso
     """The runs of those that compute something: others have no query, or no key (nor sink) that a query could see."""
     computed = (r for r in rows if r.q_len and (r.kv_len or sink))
     found = []
-    for _, same in groupby(enumerate(computed), lambda each: _place(*each, packed, packed and table is None)):
+    packed_keys = packed and table is None
+    for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed, packed_keys)):
         members = [r for _, r in same]
         most = len(members) if table is None else max(1, MOST_COPIED // max(members[0].kv_len, 1))
         for i in range(0, len(members), most):
