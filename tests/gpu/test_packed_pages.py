@@ -1,4 +1,4 @@
-"""Packed queries over a paged cache on a GPU: chunks of prompts beside single tokens, against float64 and under graphs."""
+"""Packed queries over a paged cache on a GPU: chunks of prompts beside single tokens, against float64; graphs."""
 
 from __future__ import annotations
 
