@@ -65,9 +65,9 @@ class Server:
 
     model: computes the new rows of a step, appending to its cache; on a GPU `Graphed(model, cache)` saves the time of
     launching its kernels one by one. most: sequences at once. chunk: prompt tokens of a
-    step. temperature: of drawing tokens; 0 takes the likeliest. mixed: chunks of prompts are computed in one packed step,
-    together with the tokens of all others, and not before them; `model` then takes tokens [1, total], as packed steps
-    are, and `last` has rows of the one batch row. Steps without prompts are padded in any case.
+    step. temperature: of drawing tokens; 0 takes the likeliest. mixed: chunks of prompts are computed in one packed
+    step, together with the tokens of all others, and not before them; `model` then takes tokens [1, total], as packed
+    steps are, and `last` has rows of the one batch row. Steps without prompts are padded in any case.
     """
 
     def __init__(
@@ -220,7 +220,9 @@ class Server:
                 if not requests:
                     return
         with step, torch.inference_mode():
-            shown = [[t for own in tokens for t in own]] if packed else [t + [0] * (step.length - len(t)) for t in tokens]
+            shown = [t + [0] * (step.length - len(t)) for t in tokens]
+            if packed:
+                shown = [[t for own in tokens for t in own]]
             (rows,) = on_device([torch.tensor(shown, dtype=torch.int32, device="cpu")], self.cache.device)
             logits = self.model(rows, step, step.last)
             drawn = self._draw(logits)

@@ -42,7 +42,7 @@ class Served:
         self.rope = Rotary(model.config.head_dim, interleaved=True)
 
     def __call__(self, tokens: Tensor, step: Step, last: Tensor) -> Tensor:
-        """tokens [B, L] -> logits [B, vocabulary] after row `last` of each; of a packed step, [1, total] and rows of it."""
+        """tokens [B, L], or of a packed step [1, total] -> logits [B, vocabulary] after row `last` of each sequence."""
         model, c = self.model, self.model.config
         x, rotation = model.embedding(tokens), self.rope(step.positions)
         for layer, block in enumerate(model.blocks):

@@ -218,9 +218,10 @@ class Cache:
         """Make room for `lengths[b]` more rows in sequence `sequences[b]`: one step of a model, all layers together.
 
         tokens: ids of the new tokens of each sequence, for reuse; None where they are not known. packed: new rows are
-        handed over one after the other, [1, heads, total, D], as chunks of prompts beside single tokens. Until the step is
-        committed or cancelled no other may change these sequences. Raises OutOfBlocksError, and WeftError for anything
-        that does not fit; then nothing was changed.
+        handed over one after the other, [1, heads, total, D], as chunks of prompts beside single tokens.
+
+        Until the step is committed or cancelled no other may change these sequences. Raises OutOfBlocksError, and
+        WeftError for anything that does not fit; then nothing was changed.
         """
         if packed and not self._holds_pages:
             raise WeftError(f"extend: packed: {type(self).__name__} takes padded rows; a PagedCache takes packed ones")

@@ -26,8 +26,8 @@ class Step:
     positions: int32 [B, L], of the new rows; those behind q_lens go on counting.
     block_table: int32 [B, pages], the block of each page; None in a DenseCache.
     slots: int32 [B, L], where each new row goes: block * page + row of the block; -1 behind q_lens.
-    cu_seqlens_q: int32 [B + 1], of a packed step the first new row of each sequence, and the end; else None. Its new rows
-    are [1, Hkv, total, D], positions and slots [1, total], and length is the total.
+    cu_seqlens_q: int32 [B + 1], of a packed step the first new row of each sequence, and the end; else None. Its new
+    rows are [1, Hkv, total, D], positions and slots [1, total], and length is the total.
 
     In a `with` block it commits at the end, and cancels where an error leaves the block.
     """
@@ -77,7 +77,8 @@ class Step:
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
 
-        Rows behind q_lens are not read. Of a packed step, [1, Hkv, total, D] and Dv. Of a latent cache: the cached vectors [B, 1, L, rank + rope], and no value.
+        Rows behind q_lens are not read. Of a packed step B is 1 and L the total. Of a latent cache: the cached vectors
+        [B, 1, L, rank + rope], and no value.
         Raises WeftError for rows that do not fit, and for a step that is not open.
         """
         if self.state not in ("open", "fixed"):
@@ -96,9 +97,10 @@ class Step:
             or step.cache is not self.cache
             or step.block_table is None
             or self.block_table is None
-            or step.cu_seqlens_q is not None
         ):
-            raise WeftError(f"fill: expected a fixed step and a padded one of the same cache, got {self!r} and {step!r}")
+            raise WeftError(f"fill: expected a fixed step and one of the same cache, got {self!r} and {step!r}")
+        if step.cu_seqlens_q is not None:
+            raise WeftError("fill: expected a padded step, as a fixed one is, got a packed one")
         there = (*self.slots.shape, self.block_table.shape[1])
         given = (*step.slots.shape, step.block_table.shape[1])
         if any(n > most for n, most in zip(given, there)):
