@@ -73,13 +73,17 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
 def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Sequences:
     """The record of the options of a call that is not traced.
 
-    Of padded queries, as every step of a decode has them, only what is given with what is checked here: kinds and
-    shapes are where the call is prepared, whose key has the kinds, and in each call of such a kind (checks.fits).
+    Of padded queries, as every step of a decode has them, and of packed ones over pages, only what is given with what is
+    checked here: kinds and shapes are where the call is prepared, whose key has the kinds, and in each call of such a
+    kind (checks.fits).
     """
     q_lens, kv_lens, cu_q, cu_kv, table = given
     padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
     if padded and (table is None or (type(table) is Tensor and table.dim() == 2)):
         return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
+    packed = q_lens is cu_kv is None and type(cu_q) is Tensor and cu_q.dim() == 1 and type(kv_lens) is Tensor
+    if packed and type(table) is Tensor and table.dim() == 2:
+        return sequences_of(q_offset, None, kv_lens, cu_q, None, table, key.shape[2])
     return sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])
 
 
