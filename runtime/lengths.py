@@ -73,9 +73,9 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
 def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Sequences:
     """The record of the options of a call that is not traced.
 
-    Of padded queries, as every step of a decode has them, and of packed ones over pages, only what is given with what is
-    checked here: kinds and shapes are where the call is prepared, whose key has the kinds, and in each call of such a
-    kind (checks.fits).
+    Of padded queries, as every step of a decode has them, and of packed ones over pages, only what is given with what
+    is checked here: kinds and shapes are where the call is prepared, whose key has the kinds, and in each call of such
+    a kind (checks.fits).
     """
     q_lens, kv_lens, cu_q, cu_kv, table = given
     padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
