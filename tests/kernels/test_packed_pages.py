@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, masks
+from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.compiler.planning.signature import FEW_ON_AVERAGE
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
@@ -14,7 +14,17 @@ from weft.runtime.variant import variant_of
 from ..support import check_errors, mostly, poisoned
 from .test_pages import CAUSAL, GARBAGE, LENS, VARIANTS, paged
 
-sinks = weft.tensor("sinks", 2)
+sinks, table = weft.tensor("sinks", 2), weft.tensor("table", 2)
+allowed = weft.tensor("allowed", 3, bool)
+FAR = weft.minimum(weft.maximum(q_pos - kv_pos, 0), 50)
+OTHERS = {  # tables by distance, masks that would be looked at tile by tile, and tiles that differ by head
+    "distances": (weft.Attention(score + table[head, FAR], masks.causal, name="distances"), torch.randn(4, 51)),
+    "distances by sequence": (weft.Attention(score + table[batch, FAR], masks.causal, name="own"), torch.randn(6, 51)),
+    "pairs": (
+        weft.Attention(mask=masks.causal & allowed[batch, q_pos, kv_pos], name="pairs"), torch.rand(6, 96, 96) > 0.5
+    ),
+    "windows by head": (weft.Attention(mask=masks.causal & (q_pos - kv_pos < 8 * (head + 1)), name="by_head"), None),
+}  # fmt: skip
 KINDS = [("cpu", None), ("interpret", "flash"), ("interpret", "split_kv")]
 KV_LENS = LENS["kv_lens"]  # 64, 5, 3, 0, 75, 40
 MIXED = (42, 0, 1, 3, 1, 7)  # queries: a chunk of a prompt, none, one that sees all keys or none, a few
@@ -87,6 +97,14 @@ def test_masks_scores_sinks_and_normalizers(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name", mostly(("distances", "pairs"), [*OTHERS]))
+def test_what_other_calls_look_up_ahead(name, kind):
+    variant, given = OTHERS[name]
+    lens = torch.tensor([64, 5, 3, 9, 75, 40], dtype=torch.int32)  # no query stands before the first key
+    check(variant, operands(), kv_lens=lens, kind=kind, **{p.name: given for p in variant.parameters})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("page", mostly([8], [1, 8, 128]))
 def test_pages_of_any_size_and_widths_that_are_no_powers_of_two(page, kind):
     check(CAUSAL, operands(dim=20, value_dim=40), page=page, kind=kind, rows_first=page == 8, dtype=torch.int64)
@@ -106,11 +124,9 @@ def test_groups_of_heads(heads, kv_heads, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(
-    "q_lens",
-    mostly([(1,) * 6, (2, 3, 1, 8, 1, 1)], [(1,) * 6, (0, 0, 0, 0, 0, 9), (5, 0, 0, 0, 0, 0), (2, 3, 1, 8, 1, 1)]),
-)
-def test_lengths_of_decodes_and_of_chunks(q_lens, kind):
+@pytest.mark.parametrize("digits", mostly(["111111", "231811"], ["111111", "000009", "500000", "231811"]))
+def test_lengths_of_decodes_and_of_chunks(digits, kind):
+    q_lens = tuple(map(int, digits))
     check(CAUSAL, operands(q_lens), q_lens, kind=kind)
     check(CAUSAL, operands(q_lens, behind=0), q_lens, kind=kind)
 
