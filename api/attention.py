@@ -29,7 +29,8 @@ from .runtime.call import (
     Dense,
     Lengths,
     Packed,
-    Paged,
+    PackedPaged,
+    Pages,
     Sequences,
     dense_offset,
     float_tensor,
@@ -47,6 +48,7 @@ from .runtime.lengths import (
     given_sequences,
     has_pages,
     options_given,
+    packed_of_pages,
 )
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import may_autocast
@@ -168,7 +170,9 @@ class Attention(Declaration):
           int32 [sequences]), and rows that no sequence has give 0, lse -inf and zero gradients, whatever lies there.
         block_table: int32 [B, pages], with kv_lens: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are
           pools of blocks of page rows (1, 2, 4 ... 256; any strides), and rows i * page on of sequence b are block
-          block_table[b, i]. What stands in the table behind a length is never read. Forward only.
+          block_table[b, i]. What stands in the table behind a length is never read. The query is padded, [B, Hq, L, D],
+          or with cu_seqlens_q packed, [1, Hq, total, D], as a step of a server has prompts beside single tokens.
+          Forward only.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
         schedule: "flash", "streaming", "standard", or a Schedule or its text.
         deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
@@ -501,14 +505,19 @@ class Attention(Declaration):
         else:
             validate.check_no_latent(self, uk, uv)
             check_tensors(str(self.name), query, key, value, paged)
-        if paged:  # from here on padded rows, of which those behind a length belong to nobody
+        if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
             assert lengths is not None
             options = checked(str(self.name), query, key, lengths, q_offset)
             pages = sequences_of(q_offset, *options, page=key.shape[2])
-            assert isinstance(pages, Paged)
+            assert isinstance(pages, Pages)
             check_contents(str(self.name), query, key, pages)
-            key, value = gathered(key, pages), None if value is None else gathered(value, pages)
-            lengths = (*options[:4], None)
+            if isinstance(pages, PackedPaged):  # rows of queries that no sequence has, none of keys
+                key, starts = packed_of_pages(key, pages)
+                value = None if value is None else packed_of_pages(value, pages)[0]
+                lengths = (None, None, pages.cu_q, starts, None)
+            else:
+                key, value = gathered(key, pages), None if value is None else gathered(value, pages)
+                lengths = (*options[:4], None)
         if self.latent is not None:
             head_dim = query.shape[3]
             if lengths is not None:

@@ -38,6 +38,7 @@ class Load:
     vocabulary: int
     seed: int
     graphs: bool = False  # decode by CUDA graphs
+    mixed: bool = False  # prompts and single tokens in one packed step
     inner: int | None = None  # width of the gated networks; four times that of the model where None
 
 
@@ -89,11 +90,11 @@ def measure(
     if load.graphs:
         model = Graphed(model, cache)
     prompts = list(_prompts(load))
-    warm = Server(model, cache, most=load.most, chunk=load.chunk)
+    warm = Server(model, cache, most=load.most, chunk=load.chunk, mixed=load.mixed)
     for prompt in prompts[: load.most]:
         warm.submit(reversed(prompt), 2)
     warm.run()
-    server = Server(model, cache, most=load.most, chunk=load.chunk)
+    server = Server(model, cache, most=load.most, chunk=load.chunk, mixed=load.mixed)
     start, done = time.perf_counter(), 0
     requests = [server.submit(prompt, load.new_tokens) for prompt in prompts]
     while server.is_busy:

@@ -236,7 +236,7 @@ def _spread_text(spread: Spread) -> str:
 )
 @click.option(
     "--sequences",
-    type=click.Choice(["dense", "lengths", "packed", "paged"]),
+    type=click.Choice(["dense", "lengths", "packed", "paged", "packed_paged"]),
     multiple=True,
     default=("dense",),
     show_default=True,
@@ -301,6 +301,7 @@ def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int,
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="bf16 on a GPU, fp32 on a CPU if not given.")
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="The GPU, where there is one, if not given.")
 @click.option("--graphs/--no-graphs", default=None, help="Decode by CUDA graphs; on a GPU if not given.")
+@click.option("--mixed", is_flag=True, help="Prompts and single tokens in one packed step.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.pass_context
 def bench_serve(

@@ -47,7 +47,7 @@ class Graphed:
 
     def __call__(self, tokens: Tensor, step: Step, last: Tensor) -> Tensor:
         """Logits [B, vocabulary] of tokens int32 [B, L], as the model gives them."""
-        if step.length > 1 or step.block_table is None:
+        if step.length > 1 or step.block_table is None or step.cu_seqlens_q is not None:
             return self.model(tokens, step, last)
         sizes = _power(len(tokens)), _power(step.block_table.shape[1])
         found = self._captured.get(sizes)

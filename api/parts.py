@@ -18,7 +18,7 @@ from .compiler.planning.plan import VisiblePairs
 from .compiler.planning.records import Shape
 from .ir.errors import WeftError
 from .ir.sequences import Rows
-from .runtime.call import Dense, Packed, Paged, Ragged, sequences_of
+from .runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
 from .runtime.lengths import LENS, STARTS, TABLE, check_contents, checked
 
 OPTIONS = (*LENS, *STARTS, TABLE)
@@ -62,7 +62,7 @@ def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> De
 def kv_rows(name: str, query: Tensor, key: Tensor, options: Mapping[str, Any]) -> int:
     """The keys that a table of pages has room for. Raises WeftError where it is none."""
     found = described(name, query, key, options)
-    assert found is not None and isinstance(found.sequences, Paged)
+    assert found is not None and isinstance(found.sequences, Pages)
     return found.sequences.table.shape[1] * found.sequences.page if key.shape[0] else 0
 
 
@@ -152,8 +152,10 @@ def note(found: Described) -> str:
 
     q, kv = span([r.q_len for r in found.rows]), span([r.kv_len for r in found.rows])
     how = "packed one after the other" if isinstance(found.sequences, Packed) else "in padded operands"
-    if isinstance(found.sequences, Paged):
+    if isinstance(found.sequences, Pages):
         how = f"these in pages of {found.sequences.page}"
+    if isinstance(found.sequences, PackedPaged):
+        how += ", queries packed one after the other"
     return (
         f"{len(found.rows)} sequences of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
     )

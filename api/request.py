@@ -207,7 +207,10 @@ def request_of(
         signature = Signature(
             direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
             sequences="dense" if found is None else found.sequences.kind,
-            few=has_few(direction, "dense" if found is None else found.sequences.kind, sizes.q_len),
+            few=has_few(
+                direction, "dense" if found is None else found.sequences.kind, sizes.q_len,
+                1 if found is None else len(found.rows),
+            ),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
@@ -222,6 +225,10 @@ def request_of(
         return dataclasses.replace(other, notes=(*other.notes, misfit))
 
     forward = resolved("forward", frozenset())
+    if found is not None and found.sequences.kind == "packed_paged" and found.rows:
+        # as kernels see them: each has keys of its own, of which the table has as many for all
+        number = len(found.rows)
+        sizes = dataclasses.replace(sizes, batch=number, q_len=-(-sizes.q_len // number))
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking))

@@ -65,7 +65,9 @@ class Server:
 
     model: computes the new rows of a step, appending to its cache; on a GPU `Graphed(model, cache)` saves the time of
     launching its kernels one by one. most: sequences at once. chunk: prompt tokens of a
-    step. temperature: of drawing tokens; 0 takes the likeliest.
+    step. temperature: of drawing tokens; 0 takes the likeliest. mixed: chunks of prompts are computed in one packed
+    step, together with the tokens of all others, and not before them; `model` then takes tokens [1, total], as packed
+    steps are, and `last` has rows of the one batch row. Steps without prompts are padded in any case.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Server:
         *,
         most: int = 16,
         chunk: int = 512,
+        mixed: bool = False,
         temperature: float = 0.0,
         seed: int = 0,
     ) -> None:
@@ -84,6 +87,7 @@ class Server:
             if not isinstance(value, int) or value < 1:
                 raise WeftError(f"Server: {name}: expected a positive int, got {value!r}")
         self.model, self.cache, self.most, self.chunk, self.temperature = model, cache, most, chunk, temperature
+        self.mixed = mixed
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -119,18 +123,18 @@ class Server:
 
     def step(self) -> None:
         """Bring back and admit what there is room for; then one chunk of prompts, and one token of each request that
-        has its prompt behind it."""
+        has its prompt behind it: one after the other, or where `mixed`, together."""
         self._resume()
         self._admit()
         decoding = [r for r in self.running if self._left(r) == 1]
-        if filling := [r for r in self.running if self._left(r) > 1]:
-            seconds, tokens = self._feed(filling, self.chunk)
-            self.totals.prefill_seconds += seconds
-            self.totals.prefill_tokens += tokens
+        filling = [r for r in self.running if self._left(r) > 1]
+        if filling and self.mixed:
+            self._feed([*decoding, *filling], len(decoding) + self.chunk, packed=True)
+            decoding = []
+        elif filling:
+            self._feed(filling, self.chunk)
         if decoding := [r for r in decoding if r.state == "running"]:
-            seconds, tokens = self._feed(decoding, len(decoding))
-            self.totals.decode_seconds += seconds
-            self.totals.decode_tokens += tokens
+            self._feed(decoding, len(decoding))
         self.totals.steps += 1
 
     # -- who runs ----------------------------------------------------------------------------------------------------
@@ -196,8 +200,8 @@ class Server:
         self.totals.restarts += 1
 
     # -- a step of the model -----------------------------------------------------------------------------------------
-    def _feed(self, requests: Sequence[Request], budget: int) -> tuple[float, int]:
-        """Compute up to `budget` tokens of these requests; the seconds it took, and how many there were."""
+    def _feed(self, requests: Sequence[Request], budget: int, packed: bool = False) -> None:
+        """Compute up to `budget` tokens of these requests, and count them; packed: in a packed step."""
         start = time.perf_counter()
         while True:
             new, left = [], budget
@@ -207,17 +211,20 @@ class Server:
             fed = [(r, n) for r, n in zip(requests, new) if n]
             try:
                 tokens = self._tokens(fed)
-                step = self.cache.extend([_sequence(r) for r, _ in fed], [*map(len, tokens)], tokens)
+                decoded = sum(self._left(r) == 1 for r, _ in fed)
+                step = self.cache.extend([_sequence(r) for r, _ in fed], [*map(len, tokens)], tokens, packed=packed)
                 break
             except OutOfBlocksError:
                 self._make_room()
                 requests = [r for r in requests if r.state == "running"]
                 if not requests:
-                    return time.perf_counter() - start, 0
+                    return
         with step, torch.inference_mode():
-            padded = [t + [0] * (step.length - len(t)) for t in tokens]
-            (rows,) = on_device([torch.tensor(padded, dtype=torch.int32, device="cpu")], self.cache.device)
-            logits = self.model(rows, step, step.q_lens - 1)
+            shown = [t + [0] * (step.length - len(t)) for t in tokens]
+            if packed:
+                shown = [[t for own in tokens for t in own]]
+            (rows,) = on_device([torch.tensor(shown, dtype=torch.int32, device="cpu")], self.cache.device)
+            logits = self.model(rows, step, step.last)
             drawn = self._draw(logits)
         found = drawn.tolist()  # the one wait of a step
         now = time.perf_counter()
@@ -225,7 +232,15 @@ class Server:
         for (request, _), token in zip(fed, found):
             if not self._left(request):
                 self._write(request, token, now)
-        return now - start, sum(map(len, tokens))
+        self._count(now - start, decoded, sum(map(len, tokens)))
+
+    def _count(self, seconds: float, decoded: int, computed: int) -> None:
+        """Tokens of a step, of which some follow prompts; its seconds are those of each kind by how many there are."""
+        totals, share = self.totals, decoded / computed
+        totals.prefill_seconds += seconds * (1 - share)
+        totals.decode_seconds += seconds * share
+        totals.prefill_tokens += computed - decoded
+        totals.decode_tokens += decoded
 
     def _tokens(self, fed: Sequence[tuple[Request, int]]) -> list[list[int]]:
         done = [self.cache.length(_sequence(r)) for r, _ in fed]

@@ -21,7 +21,7 @@ class Run:
 
     first: Rows  # of the first one
     count: int
-    packed: bool  # they lie one after the other in one batch row, and not in batch rows of their own
+    packed: bool  # queries, and keys that are in no table, lie one after the other in one batch row
     table: Tensor | None = None  # int32 [B, pages], where keys are pools [blocks, Hkv, page, ...]
 
     def queries(self, tensor: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Run:
         """The same of keys, values and their gradients; a copy where these are pools."""
         if self.table is not None:
             pages = -(-self.first.kv_len // tensor.shape[2])
-            blocks = self.table[self.first.row : self.first.row + self.count, :pages].long()
+            blocks = self.table[self.first.number : self.first.number + self.count, :pages].long()
             return tensor[blocks].transpose(1, 2).flatten(2, 3)[:, :, : self.first.kv_len]
         return self._view(tensor, self.first.kv_first, self.first.kv_len)
 
@@ -57,7 +57,8 @@ def runs_of(rows: Sequence[Rows], packed: bool, sink: bool = False, table: Tenso
     """The runs of those that compute something: others have no query, or no key (nor sink) that a query could see."""
     computed = (r for r in rows if r.q_len and (r.kv_len or sink))
     found = []
-    for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed)):
+    packed_keys = packed and table is None
+    for _, same in groupby(enumerate(computed), lambda each: _place(each[0], each[1], packed, packed_keys)):
         members = [r for _, r in same]
         most = len(members) if table is None else max(1, MOST_COPIED // max(members[0].kv_len, 1))
         for i in range(0, len(members), most):
@@ -65,7 +66,7 @@ def runs_of(rows: Sequence[Rows], packed: bool, sink: bool = False, table: Tenso
     return Runs(len(rows), found)
 
 
-def _place(i: int, r: Rows, packed: bool) -> tuple[int, ...]:
+def _place(i: int, r: Rows, packed: bool, packed_keys: bool) -> tuple[int, ...]:
     """What neighbours in a run have in common: numbers and rows go on where those of the one before end."""
-    starts = (r.q_first - i * r.q_len, r.kv_first - i * r.kv_len) if packed else (r.row - i,)
-    return (r.q_len, r.kv_len, r.q_offset, r.number - i, *starts)
+    q_start, kv_start = (r.q_first - i * r.q_len if packed else r.row - i), r.kv_first - i * r.kv_len * packed_keys
+    return (r.q_len, r.kv_len, r.q_offset, r.number - i, q_start, kv_start)

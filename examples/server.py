@@ -42,7 +42,7 @@ class Served:
         self.rope = Rotary(model.config.head_dim, interleaved=True)
 
     def __call__(self, tokens: Tensor, step: Step, last: Tensor) -> Tensor:
-        """tokens [B, L] -> logits [B, vocabulary] after row `last` of each."""
+        """tokens [B, L], or of a packed step [1, total] -> logits [B, vocabulary] after row `last` of each sequence."""
         model, c = self.model, self.model.config
         x, rotation = model.embedding(tokens), self.rope(step.positions)
         for layer, block in enumerate(model.blocks):
@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--new", type=int, default=80, help="characters to write for each")
     parser.add_argument("--blocks", type=int, default=40, help="of 16 characters: the cache")
+    parser.add_argument("--mixed", action="store_true", help="prompts and single tokens in one packed step")
     given = parser.parse_args(arguments)
 
     torch.set_num_threads(1)  # the model is small: more threads spend their time waiting for each other
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.blocks, layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, page=16,
         dtype=torch.float32, device=device,
     )  # fmt: skip
-    server = Server(Served(model), cache, most=8, chunk=256)
+    server = Server(Served(model), cache, most=8, chunk=256, mixed=given.mixed)
     prompts = [START + QUESTIONS[n % len(QUESTIONS)] for n in range(given.requests)]
     requests = [server.submit(text.encode(p)[0].tolist(), given.new) for p in prompts]
     begun = time.perf_counter()

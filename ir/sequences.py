@@ -46,6 +46,18 @@ def packed_rows(
     return found
 
 
+def packed_before_padded_rows(
+    q_rows: int, kv_rows: int, cu_q: Sequence[int], kv_lens: Sequence[int], q_offset: int | Sequence[int] | None
+) -> list[Rows]:
+    """Queries as of packed_rows; keys of sequence b from row 0 of a batch row of its own, as of padded_rows."""
+    found = []
+    for b in range(len(cu_q) - 1):
+        q_first, q_len = _between(cu_q[b], cu_q[b + 1], q_rows)
+        kv_len = min(max(kv_lens[b], 0), kv_rows)
+        found.append(Rows(b, 0, q_first, q_len, 0, kv_len, _offset(q_offset, b, kv_len - q_len)))
+    return found
+
+
 def _between(start: int, end: int, rows: int) -> tuple[int, int]:
     first = min(max(start, 0), rows)
     return first, min(max(end, first), rows) - first

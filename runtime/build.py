@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ..compiler.analysis.facts import facts_of
 from ..compiler.planning import hardware
-from ..compiler.planning.signature import Direction, Dtypes, SequenceKind, Signature, Widths
+from ..compiler.planning.signature import PAGED, Direction, Dtypes, SequenceKind, Signature, Widths
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
-from .call import LARGEST_PAGE, Call, Dense, Lengths, Operand, Options, Packed, Paged, Sequences
+from .call import LARGEST_PAGE, Call, Dense, Lengths, Operand, Options, Packed, PackedPaged, Paged, Sequences
 from .variant import Variant, boxed_of, offset_kind, variant_of
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,7 +52,10 @@ class Job:
     def __str__(self) -> str:
         name = parse_attention(self.variant).name
         what = f"decode of {self.group} heads a key head" if self.group else self.direction
-        rows = {"dense": "", "paged": f" in pages of {self.page}"}.get(self.sequences, f" {self.sequences}")
+        pages = f" in pages of {self.page}"
+        rows = {"dense": "", "paged": pages, "packed_paged": f" packed queries{pages}"}.get(
+            self.sequences, f" {self.sequences}"
+        )
         return f"{name} {what}{rows} {self.dtype} D{self.head_dim} for {self.device}"
 
 
@@ -88,7 +91,7 @@ def jobs_of(
     if page < 1 or page & (page - 1) or page > LARGEST_PAGE:
         raise WeftError(f"build: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page}")
     attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.drops else (a,))]
-    kinds = [(d, k, 0) for k in sequences for d in directions if (d, k) != ("backward", "paged")]
+    kinds = [(d, k, 0) for k in sequences for d in directions if d == "forward" or k not in PAGED]
     kinds += [("forward", k, group) for k in sequences if k != "packed" for group in decode]
     return [
         Job(a.canonical_text, direction, dtype, width, width, device, target, schedule, kind, page, group)
@@ -165,7 +168,7 @@ def _kernels(job: Job) -> tuple[str, ...]:
 def sample_call(variant: Variant, job: Job) -> Call:
     """A tiny call of these dtypes and widths. Tensor operands are float32, int64 or bool."""
     dtype = TORCH_DTYPES[job.dtype]
-    rows = job.page if job.sequences == "paged" else 16
+    rows = job.page if job.sequences in PAGED else 16
     sizes = ((job.group or 1, 1 if job.group else 32, job.head_dim), (1, rows, job.head_dim), (1, rows, job.value_dim))
     query, key, value = (torch.empty(1, *size, dtype=dtype, device="cpu") for size in sizes)
     operands: dict[str, Operand] = {}
@@ -182,6 +185,7 @@ def _sequences(job: Job) -> Sequences:
     """One sequence that lies as a job says."""
     starts = torch.zeros(2, dtype=torch.int32, device="cpu")
     kv_lens = starts[1:]
+    table = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
     q_lens = None if job.group else kv_lens
     match job.sequences:
         case "dense":
@@ -191,7 +195,9 @@ def _sequences(job: Job) -> Sequences:
         case "packed":
             return Packed(starts, starts, None)
         case "paged":
-            return Paged(q_lens, kv_lens, torch.zeros(1, 1, dtype=torch.int32, device="cpu"), job.page, None)
+            return Paged(q_lens, kv_lens, table, job.page, None)
+        case "packed_paged":
+            return PackedPaged(starts, kv_lens, table, job.page, None)
 
 
 def _results(variant: Variant, call: Call, direction: Direction) -> dict[str, Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compiler.planning.signature import SequenceKind
 from ..ir.errors import InternalError, WeftError
-from ..ir.sequences import Rows, packed_rows, padded_rows
+from ..ir.sequences import Rows, packed_before_padded_rows, packed_rows, padded_rows
 
 Operand = Tensor | int | float
 MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant's own operands
@@ -127,13 +127,43 @@ class Paged:
         )
 
 
-Ragged = Lengths | Packed | Paged  # sequences of their own lengths
-Sequences = Dense | Lengths | Packed | Paged
+@dataclass(slots=True)  # not frozen, as Call is not
+class PackedPaged:
+    """Packed queries, as of Packed; keys and values in pools, as of Paged: sequence b has row b of the table."""
+
+    kind: ClassVar[SequenceKind] = "packed_paged"
+
+    cu_q: Tensor  # int32 or int64 [B + 1], the first row of each sequence, and the end
+    kv_lens: Tensor  # int32 or int64 [B]
+    table: Tensor  # int32 [B, pages]
+    page: int
+    q_offset: int | Tensor | None  # None: kv_len - q_len of each sequence
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        return {"cu_q": self.cu_q, "kv_lens": self.kv_lens, "table": self.table}
+
+    @property
+    def on_host(self) -> bool:
+        return self.kv_lens.is_cpu
+
+    def number(self, query: Tensor) -> int:
+        return self.cu_q.shape[0] - 1
+
+    def rows(self, query: Tensor, key: Tensor) -> list[Rows]:
+        """As of Paged."""
+        given = self.cu_q.tolist(), self.kv_lens.tolist(), numbers_of(self.q_offset)
+        return packed_before_padded_rows(query.shape[2], key_rows(key, self), *given)
+
+
+Pages = (Paged, PackedPaged)  # sequences whose keys lie in pools
+Ragged = Lengths | Packed | Paged | PackedPaged  # sequences of their own lengths
+Sequences = Dense | Lengths | Packed | Paged | PackedPaged
 
 
 def key_rows(key: Tensor, sequences: Sequences) -> int:
     """T: the keys that a sequence can have."""
-    if isinstance(sequences, Paged):
+    if isinstance(sequences, Pages):
         return sequences.table.shape[1] * sequences.page if key.shape[0] else 0
     return key.shape[2]
 
@@ -262,13 +292,15 @@ def sequences_of(
         return dense_offset(q_offset)
     q_offset = q_offset.contiguous() if isinstance(q_offset, Tensor) else q_offset
     if table is not None:
-        if kv_lens is None or not cu_q is cu_kv is None:
-            raise WeftError("block_table: expected kv_lens with it, and neither cu_seqlens_q nor cu_seqlens_kv")
-        q_lens = None if q_lens is None else q_lens.contiguous()
+        if kv_lens is None or cu_kv is not None or not (q_lens is None or cu_q is None):
+            raise WeftError("block_table: expected kv_lens with it, and q_lens or cu_seqlens_q at most")
         if not kv_lens.is_contiguous():
             kv_lens = kv_lens.contiguous()
         if table.stride(1) != 1 and table.shape[1] > 1:  # rows may lie apart, as of the first columns of a larger one
             table = table.contiguous()
+        if cu_q is not None:
+            return PackedPaged(cu_q.contiguous(), kv_lens, table, page, q_offset)
+        q_lens = None if q_lens is None else q_lens.contiguous()
         return Paged(q_lens, kv_lens, table, page, q_offset)
     if cu_q is None and cu_kv is None:
         if q_lens is not None and not q_lens.is_contiguous():
@@ -321,6 +353,8 @@ def sequence_tensors(sequences: Sequences) -> tuple[Tensor | None, ...]:
             return None, None, cu_q, cu_kv, None
         case Paged(q_lens, kv_lens, table):
             return q_lens, kv_lens, None, None, table
+        case PackedPaged(cu_q, kv_lens, table):
+            return None, kv_lens, cu_q, None, table
         case _:
             raise InternalError(f"call: sequences of kind {sequences.kind} have no place in the op")
 

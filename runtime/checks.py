@@ -18,7 +18,7 @@ from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from ..ir.operators import Range
 from ..ir.sequences import Rows
-from .call import BackwardCall, Call, Dense, Lengths, Packed, Paged, Ragged
+from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages, Ragged
 from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
@@ -162,7 +162,7 @@ def fits(call: Call) -> bool:
         return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
-    return _fit(call.query, call.key, call.value, isinstance(sequences, Paged))
+    return _fit(call.query, call.key, call.value, isinstance(sequences, Pages))
 
 
 def _rows_fit(call: Call) -> bool:
@@ -176,6 +176,9 @@ def _rows_fit(call: Call) -> bool:
         case Paged(q_lens, kv_lens, table):
             fit = all(t is None or t.shape[0] == batches[0] for t in (q_lens, kv_lens, table))
             fit = fit and call.kv_rows <= MAX_LENGTH
+        case PackedPaged(cu_q, kv_lens, table):
+            fit = batches[0] == 1 and cu_q.shape[0] - 1 == kv_lens.shape[0] == table.shape[0]
+            fit = fit and call.kv_rows <= MAX_LENGTH
         case _:
             return False
     offset = sequences.q_offset
@@ -186,7 +189,7 @@ def _latent_fits(call: Call) -> bool:
     query, key, value, rope = call.query, call.key, call.value, call.rope
     tensors = [t for t in (key, value, rope) if t is not None]
     kv_len, width = key.shape[2], key.shape[3] + (0 if rope is None else rope.shape[3])
-    batch = key.shape[0] if isinstance(call.sequences, Paged) else query.shape[0]
+    batch = key.shape[0] if isinstance(call.sequences, Pages) else query.shape[0]
     return (
         all(t.dim() == 4 and t.dtype == query.dtype and t.device == query.device for t in tensors)
         and all(t.shape[0] == batch and t.shape[2] == kv_len for t in tensors)
@@ -207,7 +210,7 @@ def check_call(attention: Attention, call: Call) -> None:
     """
     name = str(attention.name)
     if call.value is not None and call.rope is None:
-        check_tensors(name, call.query, call.key, call.value, isinstance(call.sequences, Paged))
+        check_tensors(name, call.query, call.key, call.value, isinstance(call.sequences, Pages))
     elif not _latent_fits(call):
         shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in call.tensors.items())
         raise WeftError(f"{name}: the operands of latent attention do not fit each other: {shapes}")

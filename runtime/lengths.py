@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..codegen.targets.triton_workspace import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected
-from .call import Packed, Paged, Ragged, Sequences, key_rows, sequences_of
+from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, sequences_of
 from .checks import MAX_LENGTH, check_q_offset
 from .settings import checks_values
 
@@ -73,22 +73,31 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
 def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Sequences:
     """The record of the options of a call that is not traced.
 
-    Of padded queries, as every step of a decode has them, only what is given with what is checked here: kinds and
-    shapes are where the call is prepared, whose key has the kinds, and in each call of such a kind (checks.fits).
+    Of padded queries, as every step of a decode has them, and of packed ones over pages, only what is given with what
+    is checked here: kinds and shapes are where the call is prepared, whose key has the kinds, and in each call of such
+    a kind (checks.fits).
     """
     q_lens, kv_lens, cu_q, cu_kv, table = given
     padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
     if padded and (table is None or (type(table) is Tensor and table.dim() == 2)):
         return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
+    packed = q_lens is cu_kv is None and type(cu_q) is Tensor and cu_q.dim() == 1 and type(kv_lens) is Tensor
+    if packed and type(table) is Tensor and table.dim() == 2:
+        return sequences_of(q_offset, None, kv_lens, cu_q, None, table, key.shape[2])
     return sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])
 
 
 def _pages_fit(query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> bool:
     """Whether all is as it should be: one expression, because it runs at every step of a decode."""
     q_lens, lens, cu_q, cu_kv, table = given
-    if not (q_lens is cu_q is cu_kv is q_offset is None and isinstance(lens, Tensor) and isinstance(table, Tensor)):
+    if not (q_lens is cu_kv is q_offset is None and isinstance(lens, Tensor) and isinstance(table, Tensor)):
         return False
     batch, rows, device = query.shape[0], key.shape[2], query.device
+    if cu_q is not None:
+        is_packed = isinstance(cu_q, Tensor) and cu_q.dtype in _INTS and cu_q.dim() == 1 and cu_q.device == device
+        if not is_packed or batch != 1 or cu_q.shape[0] < 1:
+            return False
+        batch = cu_q.shape[0] - 1
     return (
         lens.dtype in _INTS
         and table.dtype == torch.int32
@@ -107,31 +116,63 @@ def _checked_pages(name: str, query: Tensor, key: Tensor, given: Options, q_offs
     if _pages_fit(query, key, given, q_offset):
         return given
     q_lens, kv_lens, cu_q, cu_kv, table = given
-    if not cu_q is cu_kv is None:
+    if cu_kv is not None:
         raise WeftError(
-            f"{name}: block_table: expected padded queries [B, Hq, L, D] with it, got packed ones (cu_seqlens_q); pass "
-            "q_lens= where sequences have fewer than L queries"
+            f"{name}: cu_seqlens_kv: expected none with block_table, whose keys are not packed; pass kv_lens=, and "
+            "cu_seqlens_q= where queries are packed"
+        )
+    if not (q_lens is None or cu_q is None):
+        raise WeftError(
+            f"{name}: expected q_lens or cu_seqlens_q, got both: q_lens is for padded queries [B, Hq, L, D], "
+            "cu_seqlens_q for packed ones [1, Hq, total, D]"
         )
     if kv_lens is None:
         raise WeftError(f"{name}: kv_lens: missing; with block_table pass the length of each sequence, int32 [B]")
-    lens = {n: t for n, t in zip(LENS, (q_lens, kv_lens)) if t is not None}
-    problems = [*_problems(query, key, lens), *_table_problems(query, key, table)]
+    problems = list(_page_problems(query, key, q_lens, kv_lens, cu_q, table))
     if problems:
         raise collected(name, problems)
     if q_offset is not None:
-        check_q_offset(q_offset, query.shape[0], query.device)
+        check_q_offset(q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
     return given
 
 
-def _table_problems(query: Tensor, key: Tensor, table: object) -> Iterator[str]:
-    """What a table of pages, and a pool of blocks, must be."""
+def _page_problems(
+    query: Tensor, key: Tensor, q_lens: Tensor | None, kv_lens: Tensor, cu_q: Tensor | None, table: object
+) -> Iterator[str]:
+    """What is wrong with lengths, first rows and a table of a call with pages."""
+    if cu_q is None:
+        lens = {n: t for n, t in zip(LENS, (q_lens, kv_lens)) if t is not None}
+        yield from _problems(query, key, lens)
+        yield from _table_problems(query, key, table, query.shape[0], "batch row")
+        return
+    found = list(_starts_problems(query, cu_q))
+    if found:  # how many sequences there are is not known
+        yield from found
+        return
+    number = cu_q.shape[0] - 1
+    yield from _lens_problems(query, {"kv_lens": kv_lens}, number, "sequence of cu_seqlens_q")
+    yield from _table_problems(query, key, table, number, "sequence of cu_seqlens_q")
+
+
+def _starts_problems(query: Tensor, cu_q: object) -> Iterator[str]:
+    """What first rows of packed queries over pages must be."""
+    yield from _packed_problems(query, {STARTS[0]: cu_q})
+    if query.shape[0] != 1:
+        yield (
+            f"query: expected packed queries [1, Hq, total, D] with cu_seqlens_q, got {list(query.shape)}; pass padded "
+            "ones with q_lens="
+        )
+
+
+def _table_problems(query: Tensor, key: Tensor, table: object, number: int, each: str) -> Iterator[str]:
+    """What a table of pages, and a pool of blocks, must be. number: of sequences; each: what one is in the call."""
     rows = key.shape[2]
     if isinstance(rows, int) and not (0 < rows <= MOST_ROWS and rows & (rows - 1) == 0):
         yield (
             f"key: expected a page of 1, 2, 4 ... {MOST_ROWS} rows in the pool [blocks, Hkv, page, D], got {rows} "
             f"(shape {list(key.shape)}); pass x.transpose(1, 2) of a pool [blocks, page, Hkv, D]"
         )
-    expected = f"an int32 tensor [{query.shape[0]}, pages]"
+    expected = f"an int32 tensor [{number}, pages]"
     if not isinstance(table, Tensor):
         made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(table, "__len__") else ""
         yield f"block_table: expected {expected}, got {type(table).__name__}{made}"
@@ -139,8 +180,8 @@ def _table_problems(query: Tensor, key: Tensor, table: object) -> Iterator[str]:
     if table.dtype != torch.int32 or table.dim() != 2:
         how = "; pass x.to(torch.int32)" if table.dtype == torch.int64 else ""
         yield f"block_table: expected {expected}, got {table.dtype} {list(table.shape)}{how}"
-    elif table.shape[0] != query.shape[0]:
-        yield f"block_table: expected {expected}, one row for each batch row, got {list(table.shape)}"
+    elif table.shape[0] != number:
+        yield f"block_table: expected {expected}, one row for each {each}, got {list(table.shape)}"
     elif isinstance(rows, int) and isinstance(table.shape[1], int) and rows * table.shape[1] > MAX_LENGTH:
         yield f"block_table: integer overflow: expected room for up to 2**30 keys, got {table.shape[1]} pages of {rows}"
     if table.device != query.device:
@@ -149,9 +190,12 @@ def _table_problems(query: Tensor, key: Tensor, table: object) -> Iterator[str]:
 
 def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
     """Raise WeftError where the lengths of a call do not fit its operands; what a device holds is not looked at."""
-    problems = list(_problems(query, key, named(sequences)))
-    if isinstance(sequences, Paged):
-        problems += _table_problems(query, key, sequences.table)
+    if isinstance(sequences, Pages):
+        given = sequences.tensors
+        starts = given.get("cu_q")
+        problems = list(_page_problems(query, key, given.get("q_lens"), sequences.kv_lens, starts, sequences.table))
+    else:
+        problems = list(_problems(query, key, named(sequences)))
     if problems:
         raise collected(name, problems)
     if sequences.q_offset is not None:
@@ -160,27 +204,53 @@ def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> No
 
 def named(sequences: Ragged) -> dict[str, Tensor]:
     """The lengths that there are, by the names of their options."""
-    names = STARTS if isinstance(sequences, Packed) else LENS
-    return {n: t for n, t in zip(names, sequences.tensors.values()) if t is not None}
+    return {n: t for n, t in zip(_names(sequences), sequences.tensors.values()) if t is not None}
+
+
+def _names(sequences: Ragged) -> tuple[str, str]:
+    """The options that say where queries lie, and where keys."""
+    if isinstance(sequences, PackedPaged):
+        return STARTS[0], LENS[1]
+    return STARTS if isinstance(sequences, Packed) else LENS
+
+
+def _kind_problem(query: Tensor, label: str, tensor: object, expected: str) -> str | None:
+    """What keeps a thing from being lengths, or first rows: `expected`."""
+    if not isinstance(tensor, Tensor):
+        made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(tensor, "__len__") else ""
+        return f"{label}: expected {expected}, got {type(tensor).__name__}{made}"
+    if tensor.dtype not in _INTS or tensor.dim() != 1:
+        return f"{label}: expected {expected}, got {tensor.dtype} {list(tensor.shape)}"
+    if tensor.device != query.device:
+        return f"{label}: expected device {query.device} as in query, got {tensor.device}"
+    return None
+
+
+def _packed_problems(query: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
+    """What first rows must be, by themselves."""
+    expected = "a tensor int32 or int64 [sequences + 1]"
+    for label, tensor in given.items():
+        if (problem := _kind_problem(query, label, tensor, expected)) is not None:
+            yield problem
+        elif tensor.shape[0] < 1:
+            yield f"{label}: expected {expected}, the first row of each sequence and the end, got no entry"
+
+
+def _lens_problems(query: Tensor, given: Mapping[str, Any], number: int, each: str) -> Iterator[str]:
+    """What lengths must be. number: of sequences; each: what one is in the call."""
+    expected = f"a tensor int32 or int64 [{number}]"
+    for label, tensor in given.items():
+        if (problem := _kind_problem(query, label, tensor, expected)) is not None:
+            yield problem
+        elif tensor.shape[0] != number:
+            yield f"{label}: expected {expected}, one for each {each}, got {list(tensor.shape)}"
 
 
 def _problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor]) -> Iterator[str]:
-    packed = any(n in STARTS for n in given)
-    for label, tensor in given.items():
-        expected = "a tensor int32 or int64 " + ("[sequences + 1]" if packed else f"[{query.shape[0]}]")
-        if not isinstance(tensor, Tensor):
-            made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(tensor, "__len__") else ""
-            yield f"{label}: expected {expected}, got {type(tensor).__name__}{made}"
-        elif tensor.dtype not in _INTS or tensor.dim() != 1:
-            yield f"{label}: expected {expected}, got {tensor.dtype} {list(tensor.shape)}"
-        elif tensor.device != query.device:
-            yield f"{label}: expected device {query.device} as in query, got {tensor.device}"
-        elif packed and tensor.shape[0] < 1:
-            yield f"{label}: expected {expected}, the first row of each sequence and the end, got no entry"
-        elif not packed and tensor.shape[0] != query.shape[0]:
-            yield f"{label}: expected {expected}, one for each batch row, got {list(tensor.shape)}"
-    if not packed:
+    if not any(n in STARTS for n in given):
+        yield from _lens_problems(query, given, query.shape[0], "batch row")
         return
+    yield from _packed_problems(query, given)
     for label, operand in (("query", query), ("key", key)):
         if operand.shape[0] != 1:
             yield (
@@ -201,23 +271,22 @@ def check_contents(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> 
     """
     problems: list[str] = []
     rows = (query.shape[2], key_rows(key, sequences))
-    names = STARTS if isinstance(sequences, Packed) else LENS
-    of_keys = f"{sequences.table.shape[1]} pages of {sequences.page}" if isinstance(sequences, Paged) else ""
-    for label, tensor, most in zip(names, sequences.tensors.values(), rows):
+    of_keys = f"{sequences.table.shape[1]} pages of {sequences.page}" if isinstance(sequences, Pages) else ""
+    for label, tensor, most in zip(_names(sequences), sequences.tensors.values(), rows):
         if tensor is not None and (tensor.is_cpu or checks_values()):
-            if isinstance(sequences, Packed):
+            if label in STARTS:
                 problem = _starts_problem(label, tensor.tolist(), most)
             else:
                 problem = _lens_problem(label, tensor.tolist(), most, of_keys if label == "kv_lens" else "")
             problems += [] if problem is None else [problem]
-    if not problems and isinstance(sequences, Paged) and (sequences.table.is_cpu or checks_values()):
+    if not problems and isinstance(sequences, Pages) and (sequences.table.is_cpu or checks_values()):
         problem = _page_problem(sequences, key.shape[0])
         problems += [] if problem is None else [problem]
     if problems:
         raise collected(name, problems)
 
 
-def _page_problem(sequences: Paged, blocks: int) -> str | None:
+def _page_problem(sequences: Paged | PackedPaged, blocks: int) -> str | None:
     """The first block that a sequence would read and that no pool has."""
     table, page = sequences.table, sequences.page
     used = torch.arange(table.shape[1], device=table.device) < used_pages(sequences)
@@ -231,13 +300,13 @@ def _page_problem(sequences: Paged, blocks: int) -> str | None:
     )
 
 
-def used_pages(sequences: Paged) -> Tensor:
+def used_pages(sequences: Paged | PackedPaged) -> Tensor:
     """How many entries of its row of the table each sequence has, [B, 1], on the device."""
     most = sequences.table.shape[1]
     return (((sequences.kv_lens.long() + sequences.page - 1) // sequences.page).clamp(0, most))[:, None]
 
 
-def gathered(pool: Tensor, sequences: Paged) -> Tensor:
+def gathered(pool: Tensor, sequences: Paged | PackedPaged) -> Tensor:
     """The keys of a pool [blocks, Hkv, page, D] as padded rows [B, Hkv, pages * page, D]: a copy.
 
     What no sequence has is that of some block, and what lies in the table there is not looked at.
@@ -248,6 +317,14 @@ def gathered(pool: Tensor, sequences: Paged) -> Tensor:
     if pool.shape[0] == 0:
         return pool.new_zeros(table.shape[0], pool.shape[1], 0, pool.shape[3])
     return pool[blocks].transpose(1, 2).flatten(2, 3)
+
+
+def packed_of_pages(pool: Tensor, sequences: PackedPaged) -> tuple[Tensor, Tensor]:
+    """The keys of a pool as packed rows [1, Hkv, total, D], a copy, and their cu_seqlens. Waits for the lengths."""
+    rows, lens = gathered(pool, sequences), sequences.kv_lens.tolist()
+    starts = torch.tensor([0, *accumulate(lens)], dtype=sequences.cu_q.dtype, device=sequences.cu_q.device)
+    parts = [row[None, :, :length] for row, length in zip(rows, lens)]
+    return torch.cat([rows.new_zeros(1, rows.shape[1], 0, rows.shape[3]), *parts], 2), starts
 
 
 def _lens_problem(label: str, lens: list[int], most: int, room: str = "") -> str | None:
@@ -296,7 +373,7 @@ def rows_of(
         return {n: t.view(-1, 1, 1) for n, t in own.items()}, sees.view(-1, 1, 1)
     first, length = (q_first, q_len) if kind == "row" else (kv_first, kv_len)
     rows = torch.arange((query if kind == "row" else key).shape[2], device=device)
-    if isinstance(sequences, Packed):
+    if isinstance(sequences, Packed | PackedPaged):
         # the last sequence that begins at a row or before it, past those without rows; then [1, 1, rows]
         batch = torch.searchsorted(first + length, rows, right=True).clamp(max=number - 1)[None]
     else:
@@ -338,12 +415,15 @@ def cleared(tensor: Tensor, sequences: Ragged, query: Tensor) -> Tensor:
 def _extents(sequences: Ragged, query: Tensor, key: Tensor) -> list[tuple[Tensor, Tensor]]:
     """(first row, length) of the queries and of the keys of all sequences, int64 on the device, within the operands."""
     found = []
-    for tensor, rows in zip(sequences.tensors.values(), (query.shape[2], key_rows(key, sequences))):
-        if isinstance(sequences, Packed):
+    number = sequences.number(query)
+    for label, tensor, rows in zip(
+        _names(sequences), sequences.tensors.values(), (query.shape[2], key_rows(key, sequences))
+    ):
+        if label in STARTS:
             assert tensor is not None
             starts = tensor.long().clamp(0, rows)
             found.append((starts[:-1], (starts[1:] - starts[:-1]).clamp(min=0)))
         else:
-            zeros = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
+            zeros = torch.zeros(number, dtype=torch.int64, device=query.device)
             found.append((zeros, zeros + rows if tensor is None else tensor.long().clamp(0, rows)))
     return found

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..compiler.planning.signature import PAGED
 from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
@@ -117,7 +118,7 @@ def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tupl
     """Raises WeftError where a gradient that is wanted cannot be computed."""
     names = variant.tensor_names
     wanted = frozenset([n for n, need in zip(names, needed[2:]) if need])
-    check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind == "paged")
+    check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind in PAGED)
     operands = kinds_of(call.operands)
     return _Kind(variant, key, names, wanted, operands, call.options, call.head_dim, (None,) * (len(names) - 3))
 

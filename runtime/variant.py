@@ -28,7 +28,7 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Paged, Ragged
+from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
@@ -132,7 +132,7 @@ class Variant:
         if found is None or (ready.measures and any_kept()):  # type: ignore[union-attr]
             return None
         if self._sizes.needed:
-            sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged)) else Dense(q_offset)
+            sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged, PackedPaged)) else Dense(q_offset)
             self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
         return found(query, key, value, operands, q_offset, out, lse, dout, dlse)
 
@@ -303,7 +303,7 @@ class Variant:
             wanted=wanted,
             deterministic=direction == "backward" and call.options.deterministic is True,
             atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
-            few=has_few(direction, call.sequences.kind, call.query.shape[2]),
+            few=has_few(direction, call.sequences.kind, call.query.shape[2], _number(call)),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
@@ -315,17 +315,23 @@ def key_of(call: Call) -> tuple[object, ...]:
     sequences = call.sequences
     offset = sequences.q_offset
     _, _, rows, width = query.shape
+    kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
+    few = rows <= FEW_QUERIES
+    if kind is PackedPaged:
+        few = has_few("forward", "packed_paged", rows, sequences.number(query))  # type: ignore[union-attr]
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, rows <= FEW_QUERIES,
+        type(offset), options.target, options.schedule, options.deterministic, few,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
-    kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
     if kind is not Dense:
         found += (sequences.kind,)
         if kind is Packed:
             found += _kind_of(sequences.cu_q) + _kind_of(sequences.cu_kv)  # type: ignore[union-attr]
+        elif kind is PackedPaged:
+            found += _kind_of(sequences.cu_q) + _kind_of(sequences.kv_lens)  # type: ignore[union-attr]
+            found += (sequences.page, *_kind_of(sequences.table))  # type: ignore[union-attr]
         else:
             found += _kind_of(sequences.kv_lens) + _kind_of(sequences.q_lens)  # type: ignore[union-attr]
             if kind is Paged:
@@ -347,6 +353,11 @@ def offset_kind(q_offset: object) -> Offset:
     if q_offset is None:
         return "bottom_right"
     return "per_row" if isinstance(q_offset, Tensor) else "number"
+
+
+def _number(call: Call) -> int:
+    """How many sequences there are."""
+    return call.query.shape[0] if call.ragged is None else call.ragged.number(call.query)
 
 
 def _is_empty(call: Call) -> bool:

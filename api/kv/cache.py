@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -211,14 +212,19 @@ class Cache:
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def extend(
-        self, sequences: Sequence[int], lengths: Sequence[int], tokens: Sequence[Sequence[int] | None] | None = None
-    ) -> Step:
+        self, sequences: Sequence[int], lengths: Sequence[int], tokens: Sequence[Sequence[int] | None] | None = None,
+        *, packed: bool = False,
+    ) -> Step:  # fmt: skip
         """Make room for `lengths[b]` more rows in sequence `sequences[b]`: one step of a model, all layers together.
 
-        tokens: ids of the new tokens of each sequence, for reuse; None where they are not known. Until the step is
-        committed or cancelled no other may change these sequences. Raises OutOfBlocksError, and WeftError for anything
-        that does not fit; then nothing was changed.
+        tokens: ids of the new tokens of each sequence, for reuse; None where they are not known. packed: new rows are
+        handed over one after the other, [1, heads, total, D], as chunks of prompts beside single tokens.
+
+        Until the step is committed or cancelled no other may change these sequences. Raises OutOfBlocksError, and
+        WeftError for anything that does not fit; then nothing was changed.
         """
+        if packed and not self._holds_pages:
+            raise WeftError(f"extend: packed: {type(self).__name__} takes padded rows; a PagedCache takes packed ones")
         with self._lock:
             found = self._all("extend", sequences)
             new = self._checked_lengths(found, sequences, lengths)
@@ -233,7 +239,7 @@ class Cache:
                         sequence.blocks += self._blocks.take(number)
                         first = len(sequence.blocks) - number
                         self._table.write(sequence.row, first, sequence.blocks[first:])
-                step = self._step(tuple(sequences), found, new, rows, "open")
+                step = self._step(tuple(sequences), found, new, rows, "open", packed)
             except BaseException:  # of torch, where the device has no memory left
                 for sequence in found:
                     self._cut(sequence, sequence.length)
@@ -304,8 +310,9 @@ class Cache:
             self._table.write(sequence.row, len(sequence.blocks) - 1, [block])
 
     def _step(
-        self, ids: tuple[int, ...], found: Sequence[_Sequence], new: Sequence[int], rows: slice | None, state: Any
-    ) -> Step:
+        self, ids: tuple[int, ...], found: Sequence[_Sequence], new: Sequence[int], rows: slice | None, state: Any,
+        packed: bool = False,
+    ) -> Step:  # fmt: skip
         starts = [s.length for s in found]
         ends = [start + n for start, n in zip(starts, new)]
         pages = max(self._pages(max(ends)), 1)
@@ -314,10 +321,14 @@ class Cache:
         positions = first[:, None] + torch.arange(max(new), dtype=torch.int32, device="cpu")
         block = table.gather(1, (positions // self.page).clamp_(max=pages - 1).long())
         slots = torch.where(positions < kv_lens[:, None], block * self.page + positions % self.page, -1)
-        parts = on_device([q_lens, kv_lens, positions, slots, table], self.device)
-        q_lens, kv_lens, positions, slots, table = parts
+        cu_q: list[Tensor] = []
+        if packed:
+            exists = positions < kv_lens[:, None]
+            positions, slots, cu_q = positions[exists][None], slots[exists][None], [_ints([0, *accumulate(new)])]
+        parts = on_device([q_lens, kv_lens, positions, slots, table, *cu_q], self.device)
+        q_lens, kv_lens, positions, slots, table, *cu_q = parts
         tensors = (q_lens, kv_lens, positions, slots, table if self._holds_pages else None)
-        return Step(self, ids, tuple(starts), tuple(ends), tensors, rows, state)
+        return Step(self, ids, tuple(starts), tuple(ends), tensors, rows, state, *cu_q)
 
     def _close(self, step: Step, keeps: bool) -> None:
         with self._lock:

@@ -26,6 +26,8 @@ class Step:
     positions: int32 [B, L], of the new rows; those behind q_lens go on counting.
     block_table: int32 [B, pages], the block of each page; None in a DenseCache.
     slots: int32 [B, L], where each new row goes: block * page + row of the block; -1 behind q_lens.
+    cu_seqlens_q: int32 [B + 1], of a packed step the first new row of each sequence, and the end; else None. Its new
+    rows are [1, Hkv, total, D], positions and slots [1, total], and length is the total.
 
     In a `with` block it commits at the end, and cancels where an error leaves the block.
     """
@@ -33,11 +35,12 @@ class Step:
     def __init__(
         self, cache: Cache, sequences: tuple[int, ...], starts: tuple[int, ...], ends: tuple[int, ...],
         tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], rows: slice | None,
-        state: Literal["open", "committed", "cancelled", "read only", "fixed"],
+        state: Literal["open", "committed", "cancelled", "read only", "fixed"], cu_seqlens_q: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.cache, self.sequences, self.starts, self.ends = cache, sequences, starts, ends
         self.q_lens, self.kv_lens, self.positions, self.slots, self.block_table = tensors
         self.length = self.slots.shape[1]
+        self.cu_seqlens_q = cu_seqlens_q
         self.state = state
         self._rows = rows  # of a DenseCache: where these sequences lie
         self._all_full = state != "fixed" and all(end - start == self.length for start, end in zip(starts, ends))
@@ -54,11 +57,18 @@ class Step:
         return pool if self._rows is None else pool[self._rows]
 
     @property
+    def last(self) -> Tensor:
+        """int32 [B], the last new row of each sequence: of its batch row, or of a packed step's one."""
+        return self.q_lens - 1 if self.cu_seqlens_q is None else self.cu_seqlens_q[1:] - 1
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of a call whose queries are the new rows: `variant(query, step.keys(0), step.values(0),
         **step.options)`."""
         found: dict[str, Any] = {"kv_lens": self.kv_lens}
-        if not self._all_full:
+        if self.cu_seqlens_q is not None:
+            found["cu_seqlens_q"] = self.cu_seqlens_q
+        elif not self._all_full:
             found["q_lens"] = self.q_lens
         if self.block_table is not None:
             found["block_table"] = self.block_table
@@ -67,12 +77,13 @@ class Step:
     def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Write the new rows of one layer: key [B, Hkv, L, D] and value [B, Hkv, L, Dv], of the cache's dtype.
 
-        Rows behind q_lens are not read. Of a latent cache: the cached vectors [B, 1, L, rank + rope], and no value.
+        Rows behind q_lens are not read. Of a packed step B is 1 and L the total. Of a latent cache: the cached vectors
+        [B, 1, L, rank + rope], and no value.
         Raises WeftError for rows that do not fit, and for a step that is not open.
         """
         if self.state not in ("open", "fixed"):
             raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
-        self.cache._check_rows(self.q_lens.shape[0], self.length, layer, key, value)
+        self.cache._check_rows(self.slots.shape[0], self.length, layer, key, value)
         has_values = self.cache.has_values
         append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
 
@@ -88,6 +99,8 @@ class Step:
             or self.block_table is None
         ):
             raise WeftError(f"fill: expected a fixed step and one of the same cache, got {self!r} and {step!r}")
+        if step.cu_seqlens_q is not None:
+            raise WeftError("fill: expected a padded step, as a fixed one is, got a packed one")
         there = (*self.slots.shape, self.block_table.shape[1])
         given = (*step.slots.shape, step.block_table.shape[1])
         if any(n > most for n, most in zip(given, there)):

@@ -189,7 +189,9 @@ def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:
     taken = [n for n in (*cache.options, *_PACKED) if options.get(n) is not None]
     if taken:
         raise WeftError(f"nn: {', '.join(taken)}: expected none beside cache=, which brings its own")
-    number = cache.q_lens.shape[0]
+    number = cache.slots.shape[0]
+    if number != batch and cache.cu_seqlens_q is not None:
+        raise WeftError(f"nn: x: expected [1, {cache.length}, width], as the step is packed, got {batch} rows")
     if number != batch:
         raise WeftError(f"nn: cache: expected a step of {batch} sequences, as x has rows, got {number}")
 

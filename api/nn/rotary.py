@@ -136,6 +136,11 @@ class Rotary:
         powers = _on(tuple(-2 * i / (self.dim - 2) for i in range(self.dim // 2)), positions.device)
         factor = scaling.factor
         if isinstance(lengths, Tensor):
+            if lengths.shape[0] != 1 and positions.dim() > 1 and lengths.shape[0] != positions.shape[0]:
+                raise WeftError(
+                    f"Rotary: lengths: expected {positions.shape[0]}, one for each row of positions, got "
+                    f"{lengths.shape[0]}: DynamicNtkScaling turns the rows of a packed step by lengths of their own"
+                )
             longer = (factor * lengths.to(torch.float32) / scaling.original_length - (factor - 1)).clamp(min=1.0)
             return longer[:, None, None] ** powers
         return torch.as_tensor(max(factor * lengths / scaling.original_length - (factor - 1), 1.0)) ** powers

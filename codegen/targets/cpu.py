@@ -17,7 +17,7 @@ from ...compiler.planning.kernels import CPU_FLASH, Algorithm, Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import Segments, segments_of
-from ...compiler.planning.signature import Direction, Signature, Widths
+from ...compiler.planning.signature import PACKED, Direction, Signature, Widths
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.attention import Attention
 from ...ir.errors import UnavailableError, WeftError
@@ -200,7 +200,7 @@ class _CpuLauncher:
             where: Any = call.q_offset
         else:
             rows = ragged.rows(call.query, call.key)
-            where = runs_of(rows, ragged.kind == "packed", self.sink, ragged.tensors.get("table"))
+            where = runs_of(rows, ragged.kind in PACKED, self.sink, ragged.tensors.get("table"))
         arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)

@@ -33,7 +33,7 @@ from ...compiler.planning.kernels import (
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Segment, Shape
 from ...compiler.planning.segments import Segments, for_heads, segments_of
-from ...compiler.planning.signature import Direction, Signature, Widths
+from ...compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
 from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...ir.attention import Attention
 from ...ir.errors import WeftError
@@ -88,7 +88,7 @@ class HopperTarget:
             summed = sums_of_queries(signature, facts)
             kernels = ONE_PASS if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
         found = with_measuring(kernels, facts.traits.measured)
-        found = with_work(found) if signature.sequences == "packed" else found
+        found = with_work(found) if signature.sequences in PACKED else found
         reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
         return with_tables_made(found, reads)
 
@@ -143,7 +143,7 @@ class HopperTarget:
                     "accelerator"
                 )
             if ragged and not is_ragged_readable(tensor):
-                rows = "blocks" if signature.sequences == "paged" and name != "query" else "batch rows"
+                rows = "blocks" if signature.sequences in PAGED and name != "query" else "batch rows"
                 return (
                     f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
@@ -151,7 +151,7 @@ class HopperTarget:
         if call.rope is not None and call.rope.shape[1] != 1:
             return f"hopper: a rotary key of {call.rope.shape[1]} heads is for the triton target"
         page = call.key.shape[2]
-        if signature.sequences == "paged" and page < LEAST_PAGE:
+        if signature.sequences in PAGED and page < LEAST_PAGE:
             return _small_pages(page)
         return None
 
@@ -308,14 +308,14 @@ def _undivided(signature: Signature, facts: Facts) -> str | None:
             f"hopper: latent caches have a rank of {alternatives(RANKS)} and {ROPE} rotary columns, got {rank} and "
             f"{rope}; computed by the triton target"
         )
-    if signature.sequences == "packed":
+    if signature.sequences in PACKED:
         return "hopper: schedule split_kv has no packed sequences; use schedule='flash'"
     lacking = {
         "dropout": attention.drops,
         "a sink": attention.folded_sink is not None,
         "scores that may lie far from 0": facts.scores_lie_far,
         "a mask that reads tensors by position": facts.traits.measured is not None,
-        "a mask whose tiles differ by head": tiles_by_head(facts),
+        "a mask whose tiles differ by head": tiles_by_head(facts, facts.tile_source),
     }
     found = next((what for what, is_there in lacking.items() if is_there), None)
     return None if found is None else f"hopper: latent caches with {found} are computed by the triton target"

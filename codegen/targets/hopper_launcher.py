@@ -13,6 +13,7 @@ from torch import Tensor
 from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import DISTANCE_TABLES, RUNS, WORK, Kernel
+from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
@@ -225,12 +226,12 @@ class HopperLauncher(TritonLauncher):
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         per_row = self.code.signature.offset == "per_row"
-        page = call.key.shape[2] if self.sequences == "paged" else 0
+        page = call.key.shape[2] if self.sequences in PAGED else 0
         return Partition(mode=Mode(True, per_row, results.get("dlse") is None, call.head_dim, page))
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         found = super()._conditions(mode, lengths)
-        if self.sequences in ("lengths", "paged"):  # is_ragged_readable
+        if self.sequences in ("lengths", *PAGED):  # is_ragged_readable
             given = [n for n in self._given_names() if n not in ("lse", "dlse")]
             found += [f"min({', '.join(f'{n}_sl' for n in given)}) > 0"]
             found += [" == ".join([*(f"{n}_sb % {n}_sl" for n in given), "0"])]
@@ -340,7 +341,7 @@ class HopperForwardLauncher(HopperLauncher):
             **super()._rows(aligned),
             "lse_ptr": "lse",
             "n_heads": "heads",
-            "query_tiles": "q_slots" if self.sequences == "packed" else f"(q_len + {block_q - 1}) // {block_q}",
+            "query_tiles": "q_slots" if self.sequences in PACKED else f"(q_len + {block_q - 1}) // {block_q}",
             "kv_bytes": self._head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip

@@ -16,14 +16,18 @@ from ...compiler.planning.hardware import Hardware, for_device
 from ...compiler.planning.kernels import RUNS, SPLIT_KV, Kernel, Sizes
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
+from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
+from ...ir.errors import WeftError
 from ...ir.walk import scalars
 from .triton_launcher import Mode, TritonLauncher
 from .triton_workspace import flat_place
 
 SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
 MOST_DIVISIONS = 4096  # that are kept
+MOST_ROWS = 2**30  # of packed queries, times heads: places of tiles have 32 bits
+_TOO_MANY = "schedule split_kv: expected up to 2**30 packed queries times heads; use schedule='flash'"
 
 
 class _Divisions(dict[tuple[Any, ...], Parts]):
@@ -63,6 +67,12 @@ class SplitLauncher(TritonLauncher):
         mode = found.mode
         assert isinstance(mode, Mode)
         (batches, heads, q_len, _), kv_heads = call.query.shape, call.key.shape[1]
+        if self.sequences in PACKED:  # as if all had as many queries
+            assert call.ragged is not None
+            if q_len * heads > MOST_ROWS:
+                raise WeftError(f"{self.facts.attention.name}: {_TOO_MANY}, got {q_len} of {heads} heads")
+            batches = call.ragged.number(call.query)
+            q_len = -(-q_len // batches)
         mode = self._of_group(mode, heads // kv_heads, q_len)
         offset = None if call.ragged is not None else call.q_offset
         known = offset if isinstance(offset, int) else None
@@ -155,14 +165,21 @@ class SplitLauncher(TritonLauncher):
 
     def _group_conditions(self, mode: Mode) -> list[str]:
         """That a call has what `_of_group` made of another one."""
-        rows, most = "heads // kv_heads * q_len", self.form(SPLIT, mode.aligned).block_q
+        rows, most = f"heads // kv_heads * {self._queries}", self.form(SPLIT, mode.aligned).block_q
         least = [f"{rows} > {mode.rows // 2}"] if mode.rows > 16 else []
-        return least + ([f"{rows} <= {mode.rows}"] if mode.rows < most else [])
+        within = [f"q_len * heads <= {MOST_ROWS}"] if self.sequences in PACKED else []
+        return within + least + ([f"{rows} <= {mode.rows}"] if mode.rows < most else [])
+
+    @property
+    def _queries(self) -> str:
+        """Queries of a sequence, as an expression: of packed ones as many as each would have if all had as many."""
+        return "((q_len + n_sequences - 1) // n_sequences)" if self.sequences in PACKED else "q_len"
 
     def _made(self, mode: Mode) -> dict[str, str]:
-        kv_len = "table.shape[1] * kv_len" if self.sequences == "paged" else "kv_len"
+        kv_len = "table.shape[1] * kv_len" if self.sequences in PAGED else "kv_len"
+        number = "n_sequences" if self.sequences in PACKED else "batches"
         offset = "q_offset" if self.sequences == "dense" and self._has_number(mode) else "None"
-        sizes = f"batches, heads, kv_heads, q_len, {kv_len}, {offset}"
+        sizes = f"{number}, heads, kv_heads, {self._queries}, {kv_len}, {offset}"
         # a cache that is not dense has room for as many keys at every step, so that they need not be rounded first
         kept = self.sequences != "dense" and not self._numbers
         return super()._made(mode) | {
@@ -191,6 +208,8 @@ class SplitLauncher(TritonLauncher):
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name == SPLIT:
             block = constants["BLOCK_Q"]
+            if self.sequences in PACKED:
+                return f"(heads // kv_heads * q_len // {block} + n_sequences + 1) * kv_heads * n_parts"
             return f"(heads // kv_heads * q_len + {block} - 1) // {block} * batches * kv_heads * n_parts"
         if kernel.name == JOIN:
             return "batches * heads * q_len * (n_parts > 1)"

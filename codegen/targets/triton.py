@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import PAIR_KINDS, Traits
+from ...compiler.analysis.records import PAIR_KINDS, TileSource, Traits
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, Tiling, check_tiling
@@ -33,7 +33,7 @@ from ...compiler.planning.kernels import (
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import Segments, segments_of
-from ...compiler.planning.signature import Direction, Signature, Widths
+from ...compiler.planning.signature import PACKED, Direction, Signature, Widths
 from ...compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...compiler.planning.tilings import FIXED, fits, nominal, split_tilings, square_tilings, tilings
@@ -95,7 +95,7 @@ class TritonTarget:
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if k.name in of_pairs]
         found = with_measuring(own, facts.traits.measured, signature.sequences)
-        found = with_work(found) if signature.sequences == "packed" else found
+        found = with_work(found) if signature.sequences in PACKED else found
         return with_tables_made(found, tables_of(facts, algorithm, signature)) if found else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -218,7 +218,7 @@ class TritonTarget:
         return f"triton/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        return {**pair_context(code, facts), "tiles_by_head": tiles_by_head(facts)}
+        return {**pair_context(code, facts), "tiles_by_head": tiles_by_head(facts, code.tile_source)}
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, interpret=self.interprets, source=source)
@@ -266,9 +266,9 @@ def is_of_flash(kernel: Kernel) -> bool:
     return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*BESIDE, *WORK)
 
 
-def tiles_by_head(facts: Facts) -> bool:
-    """Whether rows of different query heads may visit different tiles of keys."""
-    if facts.tile_source == "spans":
+def tiles_by_head(facts: Facts, source: TileSource) -> bool:
+    """Whether rows of different query heads may visit different tiles of keys, which kernels learn from `source`."""
+    if source == "spans":
         return "head" in symbols(facts.attention.folded_mask)
     return any("head" in symbols(line.value) for line in facts.kv_tiles.body)
 

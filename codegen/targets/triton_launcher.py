@@ -36,6 +36,7 @@ from ...compiler.planning.kernels import (
     Kernel,
 )
 from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
@@ -91,7 +92,7 @@ class Mode(NamedTuple):
 
 
 _LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
-            "paged": ("q_lens", "kv_lens", "table")}  # fmt: skip
+            "paged": ("q_lens", "kv_lens", "table"), "packed_paged": ("cu_q", "kv_lens", "table")}  # fmt: skip
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -166,7 +167,7 @@ class TritonLauncher:
         if row >= 2**31 // 512:
             self._check_rows(row, aligned)
         no_dlse = results.get("dlse") is None
-        page = call.key.shape[2] if self.sequences == "paged" else 0
+        page = call.key.shape[2] if self.sequences in PAGED else 0
         return Partition(mode=Mode(aligned, "q_offset_ptr" in given, no_dlse, call.head_dim, page))
 
     def measures(self, partition: Partition) -> dict[str, str]:
@@ -400,17 +401,18 @@ class TritonLauncher:
         """What must hold for `direct`, beyond what is prepared for: shapes that fit, and alignment."""
         given = [n for n in self._given_names() if n not in ("lse", "dlse")]
         conditions = ["not is_heard()", "current_device() == device"]
-        conditions += fitting(self.code.signature.widths.value_is_key, self.sequences == "paged")
-        if self.sequences == "paged":
+        conditions += fitting(self.code.signature.widths.value_is_key, self.sequences in PAGED)
+        if self.sequences in PAGED:
             conditions += [f"kv_len == {mode.page}"]
         if self.backward:
             conditions += self._backward_conditions(mode, given, lengths)
-        if self.sequences == "packed":
-            conditions += ["batches == 1", "n_sequences > 0", "cu_kv.shape[0] == n_sequences + 1"]
+        if self.sequences in PACKED:
+            of_keys = [f"{n}.shape[0] == n_sequences" for n in lengths if n in ("kv_lens", "table")]
+            conditions += ["batches == 1", "n_sequences > 0", *(of_keys or ["cu_kv.shape[0] == n_sequences + 1"])]
         else:
             conditions += [f"{n}.shape[0] == batches" for n in lengths]
         if mode.per_row:
-            conditions += [f"q_offset_ptr.shape[0] == {'n_sequences' if self.sequences == 'packed' else 'batches'}"]
+            conditions += [f"q_offset_ptr.shape[0] == {'n_sequences' if self.sequences in PACKED else 'batches'}"]
         elif self._has_number(mode):
             conditions += [f"-{2**30} < q_offset < {2**30}"]
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
@@ -564,7 +566,7 @@ class TritonLauncher:
     @property
     def _kv_rows(self) -> str:
         """Keys that a call has room for, as an expression: the key of a paged one has rows of blocks."""
-        return "kv_extent" if self.sequences == "paged" else "kv_len"
+        return "kv_extent" if self.sequences in PAGED else "kv_len"
 
     def _looking(self, kernel: Kernel, form: Tiling) -> dict[str, object]:
         """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
@@ -620,7 +622,7 @@ class TritonLauncher:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all
         elif kernel.name in MEASURES:
             text = self._measuring_programs(kernel)
-        elif self.sequences == "packed":
+        elif self.sequences in PACKED:
             text = "q_slots * heads" if kernel.axis == "kv" else "kv_slots * kv_heads"
         else:
             text = _PROGRAMS[kernel.programs]
@@ -697,7 +699,7 @@ class TritonLauncher:
         if self.sequences == "dense":
             return {}
         rows = {"q_extent": "q_len", "kv_extent": "kv_len", "n_sequences": "cu_q.shape[0] - 1"}
-        if self.sequences == "paged":
+        if self.sequences in PAGED:
             rows |= {"kv_extent": "table.shape[1] * kv_len", "table_row": "table.stride(0)", "n_blocks": "key_batches"}
         for kernel in self.code.kernels:
             if kernel.name in WORK:

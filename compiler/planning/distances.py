@@ -9,7 +9,7 @@ from ..analysis.distances import ByDistance, parts_by_distance
 from ..analysis.facts import Facts
 from .kernels import DISTANCE_TABLES, Algorithm, Kernel, Sizes, none
 from .plan import CodePlan
-from .signature import Signature
+from .signature import PACKED, Signature
 
 
 def tables_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> tuple[ByDistance, ...]:
@@ -28,7 +28,7 @@ def tables_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> tuple
         found += tuple(p for p in parts_by_distance(derivatives) if p.part.text not in known)
     if signature.sequences == "dense":
         return found
-    return tuple(p for p in found if not p.by_length and not (p.by_batch and signature.sequences == "packed"))
+    return tuple(p for p in found if not p.by_length and not (p.by_batch and signature.sequences in PACKED))
 
 
 def tables_in(code: CodePlan, facts: Facts) -> tuple[ByDistance, ...]:

@@ -884,10 +884,13 @@ def with_measuring(
 ) -> list[Kernel]:
     """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is.
 
-    Few queries, whose keys are divided, do not visit lists: they look at what positions leave over.
+    Few queries, whose keys are divided, do not visit lists: they look at what positions leave over. So do packed
+    queries over pages, whose tiles of queries have places as packed ones, and those of keys as padded ones.
     """
     lists = measuring is not None and measuring.source == "lists"
     if measuring is None or (lists and SPLIT_KV[0] in kernels) or not any(kernel in _VISITORS for kernel in kernels):
+        return list(kernels)
+    if sequences == "packed_paged":
         return list(kernels)
     found: list[Kernel] = []
     if measuring.by_pair and sequences != "packed":

@@ -6,16 +6,27 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Direction: TypeAlias = Literal["forward", "backward"]
-SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged"]
+SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged", "packed_paged"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
 
 
+PACKED = frozenset({"packed", "packed_paged"})  # kinds whose queries lie one after the other in one batch row
+PAGED = frozenset({"paged", "packed_paged"})  # kinds whose keys lie in blocks that a table lists
+
 FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its tiles by the rows that they do not have
+# The same of packed queries over pages, on average. A step of a server has prompts beside sequences of one query, of
+# which a tile of flash would be nearly empty, and read the keys of a group once for each of its heads.
+FEW_ON_AVERAGE = 64
 
 
-def has_few(direction: Direction, sequences: SequenceKind, q_len: int) -> bool:
-    """Whether a forward has few queries a sequence; of packed ones the host does not know."""
-    return direction == "forward" and sequences != "packed" and q_len <= FEW_QUERIES
+def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> bool:
+    """Whether a forward has few queries a sequence; of packed ones the host knows their sum and number alone.
+
+    q_len: rows of the query. number: of sequences, where their queries are packed.
+    """
+    if direction == "backward" or sequences == "packed":
+        return False
+    return q_len <= (FEW_ON_AVERAGE * number if sequences == "packed_paged" else FEW_QUERIES)
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Signature:
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
     atomics: bool = False  # of a backward: gradients of operands may be summed in any order
-    few: bool = False  # of a forward: at most FEW_QUERIES, for which keys are divided where a target can
+    few: bool = False  # of a forward: few queries a sequence (has_few), for which keys are divided where a target can
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
 

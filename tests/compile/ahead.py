@@ -30,7 +30,7 @@ from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.signature import SequenceKind, has_few
 from weft.ir.attention import Attention
-from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed, Paged
+from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed, PackedPaged, Paged, Pages
 from weft.runtime.driver import Compiled, compile_kernels
 
 Direction = Literal["forward", "backward"]
@@ -143,7 +143,7 @@ def compiled(
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
-    sequences: of the call; others than "dense" ones are bottom right, and "paged" ones have pages of `page` rows.
+    sequences: of the call; others than "dense" ones are bottom right, and those in pages have pages of `page` rows.
     """
     widths = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
     sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
@@ -176,9 +176,10 @@ def launched(
     kinds = {
         "dense": Dense(q_offset), "lengths": Lengths(None, lens[1:], None), "packed": Packed(lens, lens, None),
         "paged": Paged(None, lens[1:], table, page, None),
+        "packed_paged": PackedPaged(lens, lens[1:], table, page, None),
     }  # fmt: skip
     sequences = kinds[made.resolved.code.signature.sequences]
-    if isinstance(sequences, Paged):
+    if isinstance(sequences, Pages):
         key, value = key[:, :, :page], value[:, :, :page]
     nope, rope = sizes.head_dim - made.resolved.code.signature.widths.rope_dim, None
     if nope < sizes.head_dim:

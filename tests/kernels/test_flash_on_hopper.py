@@ -11,7 +11,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed
+from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
@@ -160,6 +160,44 @@ def test_sequences_of_their_own_lengths(kind):
     key = joined(tensors["key"], tensors["rope"])
     exact, usual = (
         plain.reference(query.to(t), key.to(t), tensors["value"].to(t), return_lse=True, **options)
+        for t in (torch.float64, query.dtype)
+    )
+    for label, *three in zip(("out", "lse"), results.values(), exact, usual):
+        check_errors(*three, label)
+
+
+@pytest.mark.parametrize(
+    ("name", "page", "dim"), mostly([("causal", 16, 64)], [("causal", 16, 64), ("alibi", 128, 80)])
+)
+def test_packed_queries_over_pages(name, page, dim):
+    """A long chunk beside sequences of one query, of none, and without keys; rows behind all; NaN where no key lies."""
+    lens, kv_lens = [150, 1, 0, 3, 2], torch.tensor([290, 70, 40, 0, 2], dtype=torch.int32)
+    starts = torch.tensor([0, 150, 151, 151, 154, 156], dtype=torch.int32)
+    made = operands_of(4, 2, sum(lens) + 3, 20 * page, dim, 0, dim, batch=1)
+    pages = -(-290 // page)
+    blocks = 5 * pages + 2
+    table = torch.randperm(blocks)[: 5 * pages].view(5, pages)
+    pools = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        pool = torch.randn(blocks, page, 2, dim).bfloat16().transpose(1, 2)
+        for b, length in enumerate(kv_lens.tolist()):
+            for i in range(pages):
+                pool[table[b, i], :, max(0, length - i * page) :] = float("nan")
+        pools.append(pool)
+    for b, length in enumerate(kv_lens.tolist()):
+        table[b, -(-length // page) :] = -(2**31)
+    query, operands = made["query"], {}
+    if name == "alibi":
+        operands["slopes"] = torch.linspace(-0.3, 0.6, 4)
+    declared = weft.Attention(**SCORES[name], name=f"mixed_{name}")
+    sequences = PackedPaged(starts, kv_lens, table.int(), page, None)
+    out = torch.full(query.shape, float("nan"), dtype=query.dtype)
+    results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
+    launch(declared, Call(query, *pools, None, operands, sequences, Options(), dim), results)
+    given = {"cu_seqlens_q": starts, "kv_lens": kv_lens, "block_table": table.int(), "return_lse": True}
+    exact, usual = (
+        declared.reference(query.to(t), *(p.to(t) for p in pools), **given, **{n: o.to(t) for n, o in operands.items()})
         for t in (torch.float64, query.dtype)
     )
     for label, *three in zip(("out", "lse"), results.values(), exact, usual):

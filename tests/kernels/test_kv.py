@@ -319,3 +319,56 @@ def test_rows_that_do_not_fit():
         cache.view([0]).append(0, good, good)
     with pytest.raises(weft.WeftError, match=r"expected key and value of each of 1 layers, got 2 and 1"):
         cache.append([0], [good, good], good)
+
+
+# -- packed steps ------------------------------------------------------------------------------------------------------
+def test_a_packed_step_writes_and_reads_what_padded_ones_do():
+    """A chunk, nothing and a single token, behind sequences that are there."""
+    news = [9, 0, 1]
+    caches = [PagedCache(20, page=4, **SIZES) for _ in range(2)]
+    sequences = [[cache.allocate() for _ in news] for cache in caches]
+    old_keys, old_values = rows(3, 5), rows(3, 5)
+    for cache, own in zip(caches, sequences):
+        cache.append(own, old_keys, old_values)
+    keys, values, queries = rows(3, 9), rows(3, 9), rows(3, 9, heads=4)
+
+    def packed_of(tensor):
+        return torch.cat([tensor[b : b + 1, :, :n] for b, n in enumerate(news)], 2)
+
+    with caches[0].extend(sequences[0], news) as padded:
+        padded.append(0, keys, values)
+        wanted = CAUSAL(queries, padded.keys(), padded.values(), **padded.options)
+    with caches[1].extend(sequences[1], news, packed=True) as packed:
+        assert packed.cu_seqlens_q.tolist() == [0, 9, 9, 10] and packed.length == 10
+        assert packed.positions.tolist() == [[*range(5, 14), 5]] and packed.last.tolist() == [8, 8, 9]
+        assert packed.options.keys() == {"kv_lens", "cu_seqlens_q", "block_table"}
+        for target in ("cpu", "interpret"):
+            with weft.settings(target=target):
+                packed.append(0, packed_of(keys), packed_of(values))
+                found = CAUSAL(packed_of(queries), packed.keys(), packed.values(), **packed.options)
+            torch.testing.assert_close(found, packed_of(wanted))
+    assert [caches[1].length(s) for s in sequences[1]] == [14, 5, 6]
+    assert padded.last.tolist() == [8, -1, 0] and padded.cu_seqlens_q is None
+
+
+def test_what_a_packed_step_refuses():
+    cache = PagedCache(20, page=4, **SIZES)
+    sequences = [cache.allocate() for _ in range(2)]
+    with cache.extend(sequences, [3, 1], packed=True) as step:
+        with pytest.raises(weft.WeftError, match=r"key: expected \[1, 2, 4, 8\], got \[2, 2, 3, 8\]"):
+            step.append(0, rows(2, 3), rows(2, 3))
+        fixed = cache.fixed_step(2, 4, pages=4)
+        with pytest.raises(weft.WeftError, match="fill: expected a padded step, as a fixed one is, got a packed one"):
+            fixed.fill(step)
+        module = weft.nn.Attention(32, 4, 2, head_dim=8, variant=CAUSAL)
+        with pytest.raises(weft.WeftError, match=r"nn: x: expected \[1, 4, width\], as the step is packed, got 2 rows"):
+            module(torch.randn(2, 3, 32), cache=step)
+        scaling = weft.nn.DynamicNtkScaling(2.0, original_length=4)
+        rope = weft.nn.Rotary(8, scaling=scaling)
+        with pytest.raises(weft.WeftError, match="Rotary: lengths: expected 1, one for each row of positions, got 2"):
+            rope(step.positions, step.kv_lens)
+        with torch.no_grad():
+            assert module(torch.randn(1, 4, 32), cache=step).shape == (1, 4, 32)
+    dense = DenseCache(2, 8, **SIZES)
+    with pytest.raises(weft.WeftError, match="extend: packed: DenseCache takes padded rows; a PagedCache takes packed"):
+        dense.extend([dense.allocate()], [1], packed=True)

@@ -118,7 +118,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("kind", ["paged", "dense"])
+@pytest.mark.parametrize("kind", ["paged", "dense", "packed"])
 @torch.no_grad()
 def test_prefill_and_decode_are_the_whole_forward(kind, name):
     """Sequences of different lengths in one step: prefill, a chunk, then token by token."""
@@ -127,16 +127,19 @@ def test_prefill_and_decode_are_the_whole_forward(kind, name):
     totals, chunks = [15, 6, 11], [[8, 2, 5], [4, 1, 3], *[[1, 1, 1]] * 3]
     x = torch.randn(3, 15, WIDTH)
     whole = [module(x[b : b + 1, :n], **options) for b, n in enumerate(totals)]
-    cache = cache_of(kind, module)
+    packed = kind == "packed"
+    cache = cache_of("paged" if packed else kind, module)
     sequences, done = [cache.allocate() for _ in totals], [0, 0, 0]
     for lengths in chunks:
-        with cache.extend(sequences, lengths) as step:
-            rows = torch.full((3, step.length, WIDTH), torch.nan)
-            for b, (start, n) in enumerate(zip(done, lengths)):
-                rows[b, :n] = x[b, start : start + n]
+        new = [x[b, start : start + n] for b, (start, n) in enumerate(zip(done, lengths))]
+        with cache.extend(sequences, lengths, packed=packed) as step:
+            rows = torch.cat(new)[None] if packed else torch.full((3, step.length, WIDTH), torch.nan)
+            for b, own in enumerate([] if packed else new):
+                rows[b, : len(own)] = own
             out = module(rows, cache=step, **options)
+        found = out[0].split(lengths) if packed else [out[b, :n] for b, n in enumerate(lengths)]
         for b, (start, n) in enumerate(zip(done, lengths)):
-            torch.testing.assert_close(out[b, :n], whole[b][0, start : start + n], atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(found[b], whole[b][0, start : start + n], atol=2e-5, rtol=2e-5)
         done = [start + n for start, n in zip(done, lengths)]
     assert done == totals == [cache.length(s) for s in sequences]
 

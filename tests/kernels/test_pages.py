@@ -261,7 +261,7 @@ REFUSED = [
     (small(value=torch.randn(5, 2, 8, 16)), r"value: expected page 16 as in key, got 8"),
     (small(value=torch.randn(5, 1, 16, 16)), r"value: expected 2 heads as in key, got 1"),
     (small(key=torch.randn(5, 2, 16, 16).half()), r"key: expected dtype torch.float32 as in query, got torch.float16"),
-    (small(cu_seqlens_q=torch.tensor([0, 1, 2])), r"block_table: expected padded queries .* got packed ones"),
+    (small(cu_seqlens_q=torch.tensor([0, 1, 2])), r"query: expected packed queries \[1, Hq, total, D\] with"),
     (small(q_offset=torch.zeros(3, dtype=torch.int32)), r"q_offset: expected an int or an int32 tensor \[2\]"),
 ]  # fmt: skip
 

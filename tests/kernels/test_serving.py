@@ -71,8 +71,12 @@ def prompts_of(lengths, shared=()):
     return [[*shared, *torch.randint(VOCABULARY, (n,), generator=generator).tolist()] for n in lengths]
 
 
-def test_lengths_of_their_own():
-    server, model = served(60, prompts_of([1, 9, 30, 4, 17]), [12, 3, 7, 1, 9], most=3, chunk=8)
+MIXED = pytest.mark.parametrize("mixed", [False, True])
+
+
+@MIXED
+def test_lengths_of_their_own(mixed):
+    server, model = served(60, prompts_of([1, 9, 30, 4, 17]), [12, 3, 7, 1, 9], most=3, chunk=8, mixed=mixed)
     assert model.asked == server.totals.prefill_tokens + server.totals.decode_tokens
     assert server.totals.swaps == server.totals.restarts == 0
 
@@ -83,15 +87,38 @@ def test_prompts_that_begin_alike_are_computed_once():
     assert server.totals.prefill_tokens == sum([16, 18, 17, 19]) - 3 * 12
 
 
-def test_requests_are_swapped_where_blocks_run_out():
-    server, _ = served(12, prompts_of([9, 6, 7, 10]), [22, 20, 18, 14], most=4)
+def test_a_mixed_step_has_prompts_and_single_tokens():
+    """As many tokens are computed, and a model is called once a step."""
+    steps = []
+
+    class Watched(Model):
+        def forward(self, tokens, step, last):
+            steps.append((len(tokens), [b - a for a, b in zip(step.starts, step.ends)]))
+            assert step.cu_seqlens_q is None or tokens.shape == step.positions.shape == (1, step.length)
+            return super().forward(tokens, step, last)
+
+    model = Watched()
+    cache = PagedCache(60, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    server = Server(model, cache, chunk=6, mixed=True)
+    requests = [server.submit(p, 5) for p in prompts_of([3, 14])]
+    server.run()
+    assert [r.written for r in requests] == [model.alone(r.prompt, 5) for r in requests]
+    assert steps[:3] == [(1, [3, 3]), (1, [1, 6]), (1, [1, 5])] and steps[3:] == [(2, [1, 1])] * 2 + [(1, [1])] * 2
+    assert server.totals.steps == len(steps)
+    assert (server.totals.prefill_tokens, server.totals.decode_tokens) == (17, 8)
+
+
+@MIXED
+def test_requests_are_swapped_where_blocks_run_out(mixed):
+    server, _ = served(12, prompts_of([9, 6, 7, 10]), [22, 20, 18, 14], most=4, mixed=mixed)
     assert server.totals.swaps > 0 and server.totals.most_used == 12
 
 
-def test_shared_pages_of_swapped_requests_are_given_up_at_last():
+@MIXED
+def test_shared_pages_of_swapped_requests_are_given_up_at_last(mixed):
     """Pages that swapped requests share stay in the cache: where they leave no room, one loses its own."""
     prompts = [*prompts_of([4]), *prompts_of([1, 2], shared=range(16))]
-    server, _ = served(10, prompts, [31, 20, 20], most=3)
+    server, _ = served(10, prompts, [31, 20, 20], most=3, mixed=mixed)
     assert server.totals.restarts > 0 and server.totals.swaps > 1
 
 
@@ -137,6 +164,8 @@ SMALL = [
 
 
 def test_the_benchmark_says_what_was_done():
+    mixed = CliRunner().invoke(main, [*SMALL, "--mixed"])
+    assert mixed.exit_code == 0 and "decode     25 tokens in " in mixed.output, mixed.output
     result = CliRunner().invoke(main, [*SMALL, "--shared", "17", "--page", "8"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()

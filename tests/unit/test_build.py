@@ -39,5 +39,10 @@ def test_every_combination_that_there_is() -> None:
         "dense decode of 1 heads a key head in pages of 8 bf16 D64 for h200",
         "dense decode of 4 heads a key head in pages of 8 bf16 D64 for h200",
     ]
+    mixed = build.jobs_of([dense], sequences=["packed_paged"], decode=[4], **sizes)
+    assert [str(job) for job in mixed] == [
+        "dense forward packed queries in pages of 8 bf16 D64 for h200",
+        "dense decode of 4 heads a key head packed queries in pages of 8 bf16 D64 for h200",
+    ]
     with pytest.raises(weft.WeftError, match="build: page: expected a power of two from 1 to 256, got 12"):
         build.jobs_of([dense], device="h200", page=12)

@@ -132,8 +132,9 @@ def test_a_model_of_transformers_trains_and_generates(capsys: pytest.CaptureFixt
     assert len(re.findall(r"(?:static cache|by itself|under eager): +True$", output, re.M)) == 3
 
 
-def test_the_server_answers_as_the_model_does_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    load("server").main(["--steps=2", "--requests=5", "--new=40", "--blocks=14"])
+@pytest.mark.parametrize("more", [[], ["--mixed"]], ids=str)
+def test_the_server_answers_as_the_model_does_alone(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    load("server").main(["--steps=2", "--requests=5", "--new=40", "--blocks=14", *more])
     output = " ".join(capsys.readouterr().out.split())
     assert "answers that the model gives alone, without a cache, too: 5 of 5" in output
     swapped = re.search(r"(\d+) more shared; .* (\d+) swapped out", output)

@@ -12,7 +12,7 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.runtime import checks
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed, Paged
+from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged, Paged
 
 window, shift = weft.scalar("window", int), weft.tensor("shift", 1)
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="sizes_recent")
@@ -22,23 +22,26 @@ LENGTHS = (1, 2, 3, 4, *range(16, 32, 3))
 
 def calls(kind: str, q_offset: Any) -> Iterator[Call]:
     for batch, q_len, kv_len, size in product((1, 2, 5), LENGTHS, LENGTHS, (1, 3, 4)):
-        query = torch.empty(1 if kind == "packed" else batch, 2, q_len, 8)
+        query = torch.empty(1 if "packed" in kind else batch, 2, q_len, 8)
         key = torch.empty(query.shape[0], 1, kv_len, 8)
-        if kind == "paged":
+        if "paged" in kind:
             key = torch.empty(7, 1, 4, 8)
         sequences: Any = {
             "dense": Dense(q_offset),
             "lengths": Lengths(torch.empty(batch), torch.empty(batch), q_offset),
             "packed": Packed(torch.empty(batch + 1), torch.empty(batch + 1), q_offset),
             "paged": Paged(None, torch.empty(batch), torch.empty(batch, kv_len), 4, q_offset),
+            "packed_paged": PackedPaged(
+                torch.empty(batch + 1), torch.empty(batch), torch.empty(batch, kv_len), 4, q_offset
+            ),
         }[kind]
         yield Call(query, key, key, None, {"window": size}, sequences, Options(), 8)
 
 
 @pytest.mark.parametrize("q_offset", [None, -3, 0, 5, torch.empty(2, dtype=torch.int32, device="meta")], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "lengths", "packed", "paged"])
+@pytest.mark.parametrize("kind", ["dense", "lengths", "packed", "paged", "packed_paged"])
 def test_calls_of_one_bucket_have_one_proof(kind: str, q_offset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for record in (Lengths, Packed, Paged):  # as if they lay on a device
+    for record in (Lengths, Packed, Paged, PackedPaged):  # as if they lay on a device
         monkeypatch.setattr(record, "on_host", False)
     monkeypatch.setattr(checks, "_known_rows", lambda call, sequences: None)
     proofs: dict[object, object] = {}
@@ -65,21 +68,21 @@ def test_calls_of_one_bucket_have_one_proof(kind: str, q_offset: Any, monkeypatc
 
 
 def test_what_was_proven_of_an_offset_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    for record in (Lengths, Packed, Paged):
+    for record in (Lengths, Packed, Paged, PackedPaged):
         monkeypatch.setattr(record, "on_host", False)
     names = RECENT._variant._sizes._names
     offsets = (None, torch.empty(2, dtype=torch.int32, device="meta"), 3, 0)
-    for kind in ("lengths", "packed", "paged"):
+    for kind in ("lengths", "packed", "paged", "packed_paged"):
         given = [names(next(calls(kind, offset))) for offset in offsets]
         for part in (0, 1):
             assert len({found[part] for found in given if found}) == len(offsets)
     exact = {
         found[0]
-        for kind in ("dense", "lengths", "packed", "paged")
+        for kind in ("dense", "lengths", "packed", "paged", "packed_paged")
         for call in calls(kind, 3)
         if (found := names(call))
     }
-    assert len(exact) == 4 * 3 * 3 * len(LENGTHS) ** 2
+    assert len(exact) == 5 * 3 * 3 * len(LENGTHS) ** 2
 
 
 def test_a_known_call_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
