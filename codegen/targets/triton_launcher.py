@@ -58,6 +58,7 @@ from .triton_workspace import (
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
 ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
+ENDS_TOGETHER = 8192  # the same of one that writes their ends, which has twice the warps
 TILES_TOGETHER = 256  # tiles of the other axis that it looks at together, at most
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
 # asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
@@ -590,8 +591,9 @@ class TritonLauncher:
         """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
         rows = form.block_kv if kernel.axis == "kv" else form.block_q
         if kernel.name in RUNS:
-            together = max(1, ROWS_TOGETHER // rows)
-            return {"TILES": min(together, STRETCH) if kernel.name in ENDS else together, "STRETCH": STRETCH}
+            if kernel.name in ENDS:
+                return {"TILES": min(max(1, ENDS_TOGETHER // rows), STRETCH), "STRETCH": STRETCH}
+            return {"TILES": max(1, ROWS_TOGETHER // rows), "STRETCH": STRETCH}
         if kernel.name not in (*LISTS, PAIR_CELLS):
             return {}
         found = self.facts.survey
