@@ -588,7 +588,8 @@ class Attention(Declaration):
     def source(self, *operands: Tensor | Shape, direction: Literal["forward", "backward"] = "forward",
                device: str | None = None, target: str | None = None, schedule: str | Schedule | None = None,
                form: Form | None = None, **options: Any) -> str:  # fmt: skip
-        """The generated module of one direction as text: Python that can be read, edited and loaded."""
+        """All that is generated for one direction: Python for a person to read. Where a call launches kernels of
+        several modules (those that measure tiles, or make tables by distance), each has a heading, in launch order."""
         variant, options = self._as_called(options)
         return describe.source(variant, operands, direction, device, target, schedule, form, options)
 

@@ -279,7 +279,7 @@ def source(
     device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None,
     options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .codegen.generate import generate  # lazy: imports sympy
+    from .codegen.generate import generate_all  # lazy: imports sympy
 
     if direction not in ("forward", "backward"):
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
@@ -288,4 +288,4 @@ def source(
     found = r.forward if direction == "forward" else r.backward
     if found is None:
         raise WeftError(f"{attention.name}: {r.notes[-1]}")
-    return generate(facts_of(attention), found.code, found.target)
+    return generate_all(facts_of(attention), found.code, found.target)

@@ -61,14 +61,22 @@ def _direction(
     attention: Attention, shape: Shape, values: Mapping[str, Any], direction: Direction, target: str | None,
     algorithm: Algorithm, progress: bool,
 ) -> Tuned:  # fmt: skip
-    machine = hardware.this_machine()
-    widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
-    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction])
-    chosen = driver.resolve(attention, signature, machine, target, algorithm)
-    choices = choices_of(chosen, machine, facts_of(attention))
-    key = tuned.key_of(attention, signature, machine, chosen.target.name, algorithm)
+    chosen, machine, facts = resolved_for(attention, shape, direction, None, target, algorithm)
+    choices = choices_of(chosen, machine, facts)
+    key = tuned.key_of(attention, chosen.code.signature, machine, chosen.target.name, algorithm)
     clock = _clock(attention, shape, values, direction, target)
     return tuned.remember(key, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
+
+
+def resolved_for(
+    attention: Attention, shape: Shape, direction: Direction, device: str | None = None, target: str | None = None,
+    algorithm: Algorithm = "flash",
+) -> tuple[driver.Resolved, hardware.Hardware, Facts]:  # fmt: skip
+    """What calls like `shape` get on a machine, this one where no device is named."""
+    machine = hardware.this_machine() if device is None else hardware.by_name(device)
+    widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
+    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction])
+    return driver.resolve(attention, signature, machine, target, algorithm), machine, facts_of(attention)
 
 
 def choices_of(chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts) -> dict[str, list[Form]]:

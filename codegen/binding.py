@@ -194,22 +194,26 @@ def packing(
 
 
 def direct(
-    packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch], given: str, conditions: Sequence[str],
-    made: Mapping[str, str], returns: str, tools: Mapping[str, object], kept: Kept,
+    packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch | None], given: str,
+    conditions: Sequence[str], made: Mapping[str, str], returns: str, tools: Mapping[str, object], kept: Kept,
 ) -> Callable[..., Any]:  # fmt: skip
     """A function of `given` that checks `conditions`, makes results and workspace, launches, and returns results.
 
-    It returns None, with nothing done, where a condition does not hold: a slower way then says why, or copes. made: the
-    expressions of what is made. tools: among them current_stream and device. kept: for the name of a parameter that is
-    a tensor descriptor and what its kernel says of it, an expression, and what the launch is handed by its value.
+    It returns None, with nothing done, where a condition does not hold, or a kernel is due that is not compiled yet,
+    whose launch is None: a slower way then says why, or copes. made: the expressions of what is made. tools: among them
+    current_stream and device. kept: for the name of a parameter that is a tensor descriptor and what its kernel says of
+    it, an expression, and what the launch is handed by its value.
     """
     for condition in conditions:
         packer.expression(condition)
     checked = packer.lines
     for name, value in made.items():
         packer.define(name, value)
-    scope, lines = dict(tools), []
+    scope, refusals, lines = dict(tools), [], []
     for n, (binding, launch) in enumerate(zip(bindings, launches, strict=True)):
+        if launch is None:
+            refusals.append(f"    if {packer.expression(binding.launched_if) or True}: return None")
+            continue
         several = {}
         for place, meta in launch.described.items():
             several[place] = f"described_{n}_{place}"
@@ -226,7 +230,7 @@ def direct(
         "\n".join([
             f"def direct({given}):", *(f"    {line}" for line in checked),
             f"    if not ({' and '.join(conditions)}):", "        return None",
-            *(f"    {line}" for line in unchecked), "    stream = current_stream(device)", *lines,
+            *(f"    {line}" for line in unchecked), *refusals, "    stream = current_stream(device)", *lines,
             f"    return {returns}",
         ]),
         "direct", scope,

@@ -25,7 +25,9 @@ from ..compiler.planning.kernels import (
     LIST_HEAD,
     LISTS,
     LONG_SPANS,
+    MEASURES,
     PAIR_CELLS,
+    RUNS,
     SPANS,
     ends_of,
 )
@@ -114,6 +116,42 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     stages.check()
     _verify(text, name, [k.name for k in code.kernels if k.name not in BESIDE] if target.language.is_gpu else [])
     return text
+
+
+def generate_all(facts: Facts, code: CodePlan, target: Target) -> str:
+    """Source of all modules whose kernels a call launches, in the order of their first launches, for a person.
+
+    Guarantee: where one module has them all, that module.
+    """
+    main = "the kernels themselves"
+    texts = {main: generate(facts, code, target)}
+    if any(code.has(name) for name in MEASURES):
+        measures = generate_measures(facts, code.signature.wide, code.signature.sequences)
+        texts["what measures which tiles to visit"] = measures
+    if code.has(DISTANCE_TABLES):
+        texts["what makes tables by distance"] = generate_tables(facts, code)
+    if len(texts) == 1:
+        return texts[main]
+    places = {title: _defined(text, [k.name for k in code.kernels]) for title, text in texts.items()}
+    launched = [f"#   {k.name}{_only_if(k.name)}" for k in code.kernels]
+    parts = ["\n".join([f"# {len(texts)} modules. A call launches, in this order:", *launched])]
+    for number, title in enumerate(sorted(texts, key=lambda title: places[title]), 1):
+        names = ", ".join(code.kernels[place].name for place in places[title])
+        heading = f"# ==== module {number} of {len(texts)}: {title} "
+        parts.append(f"{heading.ljust(120, '=')}\n# {names}\n{texts[title]}")
+    return "\n\n".join(parts)
+
+
+def _defined(text: str, kernels: Sequence[str]) -> list[int]:
+    """Which of these kernels a module has, by number."""
+    return [n for n, name in enumerate(kernels) if re.search(rf"^def {name}\(", text, re.MULTILINE)]
+
+
+def _only_if(kernel: str) -> str:
+    """Of which axes a kernel that measures runs of tiles is launched."""
+    if kernel not in RUNS:
+        return ""
+    return f", of {'up to' if kernel in SPANS else 'more than'} {FEW:,} {'keys' if kernel[0] == 'k' else 'queries'}"
 
 
 def _of_gradients(facts: Facts, gradients: Sequence[OperandGradient]) -> Context:

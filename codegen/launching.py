@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,26 @@ def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: M
         raise UnavailableError(
             f"{binding.name}: {error}; pass schedule= with smaller tiles or fewer stages for this kernel"
         ) from error
+
+
+Asked = tuple[Any, Binding, Sequence[Any], Mapping[str, int]]  # arguments of `compiled`
+
+
+def compiled_together(device: int, asked: Sequence[Asked]) -> list[Run]:
+    """Kernels of a device, compiled at the same time: most of a compilation is LLVM's and ptxas', outside of Python."""
+    if len(asked) == 1:
+        return [compiled(*asked[0])]
+
+    def one(each: Asked) -> Run | None:
+        try:
+            with torch.cuda.device(device):
+                return compiled(*each)
+        except SystemError:  # two threads that parse at once, in a CPython that counts how deep for all (`PARSING`)
+            return None
+
+    with ThreadPoolExecutor(len(asked)) as threads:
+        found = list(threads.map(one, asked))
+    return [run or compiled(*each) for run, each in zip(found, asked)]
 
 
 def current_stream(device: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from ..ir.parse import parse_attention
 from . import driver
 from .call import LARGEST_PAGE, Call, Dense, Lengths, Operand, Options, Packed, PackedPaged, Paged, Sequences
 from .variant import Variant, boxed_of, offset_kind, variant_of
+
+if TYPE_CHECKING:
+    from ..codegen.ahead import Compilation
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
@@ -144,6 +148,14 @@ def build_one(job: Job) -> Built:
 
 
 def _kernels(job: Job) -> tuple[str, ...]:
+    machine, found = compilations_of(job)
+    for compilation in found:
+        compilation.compile(machine)
+    return tuple(compilation.name for compilation in found)
+
+
+def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
+    """The machine of a job, and the kernels of its module, generated and not yet compiled."""
     from ..codegen.ahead import compilations  # lazy: imports triton
 
     attention, machine = parse_attention(job.variant), hardware.by_name(job.device)
@@ -159,10 +171,8 @@ def _kernels(job: Job) -> tuple[str, ...]:
     )  # fmt: skip
     made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
     results = _results(variant, call, job.direction)
-    found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(attention), call, results)
-    for compilation in found:
-        compilation.compile(machine)
-    return tuple(compilation.name for compilation in found)
+    code, target = made.resolved.code, made.resolved.target
+    return machine, compilations(target, made.modules, code, facts_of(attention), call, results)
 
 
 def sample_call(variant: Variant, job: Job) -> Call:

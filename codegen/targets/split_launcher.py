@@ -56,7 +56,7 @@ class SplitLauncher(TritonLauncher):
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
         self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
-        self._ways: list[Callable[[Any], Any]] = []  # the shortest ways, of one mode each
+        self._ways: dict[Mode, Callable[[Any], Any]] = {}  # the shortest ways
         self._known: dict[tuple[object, ...], Parts] = {}
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
@@ -153,11 +153,11 @@ class SplitLauncher(TritonLauncher):
         return {"maxnreg": most} if most < 255 else {}
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
-    def _go_directly(self, mode: Mode, *prepared: Any) -> None:
-        super()._go_directly(mode, *prepared)
-        ways = self._ways
-        ways.append(self.direct)
-        if len(ways) > 1:
+    def _go_directly(self, mode: Mode, ready: Any) -> None:
+        super()._go_directly(mode, ready)
+        self._ways[mode] = self.direct
+        if len(self._ways) > 1:
+            ways = list(self._ways.values())
             self.direct = lambda call: next((found for way in ways if (found := way(call)) is not None), None)
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,12 +56,10 @@ from .triton_workspace import (
     workspace_of,
 )
 
-if TYPE_CHECKING:
-    from .. import launching
-
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
 ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
+ENDS_TOGETHER = 8192  # the same of one that writes their ends, which has twice the warps
 TILES_TOGETHER = 256  # tiles of the other axis that it looks at together, at most
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
 # asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
@@ -116,12 +114,16 @@ def _of_records(found: Callable[..., Any], wanted: frozenset[str]) -> Callable[[
     return direct
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Prepared:
-    """What is prepared for calls of one mode: the function that makes arguments, and the compiled kernels."""
+    """What is prepared for calls of one mode. A kernel is compiled by the first call that launches it."""
 
-    pack: Callable[[Mapping[str, Any]], Any]
-    runs: Sequence[launching.AnyRun]
+    bindings: Sequence[Binding]
+    options: Sequence[Mapping[str, int]]
+    absent: Sequence[str]  # tensors that such calls do not have
+    pack: Callable[[Mapping[str, Any]], Any]  # makes the arguments of all kernels
+    typed: Callable[[Mapping[str, Any]], Any]  # the same with tensors in place of addresses
+    runs: dict[int, Any]  # those that are compiled, by number
 
 
 class TritonLauncher:
@@ -184,14 +186,25 @@ class TritonLauncher:
         of_pairs = self.pair_programs(call, partition.mode) if DPAIRS in self.ways.kernels else (0, 1)  # type: ignore[arg-type]
         given |= {"first_program": 0, "most_programs": of_pairs[1], **self._divided(partition)}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
+        launches = ready.pack(given)
+        due = self._due(launches, partition)
+        if not ready.runs.keys() >= set(due):
+            self._compile_these(due, ready, partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
-        for code, run, (programs, arguments) in zip(self.code.kernels, ready.runs, ready.pack(given)):
-            if code.name.replace("_long_", "_") not in partition.known:  # both leave the same
-                run(programs, arguments, stream)
+        for n in due:
+            ready.runs[n](*launches[n], stream)
         tables = self._tables(call, workspace)
         for first in range(of_pairs[1], *of_pairs):
             self._list_more(ready, given, first, tables, stream)
         return self._finished(call, results, {**workspace, **{f"sum{n}": table for n, table in tables.items()}})
+
+    def _due(self, launches: Sequence[tuple[int, Any]], partition: Partition) -> Sequence[int]:
+        """Which kernels a call launches, by number: those with programs, but for what is measured already."""
+        return [
+            n
+            for n, code in enumerate(self.code.kernels)
+            if launches[n][0] and code.name.replace("_long_", "_") not in partition.known  # both leave the same
+        ]
 
     def _divided(self, partition: Partition) -> dict[str, Any]:
         """What kernels are told of how the work is divided."""
@@ -206,8 +219,7 @@ class TritonLauncher:
         for n in listed:  # programs of what is not there list nothing
             given[f"sum{n}"].zero_()
             given[f"entry{n}"].zero_()
-        programs, arguments = ready.pack({**given, "first_program": first})[at]
-        ready.runs[at](programs, arguments, stream)
+        ready.runs[at](*ready.pack({**given, "first_program": first})[at], stream)
         for n in listed:
             self._add_listed(tables[n], given[f"entry{n}"], given[f"sum{n}"])
 
@@ -320,13 +332,20 @@ class TritonLauncher:
         self._length_dtypes = {n: str(given[n].dtype).removeprefix("torch.") for n in _LENGTHS[self.sequences]
                                if n not in absent}  # fmt: skip
         with PARSING:
-            types = packing(packer(False), bindings, self.tools)(given)
-            runs = self._compiled(bindings, options, types)
+            typed = packing(packer(False), bindings, self.tools)
             pack = packing(packer(not self.interprets), bindings, self.tools)
-            made = self._modes[mode] = _Prepared(pack, runs)
+        made = _Prepared(bindings, options, absent, pack, typed, {})
+        return self._modes.setdefault(mode, made)
+
+    def _compile_these(self, due: Sequence[int], ready: _Prepared, mode: Mode, given: Mapping[str, Any]) -> None:
+        """Compile the kernels with these numbers that are not yet."""
+        with PARSING:
+            missing = [n for n in due if n not in ready.runs]  # another thread may have been here
+            bindings, options = [ready.bindings[n] for n in missing], [ready.options[n] for n in missing]
+            typed = ready.typed(given)
+            ready.runs.update(zip(missing, self._compiled(bindings, options, [typed[n] for n in missing])))
         if mode.aligned and self._may_go_directly:
-            self._go_directly(mode, bindings, runs, absent)
-        return made
+            self._go_directly(mode, ready)
 
     def _empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=torch.device("cuda", self.device))
@@ -337,8 +356,9 @@ class TritonLauncher:
             self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm not in ("flash", "split_kv")
         )
 
-    def _go_directly(self, mode: Mode, bindings: Sequence[Binding], runs: Sequence[Any], absent: Sequence[str]) -> None:
+    def _go_directly(self, mode: Mode, ready: _Prepared) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
+        absent = ready.absent
         names = self._given_names()
         operands = "operands" if self.backward else "call.operands"
         record = "offset" if self.backward else "call.sequences"
@@ -369,8 +389,9 @@ class TritonLauncher:
             "current_device": self.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
-        conditions, launches = self._conditions(mode, lengths), [run.shortest for run in runs]
-        found = direct(packer, bindings, launches, given, conditions, made, returns, tools, self._kept)
+        conditions = self._conditions(mode, lengths)
+        launches = [ready.runs[n].shortest if n in ready.runs else None for n in range(len(ready.bindings))]
+        found = direct(packer, ready.bindings, launches, given, conditions, made, returns, tools, self._kept)
         if not self.backward:
             self.direct = found
         else:
@@ -572,8 +593,9 @@ class TritonLauncher:
         """How a kernel that measures tiles looks at them: how many together, and how many blocks of pairs of each."""
         rows = form.block_kv if kernel.axis == "kv" else form.block_q
         if kernel.name in RUNS:
-            together = max(1, ROWS_TOGETHER // rows)
-            return {"TILES": min(together, STRETCH) if kernel.name in ENDS else together, "STRETCH": STRETCH}
+            if kernel.name in ENDS:
+                return {"TILES": min(max(1, ENDS_TOGETHER // rows), STRETCH), "STRETCH": STRETCH}
+            return {"TILES": max(1, ROWS_TOGETHER // rows), "STRETCH": STRETCH}
         if kernel.name not in (*LISTS, PAIR_CELLS):
             return {}
         found = self.facts.survey
@@ -729,15 +751,8 @@ class TritonLauncher:
         functions = [self._function(b.name) for b in bindings]
         if self.interprets:
             return [self._launching.interpreted(f, b, o) for f, b, o in zip(functions, bindings, options)]
-        return [
-            self._compile(f, b, self._types(b, arguments), o)
-            for f, b, o, (_, arguments) in zip(functions, bindings, options, typed)
-        ]
-
-    def _compile(
-        self, kernel: Any, binding: Binding, types: Sequence[Any], options: Mapping[str, int]
-    ) -> launching.AnyRun:
-        return self._launching.compiled(kernel, binding, types, options)
+        types = [self._types(b, arguments) for b, (_, arguments) in zip(bindings, typed)]
+        return self._launching.compiled_together(self.device, list(zip(functions, bindings, types, options)))
 
     def _stream(self) -> int:
         return 0 if self.interprets else self._launching.current_stream(self.device)

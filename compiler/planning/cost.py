@@ -37,9 +37,8 @@ from .kernels import (
     Kernel,
     Sizes,
     score_count,
-    traffic,
 )
-from .paces import LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
+from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 from .splits import Parts, divided
@@ -206,6 +205,22 @@ def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: H
     return traits.pair_bytes * x.bq * x.bkv * x.s
 
 
+@lru_cache(maxsize=256)
+def read_by(kernel: Kernel, form: Form) -> Formula:
+    """Bytes that a kernel reads in this form: where boxes of what pairs read are brought, those too.
+
+    A head of a batch row is taken to have boxes of its own, as a bias of each pair and head has.
+    """
+    brought = form.pair_bytes if isinstance(form, HopperForm | HopperBackwardForm) and weighs_pairs(kernel) else 0
+    if not brought:
+        return kernel.read
+
+    def read(x: Sizes) -> float:
+        return kernel.read(x) + brought * score_count(x)
+
+    return read
+
+
 # -- the model of the machine ----------------------------------------------------------------------------------------
 def programs_at_once(kernel: Kernel, form: Form, sram: float, hardware: Hardware, parts: Segments) -> int:
     """Programs that the machine runs at the same time."""
@@ -272,8 +287,9 @@ def cost_of(
         found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven)
         once = replace(once, S=found.parts, d=int(found.parts > 1))
     sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
-    read, written = kernel.read(sizes), kernel.written(sizes)
-    moved = traffic(kernel)(once)
+    reads = read_by(kernel, form)
+    read, written = reads(sizes), kernel.written(sizes)
+    moved = reads(once) + kernel.written(once)
     busy = busy_share(kernel.programs(sizes), at_once)
     if isinstance(form, CpuForm):
         speed = speed_of(form, sram, hardware, shape.dtype)
@@ -328,7 +344,7 @@ def pair_work(
     pieces = len(parts.qk) + len(parts.v) - 2
     one = instructions_of(kernel, traits)
     if isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes:
-        one = replace(one, pair_reads=max(0.0, one.pair_reads - 1))  # a tile of it is at hand
+        one = replace(one, pair_reads=max(0.0, one.pair_reads - 1), other=one.other + AT_HAND)
     formulas = work_formulas(kernel, one, pace_of(family), pieces)
     return PairWork(family, pace_of(family), *formulas, longest, tail)
 

@@ -37,8 +37,11 @@ class Pace:
 
 UNFITTED = Pace()  # as if nothing hid behind products, and nothing else took time
 _SPANS = Pace(start=9.0)  # 11 to 22 us were measured at 8192 tokens
-_LONG_SPANS = Pace(start=3.0, program=0.125)  # not fitted: as if 32 programs on an SM took 4 us
-_ENDS = Pace(start=3.0, program=1.5)  # likewise: as if 4 took 6 us
+# Of ends and long spans together 24.5, 27.8 and 43.9 us were measured at 64k, 256k and 1M tokens, of which ends took 22
+# at 64k: a program's steps wait one for the other, and of these there are as many at any length (they were of 4096
+# positions each then, and are of 8192 since).
+_ENDS = Pace(start=17.4)
+_LONG_SPANS = Pace(program=0.147)
 # fmt: off
 PACES: dict[str, Pace] = {
     "hopper flash_backward": Pace(matrix=1.14, exp=0, other=1.47, mask=1.91, program=4.16),
@@ -94,6 +97,7 @@ _PLAIN = {"forward": 5.0, "backward": 4.0}
 _WEIGHT = {SIGMOID: Work(2, 2), RELU: Work(0, 1)}  # of a normalizer; the softmax has its exponential
 _DROPPED = {"flash_dkey_dvalue": 27.0}  # of drawing and dropping a weight, by the compiled loops
 _DROPPED_ELSEWHERE = 8.0
+AT_HAND = 4.0  # of a pair whose bias lies in SRAM: its load, its type and its scale; by one row
 _EDGE = 2.0  # of a pair at the edge besides the mask: it is hidden, and the lengths are looked at
 
 

@@ -16,12 +16,13 @@ from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
-from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict
+from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict, read_by
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
 from .kernels import (
     DISTANCE_TABLES,
+    ENDS,
     LISTS,
     LONG_SPANS,
     PAIR_CELLS,
@@ -32,7 +33,6 @@ from .kernels import (
     Formula,
     Kernel,
     Sizes,
-    traffic,
 )
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
@@ -94,6 +94,7 @@ def _brings_boxes(form: Form) -> bool:
 
 
 SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
+ENDS_WARPS = 16  # of one that writes ends of a stretch: few run, and its steps wait one for the other
 LONG_SPANS_WARPS = 1  # of one that looks at stretches: many run at once, and none waits for other warps
 TABLE_FORM = Tiling(1, 256, 4, 1)  # distances of a program that makes tables
 _VISITORS = {
@@ -128,7 +129,8 @@ def code_plan(
             name = _VISITORS[kernel.direction, kernel.axis]
             others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
             visitor = schedule.form(next(others))
-            warps = LONG_SPANS_WARPS if kernel.name in LONG_SPANS else SPANS_WARPS
+            own_warps = {**dict.fromkeys(LONG_SPANS, LONG_SPANS_WARPS), **dict.fromkeys(ENDS, ENDS_WARPS)}
+            warps = own_warps.get(kernel.name, SPANS_WARPS)
             own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, warps, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
@@ -363,14 +365,19 @@ def _kernel_plan(
     def sram(x: Sizes) -> float:
         return code.form.sram(kernel)(x) + pair_bytes(kernel, code.form, x, traits, hardware)
 
+    read = read_by(kernel, code.form)
+
+    def moved(x: Sizes) -> float:
+        return read(x) + kernel.written(x)
+
     return KernelPlan(
         code=code,
         programs=quantity(kernel.programs),
         tiles=cost.tiles,
         sram_bytes=quantity(sram),
-        hbm_read=quantity(kernel.read),
+        hbm_read=quantity(read),
         hbm_written=quantity(kernel.written),
-        l2_traffic=quantity(traffic(kernel), replace(letters, k=1, j=1)),
+        l2_traffic=quantity(moved, replace(letters, k=1, j=1)),
         flops=quantity(kernel.flops),
         useful=useful,
         exps=quantity(cost.exps),

@@ -356,3 +356,10 @@ def test_decode_steps_are_built_ahead(sequences: SequenceKind, tmp_path: Path) -
         ):
             done = build_one(job)
             assert done.kernels == ("split_forward", "join_parts") and not done.problem
+
+
+def test_kernels_of_long_axes_are_built_ahead(tmp_path: Path) -> None:
+    """A call compiles them where it launches them; who builds ahead does not know which calls there will be."""
+    with weft.settings(cache_dir=tmp_path):
+        (job,) = jobs_of([VARIANTS["documents"]], device="h200", head_dims=[64], directions=["forward"])
+        assert build_one(job).kernels == ("kv_spans", "kv_ends", "kv_long_spans", "flash_forward")

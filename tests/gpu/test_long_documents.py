@@ -167,3 +167,17 @@ def test_ids_as_far_apart_as_can_be() -> None:
     for at in (0, 9_999, length - 1):
         tokens = (far[0] == far[0, at]).nonzero()[:, 0]
         check(found, given, 0, slice(0, 4), tokens, f"far apart at {at}")
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_short_and_long_calls_take_turns_from_the_first_on(target: str) -> None:
+    """The first short call compiles nothing for long axes, and each later one finds what it needs."""
+    variant = DOCUMENTS.replace(name=f"turns_{target}")
+    for length in (2048, FEW + 1024, 2048, FEW + 1024):
+        given = operands(1, length, 2, 1, 64)
+        found_ids = documents(1, length, "sorted")
+        leaves = [t.detach().requires_grad_() for t in given[:3]]
+        out = variant(*leaves, ids=found_ids, target=target)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+        tokens = (found_ids[0] == found_ids[0, -1]).nonzero()[:, 0]
+        check(found, given, 0, slice(0, 2), tokens, f"{target} {length}")

@@ -16,7 +16,9 @@ from weft import batch, kv_pos, masks, q_pos
 pytest.importorskip("triton")
 from weft.codegen import launching
 from weft.codegen.binding import Launch
+from weft.codegen.targets.split_launcher import SplitLauncher
 from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.compiler.planning.splits import Parts
 
 from ..support import calls_of, long_from
 
@@ -136,3 +138,78 @@ def test_what_a_step_of_a_decode_costs_the_host(kind: str, launched: tuple[Launc
     number = calls_of(lambda: variant(query, key, key, **options, target="interpret", schedule="split_kv"))
     assert len(longer) and len(shortest) == 2 * len(longer)
     assert number <= most
+
+
+@pytest.fixture
+def asked(launched: tuple[Launched, Launched], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are compiled, in order."""
+    names: list[str] = []
+    compiled = TritonLauncher._compiled
+
+    def recorded(self: Any, bindings: Any, options: Any, typed: Any) -> list[Any]:
+        names.extend(binding.name for binding in bindings)
+        return compiled(self, bindings, options, typed)
+
+    monkeypatch.setattr(TritonLauncher, "_compiled", recorded)
+    return names
+
+
+def test_what_a_call_does_not_launch_is_compiled_by_the_first_that_does(
+    launched: tuple[Launched, Launched], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer, shortest = launched
+    long_from(monkeypatch, 32)
+    declared, _ = VARIANTS["measured"]
+    variant = declared.replace(name="shortest_first_calls")
+
+    def step(n: int, target: str = "interpret") -> list[torch.Tensor]:
+        torch.manual_seed(n)
+        leaves = [torch.randn(1, 2, n, 16).requires_grad_() for _ in range(3)]
+        out = variant(*leaves, doc=torch.arange(n)[None] // 24, target=target)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    def check(n: int) -> None:
+        for got, wanted in zip(step(n), step(n, "cpu")):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+    check(32)
+    forward, backward = ["kv_spans", "flash_forward"], ["kv_spans", "flash_dquery", "q_spans", "flash_dkey_dvalue"]
+    assert [name for name in asked if name != "row_statistics"] == [*forward, *backward]
+    asked.clear()
+    check(64)  # by the longer way, since the shortest would launch what is not there
+    assert asked == ["kv_ends", "kv_long_spans", "kv_ends", "kv_long_spans", "q_ends", "q_long_spans"]
+    assert not shortest
+    asked.clear()
+    longer.clear()
+    for n in (32, 64):  # by the shortest way, either
+        step(n)
+    assert not asked and not longer
+    assert {"kv_spans", "kv_long_spans", "q_spans", "q_long_spans"} <= {name for name, *_ in shortest}
+
+
+def test_parts_are_joined_by_a_kernel_that_is_compiled_where_there_are_parts(
+    launched: tuple[Launched, Launched], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, shortest = launched
+    parts = [1]
+    monkeypatch.setattr(SplitLauncher, "_parts", lambda *sizes: Parts(parts[0], 1))
+    variant = VARIANTS["causal"][0].replace(name="shortest_parts")
+    query = torch.randn(1, 2, 1, 16)
+
+    def step(n: int) -> list[str]:
+        launched_before = len(shortest)
+        key = torch.randn(1, 1, n, 16)
+        with torch.no_grad():
+            out = variant(query, key, key, target="interpret", schedule="split_kv")
+            wanted = variant.reference(query, key, key)
+        found = [name for name, *_ in shortest[launched_before:]]
+        if not found:
+            torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+        return found
+
+    assert not step(64) and asked == ["split_forward"]
+    assert step(64) == ["split_forward"]
+    parts[0] = 2
+    assert not step(512) and asked == ["split_forward", "join_parts"]
+    assert step(512) == ["split_forward", "join_parts"]
+    assert step(64) == ["split_forward"] and len(asked) == 2

@@ -1,0 +1,49 @@
+"""What the first call of a process compiles at the same time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import weft
+
+pytest.importorskip("triton")
+from weft.codegen import launching
+
+
+def asked(name: str) -> launching.Asked:
+    return name, None, (), {}  # type: ignore[return-value]
+
+
+def test_kernels_are_compiled_at_the_same_time_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=60)
+
+    def compiled(kernel: str, *rest: Any) -> str:
+        both.wait()
+        return f"{kernel} is ready"
+
+    monkeypatch.setattr(launching, "compiled", compiled)
+    assert launching.compiled_together(-1, [asked("a"), asked("b")]) == ["a is ready", "b is ready"]
+
+
+def test_what_two_threads_cannot_parse_at_once_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(kernel: str, *rest: Any) -> str:
+        if kernel == "b" and threading.current_thread() is not threading.main_thread():
+            raise SystemError("AST constructor recursion depth mismatch (before=63, after=60)")
+        return f"{kernel} is ready"
+
+    monkeypatch.setattr(launching, "compiled", compiled)
+    assert launching.compiled_together(-1, [asked("a"), asked("b")]) == ["a is ready", "b is ready"]
+
+
+def test_a_kernel_that_cannot_be_compiled_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(kernel: str, *rest: Any) -> str:
+        if kernel == "b":
+            raise weft.UnavailableError("b: out of resources")
+        return kernel
+
+    monkeypatch.setattr(launching, "compiled", compiled)
+    with pytest.raises(weft.UnavailableError, match="b: out of resources"):
+        launching.compiled_together(-1, [asked("a"), asked("b"), asked("c")])
