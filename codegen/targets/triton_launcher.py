@@ -537,7 +537,9 @@ class TritonLauncher:
         if self.levels is not None:
             values += self.levels.indices
             block = self.form(DDIAGONALS, aligned).block_q
-            listed = self._programs(next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block})
+            listed = self._programs(
+                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block}
+            )
             rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
             rows |= {f"n_entries{n}": f"arg_{g.load.tensor.name}.numel()" for n, g in enumerate(self.sums)}
         read = {load.tensor for value in values for load in loads(value)}
@@ -621,9 +623,10 @@ class TritonLauncher:
         elif kernel.name == DDIAGONALS and self.sequences == "packed":
             text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads"
         elif kernel.name == DISTANCE_TABLES:
-            of = [*self.tables, *([self.levels] if self.levels is not None else [])]
-            heads = "batches * heads" if any(t.by_batch for t in of) else "heads"
-            rows = heads if any(t.by_batch or t.by_head for t in of) else "1"
+            of = [(t.by_batch, t.by_head) for t in self.tables]
+            of += [(self.levels.by_batch, self.levels.by_head)] if self.levels is not None else []
+            heads = "batches * heads" if any(by_batch for by_batch, _ in of) else "heads"
+            rows = heads if any(map(any, of)) else "1"
             text = f"(n_distances + {{BLOCK_KV}} - 1) // {{BLOCK_KV}} * {rows}"
         elif kernel.name in WORK:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all

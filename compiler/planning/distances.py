@@ -65,7 +65,8 @@ def levels_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> Level
         return None
     read = frozenset().union(*(symbols(value) for value in indices))
     by_batch, by_head = "batch" in read, bool(read & {"head", "kv_head"})
-    if signature.sequences != "dense" and (read & {"q_len", "kv_len"} or by_batch and signature.sequences == "packed"):
+    ragged, packed = signature.sequences != "dense", signature.sequences == "packed"
+    if (ragged and read & {"q_len", "kv_len"}) or (packed and by_batch):
         return None
     by_batch, by_head = by_batch or any(t.by_batch for t in tables), by_head or any(t.by_head for t in tables)
     # listed tiles are in no order of distances; scores that lie near 0 have no statistics to do without

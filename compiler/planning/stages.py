@@ -530,7 +530,7 @@ def _distance_tables(t: Tiles) -> list[Stage]:
     return [
         _compute("values", "what the score adds or multiplies by q_pos - kv_pos alone, of each distance", _ONCE),
         _store("tables", "float32, a value a distance: of all heads, or of each where they differ"),
-        *([_store("levels", "int32, from where on nothing changes with distance any more")] if "level" in t.sums else []),
+        *([_store("levels", "int32: from where on nothing changes with distance")] if "level" in t.sums else []),
     ]
 
 
