@@ -80,6 +80,7 @@ class FunctionPrinter:
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
     tables: tuple[ByDistance, ...] = ()  # what scores read by distance
+    levels: tuple[Expr, Expr] | None = None  # slope and rest of a score where all pairs of a tile read alike
     boxed: Load | None = None  # what pairs read and scores are handed, because a tile of it lies in SRAM
 
     @property
@@ -111,7 +112,8 @@ class FunctionPrinter:
     def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
         """The forward functions, their transpose and the derivatives."""
         scale = self.facts.scale_beside_box if self.boxed is not None else None
-        derivatives = [] if self.facts.linear_scale is not None or scale is not None else [
+        known = self.facts.linear_scale is not None or scale is not None or self.levels is not None
+        derivatives = [] if known else [
             ("dscores", self.facts.slope_with(self.parts), "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
         # the gradient of what is handed as a tile is the gradient of the score
@@ -124,6 +126,7 @@ class FunctionPrinter:
         if scale is not None:
             title = "d score / d (q.k), per natural unit of score: one number."
             parts.append(self.elementwise("score_slope", scale, title, tile=False))
+        parts += self._of_levels(*self.levels) if self.levels is not None else []
         if of_sink:
             parts += [*self._sink_parts(), *(self.elementwise(*each, tile=False) for each in of_sink)]
         if algorithm == "flash":
@@ -281,8 +284,11 @@ class FunctionPrinter:
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
 
-    def _by_distance(self, value: Expr) -> list[str]:
-        """Lines that make by_distance<n>, those that an expression has: read from tables, or computed."""
+    def _by_distance(self, value: Expr, of_pairs: bool = True) -> list[str]:
+        """Lines that make by_distance<n>, those that an expression has: read from tables, or computed.
+
+        of_pairs: by a tile of pairs, else at the distance `apart` alone.
+        """
         lines, int64 = [], f"{self.language.module}.int64"
         for n, table in enumerate(self.parts):
             if f"by_distance{n}" not in symbols(value):
@@ -295,25 +301,36 @@ class FunctionPrinter:
             strides = {"batch": f"distances{n}_sb", "head": f"distances{n}_sh"}
             rows = [f"{self.language.module}.cast({name}, {int64}) * {strides[name]}" for name in of if of[name]]
             row = f"distances{n} + ({' + '.join([*rows, 'apart - first_distance'])})"
-            lines.append(f"by_distance{n} = read_by_distance({row}, q_pos, kv_pos)")
+            read = f"read_by_distance({row}, q_pos, kv_pos)" if of_pairs else f"{self.language.module}.load({row})"
+            lines.append(f"by_distance{n} = {read}")
         return lines
 
-    def distance_values(self) -> str:
-        """value<n>: what a table holds at each distance."""
-        parts = []
-        extents = "".join(f"{name}, " for name in self.extents)
-        for n, table in enumerate(self.tables):
-            lines, printer, (result,) = self._assigned([rewrite(table.value, _within)])
+    def _of_levels(self, slope: Expr, rest: Expr) -> list[str]:
+        """level_slope and level_rest: the score at a distance where all pairs of a tile read alike."""
+        title = "d score / d (q.k), per natural unit of score: one number."
+        texts = [self.elementwise("level_slope", slope, title, tile=False)]
+        lines, printer, (result,) = self._assigned([rest])
+        title = "What a score has beside q.k in a tile whose pairs all read alike, at the distance `apart`."
+        lines = [*self._by_distance(rest, of_pairs=False), *lines, f"return {printer(result)}"]
+        return [*texts, self._function(f"level_rest(apart, {self.env})", title, lines)]
+
+    def distance_values(self, indices: Sequence[Expr] = ()) -> str:
+        """value<n>: what a table holds at each distance; index<n>: an index of what pairs read there."""
+        named = [(f"value{n}", table.value, str(table.part)) for n, table in enumerate(self.tables)]
+        named += [(f"index{n}", index, str(index)) for n, index in enumerate(indices)]
+        own, parts = replace(self, tables=()), []
+        extents = "".join(f"{name}, " for name in self.extents_with(indices))
+        for name, value, text in named:
+            lines, printer, (result,) = self._assigned([rewrite(value, _within)])
             lines.append(f"return {printer(result)}")
-            title = f"Of distance = q_pos - kv_pos: {table.part}. Reads stay in their tensors."
-            own = replace(self, tables=())
-            parts.append(self._function(f"value{n}({DISTANCE}, {extents}{own.env})", title, lines))
+            title = f"Of distance = q_pos - kv_pos: {text}. Reads stay in their tensors."
+            parts.append(self._function(f"{name}({DISTANCE}, {extents}{own.env})", title, lines))
         return self._join(parts)
 
-    @property
-    def extents(self) -> list[str]:
-        """Names of the last index of each dimension of what tables read."""
-        found = {load.text: load for table in self.tables for load in loads(table.value)}
+    def extents_with(self, indices: Sequence[Expr] = ()) -> list[str]:
+        """Names of the last index of each dimension of what tables, and these, read."""
+        values = [*(table.value for table in self.tables), *indices]
+        found = {load.text: load for value in values for load in loads(value)}
         return sorted({_last(load, d) for load in found.values() for d in range(load.tensor.rank)})
 
     def place(self, name: str, load: Load) -> str:

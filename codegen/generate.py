@@ -17,7 +17,7 @@ from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
-from ..compiler.planning.distances import tables_in
+from ..compiler.planning.distances import Levels, levels_in, tables_in
 from ..compiler.planning.kernels import (
     BESIDE,
     DISTANCE_TABLES,
@@ -58,11 +58,12 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     signature, algorithm = code.signature, code.schedule.algorithm
     backward = signature.direction == "backward"
     tables = tables_in(code, facts)
+    levels = levels_in(code, facts)
     apart = _apart(target.family) if tables else ""
     printer = FunctionPrinter(
         facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
-        tables=tables, boxed=facts.boxed_read if code.brings_boxes else None,
+        tables=tables, levels=levels.score if levels else None, boxed=facts.boxed_read if code.brings_boxes else None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
@@ -77,6 +78,7 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
         "tables": bool(tables),
         "apart": apart,
+        "levels": _of_levels(levels),
         "boxed": f"{BY_PAIR}, " if printer.boxed is not None else "",
         "slope_at_end": backward and printer.boxed is not None and facts.scale_beside_box is not None,
         "box_rank": printer.boxed.tensor.rank if printer.boxed is not None else 0,
@@ -260,18 +262,29 @@ def _apart(family: str) -> str:
     return "apart, " if family == "hopper" else "q_offset + q_first - kv_first, "
 
 
+def _of_levels(levels: Levels | None) -> Context | None:
+    """What templates know of pairs at distances where nothing changes any more."""
+    if levels is None:
+        return None
+    return {"by_batch": levels.by_batch, "by_head": levels.by_head, "have_loop": levels.score is not None}
+
+
 def generate_tables(facts: Facts, code: CodePlan) -> str:
     """Source of the module that makes the tables by distance of a plan's kernels, on any GPU."""
     tables = tables_in(code, facts)
     if not tables:
         raise InternalError(f"generate: {facts.attention.name} reads nothing by distance")
     printer = FunctionPrinter(facts, TRITON_LANGUAGE, wide=code.signature.wide, tables=tables)
+    levels = levels_in(code, facts)
+    indices = levels.indices if levels else ()
     context: Context = {
         "name": facts.attention.name,
-        "functions": printer.distance_values(),
+        "functions": printer.distance_values(indices),
         "env": replace(printer, tables=()).env,
         "params": ", ".join(parameter_names(facts.attention, strides=True)),
-        "extents": ", ".join(printer.extents),
+        "extents": ", ".join(printer.extents_with(indices)),
+        "indices": len(indices),
+        "levels": _of_levels(levels),
         "tables": [
             {"n": n, "by_batch": t.by_batch, "by_head": t.by_head, "title": str(t.part)} for n, t in enumerate(tables)
         ],

@@ -14,7 +14,7 @@ from types import ModuleType
 from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
-from ..compiler.planning.distances import tables_in
+from ..compiler.planning.distances import levels_in, levels_of, tables_in
 from ..compiler.planning.hardware import Hardware, this_machine
 from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, MEASURES, SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, code_plan
@@ -90,6 +90,8 @@ def _resolve(
     parts = chosen.parts(attention, signature.widths)
     reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
     sums = frozenset(kind for _, kind in reads) | ({"stored"} if DQUERY in ways_of(reads, signature).kernels else set())
+    makes_tables = any(kernel.name == DISTANCE_TABLES for kernel in kernels)
+    sums |= {"level"} if makes_tables and levels_of(facts, schedule_found.algorithm, signature) else set()
     code = code_plan(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
     )  # fmt: skip
@@ -299,7 +301,9 @@ def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:
 
 def _tables_module(facts: Facts, code: CodePlan) -> ModuleType:
     target = target_named(next(k.target for k in code.kernels if k.name == DISTANCE_TABLES))
-    parts = "; ".join(table.part.text for table in tables_in(code, facts))
+    levels = levels_in(code, facts)
+    indices = [] if levels is None else ["levels", *(index.text for index in levels.indices)]
+    parts = "; ".join([*(table.part.text for table in tables_in(code, facts)), *indices])
     key = cache.Key(
         name=str(facts.attention.name), kernel=DISTANCE_TABLES, target=target.name, layout=code.signature.arch,
         variant=facts.attention.canonical_text, schedule=f"{_measures_kind(code)} {parts}",

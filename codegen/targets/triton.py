@@ -14,7 +14,7 @@ import torch
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS, TileSource, Traits
 from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.distances import tables_of, with_tables_made
+from ...compiler.planning.distances import levels_of, tables_of, with_tables_made
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
@@ -193,6 +193,12 @@ class TritonTarget:
         if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
             # what is read and stored for each pair wants registers: larger tiles spill in their loop
             own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
+            if fits(kernel, own, nominal(sizes), hardware, parts, traits):
+                return [own, *(form for form in found if form != own)]
+        levels = levels_of(facts, _algorithm(kernel), signature) if kernel.name == DQUERY else None
+        if levels and signature.dtype in ("bf16", "fp16") and found and found[0].block_q == 128:
+            # the sums of level pairs want registers too: with 4 warps they spill in their loop
+            own = Tiling(128, 64, 8, 3)
             if fits(kernel, own, nominal(sizes), hardware, parts, traits):
                 return [own, *(form for form in found if form != own)]
         return found

@@ -15,7 +15,7 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS, Axis
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning import kernels as formulas
-from ...compiler.planning.distances import tables_in
+from ...compiler.planning.distances import levels_in, tables_in
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.kernels import (
     CELLS_TOGETHER,
@@ -161,6 +161,7 @@ class TritonLauncher:
         self.sums = facts.operand_gradients(code.signature.wanted) if self.backward else ()
         self.ways = ways_in(code, facts)
         self.tables = tables_in(code, facts)
+        self.levels = levels_in(code, facts)
 
     # -- one call ------------------------------------------------------------------------------------------------------
     def partition(self, call: CallTensors, results: Named) -> Partition:
@@ -555,7 +556,16 @@ class TritonLauncher:
         beyond = self.beyond(aligned)
         ends = "1 - q_len" if self.code.signature.offset == "bottom_right" else f"q_offset - {self._kv_rows} + 1"
         rows = {"first_distance": f"{ends} - {beyond}", "n_distances": f"q_len + {self._kv_rows} - 1 + {2 * beyond}"}
-        read = {load.tensor for table in self.tables for load in loads(table.value)}
+        values = [table.value for table in self.tables]
+        if self.levels is not None:
+            values += self.levels.indices
+            block = self.form(DDIAGONALS, aligned).block_q
+            listed = self._programs(
+                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block}
+            )
+            rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
+            rows |= {f"n_entries{n}": f"arg_{g.load.tensor.name}.numel()" for n, g in enumerate(self.sums)}
+        read = {load.tensor for value in values for load in loads(value)}
         return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}
 
     def _options(self, form: Any) -> dict[str, int]:
@@ -637,8 +647,10 @@ class TritonLauncher:
         elif kernel.name == DDIAGONALS and self.sequences == "packed":
             text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads"
         elif kernel.name == DISTANCE_TABLES:
-            heads = "batches * heads" if any(t.by_batch for t in self.tables) else "heads"
-            rows = heads if any(t.by_batch or t.by_head for t in self.tables) else "1"
+            of = [(t.by_batch, t.by_head) for t in self.tables]
+            of += [(self.levels.by_batch, self.levels.by_head)] if self.levels is not None else []
+            heads = "batches * heads" if any(by_batch for by_batch, _ in of) else "heads"
+            rows = heads if any(map(any, of)) else "1"
             text = f"(n_distances + {{BLOCK_KV}} - 1) // {{BLOCK_KV}} * {rows}"
         elif kernel.name in WORK:
             text = f"n_sequences // {LISTED} + 1"  # with the rows behind all

@@ -12,7 +12,7 @@ from ...compiler.analysis.records import Axis, TileProgram
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning.kernels import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.tables import DDIAGONALS, DPAIRS, Way, Ways, ways_of
+from ...compiler.planning.tables import DDIAGONALS, DPAIRS, DQUERY, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Place
 
 if TYPE_CHECKING:
@@ -42,13 +42,17 @@ def workspace_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dic
 
 
 def distances_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
-    """Tables by distance, float32 [B or 1, Hq or 1, 1, distances]."""
+    """Tables by distance, float32 [B or 1, Hq or 1, 1, distances], and where their levels begin, int32 [..., 2]."""
     batches, heads, q_len, _ = call.query.shape
     number = q_len + call.kv_rows - 1 + 2 * launcher.beyond(mode.aligned)
-    return {
+    places = {
         f"distances{n}": flat_place(batches if t.by_batch else 1, heads if t.by_head else 1, 1, number)
         for n, t in enumerate(launcher.tables)
     }
+    if (levels := launcher.levels) is not None:
+        size = batches if levels.by_batch else 1, heads if levels.by_head else 1, 1, 2
+        places["levels"] = flat_place(*size, fill=0.0, dtype=torch.int32)
+    return places
 
 
 def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
@@ -142,6 +146,7 @@ def _backward_workspace(launcher: TritonLauncher, call: CallTensors, mode: Mode)
     padded = _padded(q_len, launcher.padding(mode))
     statistics = flat_place(batches, heads, padded)
     names = ("lse2", *(("shift",) if launcher.shifts else ()), "delta") if launcher.saves_lse else ()
+    names += ("whole2",) if launcher.levels is not None and launcher.levels.score is not None else ()
     places = dict.fromkeys(names, statistics)
     for i in launcher.own_keys:
         # where there is one head too: kernels are compiled for a share in float32, whatever the heads of later calls
@@ -177,6 +182,7 @@ def _places_of_pairs(
 ) -> dict[str, Place]:  # fmt: skip
     """Of the sums of a read of pairs: a tensor in the shape of its operand, or a list of sums and entries."""
     gradient = launcher.sums[n]
+    batches, heads, q_len, _ = call.query.shape
     operand = call.operands[gradient.load.tensor.name]
     assert isinstance(operand, torch.Tensor)
     if way.finish != "list":
@@ -193,7 +199,12 @@ def _places_of_pairs(
         if launcher.sequences == "packed":
             number = call.ragged.number(call.query)  # type: ignore[union-attr]
             programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
-        size = (programs * call.query.shape[1], 2, block)
+        listed = programs * call.query.shape[1] * 2 * block
+        if launcher.levels is not None:
+            rows = launcher.form(DQUERY, mode.aligned).block_q
+            dense = batches * tiles_of(q_len, rows)
+            listed += 2 * heads * (launcher.slots("q", call, mode.aligned) if launcher.sequences == "packed" else dense)
+        size = (listed,)
     fill = None if launcher.sequences == "dense" else 0.0  # programs of what is not there list nothing
     entries = torch.int64 if launcher.code.signature.wide else torch.int32
     return {f"sum{n}": flat_place(*size, fill=fill), f"entry{n}": flat_place(*size, fill=fill, dtype=entries)}

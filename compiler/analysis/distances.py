@@ -19,6 +19,7 @@ from .places import POSITIONS, collected
 DISTANCE = "distance"  # the symbol of q_pos - kv_pos in a value
 A_READ = 10  # operations that a read by distance is worth: see `_operations`
 _CHEAP = frozenset({"minimum", "maximum", "abs", "where"})
+_LEVELLING = frozenset({"minimum", "maximum", "where"})
 _DIVISIONS = frozenset({"div", "floordiv", "mod"})
 
 
@@ -96,6 +97,22 @@ def of_distance(node: Expr) -> Expr | None:
     apart = make("add", name(DISTANCE), Symbol("kv_pos", "int"))
     value = rewrite(substitute(node, {"q_pos": apart}), collected)
     return None if symbols(value) & POSITIONS else value
+
+
+def levels_off(value: Expr) -> bool:
+    """Whether the value may stay what it is from some distance on: clamped, in the last of buckets, looked up.
+
+    >>> from ...ir.parse import parse
+    >>> levels_off(parse("minimum(q_pos - kv_pos, 9)")), levels_off(parse("abs(q_pos - kv_pos)"))
+    (True, False)
+    """
+    match value:
+        case Call(op, args):
+            return op in _LEVELLING or any(map(levels_off, args))
+        case Load():
+            return any(isinstance(i, Load) or levels_off(i) for i in value.index)
+        case _:
+            return False
 
 
 def _operations(value: Expr) -> int:

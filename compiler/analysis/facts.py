@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial, reduce
 
 from ...ir.attention import Attention
 from ...ir.canonical import canonical
@@ -169,6 +169,22 @@ class Facts:
             return None
         of_heads = symbols(factors[0]) & {"batch", "head", "kv_head"}
         return None if of_heads or loads(factors[0]) else factors[0]
+
+    def score_of_levels(self, tables: Sequence[ByDistance]) -> tuple[Expr, Expr] | None:
+        """(c, rest), where the score is c * qk + rest, and rest is one number for a head wherever these tables are.
+
+        c is one number for a launch. The rest is over the symbols of the tables. Found without sympy, as above.
+        """
+        factors, rest = [], []
+        for term in _terms(self.attention.folded_score):
+            if "qk" in symbols(term):
+                factors.append(_linear_factor(term))
+            else:
+                rest.append(with_tables(term, tables))
+        if len(factors) != 1 or factors[0] is None or not rest or any(symbols(term) & POSITIONS for term in rest):
+            return None
+        of_heads = symbols(factors[0]) & {"batch", "head", "kv_head"}
+        return None if of_heads or loads(factors[0]) else (factors[0], reduce(partial(call, "add"), rest))
 
     def slope_with(self, tables: Sequence[ByDistance]) -> Expr:
         """d score / d qk over the symbols of these tables: none of them has qk in it."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from ..analysis.distances import ByDistance, parts_by_distance
+from ...ir.expr import Expr, Load
+from ...ir.walk import symbols
+from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance
 from ..analysis.facts import Facts
 from .kernels import DISTANCE_TABLES, Algorithm, Kernel, Sizes, none
 from .plan import CodePlan
@@ -29,6 +32,51 @@ def tables_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> tuple
     if signature.sequences == "dense":
         return found
     return tuple(p for p in found if not p.by_length and not (p.by_batch and signature.sequences in PACKED))
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What a backward looks at to know which tiles are level: those whose pairs all read alike, tables and operands.
+
+    At both ends of the distances, where an index is clamped or falls into the last bucket, everything stays as it is:
+    how far these ends reach in is measured where tables are made.
+    """
+
+    reads: tuple[Load, ...]  # with a gradient: a level tile's share is a plain sum, of flash_dquery
+    indices: tuple[Expr, ...]  # theirs, those with a distance, over the symbol `distance`
+    by_batch: bool
+    by_head: bool
+    # (c, rest) of a score that is c * qk + rest in a level tile: then these tiles have a loop of their own
+    score: tuple[Expr, Expr] | None
+
+
+def levels_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> Levels | None:
+    """None where nothing is known to end anywhere, or where no kernel would sum what level tiles have."""
+    tables = tables_of(facts, algorithm, signature)
+    if signature.direction == "forward" or not tables or "query" not in signature.wanted:
+        return None
+    kinds = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
+    reads = tuple(load for load, kind in kinds if kind == "diagonal")
+    values = [of_distance(index) for load in reads for index in load.index]
+    if not reads or any(value is None for value in values):
+        return None
+    indices = tuple(value for value in values if value is not None and DISTANCE in symbols(value))
+    if not all(map(levels_off, [*indices, *(table.value for table in tables)])):
+        return None
+    read = frozenset().union(*(symbols(value) for value in indices))
+    by_batch, by_head = "batch" in read, bool(read & {"head", "kv_head"})
+    ragged, packed = signature.sequences != "dense", signature.sequences == "packed"
+    if (ragged and read & {"q_len", "kv_len"}) or (packed and by_batch):
+        return None
+    by_batch, by_head = by_batch or any(t.by_batch for t in tables), by_head or any(t.by_head for t in tables)
+    # listed tiles are in no order of distances; scores that lie near 0 have no statistics to do without
+    has_loop = facts.tile_source != "lists" and facts.scores_lie_far
+    return Levels(reads, indices, by_batch, by_head, facts.score_of_levels(tables) if has_loop else None)
+
+
+def levels_in(code: CodePlan, facts: Facts) -> Levels | None:
+    """Those of the kernels of a plan."""
+    return levels_of(facts, code.schedule.algorithm, code.signature) if code.has(DISTANCE_TABLES) else None
 
 
 def tables_in(code: CodePlan, facts: Facts) -> tuple[ByDistance, ...]:

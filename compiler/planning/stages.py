@@ -334,6 +334,9 @@ def _sink_sums(t: Tiles, ragged: bool = False) -> list[Stage]:
     return [_store("sinks", _SINK_SUMS)] if t.sinks and t.ragged == ragged else []
 
 
+_LEVEL_SUMS = "sums of dload over tiles whose pairs all read one entry, at either end of the distances; the entries"
+
+
 def _flash_dquery(t: Tiles) -> list[Stage]:
     result = [t.query("dQ")] if "query" in t.wanted else []
     sums = ["sums for operands"] if not result and t.sums & {"total", "row"} else []
@@ -353,6 +356,7 @@ def _flash_dquery(t: Tiles) -> list[Stage]:
         *(stored if "stored" in t.sums else []),
         *product,
         *([_store("dquery", ", ".join(result + sums))] if result + sums else []),
+        *([_store("levels", _LEVEL_SUMS)] if "level" in t.sums else []),
         *_sink_sums(t, ragged=True),
     ]
 
@@ -381,7 +385,8 @@ def _flash_dpairs(t: Tiles) -> list[Stage]:
 
 
 def _flash_ddiagonals(t: Tiles) -> list[Stage]:
-    return _pair_sums(t, "tile of the diagonal", "a sum for each diagonal of the tile, and the entry that it read")
+    per = "tile of a diagonal whose pairs do not all read one entry" if "level" in t.sums else "tile of the diagonal"
+    return _pair_sums(t, per, "a sum for each diagonal of the tile, and the entry that it read")
 
 
 def _flash_dkey_dvalue(t: Tiles) -> list[Stage]:
@@ -525,6 +530,7 @@ def _distance_tables(t: Tiles) -> list[Stage]:
     return [
         _compute("values", "what the score adds or multiplies by q_pos - kv_pos alone, of each distance", _ONCE),
         _store("tables", "float32, a value a distance: of all heads, or of each where they differ"),
+        *([_store("levels", "int32: from where on nothing changes with distance")] if "level" in t.sums else []),
     ]
 
 
