@@ -453,9 +453,7 @@ def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | Non
         return "tiles measured from tensors"
     if kernel.direction == "forward":
         return None
-    if sums_of_queries(signature, facts):
-        return "gradients of operands"
-    return None if is_one_pass(signature) else "backwards in two passes"
+    return "gradients of operands" if sums_of_queries(signature, facts) else None
 
 
 LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another
