@@ -31,14 +31,17 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAIN = ("query", "key", "value", "rope")
 
 
-def launch(declared, call, results, wanted=(), deterministic=False, seed=0):
-    """One direction of a call, on what holds NaN wherever nobody has written."""
+def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right"):
+    """One direction of a call, on what holds NaN wherever nobody has written; what it sums for operands.
+
+    offset: of sequences with lengths.
+    """
     direction = "backward" if wanted else "forward"
     rope_dim = 0 if call.rope is None else call.rope.shape[3]
     signature = Signature(
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
-        offset="number" if call.ragged is None else "bottom_right", wanted=frozenset(wanted),
+        offset="number" if call.ragged is None else offset, wanted=frozenset(wanted),
         deterministic=deterministic,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -51,7 +54,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0):
         workspace[name] = place.beside(call.query)
         if place.fill is None:
             workspace[name].fill_(float("nan") if workspace[name].dtype.is_floating_point else -(2**31))
-    launcher(call, results, workspace, partition)
+    return launcher(call, results, workspace, partition)
 
 
 def joined(key, rope):

@@ -1,0 +1,160 @@
+"""Gradients of sequences with their own lengths on `hopper`: the text of its kernels, run by gluon.py, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from weft import batch, head, masks, q_len, score
+from weft.runtime.call import Call, Lengths, Options, Packed
+
+from ..support import check_errors, mostly, poisoned
+from .test_flash_on_hopper import launch
+
+pytest.importorskip("triton")
+
+CAUSAL = weft.Attention(mask=masks.causal, name="causal")
+sinks_of, pad = weft.tensor("sinks_of", 2), weft.tensor("pad", 2)
+VARIANTS = {
+    "dense": weft.Attention(name="dense"),
+    "causal": CAUSAL,
+    "window": weft.Attention(mask=masks.sliding_window(50), name="window"),
+    "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
+    "lengths": weft.Attention(score * (1.0 + 0.002 * q_len) + 0.1 * batch, masks.causal, name="lengths"),
+    "sunk": CAUSAL.replace(sink=sinks_of[batch, head], name="sunk"),
+    "far": weft.Attention(score + pad[batch, weft.kv_pos], masks.causal, name="far"),
+}
+MAIN = ("query", "key", "value")
+# one sequence without queries, one without keys, one of one token, more queries than keys; tiles have 64 rows and more
+LENS = ([150, 0, 70, 1, 129, 40], [200, 9, 0, 1, 100, 40])
+NUMBER, MORE = len(LENS[0]), (33, 21)  # rows behind all
+
+
+def operands_of(variant):
+    generator = torch.Generator().manual_seed(3)
+    known = {
+        "sinks_of": torch.randn(NUMBER, 4, generator=generator),
+        "pad": torch.where(torch.arange(400) % 5 == 3, -1e9, 0.0).repeat(NUMBER, 1),
+    }
+    return {p.name: known[p.name] for p in variant.parameters}
+
+
+def sequences_of(kind, offset):
+    """Of the runtime, and the options of a call."""
+    counts = [torch.tensor(x, dtype=torch.int32) for x in LENS]
+    if kind == "padded":
+        return Lengths(*counts, offset), {"q_lens": counts[0], "kv_lens": counts[1]}
+    starts = [torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in counts]
+    return Packed(*starts, offset), {"cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]}
+
+
+def rows_of(kind, side):
+    """(batch row, rows) of each sequence."""
+    ends = torch.tensor(LENS[side]).cumsum(0).tolist()
+    if kind == "padded":
+        return [(b, slice(0, n)) for b, n in enumerate(LENS[side])]
+    return [(0, slice(end - n, end)) for n, end in zip(LENS[side], ends)]
+
+
+def made(kind, heads, side, dim, seed, fill=torch.nan):
+    """Rows [B, heads, rows, dim] with NaN behind every length, and around; elsewhere 0 behind lengths."""
+    size = (NUMBER, max(LENS[side]) + 5) if kind == "padded" else (1, sum(LENS[side]) + MORE[side])
+    whole = poisoned((size[0], heads, size[1], dim), torch.bfloat16, seed=seed)
+    there = torch.zeros(size, dtype=torch.bool)
+    for b, rows in rows_of(kind, side):
+        there[b, rows] = True
+    return whole.masked_fill_(~there[:, None, :, None], fill), there
+
+
+def check(
+    variant, kind, dim=64, value_dim=None, heads=2, kv_heads=1, deterministic=True, wanted=MAIN, offset=None, operands=None,
+    seed=0,
+):  # fmt: skip
+    """Gradients of one call; its output and log-sum-exp are those of the definition. NaN behind lengths everywhere."""
+    operands = operands_of(variant) if operands is None else operands
+    sequences, lengths = sequences_of(kind, offset)
+    tensors = {}
+    for n, (name, h, side, d) in enumerate(
+        [("query", heads, 0, dim), ("key", kv_heads, 1, dim), ("value", kv_heads, 1, value_dim or dim)]
+    ):
+        tensors[name], there = made(kind, h, side, d, n)
+        of_queries = there if n == 0 else of_queries  # noqa: F821
+    dout, _ = made(kind, heads, 0, value_dim or dim, 3)
+    exact, usual = (
+        of_definition(variant, tensors, operands, lengths, offset, dout, dtype, wanted)
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    exists = of_queries[:, None].expand(exact["lse"].shape)
+    lse = torch.where(exists, exact["lse"].float(), torch.nan)
+    if weft.compiler.analysis.facts.facts_of(variant).scores_lie_far:
+        lse = torch.stack([lse, torch.zeros_like(lse)])
+    out = torch.where(exists[..., None], exact["out"].to(torch.bfloat16), torch.nan)
+    call = Call(*tensors.values(), None, operands, sequences, Options(), dim)
+    found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in MAIN}
+    results = {"out": out, "lse": lse, "dout": dout, "dlse": None, **found}
+    kind_of_offset = "bottom_right" if offset is None else "per_row" if isinstance(offset, torch.Tensor) else "number"
+    sums = launch(variant, call, results, wanted, deterministic, seed, kind_of_offset)
+    if sums:
+        own = variant._variant._operand_gradients(call, frozenset(wanted), sums)
+        found |= {f"d{n}": g for n, g in own.items()}
+    assert found.keys() == {f"d{n}" for n in wanted}
+    for name, gradient in found.items():
+        check_errors(gradient, exact[name], usual[name], f"{variant.name} {kind} {name}")
+    return found
+
+
+def of_definition(variant, tensors, operands, lengths, offset, dout, dtype, wanted):
+    """out, lse and gradients by name."""
+    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in operands.items()}
+    leaves = {n: torch.nan_to_num(t).to(dtype) for n, t in tensors.items()} | own
+    for n in wanted:
+        leaves[n] = leaves[n].detach().clone().requires_grad_()
+    given = {n: leaves[n] for n in own}
+    main = [leaves[n] for n in MAIN]
+    out, lse = variant.reference(*main, **given, **lengths, q_offset=offset, return_lse=True)
+    found = torch.autograd.grad(out, [leaves[n] for n in wanted], torch.nan_to_num(dout).to(dtype))
+    return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, found)}}
+
+
+KINDS = ["padded", "packed"]
+# statistics in tiles of 128, 64 and 32 rows; keys by rows and by columns, in one piece and in two
+WIDTHS = [(64, 64), (128, 128), (192, 128), (80, 64), (256, 256)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "value_dim"), mostly([WIDTHS[0], WIDTHS[2], WIDTHS[4]], WIDTHS))
+def test_widths(dim, value_dim, kind):
+    check(CAUSAL, kind, dim, value_dim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", mostly(["cap", "lengths", "far"], [n for n in VARIANTS if n != "causal"]))
+def test_masks_and_scores(name, kind):
+    check(VARIANTS[name], kind, 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset", [3, torch.tensor([3, 5, -2, 40, 0, 20], dtype=torch.int32)], ids=["int", "tensor"])
+def test_offsets_and_groups_of_heads(offset, kind):
+    check(CAUSAL, kind, 192, 128, heads=4, kv_heads=2, offset=offset)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", [("query",), ("key",), ("value", "query"), ("key", "value")], ids=" ".join)
+def test_gradients_that_nobody_wants_are_left_out(wanted, kind):
+    check(CAUSAL, kind, 192, 128, wanted=wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "value_dim"), mostly([(192, 128)], [(192, 128), (64, 64), (256, 256)]))
+def test_sinks_of_sequences(dim, value_dim, kind):
+    """Statistics lie in 4, 1 and 2 tiles of each slot of a list."""
+    check(VARIANTS["sunk"], kind, dim, value_dim, heads=4, kv_heads=2, wanted=(*MAIN, "sinks_of"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_have_one_order(kind):
+    """The same bits, whatever turns roles take."""
+    first, second = (check(CAUSAL, kind, 192, 128, heads=2, kv_heads=1, seed=seed) for seed in (0, 7))
+    assert all(torch.equal(first[n], second[n]) for n in first)
