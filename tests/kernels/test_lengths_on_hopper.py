@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, masks, q_len, score
+from weft import batch, head, kv_pos, masks, q_len, q_pos, score
 from weft.runtime.call import Call, Lengths, Options, Packed
 
 from ..support import check_errors, mostly, poisoned
@@ -23,7 +23,7 @@ VARIANTS = {
     "cap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, name="cap"),
     "lengths": weft.Attention(score * (1.0 + 0.002 * q_len) + 0.1 * batch, masks.causal, name="lengths"),
     "sunk": CAUSAL.replace(sink=sinks_of[batch, head], name="sunk"),
-    "far": weft.Attention(score + pad[batch, weft.kv_pos], masks.causal, name="far"),
+    "far": weft.Attention(score + pad[batch, kv_pos], masks.causal, name="far"),
 }
 MAIN = ("query", "key", "value")
 # one sequence without queries, one without keys, one of one token, more queries than keys; tiles have 64 rows and more
@@ -158,3 +158,13 @@ def test_sums_have_one_order(kind):
     """The same bits, whatever turns roles take."""
     first, second = (check(CAUSAL, kind, 192, 128, heads=2, kv_heads=1, seed=seed) for seed in (0, 7))
     assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_before_the_first_key_have_positions_of_their_own(kind, deterministic):
+    """A sequence with more queries than keys has negative positions, also where the score reads operands by key."""
+    columns = weft.tensor("columns", 2)
+    near = weft.Attention(score + columns[batch, kv_pos] - 1e-3 * (kv_pos - q_pos) * (kv_pos - q_pos), name="near")
+    operands = {"columns": torch.randn(NUMBER, 200, generator=torch.Generator().manual_seed(4))}
+    check(near, kind, 32, deterministic=deterministic, operands=operands)
