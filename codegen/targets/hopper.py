@@ -449,8 +449,6 @@ def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ..
 
 def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
     """What it computes of sequences of one length alone."""
-    if facts.traits.measured is not None:
-        return "tiles measured from tensors"
     if kernel.direction == "forward":
         return None
     return "gradients of operands" if sums_of_queries(signature, facts) else None

@@ -129,7 +129,9 @@ def code_plan(
             others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
             visitor = schedule.form(next(others))
             warps = LONG_SPANS_WARPS if kernel.name in LONG_SPANS else SPANS_WARPS
-            own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, warps, 1)
+            # of packed sequences the list of work has whole tiles
+            rows = visitor.block_q if signature.sequences == "packed" else visitor.span_rows
+            own, words, form = measured_by, "", Tiling(rows, visitor.block_kv, warps, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"

@@ -15,7 +15,7 @@ from .test_flash_on_hopper import launch
 pytest.importorskip("triton")
 
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
-sinks_of, pad = weft.tensor("sinks_of", 2), weft.tensor("pad", 2)
+sinks_of, pad, doc = weft.tensor("sinks_of", 2), weft.tensor("pad", 2), weft.tensor("doc", 2, int)
 VARIANTS = {
     "dense": weft.Attention(name="dense"),
     "causal": CAUSAL,
@@ -36,6 +36,7 @@ def operands_of(variant):
     known = {
         "sinks_of": torch.randn(NUMBER, 4, generator=generator),
         "pad": torch.where(torch.arange(400) % 5 == 3, -1e9, 0.0).repeat(NUMBER, 1),
+        "doc": torch.stack([torch.arange(400) // n for n in (30, 50, 7, 30, 130, 300)]),
     }
     return {p.name: known[p.name] for p in variant.parameters}
 
@@ -168,3 +169,22 @@ def test_queries_before_the_first_key_have_positions_of_their_own(kind, determin
     near = weft.Attention(score + columns[batch, kv_pos] - 1e-3 * (kv_pos - q_pos) * (kv_pos - q_pos), name="near")
     operands = {"columns": torch.randn(NUMBER, 200, generator=torch.Generator().manual_seed(4))}
     check(near, kind, 32, deterministic=deterministic, operands=operands)
+
+
+# -- masks that read tensors by position: tiles are measured ---------------------------------------------------------
+# queries before the first key are of no document; nothing is read at a negative index
+OWN_DOC = doc[batch, weft.maximum(q_pos, 0)]
+MEASURED = {
+    "documents": weft.Attention(mask=masks.causal & (OWN_DOC == doc[batch, kv_pos]), name="documents"),
+    "both ways": weft.Attention(mask=OWN_DOC == doc[batch, kv_pos], name="both_ways"),
+    "by head": weft.Attention(mask=doc[head, weft.maximum(q_pos, 0)] >= doc[head, kv_pos], name="by_head"),
+    "valid keys": weft.Attention(mask=doc[batch, kv_pos] % 3 != 1, name="valid_keys"),
+    "sunk": VARIANTS["sunk"].replace(mask=masks.causal & (OWN_DOC == doc[batch, kv_pos]), name="sunk_documents"),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MEASURED)
+def test_gradients_of_measured_tiles(name, kind, deterministic):
+    check(MEASURED[name], kind, 64, heads=4, kv_heads=2, deterministic=deterministic)
