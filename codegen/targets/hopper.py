@@ -124,8 +124,6 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
-        if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
-            return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
         if kernel.direction == "backward" and tables_of(facts, "flash", signature):
             return "hopper: backwards of scores that are read by distance are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
@@ -445,13 +443,6 @@ def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ..
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
     return statistics, *passes
-
-
-def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-    """What it computes of sequences of one length alone."""
-    if kernel.direction == "forward":
-        return None
-    return "gradients of operands" if sums_of_queries(signature, facts) else None
 
 
 LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another

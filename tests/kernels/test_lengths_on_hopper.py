@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
-from weft.runtime.call import Call, Lengths, Options, Packed
+from weft.runtime.call import Call, Lengths, Options, Packed, Paged
 
 from ..support import check_errors, mostly, poisoned
 from .test_flash_on_hopper import launch
@@ -188,3 +188,78 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_gradients_of_measured_tiles(name, kind, deterministic):
     check(MEASURED[name], kind, 64, heads=4, kv_heads=2, deterministic=deterministic)
+
+
+def in_blocks(tensor, lens, page, blocks):
+    """Rows of padded sequences in a pool [blocks, heads, page, dim]; block 0 is nobody's and holds NaN."""
+    pool = poisoned((int(blocks.max()) + 1, tensor.shape[1], page, tensor.shape[3]), tensor.dtype).fill_(torch.nan)
+    for b, length in enumerate(lens):
+        for n, first in enumerate(range(0, length, page)):
+            rows = tensor[b, :, first : min(first + page, length)]
+            pool[int(blocks[b, n]), :, : rows.shape[1]] = rows
+    return pool
+
+
+def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None):
+    """Output and log-sum-exp, 0 and -inf behind lengths."""
+    operands, of_keys = operands_of(variant), "padded" if kind == "paged" else kind
+    sequences, lengths = sequences_of(of_keys, offset)
+    query, key, value = (made(of_keys, h, side, dim, n)[0] for n, (h, side) in enumerate([(heads, 0), (kv_heads, 1), (kv_heads, 1)]))
+    exact, usual = (
+        variant.reference(
+            *(torch.nan_to_num(t).to(dtype) for t in (query, key, value)),
+            **{n: t.to(dtype) if t.is_floating_point() else t for n, t in operands.items()}, **lengths,
+            q_offset=offset, return_lse=True,
+        )
+        for dtype in (torch.float64, torch.bfloat16)
+    )  # fmt: skip
+    if kind == "paged":
+        page, pages = 64, -(-max(LENS[1]) // 64)
+        blocks = 1 + torch.randperm(NUMBER * pages, generator=torch.Generator().manual_seed(1)).view(NUMBER, pages)
+        key, value = (in_blocks(t, LENS[1], page, blocks) for t in (key, value))
+        sequences = Paged(*sequences.tensors.values(), blocks.int(), page, offset)
+    call = Call(query, key, value, None, operands, sequences, Options(), dim)
+    results = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}
+    launch(variant, call, results)
+    for n, name in enumerate(results):
+        check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "paged"])
+@pytest.mark.parametrize("name", MEASURED)
+def test_outputs_of_measured_tiles(name, kind):
+    check_forward(MEASURED[name], kind, 64, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "paged"])
+@pytest.mark.parametrize("dim", mostly([256], [32, 128, 256]))
+def test_outputs_of_measured_tiles_of_other_widths(dim, kind):
+    check_forward(MEASURED["documents"], kind, dim)
+
+
+# -- gradients of what a score reads, one number for a sequence and head -----------------------------------------------
+slopes = weft.tensor("slopes", 2)
+SUMMED = {
+    "slopes": weft.Attention(score + slopes[batch, head] * 0.05 * (kv_pos - q_pos), masks.causal, name="slopes"),
+    "gain": weft.Attention(score * (1.0 + 0.3 * slopes[batch, head]), masks.causal, name="gain"),
+    "of heads": weft.Attention(score * weft.exp(slopes[0, head]) + slopes[1, head] * q_len, name="of_heads"),
+    "beside a sink": weft.Attention(
+        score + slopes[batch, head] * 0.01 * kv_pos, masks.causal, sink=slopes[batch, head], name="beside_a_sink"
+    ),
+    "documents": weft.Attention(score * (1.0 + slopes[batch, head]), MEASURED["documents"].mask, name="summed_documents"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SUMMED)
+def test_gradients_of_operands(name, kind):
+    given = {"slopes": torch.randn(NUMBER, 4, generator=torch.Generator().manual_seed(6))}
+    own = operands_of(MEASURED["documents"]) if name == "documents" else {}
+    check(SUMMED[name], kind, 64, heads=4, kv_heads=2, wanted=(*MAIN, "slopes"), operands=given | own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", [("slopes",), ("key", "slopes")], ids=" ".join)
+def test_gradients_of_operands_alone(wanted, kind):
+    given = {"slopes": torch.randn(NUMBER, 2, generator=torch.Generator().manual_seed(6))}
+    check(SUMMED["gain"], kind, 192, 128, wanted=wanted, operands=given)
