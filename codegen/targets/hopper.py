@@ -425,7 +425,7 @@ def stores_boxes(signature: Signature, facts: Facts) -> bool:
     So it is where it is added to the score, each entry once, and q.k has one factor, with which sums are multiplied.
     """
     read = facts.boxed_read
-    if read is None or signature.boxed != 2 or signature.sequences != "dense" or not is_one_pass(signature):
+    if read is None or signature.boxed != 2 or not is_one_pass(signature):
         return False
     alone = read.tensor.name in signature.wanted and _reads_of_score(signature, facts) == 1
     return alone and read_once(read) and facts.scale_beside_box is not None

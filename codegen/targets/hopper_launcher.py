@@ -395,13 +395,14 @@ class HopperBackwardLauncher(HopperLauncher):
     def _place_of_pairs(self, call: CallTensors, n: int) -> Place:
         """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write.
 
-        Where all pairs are visible, and there are as many entries, every entry is written.
+        Where all pairs of a dense call are visible, and there are as many entries, every entry is written.
         """
         size = self._shape_of(n, call)
         row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
         batches, heads, q_len, _ = call.query.shape
         pairs = batches * heads * q_len * call.key.shape[2]
-        fill = None if math.prod(size) == pairs and not self.facts.attention.is_masked else 0.0
+        sees_all = self.sequences == "dense" and not self.facts.attention.is_masked
+        fill = None if math.prod(size) == pairs and sees_all else 0.0
         return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
     def _sums_of_a_head(self, kind: str, q_len: int) -> int:
@@ -422,7 +423,8 @@ class HopperBackwardLauncher(HopperLauncher):
     def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
         if self.sequences == "packed" and self.sums:
             slots = self.slots("q", call, True)
-            of_slots = {f"sum{n}": workspace[f"sum{n}"].unflatten(2, (slots, -1)).sum(3) for n in range(len(self.sums))}
+            of_tiles = [f"sum{n}" for n, gradient in enumerate(self.sums) if gradient.kind in ("total", "sink")]
+            of_slots = {name: workspace[name].unflatten(2, (slots, -1)).sum(3) for name in of_tiles}
             workspace = {**workspace, **of_slots}
         return super()._finished(call, results, workspace)
 

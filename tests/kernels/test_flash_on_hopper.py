@@ -9,10 +9,12 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, Packed
 from weft.runtime.driver import compile_kernels
+from weft.runtime.variant import boxed_of
 
 from ..support import check_errors, mostly
 from .gluon import OnACpu
@@ -42,7 +44,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
         offset="number" if call.ragged is None else offset, wanted=frozenset(wanted),
-        deterministic=deterministic,
+        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(declared, signature, by_name("h200"), "hopper", None)

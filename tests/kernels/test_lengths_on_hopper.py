@@ -7,6 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
+from weft.compiler.analysis.facts import facts_of
 from weft.runtime.call import Call, Lengths, Options, Packed, Paged
 
 from ..support import check_errors, mostly, poisoned
@@ -88,7 +89,7 @@ def check(
     )
     exists = of_queries[:, None].expand(exact["lse"].shape)
     lse = torch.where(exists, exact["lse"].float(), torch.nan)
-    if weft.compiler.analysis.facts.facts_of(variant).scores_lie_far:
+    if facts_of(variant).scores_lie_far:
         lse = torch.stack([lse, torch.zeros_like(lse)])
     out = torch.where(exists[..., None], exact["out"].to(torch.bfloat16), torch.nan)
     call = Call(*tensors.values(), None, operands, sequences, Options(), dim)
@@ -107,7 +108,7 @@ def check(
 
 def of_definition(variant, tensors, operands, lengths, offset, dout, dtype, wanted):
     """out, lse and gradients by name."""
-    own = {n: t.to(dtype) if t.is_floating_point() else t for n, t in operands.items()}
+    own = {n: torch.nan_to_num(t).to(dtype) if t.is_floating_point() else t for n, t in operands.items()}
     leaves = {n: torch.nan_to_num(t).to(dtype) for n, t in tensors.items()} | own
     for n in wanted:
         leaves[n] = leaves[n].detach().clone().requires_grad_()
@@ -263,3 +264,33 @@ def test_gradients_of_operands(name, kind):
 def test_gradients_of_operands_alone(wanted, kind):
     given = {"slopes": torch.randn(NUMBER, 2, generator=torch.Generator().manual_seed(6))}
     check(SUMMED["gain"], kind, 192, 128, wanted=wanted, operands=given)
+
+
+# -- gradients of what each pair reads: tiles of dS, which one pass stores ---------------------------------------------
+bias = weft.tensor("bias", 4)
+BIASED = {
+    "causal": weft.Attention(score + bias[batch, head, q_pos, kv_pos], masks.causal, name="biased"),
+    "full": weft.Attention(score + bias[batch, head, q_pos, kv_pos], name="biased_in_full"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BIASED)
+def test_gradients_of_biases(name, kind):
+    """NaN where no pair reads, and gradients of 0; rows behind all sequences are not those of the last one."""
+    heads, generator = 2, torch.Generator().manual_seed(8)
+    given = torch.full((NUMBER, heads, 160, 208), torch.nan, dtype=torch.bfloat16)
+    for b, (queries, keys) in enumerate(zip(*LENS)):
+        given[b, :, :queries, :keys] = torch.randn(heads, queries, keys, generator=generator).bfloat16()
+    found = check(
+        BIASED[name], kind, 64, heads=heads, deterministic=False, wanted=(*MAIN, "bias"), offset=0, operands={"bias": given}
+    )
+    assert not found["dbias"][given.isnan()].any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_without_queries_have_no_weights(deterministic):
+    """However large a score would be of what is not there."""
+    large = weft.Attention(weft.where(q_len > 0, score, 1e3 * (1 + kv_pos)), name="large_without_queries")
+    for kind in KINDS:
+        check(large, kind, 32, deterministic=deterministic)
