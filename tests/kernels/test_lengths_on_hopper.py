@@ -294,3 +294,18 @@ def test_keys_without_queries_have_no_weights(deterministic):
     large = weft.Attention(weft.where(q_len > 0, score, 1e3 * (1 + kv_pos)), name="large_without_queries")
     for kind in KINDS:
         check(large, kind, 32, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands_need_have_nothing_of_sequences_without_a_pair(kind, deterministic, monkeypatch):
+    """A read outside of an operand would raise here."""
+    monkeypatch.setitem(globals(), "LENS", ([70, 5, 0], [90, 0, 9]))
+    monkeypatch.setitem(globals(), "NUMBER", 3)
+    columns = weft.tensor("columns", 2)
+    own = weft.Attention(
+        score * (1.0 + slopes[batch, head]) + columns[batch, q_pos] + columns[batch, kv_pos], masks.causal, name="own"
+    )
+    operands = {"slopes": torch.randn(1, 2), "columns": torch.randn(1, 90)}
+    check(own, kind, 32, deterministic=deterministic, operands=operands)
+    check(own, kind, 32, wanted=(*MAIN, "slopes"), operands=operands)
