@@ -160,8 +160,6 @@ def test_gradients_of_operands(kind):
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("name", SUNK)
 def test_sinks(name, kind, target):
-    if name == "sunk documents" and target == "hopper":
-        target = None  # which leaves them to triton
     made, lengths = given(kind)
     operands = operands_of(name) | {"sinks_of": torch.randn(6, 4, device="cuda")}
     check_variant(SUNK[name], *made, operands=operands | lengths, differentiate=("sinks_of",), target=target)

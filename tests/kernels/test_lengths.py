@@ -660,7 +660,8 @@ def test_what_hopper_computes_of_lengths():
         assert "flash_forward=hopper" in said and "flash_backward=hopper" in said
         said = variant.explain(sizes, device="h100", q_lens=lens, deterministic=True)
         assert "flash_dquery=hopper" in said and "flash_dkey_dvalue=hopper" in said
-    wide = CAUSAL.explain(weft.shape(heads=2, q_len=80, head_dim=256), device="h100", cu_seqlens_q=torch.tensor([0, 80]))
+    sizes, starts = weft.shape(heads=2, q_len=80, head_dim=256), torch.tensor([0, 80])
+    wide = CAUSAL.explain(sizes, device="h100", cu_seqlens_q=starts)
     assert "flash_dquery=hopper" in wide and "flash_dkey_dvalue=hopper" in wide
 
 

@@ -1,4 +1,4 @@
-"""Gradients of sequences with their own lengths on `hopper`: the text of its kernels, run by gluon.py, against float64."""
+"""Sequences of their own lengths on `hopper`: the text of its kernels, run by gluon.py, against float64."""
 
 from __future__ import annotations
 
@@ -70,18 +70,15 @@ def made(kind, heads, side, dim, seed, fill=torch.nan):
 
 
 def check(
-    variant, kind, dim=64, value_dim=None, heads=2, kv_heads=1, deterministic=True, wanted=MAIN, offset=None, operands=None,
-    seed=0,
+    variant, kind, dim=64, value_dim=None, heads=2, kv_heads=1, deterministic=True, wanted=MAIN, offset=None,
+    operands=None, seed=0,
 ):  # fmt: skip
     """Gradients of one call; its output and log-sum-exp are those of the definition. NaN behind lengths everywhere."""
     operands = operands_of(variant) if operands is None else operands
     sequences, lengths = sequences_of(kind, offset)
-    tensors = {}
-    for n, (name, h, side, d) in enumerate(
-        [("query", heads, 0, dim), ("key", kv_heads, 1, dim), ("value", kv_heads, 1, value_dim or dim)]
-    ):
-        tensors[name], there = made(kind, h, side, d, n)
-        of_queries = there if n == 0 else of_queries  # noqa: F821
+    query, of_queries = made(kind, heads, 0, dim, 0)
+    key, value = (made(kind, kv_heads, 1, d, n)[0] for n, d in ((1, dim), (2, value_dim or dim)))
+    tensors = dict(zip(MAIN, (query, key, value)))
     dout, _ = made(kind, heads, 0, value_dim or dim, 3)
     exact, usual = (
         of_definition(variant, tensors, operands, lengths, offset, dout, dtype, wanted)
@@ -205,7 +202,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None):
     """Output and log-sum-exp, 0 and -inf behind lengths."""
     operands, of_keys = operands_of(variant), "padded" if kind == "paged" else kind
     sequences, lengths = sequences_of(of_keys, offset)
-    query, key, value = (made(of_keys, h, side, dim, n)[0] for n, (h, side) in enumerate([(heads, 0), (kv_heads, 1), (kv_heads, 1)]))
+    query, key, value = (made(of_keys, h, n > 0, dim, n)[0] for n, h in enumerate((heads, kv_heads, kv_heads)))
     exact, usual = (
         variant.reference(
             *(torch.nan_to_num(t).to(dtype) for t in (query, key, value)),
@@ -247,7 +244,7 @@ SUMMED = {
     "beside a sink": weft.Attention(
         score + slopes[batch, head] * 0.01 * kv_pos, masks.causal, sink=slopes[batch, head], name="beside_a_sink"
     ),
-    "documents": weft.Attention(score * (1.0 + slopes[batch, head]), MEASURED["documents"].mask, name="summed_documents"),
+    "documents": MEASURED["documents"].replace(score=score * (1.0 + slopes[batch, head]), name="summed_documents"),
 }
 
 
@@ -282,9 +279,8 @@ def test_gradients_of_biases(name, kind):
     given = torch.full((NUMBER, heads, 160, 208), torch.nan, dtype=torch.bfloat16)
     for b, (queries, keys) in enumerate(zip(*LENS)):
         given[b, :, :queries, :keys] = torch.randn(heads, queries, keys, generator=generator).bfloat16()
-    found = check(
-        BIASED[name], kind, 64, heads=heads, deterministic=False, wanted=(*MAIN, "bias"), offset=0, operands={"bias": given}
-    )
+    options = {"wanted": (*MAIN, "bias"), "operands": {"bias": given}}
+    found = check(BIASED[name], kind, 64, heads=heads, deterministic=False, offset=0, **options)
     assert not found["dbias"][given.isnan()].any()
 
 
