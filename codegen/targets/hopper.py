@@ -124,8 +124,6 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
-        if signature.sequences != "dense" and (lacking := _dense_only(kernel, signature, facts)):
-            return f"hopper: {lacking} of sequences of their own lengths are computed by the triton target"
         if kernel.direction == "backward" and tables_of(facts, "flash", signature):
             return "hopper: backwards of scores that are read by distance are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
@@ -429,7 +427,7 @@ def stores_boxes(signature: Signature, facts: Facts) -> bool:
     So it is where it is added to the score, each entry once, and q.k has one factor, with which sums are multiplied.
     """
     read = facts.boxed_read
-    if read is None or signature.boxed != 2 or signature.sequences != "dense" or not is_one_pass(signature):
+    if read is None or signature.boxed != 2 or not is_one_pass(signature):
         return False
     alone = read.tensor.name in signature.wanted and _reads_of_score(signature, facts) == 1
     return alone and read_once(read) and facts.scale_beside_box is not None
@@ -447,17 +445,6 @@ def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ..
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
     return statistics, *passes
-
-
-def _dense_only(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-    """What it computes of sequences of one length alone."""
-    if facts.traits.measured is not None:
-        return "tiles measured from tensors"
-    if kernel.direction == "forward":
-        return None
-    if sums_of_queries(signature, facts):
-        return "gradients of operands"
-    return None if is_one_pass(signature) else "backwards in two passes"
 
 
 LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another

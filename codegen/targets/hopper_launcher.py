@@ -367,7 +367,9 @@ class HopperBackwardLauncher(HopperLauncher):
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
         packed = self.sequences == "packed"
-        tiles = batches * heads * (self.slots("q", call, True) if packed else tiles_of(q_len, self._form.block_q))
+        block_q = self._form.block_q
+        of_head = q_len // block_q + call.ragged.number(call.query) + 1 if packed else tiles_of(q_len, block_q)  # type: ignore[union-attr]
+        tiles = batches * heads * of_head
         # a sequence without queries has a tile that nobody writes, and that its keys visit
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)}
         if self.code.has("flash_backward"):
@@ -379,7 +381,9 @@ class HopperBackwardLauncher(HopperLauncher):
             if gradient.kind == "pair":
                 own[f"sum{n}"] = self._place_of_pairs(call, n)
                 continue
-            number = self.slots("q", call, True) if packed else self._sums_of_a_head(gradient.kind, q_len)
+            number = self._sums_of_a_head(gradient.kind, q_len)
+            if packed:
+                number = self.slots("q", call, True) * self._sums_of_a_slot(gradient.kind)
             own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
         mode: Mode = partition.mode  # type: ignore[assignment]
         return work_of(self, call, mode) | measures_of(self, call, mode) | own
@@ -392,13 +396,14 @@ class HopperBackwardLauncher(HopperLauncher):
     def _place_of_pairs(self, call: CallTensors, n: int) -> Place:
         """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write.
 
-        Where all pairs are visible, and there are as many entries, every entry is written.
+        Where all pairs of a dense call are visible, and there are as many entries, every entry is written.
         """
         size = self._shape_of(n, call)
         row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
         batches, heads, q_len, _ = call.query.shape
         pairs = batches * heads * q_len * call.key.shape[2]
-        fill = None if math.prod(size) == pairs and not self.facts.attention.is_masked else 0.0
+        sees_all = self.sequences == "dense" and not self.facts.attention.is_masked
+        fill = None if math.prod(size) == pairs and sees_all else 0.0
         return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
     def _sums_of_a_head(self, kind: str, q_len: int) -> int:
@@ -406,6 +411,23 @@ class HopperBackwardLauncher(HopperLauncher):
         if kind == "sink":
             return tiles_of(q_len, self._form.block_q)
         return tiles_of(q_len, self._query_form.block_q) * CONSUMERS
+
+    def _sums_of_a_slot(self, kind: str) -> int:
+        """The same of a slot of the list of query tiles."""
+        return self._share if kind == "sink" else CONSUMERS
+
+    @property
+    def _share(self) -> int:
+        """Tiles of statistics in a slot of the list of query tiles, which is that of the kernel that owns queries."""
+        return self._query_form.block_q // self._form.block_q if self.code.has("flash_dquery") else 1
+
+    def _finished(self, call: CallTensors, results: Named, workspace: Named) -> list[Tensor]:
+        if self.sequences == "packed" and self.sums:
+            slots = self.slots("q", call, True)
+            of_tiles = [f"sum{n}" for n, gradient in enumerate(self.sums) if gradient.kind in ("total", "sink")]
+            of_slots = {name: workspace[name].unflatten(2, (slots, -1)).sum(3) for name in of_tiles}
+            workspace = {**workspace, **of_slots}
+        return super()._finished(call, results, workspace)
 
     @property
     def _form(self) -> HopperBackwardForm:
@@ -429,7 +451,11 @@ class HopperBackwardLauncher(HopperLauncher):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"
-        return "own_tiles * batch_heads" if kernel.name == "flash_dquery" else "query_tiles * batch_heads"
+        if kernel.name == "flash_dquery":
+            return "own_tiles * batch_heads"
+        if self.sequences == "packed" and self._share > 1:
+            return f"own_tiles * {self._share} * batch_heads"
+        return "query_tiles * batch_heads"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         if kernel.name in RUNS or kernel.axis == "kv":
@@ -442,13 +468,15 @@ class HopperBackwardLauncher(HopperLauncher):
         return {
             **super()._rows(aligned),
             "n_rows": "batches * heads * q_len",
-            "query_tiles": "q_slots" if packed else f"(q_len + {form.block_q - 1}) // {form.block_q}",
+            "query_tiles": f"q_len // {form.block_q} + n_sequences + 1" if packed
+            else f"(q_len + {form.block_q - 1}) // {form.block_q}",
             "key_tiles": "kv_slots" if packed else f"(kv_len + {form.block_kv - 1}) // {form.block_kv}",
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
         } | ({} if not self.code.has("flash_dquery") else {
-            "own_tiles": f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
+            "own_tiles": "q_slots" if packed
+            else f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",
             "kv_bytes": self._head_bytes,
             "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
         })  # fmt: skip

@@ -936,8 +936,13 @@ def work_kernel(follows: str, side: Literal["q", "kv"] | None = None) -> Kernel:
 def with_work(kernels: Sequence[Kernel]) -> list[Kernel]:
     """The kernels of a packed call: before all others those that list tiles for the ones that own them.
 
-    The kernels around the hopper backward own tiles of queries, as large as those that it visits.
+    The kernels around the hopper backward own tiles of queries, as large as those that it visits; its statistics of
+    rows have the list of the kernel that owns queries, where there is one.
     """
     if HOPPER_BACKWARD in kernels:
         return [work_kernel(HOPPER_BACKWARD.name, side) for side in ("q", "kv")] + list(kernels)
-    return [*(work_kernel(k.name) for k in kernels if k in FLASH and k != ROW_STATISTICS), *kernels]
+    found = [work_kernel(k.name) for k in kernels if k in FLASH and k != ROW_STATISTICS]
+    of_tiles = any(k.name == ROW_STATISTICS.name and k.follows is not None for k in kernels)
+    if of_tiles and FLASH[2] not in kernels:
+        found.insert(0, work_kernel(FLASH[3].name, "q"))
+    return [*found, *kernels]

@@ -131,7 +131,9 @@ def code_plan(
             visitor = schedule.form(next(others))
             own_warps = {**dict.fromkeys(LONG_SPANS, LONG_SPANS_WARPS), **dict.fromkeys(ENDS, ENDS_WARPS)}
             warps = own_warps.get(kernel.name, SPANS_WARPS)
-            own, words, form = measured_by, "", Tiling(visitor.span_rows, visitor.block_kv, warps, 1)
+            # of packed sequences the list of work has whole tiles
+            rows = visitor.block_q if signature.sequences == "packed" else visitor.span_rows
+            own, words, form = measured_by, "", Tiling(rows, visitor.block_kv, warps, 1)
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"

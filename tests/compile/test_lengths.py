@@ -11,7 +11,7 @@ from weft.compiler.planning.signature import PACKED, PAGED
 
 pytest.importorskip("triton")
 from ..support import mostly
-from .ahead import compiled
+from .ahead import compiled, stale_addresses
 
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
 DOCUMENTS = weft.Attention(mask=(kv_pos <= q_pos) & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
@@ -65,6 +65,38 @@ def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, v
             assert len(ours) <= limit * len(theirs), name
 
 
+GAIN = CAUSAL.replace(score=weft.score * (1.0 + weft.tensor("gain", 2)[weft.batch, weft.head]), name="gain")
+ALL = frozenset({"query", "key", "value"})
+IN_TWO_PASSES = [
+    (CAUSAL, "packed", 192, 128), (CAUSAL, "lengths", 256, 256), (CAUSAL, "packed", 128, 128),
+    (DOCUMENTS, "packed", 192, 128), (GAIN, "lengths", 192, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "sequences", "dim", "value_dim"), mostly([IN_TWO_PASSES[0], IN_TWO_PASSES[1]], IN_TWO_PASSES)
+)
+def test_loops_of_two_passes_on_hopper_are_those_of_dense_kernels(variant, sequences, dim, value_dim):
+    """Also where tiles are measured, and where gradients of operands are summed."""
+    wanted = ALL | {"gain"} if variant is GAIN else None
+    dense, made = (
+        compiled(
+            variant, "backward", dim, value_dim=value_dim, sequences=s, target="hopper", deterministic=True,
+            wanted=wanted,
+        ).kernels
+        for s in ("dense", sequences)
+    )  # fmt: skip
+    assert {"flash_dquery", "flash_dkey_dvalue"} < dense.keys() == made.keys() - LISTS
+    assert bool(made.keys() & LISTS) == (sequences == "packed")
+    for name in ("row_statistics", "flash_dquery", "flash_dkey_dvalue"):
+        own, kernel = made[name], dense[name]
+        assert own.sram <= kernel.sram + 256 and not own.serialised and not stale_addresses(own), name
+        assert own.count("wgmma.mma_async") == kernel.count("wgmma.mma_async"), name
+        assert own.spills_in_loops() <= kernel.spills_in_loops(), name
+        for ours, theirs in zip(own.product_loops(), kernel.product_loops(), strict=True):
+            assert len(ours) <= 1.06 * len(theirs), name
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("device", ["a100", "mi300x"])
@@ -92,9 +124,12 @@ def test_sinks_cost_the_loops_nothing(sequences, device):
     assert not alone.kernels["flash_dquery"].count("mma")
 
 
-def test_measured_tiles_of_packed_sequences():
-    module = compiled(DOCUMENTS, "backward", 64, sequences="packed")
-    assert {"query_work", "key_work", *RUNS} <= module.kernels.keys()
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_measured_tiles_of_packed_sequences(target):
+    kernels = compiled(DOCUMENTS, "backward", 64, sequences="packed", target=target).kernels
+    runs = {n for n in RUNS if target == "triton" or n.startswith("q")}  # one pass owns keys
+    assert {"query_work", "key_work", *runs} <= kernels.keys()
+    assert target == "triton" or not kernels["flash_backward"].spills_in_loops()
 
 
 @pytest.mark.parametrize(("page", "sequences"), [(16, "paged"), (128, "paged"), (16, "packed_paged")])

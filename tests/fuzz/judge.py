@@ -110,10 +110,6 @@ REFUSALS = {
         r"UnavailableError: .*hopper: lists of tiles, of a mask that reads a tensor by both positions",
         _for_hopper(_reads_by_pair),
     ),
-    "hopper: measured lengths": _refusal(
-        r"UnavailableError: .*hopper: tiles measured from tensors of sequences of their own lengths",
-        _for_hopper(lambda built: built.call.lens is not None and bool(built.variant.tensors)),
-    ),
 }
 
 

@@ -13,14 +13,19 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.codegen.generate import generate_measures
+from weft.codegen.launching import interpreted
+from weft.codegen.loader import load
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.kernels import RUNS
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
 
@@ -446,7 +451,15 @@ class OnACpu:
         own = Kernels(self.edit(self.text), self.seed)
         self._launching = SimpleNamespace(descriptor=Descriptor, types_of=list)
 
+        measured: Any = None
+        if self.code.tile_source != "program":  # portable kernels, of a module of their own, in Triton's interpreter
+            text = generate_measures(self.facts, False, self.sequences)
+            measured = load(Path("tile_spans.py"), True, text)
+
         def run(binding: Any) -> Callable[..., None]:
+            if binding.name in RUNS:
+                return interpreted(getattr(measured, binding.name), binding, {})
+
             def launch(programs: Any, arguments: Sequence[Any], stream: object) -> None:
                 own.launch(binding.name, int(programs), super(OnACpu, self)._types(binding, arguments))
 
@@ -496,6 +509,8 @@ class Kernels:
             "tma_reduce_add": lambda *a: self.gl.machine.copy_out(*a, adds=True),
         }  # fmt: skip
         exec(compile(body, "<gluon>", "exec"), self.space)
+        if "as_int" in self.space:  # asks a dtype for its width
+            self.space["as_int"] = lambda x: x
         if "unpacked" in self.space:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 

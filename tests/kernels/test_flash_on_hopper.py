@@ -9,10 +9,12 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
+from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged
 from weft.runtime.driver import compile_kernels
+from weft.runtime.variant import boxed_of
 
 from ..support import check_errors, mostly
 from .gluon import OnACpu
@@ -31,15 +33,18 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAIN = ("query", "key", "value", "rope")
 
 
-def launch(declared, call, results, wanted=(), deterministic=False, seed=0):
-    """One direction of a call, on what holds NaN wherever nobody has written."""
+def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right"):
+    """One direction of a call, on what holds NaN wherever nobody has written; what it sums for operands.
+
+    offset: of sequences with lengths.
+    """
     direction = "backward" if wanted else "forward"
     rope_dim = 0 if call.rope is None else call.rope.shape[3]
     signature = Signature(
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
-        offset="number" if call.ragged is None else "bottom_right", wanted=frozenset(wanted),
-        deterministic=deterministic,
+        offset="number" if call.ragged is None else offset, wanted=frozenset(wanted),
+        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(declared, signature, by_name("h200"), "hopper", None)
@@ -51,7 +56,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0):
         workspace[name] = place.beside(call.query)
         if place.fill is None:
             workspace[name].fill_(float("nan") if workspace[name].dtype.is_floating_point else -(2**31))
-    launcher(call, results, workspace, partition)
+    return launcher(call, results, workspace, partition)
 
 
 def joined(key, rope):

@@ -643,17 +643,26 @@ def test_other_schedules_and_targets_say_what_they_lack():
         with pytest.raises(weft.UnavailableError, match=rf"schedule {schedule} computes sequences of one length"):
             CAUSAL(query, query, query, q_lens=lens, target="interpret", schedule=schedule)
     sizes = weft.shape(batch=2, heads=2, q_len=80, head_dim=64)
+    allowed = CAUSAL.replace(mask=weft.tensor("allowed", 3, bool)[batch, q_pos, kv_pos], name="allowed")
+    said = allowed.explain(sizes, device="h100", q_lens=lens)
+    assert "hopper: lists of tiles" in said and "flash_forward=triton" in said
+    latent = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=512, rope=64), name="latent_of_lengths")
+    rotary = weft.shape(batch=2, heads=2, q_len=80, head_dim=192, value_dim=128)
+    said = " ".join(latent.explain(rotary, device="h100", q_lens=lens, form="expanded").split())
+    assert "hopper: needs sequences of one length for gradients of expanded latent attention" in said
+
+
+def test_what_hopper_computes_of_lengths():
+    lens, sizes = torch.tensor([3, 8]), weft.shape(batch=2, heads=2, q_len=80, head_dim=64)
     documents = CAUSAL.replace(mask=CAUSAL.mask & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
-    said = documents.explain(sizes, device="h100", q_lens=lens)
-    assert "hopper: tiles measured from tensors of sequences of their own lengths" in said
-    assert "flash_forward=triton" in said
-    with pytest.raises(weft.UnavailableError, match="hopper: tiles measured from tensors of sequences"):
-        documents.plan(sizes, device="h100", target="hopper", q_lens=lens)
-    said = CAUSAL.explain(sizes, device="h100", q_lens=lens)
-    assert "flash_forward=hopper" in said and "flash_backward=hopper" in said
-    said = " ".join(CAUSAL.explain(sizes, device="h100", q_lens=lens, deterministic=True).split())
-    assert "hopper: backwards in two passes of sequences of their own lengths are computed by the triton target" in said
-    assert "flash_forward=hopper" in said and "flash_dquery=triton" in said
+    for variant in (CAUSAL, documents):
+        said = variant.explain(sizes, device="h100", q_lens=lens)
+        assert "flash_forward=hopper" in said and "flash_backward=hopper" in said
+        said = variant.explain(sizes, device="h100", q_lens=lens, deterministic=True)
+        assert "flash_dquery=hopper" in said and "flash_dkey_dvalue=hopper" in said
+    sizes, starts = weft.shape(heads=2, q_len=80, head_dim=256), torch.tensor([0, 80])
+    wide = CAUSAL.explain(sizes, device="h100", cu_seqlens_q=starts)
+    assert "flash_dquery=hopper" in wide and "flash_dkey_dvalue=hopper" in wide
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

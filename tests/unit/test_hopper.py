@@ -387,9 +387,10 @@ def test_calls_whose_gradient_of_pairs_goes_to_triton() -> None:
     for head_dim, boxed, wanted, more in (
         (64, 0, ALL, {}), (64, 4, ALL, {}), (192, 2, ALL, {}),
         (64, 2, ALL - {"query"}, {}), (64, 2, frozenset({"pairs"}), {}),
-        (64, 2, ALL, {"deterministic": True}), (64, 2, ALL, {"sequences": "lengths", "offset": "bottom_right"}),
+        (64, 2, ALL, {"deterministic": True}),
     ):  # fmt: skip
         assert "hopper" not in chosen(BIASED, head_dim, boxed, wanted, **more)
+    assert "p2" in chosen(BIASED, 64, 2, ALL, sequences="lengths", offset="bottom_right")
     assert chosen(BIASED, 64, 4, ALL - {"pairs"}) == "flash/flash_backward=hopper:64x128s2p4"  # read, but without one
 
 
