@@ -7,6 +7,7 @@ then handed its arguments as they are.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Run:
     def __call__(self, programs: int, arguments: Sequence[Any], stream: int) -> None:
         if not programs:
             return
+        bind_context()
         if not is_heard():
             self.launch(programs, 1, 1, stream, self.function, self.metadata, None, None, None, *arguments)
         else:  # a profiler of Triton's listens
@@ -130,6 +132,20 @@ def compiled_together(device: int, asked: Sequence[Asked]) -> list[Run]:
     return [run or compiled(*each) for run, each in zip(found, asked)]
 
 
+_thread = threading.local()
+
+
+def bind_context() -> None:
+    """Give this thread the context of its GPU, which a descriptor is not made without.
+
+    The CUDA runtime does so at a thread's first call. Descriptors are made by the driver, and kernels may have been
+    compiled in other threads: those of autograd, and of users, may not have called anything yet.
+    """
+    if not hasattr(_thread, "is_bound") and torch.cuda.is_available():
+        torch.cuda.is_current_stream_capturing()  # a call that is allowed at any time
+        _thread.is_bound = True
+
+
 def current_stream(device: int) -> int:
     """Handle of the stream that the caller launches in."""
     return driver.active.get_current_stream(device)
@@ -179,6 +195,7 @@ def encoder(meta: Mapping[str, Any]) -> Callable[[int, Places], tuple[object, ..
     first = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
 
     def encode(address: int, places: Places) -> tuple[object, ...]:
+        bind_context()
         shape, strides = places
         return fill(address, *first, shape, strides, 0), *shape, *strides
 

@@ -180,6 +180,29 @@ def test_threads_share_what_is_kept(monkeypatch):
     assert not wrong
 
 
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_threads_that_have_called_nothing_of_cuda_yet(kind):
+    """Descriptors want a context, which CUDA gives to a thread at its first call: first calls, and prepared ones."""
+    q, k, v = qkv(1, 4, 300, 64)
+    starts = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    given = {} if kind == "dense" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    variant, dout, found = CAUSAL.replace(name=f"fresh_threads_{kind}"), torch.randn_like(q), []
+
+    def call():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = variant(*leaves, **given, target="hopper")
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+
+    for _ in range(3):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert len(found) == 3
+    first, *others = found
+    for other in others:
+        assert all(torch.equal(first[n], other[n]) for n in (0, 2, 3))
+
+
 def test_a_graph_needs_nothing_of_what_is_kept():
     q, k, v = qkv(2, 4, 300, 64)
     want = CAUSAL(q, k, v, target="hopper")

@@ -33,7 +33,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAIN = ("query", "key", "value", "rope")
 
 
-def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right"):
+def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right", schedule=None):
     """One direction of a call, on what holds NaN wherever nobody has written; what it sums for operands.
 
     offset: of sequences with lengths.
@@ -47,7 +47,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(declared, signature, by_name("h200"), "hopper", None)
+        made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
     assert made.resolved.target.name == "hopper"
     launcher = OnACpu.of(made, declared, seed)
     partition = launcher.partition(call, results)
@@ -84,7 +84,7 @@ def exact_of(plain, tensors, dout, dlse, dtype, **operands):
     return {"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(leaves, found)}}
 
 
-def check(name, tensors, deterministic=False, leave_out=(), seed=0):
+def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=None):
     """A forward and a backward of all gradients but some."""
     given, operands = SCORES[name], {}
     rope, query, dtype = tensors["rope"], tensors["query"], tensors["query"].dtype
@@ -102,7 +102,15 @@ def check(name, tensors, deterministic=False, leave_out=(), seed=0):
     dout, dlse = torch.randn(out.shape).to(dtype), torch.randn(query.shape[:3])
     wanted = [n for n, t in tensors.items() if t is not None and n not in leave_out]
     gradients = {f"d{n}": torch.full_like(tensors[n], nan) for n in wanted}
-    launch(declared, call, {**results, "dout": dout, "dlse": dlse, **gradients}, wanted, deterministic, seed)
+    launch(
+        declared,
+        call,
+        {**results, "dout": dout, "dlse": dlse, **gradients},
+        wanted,
+        deterministic,
+        seed,
+        schedule=schedule,
+    )
     exact, usual = (exact_of(plain, tensors, dout, dlse, kind, **operands) for kind in (torch.float64, dtype))
     for label, found in {**results, **gradients}.items():
         check_errors(found, exact[label], usual[label], label)
@@ -221,3 +229,9 @@ def test_narrow_heads(head_dim, value_dim, deterministic):
 def test_queries_see_keys_in_pieces(head_dim, value_dim):
     """Two passes of keys with heads of their own, in groups."""
     check("causal", operands_of(4, 2, 130, 200, head_dim, 0, value_dim, batch=1), deterministic=True)
+
+
+@pytest.mark.parametrize(("width", "form"), [(96, "64x128s2+next"), (64, "64x128s3+next"), (40, "64x128s3")])
+def test_other_forms_of_one_pass(width, form):
+    tensors = operands_of(4, 2, 130, 200, width, 0, width, batch=1)
+    check("causal", tensors, schedule=f"flash/flash_backward=hopper:{form}")
