@@ -144,6 +144,9 @@ def build_one(job: Job) -> Built:
         kernels = _kernels(job)
     except WeftError as error:
         return Built(job, (), time.perf_counter() - begun, str(error))
+    except Exception as error:  # a compiler's own: the other jobs go on
+        lines = str(error).strip().splitlines() or ["no message"]
+        return Built(job, (), time.perf_counter() - begun, f"{type(error).__name__}: {lines[-1]}")
     return Built(job, kernels, time.perf_counter() - begun)
 
 

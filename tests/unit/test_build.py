@@ -24,6 +24,19 @@ def test_several_processes_build_where_signals_cannot_be_held(
     assert all("the cpu target compiles nothing" in d.problem for d in done)
 
 
+def test_what_a_compiler_raises_is_the_problem_of_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels(job: build.Job) -> tuple[str, ...]:
+        if job.head_dim == 64:
+            raise RuntimeError("at 3:4:\n    sram.store(tile)\nno such layout")
+        return ("flash_forward",)
+
+    monkeypatch.setattr(build, "_kernels", kernels)
+    jobs = [build.Job("score", "forward", "bf16", dim, dim, "h200", "hopper") for dim in (64, 128)]
+    bad, good = build.build(jobs, processes=1)
+    assert bad.problem == "RuntimeError: no such layout"
+    assert good.kernels == ("flash_forward",) and not good.problem
+
+
 def test_every_combination_that_there_is() -> None:
     dense = weft.Attention(name="dense")
     sizes = {"device": "h200", "head_dims": [64], "page": 8}
