@@ -210,12 +210,21 @@ def _places_of_pairs(
     return {f"sum{n}": flat_place(*size, fill=fill), f"entry{n}": flat_place(*size, fill=fill, dtype=entries)}
 
 
+_SHARES = 64  # of a table to which many sums belong: torch adds what belongs to one entry one after another
+
+
 def add_listed(table: Tensor, entries: Tensor, sums: Tensor) -> None:
     """Add listed sums to the entries that they belong to, in one order."""
-    if table.is_cuda:
-        table.view(-1).index_put_((entries.flatten().long(),), sums.flatten(), accumulate=True)  # sorts
-    else:  # from the first to the last, in one thread
-        table.view(-1).scatter_add_(0, entries.flatten().long(), sums.flatten())
+    own, entries, sums = table.view(-1), entries.flatten().long(), sums.flatten()
+    if not table.is_cuda:  # from the first to the last, in one thread
+        own.scatter_add_(0, entries, sums)
+    elif sums.numel() <= _SHARES * own.numel():
+        own.index_put_((entries,), sums, accumulate=True)  # sorts
+    else:
+        shares = own.new_zeros(_SHARES, own.numel())
+        turn = torch.arange(sums.numel(), device=sums.device) % _SHARES
+        shares.index_put_((turn, entries), sums, accumulate=True)
+        own += shares.sum(0)
 
 
 def ways_in(code: CodePlan, facts: Facts) -> Ways:
