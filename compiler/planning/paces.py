@@ -37,11 +37,10 @@ class Pace:
 
 UNFITTED = Pace()  # as if nothing hid behind products, and nothing else took time
 _SPANS = Pace(start=9.0)  # 11 to 22 us were measured at 8192 tokens
-# Of ends and long spans together 24.5, 27.8 and 43.9 us were measured at 64k, 256k and 1M tokens, of which ends took 22
-# at 64k: a program's steps wait one for the other, and of these there are as many at any length (they were of 4096
-# positions each then, and are of 8192 since).
-_ENDS = Pace(start=17.4)
-_LONG_SPANS = Pace(program=0.147)
+# Of ends and long spans together 16.6, 19.5 and 31.5 us were measured at 64k, 256k and 1M tokens, of which ends took
+# 13.7, 14.0 and 15.4: a program's steps wait one for the other, and of these there are as many at any length.
+_ENDS = Pace(start=9.9)
+_LONG_SPANS = Pace(program=0.113)
 # fmt: off
 PACES: dict[str, Pace] = {
     "hopper flash_backward": Pace(matrix=1.14, exp=0, other=1.47, mask=1.91, program=4.16),

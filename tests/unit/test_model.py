@@ -166,7 +166,7 @@ def test_a_fit_finds_paces_that_give_the_times_that_were_measured() -> None:
         assert again == pytest.approx(example.seconds, rel=0.02)
 
 
-@pytest.mark.parametrize(("tokens", "measured"), [(1 << 16, 24.5), (1 << 18, 27.8), (1 << 20, 43.9)])
+@pytest.mark.parametrize(("tokens", "measured"), [(1 << 16, 16.6), (1 << 18, 19.5), (1 << 20, 31.5)])
 def test_measuring_tiles_of_long_axes_takes_what_was_measured(tokens: int, measured: float) -> None:
     """Of documents of 1024 tokens, D128 H8: the kernels of a forward that measure, microseconds."""
     documents = weft.Attention(mask=CAUSAL & (DOC[kv_pos] == DOC[q_pos]), name="documents")
