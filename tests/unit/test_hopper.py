@@ -414,3 +414,14 @@ def test_a_form_says_what_it_wants_of_the_operand() -> None:
         BIASED.plan(sizes(64), device="h200", schedule="flash/flash_backward=hopper:64x128s2")
     with pytest.raises(weft.WeftError, match="tiles of what pairs read are brought in one pass, with 64 queries"):
         BIASED.plan(sizes(64), device="h200", schedule="flash/flash_backward=hopper:128x128s2p2")
+
+
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_measured_masks_of_packed_queries_over_pages_go_to_triton(name: str) -> None:
+    """What is measured would have places of packed rows and of padded ones: nothing is, and no module measures it."""
+    signature = Signature(
+        "forward", "sm_90", Dtypes.all("bf16"), Widths(64, 64), sequences="packed_paged", offset="bottom_right"
+    )
+    found = resolve(VARIANTS[name], signature, H200)
+    assert found.target.name == ("hopper" if name == "causal" else "triton")
+    assert found.code.tile_source == "program"
