@@ -116,7 +116,8 @@ def test_what_a_backward_of_one_head_kind_multiplies_at_the_end(head_dim: int) -
     )
     assert "times the factor of the score, at the end" in plain and "dkey = dkey * (scale * LN2)" in plain
     assert "dqk = (p * dp * (scale * LN2)).to(dtype)" in apart and "dkey = dkey *" not in apart
-    assert "-lse / factor" in plain and "-lse / factor" not in apart  # a factor that may be 0 divides nothing
+    # products that run ahead start from 0, and a factor that may be 0 divides nothing
+    assert ("-lse / factor" in plain) == (head_dim == 128) and "-lse / factor" not in apart
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
