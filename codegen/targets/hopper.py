@@ -17,6 +17,7 @@ from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
+    DRAWN_BACKWARD,
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
@@ -86,7 +87,8 @@ class HopperTarget:
         kernels: tuple[Kernel, ...] = FLASH[:1]
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
-            kernels = ONE_PASS if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
+            one_pass = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
+            kernels = one_pass if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
         found = with_measuring(kernels, facts.traits.measured)
         found = with_work(found) if signature.sequences in PACKED else found
         reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
@@ -110,8 +112,8 @@ class HopperTarget:
             return f"hopper: {lacking}"
         if kernel in SPLIT_KV:
             return _undivided(signature, facts)
-        if facts.attention.drops and kernel.direction == "backward":
-            return "hopper: the backward of dropout is computed by the triton target"
+        if facts.attention.drops and kernel.direction == "backward" and (lacking := _no_drawn(signature, facts)):
+            return f"hopper: the backward of dropout {lacking} is computed by the triton target"
         if widths.value_is_key:
             return "hopper: absorbed latent attention is computed by the triton target, but for a few queries"
         if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
@@ -411,6 +413,20 @@ def is_one_pass(signature: Signature) -> bool:
 
 OWNED_BY_KEYS = {"key", "value", "rope"}  # what the pass that owns keys has gradients of
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
+ONE_PASS_DRAWN: tuple[Kernel, ...] = (HOPPER_STATISTICS, DRAWN_BACKWARD, ROUND_DQUERY)
+
+
+def _no_drawn(signature: Signature, facts: Facts) -> str | None:
+    """Where it does not draw what a backward drops."""
+    if signature.sequences != "dense":
+        return "of sequences of their own lengths"
+    if signature.widths.rope_dim:
+        return "of expanded latent attention"
+    if not is_one_pass(signature):
+        return "in two passes"
+    if sums_of_queries(signature, facts):
+        return "with gradients of operands"
+    return None if facts.boxed_read is None else "beside what each pair reads"  # which has no tiles there
 
 
 def sums_of_queries(signature: Signature, facts: Facts) -> bool:
@@ -522,6 +538,8 @@ def _no_boxes(form: Form, signature: Signature) -> str | None:
 
 def _no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
+    if kernel == DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.pair_bytes):
+        return "with dropout, expected 64 queries, whose bits two warps draw"
     if form.pair_bytes and (kernel.name != "flash_backward" or form.block_q != 64 or form.next_scores):
         return "tiles of what pairs read are brought in one pass, with 64 queries"
     if kernel.name == "flash_dquery":
@@ -617,7 +635,8 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
     summed: gradients of the score's operands are wanted, for which the same holds.
     """
     width = max(columns_of(widths))
-    spare = facts.linear_scale is not None and not facts.loads_at_positions  # registers
+    busy = facts.loads_at_positions or facts.traits.drops
+    spare = facts.linear_scale is not None and not busy  # registers
     if width == 256:
         if kernel.name == "flash_dquery":
             return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)

@@ -456,6 +456,11 @@ def hopper_backward_sram(x: Sizes) -> float:
     return hopper_loaded_sram(x) + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
 
 
+def hopper_drawn_sram(x: Sizes) -> float:
+    """The same, and a bit for each pair of a visited tile, whether it is dropped."""
+    return hopper_backward_sram(x) + x.s * x.bq * x.bkv / 8
+
+
 def hopper_by_columns_sram(x: Sizes) -> float:
     """What is loaded, and P and dS, twice each."""
     return hopper_loaded_sram(x) + 4 * x.bq * x.bkv * x.e
@@ -720,6 +725,7 @@ HOPPER_BACKWARD = Kernel(
     "flash_backward", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, hopper_backward_sram,
     flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, _QUERIES,
 )  # fmt: skip
+DRAWN_BACKWARD = replace(HOPPER_BACKWARD, sram=hopper_drawn_sram)  # where weights are dropped
 ROUND_DQUERY = Kernel(
     "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, round_dquery_sram,
     sums_of_dquery, query_bytes, none, none, _KEYS, "flash_backward",

@@ -256,6 +256,8 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
     product = "asynchronous"
     stored = t.boxes and "pair" in t.sums
     shared = "; of columns that heads share, float32 sums of each head or of all" if t.wants_shared_dkey else ""
+    drawn = [_compute("dropped", "which pairs are dropped, a bit each in SRAM, ahead, by two warps", _EACH_Q)]
+    drawn = drawn if t.traits.drops else []
     stages = [
         _load("key", t.key(), _ONCE),
         _load("value", t.value(), _ONCE),
@@ -263,11 +265,12 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         _load("query", f"{', '.join([t.query(), *t.saved('lse', 'delta')])}, {slot}", _EACH_Q, _AHEAD),
         *([_load("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as Q", _EACH_Q, _AHEAD)] if t.boxes else []),
         _load("doutput", f"{t.output('dO')}, {slot}", _EACH_Q, _AHEAD),
+        *drawn,
         _compute("scores", f"{t.scores()} = Q K^T, {product}", _EACH_Q),
         _compute("dweights", f"{t.scores('dP')} = dO V^T - delta, {product}", _EACH_Q),
         _compute("weights", f"{_weights_text(t)}{t.mask_text}", _EACH_Q),
-        _compute("dscores", "dS = P * dP" + ("" if t.traits.linear else " * score'"), _EACH_Q),
-        _compute("dvalue", "dV += P^T dO", _EACH_Q),
+        _compute("dscores", f"dS = P * {t.kept('dP')}" + ("" if t.traits.linear else " * score'"), _EACH_Q),
+        _compute("dvalue", f"dV += {t.kept('P')}^T dO", _EACH_Q),
         _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", _EACH_Q),
         _compute("dkey", "dK += dS^T Q", _EACH_Q),
         *(

@@ -8,7 +8,7 @@ import weft
 from weft import masks
 
 pytest.importorskip("triton")
-from .ahead import compiled
+from .ahead import compiled, count_opcode
 
 PLAIN = weft.Attention(mask=masks.causal, name="causal")
 DROPPED = PLAIN.replace(dropout=0.1, name="dropped")
@@ -72,3 +72,23 @@ def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int
         for name, kernel in compiled(variant, direction, width, target="triton").kernels.items():
             of_loops = sum(map(len, kernel.product_loops()))
             assert kernel.spills_in_loops() * 200 <= of_loops, f"{direction} {name}"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("variant", "width"), [(DROPPED, 128), (CAPPED, 64), (DROPPED, 80)])
+def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
+    """Drawers compute a counter once for eight pairs; consumers look at bits, five instructions a pair at the most."""
+    kernel = compiled(variant, "backward", width, target="hopper").kernels["flash_backward"]
+    form = "flash/flash_backward=hopper:64x128s2"
+    plain = compiled(variant.replace(dropout=0.0), "backward", width, target="hopper", schedule=form)
+    assert not kernel.serialised and kernel.spills_in_loops() <= plain.kernels["flash_backward"].spills_in_loops() + 10
+    consumers, before = (k.product_loops() for k in (kernel, plain.kernels["flash_backward"]))
+    pairs = 64 * 64 // THREADS
+    assert len(consumers) == len(before) == 2
+    for ours, theirs in zip(consumers, before):
+        assert len(ours) <= len(theirs) + 5.5 * pairs
+    drawers = [loop for loop in kernel._inner_loops() if count_opcode(r"IMAD\.WIDE", loop) >= 2 * (ROUNDS - 2)]
+    assert len(drawers) == 64 // 32  # one for 32 queries
+    for loop in drawers:
+        assert len(loop) - count_opcode("(?:LDL|STL)", loop) <= 48
+        assert count_opcode(r"(?:SHF|ISETP|SEL)", loop) <= 2  # a pair's bit is a carry

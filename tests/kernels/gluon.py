@@ -26,6 +26,7 @@ from weft.codegen.loader import load
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.kernels import RUNS
+from weft.ir.philox import philox
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
 
@@ -205,11 +206,11 @@ class Machine:
         for leave in self.leaving.pop(self._me(), []):
             leave()
 
-    # -- barriers of the hardware, which a consumer's 128 threads arrive at and the producer's 32 wait for ------------
+    # -- barriers of the hardware, which a consumer's 128 threads arrive at; the producer's 32, or others', wait -------
     def named(self, number: int, threads: int, waits: bool) -> int:
         key = (-1, number)
-        consumers = (threads - 32) // 128
-        self.barriers.setdefault(key, [consumers + 1, consumers + 1, 0, 0])
+        roles = threads // 128 + threads % 128 // 32  # warpgroups, and single warps
+        self.barriers.setdefault(key, [roles, roles, 0, 0])
         phase = self.barriers[key][3] & 1
         self._change(key, 1, 0)
         if waits:
@@ -325,7 +326,7 @@ class Language:
     """`gl`, and `tl` of the kernel that joins parts."""
 
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
-    float16 = torch.float16
+    float16, uint32 = torch.float16, torch.int64  # words, as `_words_of` has them
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
@@ -395,6 +396,12 @@ class Language:
         function = getattr(torch, name)
         return lambda *given: function(*map(_of, given))
 
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([a, b], -1)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[..., 0], x[..., 1]
+
     def associative_scan(self, x: Tensor, axis: int, function: Callable[[Any, Any], Any]) -> Tensor:
         assert function(3, 4) == 7
         return x.cumsum(axis)
@@ -420,8 +427,26 @@ class Language:
     def multiple_of(self, x: Any, numbers: Sequence[int]) -> Any:
         return x
 
-    def convert_layout(self, x: Tensor, layout: object) -> Tensor:
+    def convert_layout(self, x: Tensor, layout: object, assert_trivial: bool = False) -> Tensor:
         return x
+
+
+# -- dropout: what words of 32 bits, which torch does not have, and lines of assembly compute --------------------------
+_WORD = 0xFFFFFFFF
+
+
+def _words_of(groups: Tensor, q_pos: Tensor, batch: Any, head: Any, seed: Any) -> Any:
+    counter = (_of(x).long() & _WORD for x in (groups, q_pos, head, batch))
+    return philox(torch.broadcast_tensors(*counter), (_of(seed) & _WORD, _of(seed) >> 32 & _WORD))  # type: ignore[arg-type]
+
+
+def _noted(bits: Tensor, number: Tensor, threshold: Tensor) -> Tensor:
+    return 2 * bits + ((number & _WORD) + threshold >> 32)
+
+
+def _masked(weights: Tensor, even: Tensor, odd: Tensor, byte: Tensor) -> Tensor:
+    both = torch.cat(torch.broadcast_tensors(even, odd), -1)
+    return torch.where(both >> (8 * byte + 7) & 1 != 0, 0, weights)
 
 
 class OnACpu:
@@ -477,6 +502,7 @@ class Kernels:
     def __init__(self, source: str, seed: int = 0) -> None:
         self.gl, self.seed = Language(), seed
         body = re.sub(r"^(?:import|from) .*?(?:\n(?= ).*)*$", "", source, flags=re.MULTILINE)
+        body = re.sub(r"= \w+(\(\w+\))?\.type\.layout$", "= None", body, flags=re.MULTILINE)
         body = re.sub(r",\s*gl\.SliceLayout\(1, sums\.type\.layout\)", ", None", body)
 
         def same(function: Any = None, **options: object) -> Any:
@@ -514,9 +540,13 @@ class Kernels:
         if "unpacked" in self.space:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
+        if "words_of" in self.space:
+            self.space |= {"words_of": _words_of, "noted": _noted, "masked": _masked}
+
     def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
         """Run all programs, one after the other; tensors stand for their addresses."""
-        given = [Pointer.to(a) if isinstance(a, Tensor) else a for a in arguments]
+        kinds = {Tensor: Pointer.to, float: lambda a: torch.tensor(a, dtype=torch.float32)}
+        given = [kinds.get(type(a), lambda a: a)(a) for a in arguments]
         for program in range(programs):
             self.gl.program, self.gl.programs = program, programs
             self.gl.machine = Machine(self.seed + program)

@@ -321,14 +321,27 @@ def test_explained() -> None:
 
 # -- the Hopper kernel's own text --------------------------------------------------------------------------------------
 def test_the_hopper_kernel_takes_tiles_apart_as_it_should(tmp_path: Path) -> None:
-    """Its functions of dropout, with Triton's names for Gluon's and without layouts, in the interpreter."""
+    """Its functions of dropout, with Triton's names for Gluon's, without layouts and assembly, in the interpreter."""
     source = CAUSAL.source(weft.shape(heads=2, q_len=256, head_dim=128), device="h100", target="hopper")
     part = source[source.index("@gluon.jit\ndef philox(") :]
     part = part[: part.index("\n\n\n# ----")]
     assert "def undropped(" in part and "gl.convert_layout(tile, SCORE, assert_trivial=True)" in part
     part = part.replace("gl.convert_layout(tile, SCORE, assert_trivial=True)", "tile")
     part = re.sub(r", gl\.SliceLayout\(\d, layout\)|    layout: gl\.constexpr = .*\n", "", part)
-    head = "import triton\nimport triton.language as tl\n\nROWS = tl.constexpr(64)\nBLOCK_KV = tl.constexpr(128)\n\n\n"
+    head = """import triton
+import triton.language as tl
+
+ROWS = tl.constexpr(64)
+BLOCK_KV = tl.constexpr(128)
+
+
+@triton.jit
+def product(word, factor):
+    both = word.to(tl.uint64) * factor
+    return (both >> 32).to(tl.uint32), both.to(tl.uint32)
+
+
+"""
     kernel = """
 
 @triton.jit

@@ -1,0 +1,139 @@
+"""Dropout of target hopper on a CPU: its generated text, run by gluon.py, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen.targets import target_named
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.runtime.call import Call, Dense, Options
+
+from ..support import check_errors, mostly
+from .test_flash_on_hopper import MAIN, launch, operands_of
+
+pytest.importorskip("triton")
+
+share, slopes, sinks = weft.scalar("p", float), weft.tensor("slopes", 1), weft.tensor("sinks", 1)
+VARIANTS = {
+    "plain": weft.Attention(dropout=0.5, name="plain"),
+    "causal": weft.Attention(mask=masks.causal, dropout=0.2, name="dropped"),
+    "given": weft.Attention(mask=masks.causal, dropout=share, name="given"),
+    "window": weft.Attention(mask=masks.sliding_window(100), dropout=0.1, name="windowed"),
+    "capped": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, dropout=0.3, name="capped"),
+    "alibi": weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, dropout=0.3, name="alibi"),
+    "far": weft.Attention(score + 1000.0 * (kv_pos % 2), masks.causal, dropout=0.3, name="far"),
+    "sink": weft.Attention(mask=masks.causal, sink=sinks[head], dropout=0.3, name="sunk"),
+    "few_rows_see": weft.Attention(mask=kv_pos < q_pos - 70, dropout=0.3, name="few_rows_see"),
+}
+
+
+def operands(variant: weft.Attention, heads: int, seed: int = 1 << 40 | 7) -> dict[str, Any]:
+    torch.manual_seed(5)
+    made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed])}
+    return {operand.name: made[operand.name] for operand in variant.parameters}
+
+
+def check(
+    name: str, width: int, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 2), q_len: int = 130,
+    kv_len: int = 200, value_dim: int | None = None, seed: int = 0, offset: int | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """A forward, and a backward of all gradients, on what holds NaN where nobody has written."""
+    variant, (query_heads, key_heads) = VARIANTS[name], heads
+    tensors = operands_of(query_heads, key_heads, q_len, kv_len, width, 0, value_dim or width, batch=2, dtype=dtype)
+    given = operands(variant, query_heads)
+    offset = kv_len - q_len if offset is None else offset
+    exact, usual = (reference(variant, tensors, given, offset, kind) for kind in (torch.float64, dtype))
+    call = Call(*tensors.values(), given, Dense(offset), Options(), width)
+    dout, dlse = exact["dout"].to(dtype), exact["dlse"].float()
+    rows = exact["lse"].shape
+    far = facts_of(variant).scores_lie_far
+    results = {"out": torch.full_like(dout, float("nan")), "lse": torch.full((2, *rows) if far else rows, float("nan"))}
+    launch(variant, call, results, seed=seed)
+    gradients = {f"d{n}": torch.full_like(t, float("nan")) for n, t in tensors.items() if t is not None}
+    launch(variant, call, {**results, "dout": dout, "dlse": dlse, **gradients}, list(MAIN[:3]), seed=seed)
+    if far:
+        results["lse"] = results["lse"].sum(0)
+    for label, found in {**results, **gradients}.items():
+        check_errors(found, exact[label], usual[label], label)
+    return gradients
+
+
+def reference(
+    variant: weft.Attention, tensors: dict[str, Any], given: dict[str, Any], offset: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items() if t is not None}
+    given = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
+    out, lse = variant.reference(*leaves.values(), return_lse=True, q_offset=offset, **given)
+    generator = torch.Generator().manual_seed(3)
+    dout = torch.randn(out.shape, generator=generator).to(tensors["query"].dtype).to(dtype)
+    dlse = torch.randn(lse.shape, generator=generator).to(lse.dtype)
+    found = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
+    return {"out": out.detach(), "lse": lse.detach(), "dout": dout, "dlse": dlse,
+            **{f"d{n}": g for n, g in zip(leaves, found)}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant(name: str) -> None:
+    check(name, 64)
+
+
+WIDTHS = [(128, torch.bfloat16), (80, torch.float16), (128, torch.float16), (40, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("width", "dtype"), mostly(WIDTHS[:2], WIDTHS))
+def test_widths_and_types(width: int, dtype: torch.dtype) -> None:
+    check("causal", width, dtype, heads=(2, 2), value_dim=64 if width == 40 else None)
+
+
+EDGES = [(65, 129), (1, 70), (128, 128), (63, 257), (300, 64), (31, 33)]
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), mostly(EDGES[:2], EDGES))
+def test_lengths_at_the_edges_of_tiles(q_len: int, kv_len: int) -> None:
+    check("causal" if q_len <= kv_len else "plain", 64, heads=(2, 1), q_len=q_len, kv_len=kv_len)
+
+
+@pytest.mark.parametrize("offset", [0, -70, 1 << 20])
+def test_positions_of_queries(offset: int) -> None:
+    check("plain", 64, heads=(2, 2), q_len=70, kv_len=70, offset=offset)
+
+
+def test_gradients_of_keys_do_not_depend_on_who_comes_first() -> None:
+    first, second = (check("window", 64, heads=(2, 1), seed=seed) for seed in (0, 7))
+    assert all(torch.equal(first[n], second[n]) for n in ("dkey", "dvalue"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"deterministic": True}, "in two passes"),
+        ({"wanted": frozenset({"key", "value"})}, "in two passes"),
+        ({"sequences": "packed", "offset": "bottom_right"}, "of sequences of their own lengths"),
+        ({"widths": Widths(192, 192)}, "in two passes"),
+    ],
+)
+def test_what_is_left_to_triton(changes: dict[str, Any], reason: str) -> None:
+    signature = Signature("backward", "sm_90", Dtypes.all("bf16"), Widths(64, 64), wanted=frozenset(MAIN[:3]))
+    hopper, facts = target_named("hopper"), facts_of(VARIANTS["causal"])
+    (_, main, *_) = hopper.kernels("flash", signature, facts)
+    assert hopper.supports(main, signature, facts) is None
+    refused = replace(signature, **changes)
+    (_, main, *_) = hopper.kernels("flash", refused, facts)
+    expected = f"hopper: the backward of dropout {reason} is computed by the triton target"
+    assert hopper.supports(main, refused, facts) == expected
+
+
+def test_beside_a_bias_of_pairs_it_is_left_to_triton() -> None:
+    biased = weft.Attention(score + weft.tensor("bias", 2)[q_pos, kv_pos], masks.causal, dropout=0.1, name="biased")
+    signature = Signature("backward", "sm_90", Dtypes.all("bf16"), Widths(64, 64), wanted=frozenset(MAIN[:3]))
+    hopper, facts = target_named("hopper"), facts_of(biased)
+    _, main, *_ = hopper.kernels("flash", signature, facts)
+    assert "the backward of dropout beside what each pair reads is" in str(hopper.supports(main, signature, facts))
