@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from weft.compiler.planning.signature import FEW_ON_AVERAGE
+from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
 
@@ -173,7 +173,7 @@ def test_new_batches_compile_nothing():
         pools, table = paged(made[1:], KV_LENS, 16)
         variant(made[0], *pools, cu_seqlens_q=starts_of(q_lens), kv_lens=tensor(KV_LENS), block_table=table)
 
-    long = [2 * FEW_ON_AVERAGE] * 5
+    long = [2 * MOST_SHORT] * 5
     for q_lens in ([1] * 5, MIXED, long):
         call(q_lens)
     before = builds()

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.compiler.planning.signature import FEW_ON_AVERAGE
+from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
 
@@ -328,7 +328,7 @@ def test_few_queries_on_average_have_their_keys_divided():
     assert "8 sequences of 1 queries and 4000 keys, these in pages of 16, queries packed one after the other" in (
         said.replace("\n", " ")
     )
-    chunk = 8 * FEW_ON_AVERAGE - 7
+    chunk = 8 * MOST_SHORT - 7
     sizes, given = planned((1,) * 7 + (chunk,))
     assert "split_forward" in CAUSAL.explain(sizes, device="h200", **given)
     sizes, given = planned((1,) * 7 + (chunk + 1,))
@@ -351,7 +351,7 @@ def test_what_hopper_leaves_to_triton_is_said():
 
 def test_prepared_kernels_are_found_by_queries_on_average():
     variant = CAUSAL.replace(name="averaged")
-    for q_lens in ((1,) * 6, (2 * FEW_ON_AVERAGE,) * 6, MIXED):
+    for q_lens in ((1,) * 6, (2 * MOST_SHORT,) * 6, MIXED):
         query, key, value = operands(q_lens, heads=1, kv_heads=1)
         *pools, table = paged(key, value, 16)
         variant(query, *pools, cu_seqlens_q=starts_of(q_lens), kv_lens=KV_LENS, block_table=table, target="interpret")
