@@ -158,11 +158,11 @@ def plan(
         f"sequences with up to {MOST_SHORT} queries are computed by {short.codes[0].schedule}, others by "
         f"{first.codes[0].schedule}: each finds its own on the device"
     )
-    notes = tuple(dict.fromkeys((*first.notes, *short.notes, shared)))
+    said = {n: n for n in (*first.notes, *short.notes, shared) if n != parts.NO_SEQUENCE}
     codes, kernels = (*first.codes, *short.codes), (*first.kernels, *short.kernels)
     seen = [plan.visible for plan in (first, short)]
     visible = parts.summed_pairs([(each, 1.0) for each in seen])
-    return dataclasses.replace(first, shape=r.sizes, codes=codes, kernels=kernels, notes=notes, visible=visible)
+    return dataclasses.replace(first, shape=r.sizes, codes=codes, kernels=kernels, notes=tuple(said), visible=visible)
 
 
 def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:

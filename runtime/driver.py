@@ -109,8 +109,10 @@ def shared_out(
     if signature.share == "all":
         return (signature,)
     short = replace(signature, share="short", few=True)
-    if schedule is None and resolve(attention, short, hardware, target, None, unfit).code.schedule.algorithm == "split_kv":
-        return signature, short
+    if schedule is None:
+        found = resolve(attention, short, hardware, target, None, unfit)
+        if found.code.schedule.algorithm == "split_kv":
+            return signature, short
     return (replace(signature, share="all"),)
 
 

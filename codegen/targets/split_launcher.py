@@ -231,7 +231,9 @@ class SplitLauncher(TritonLauncher):
         if kernel.name == SPLIT:
             block = constants["BLOCK_Q"]
             if self._takes_short:
-                return f"({MOST_SHORT} * (heads // kv_heads) + {block} - 1) // {block} * n_sequences * kv_heads * n_parts"
+                return (
+                    f"({MOST_SHORT} * (heads // kv_heads) + {block} - 1) // {block} * n_sequences * kv_heads * n_parts"
+                )
             if self.sequences in PACKED:
                 return f"(heads // kv_heads * q_len // {block} + n_sequences + 1) * kv_heads * n_parts"
             return f"(heads // kv_heads * q_len + {block} - 1) // {block} * batches * kv_heads * n_parts"

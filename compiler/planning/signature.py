@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 Direction: TypeAlias = Literal["forward", "backward"]
 SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged", "packed_paged"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
-# Which sequences a module computes: those with at most MOST_SHORT queries, those with more, and rows that no sequence has
+# Which sequences a module computes: with up to MOST_SHORT queries; with more, and rows that no sequence has; or all
 Share: TypeAlias = Literal["all", "short", "long"]
 
 
@@ -36,7 +36,7 @@ def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: i
 
 
 def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> Share:
-    """"long" where a forward may have both kinds of sequences: the short ones are then those of another module."""
+    """Long where a forward may have both kinds of sequences: the short ones are then those of another module."""
     mixed = sequences == "packed_paged" and not has_few(direction, sequences, q_len, number)
     return "long" if direction == "forward" and mixed and 1 < number <= MOST_SHARED else "all"
 
