@@ -124,6 +124,8 @@ class HopperTarget:
             )
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
+        if signature.sequences == "packed_paged" and facts.traits.measured is not None:
+            return "hopper: masks that read tensors, of packed queries over pages, are computed by the triton target"
         if kernel.direction == "backward" and tables_of(facts, "flash", signature):
             return "hopper: backwards of scores that are read by distance are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None

@@ -40,5 +40,5 @@ class SharedLauncher:
         return []
 
     def _each(self, partition: Partition) -> list[tuple[str, Launcher, Partition]]:
-        long, short = partition.mode  # type: ignore[misc]
-        return [("long", self._long, long), ("short", self._short, short)]
+        assert isinstance(partition.mode, tuple)
+        return list(zip(("long", "short"), (self._long, self._short), partition.mode))

@@ -151,7 +151,7 @@ def test_a_share_of_sequences_has_the_loops_of_all(share):
         assert made.keys() == whole.keys()
         for name in made.keys() - LISTS:
             own, kernel = made[name], whole[name]
-            assert own.sram == kernel.sram and own.spilled <= kernel.spilled and not own.serialised, name
+            assert own.sram <= kernel.sram and own.spilled <= kernel.spilled and not own.serialised, name
             for pattern in ("wgmma.mma_async", "mma.sync", "cp.async.c"):
                 assert own.count(pattern) == kernel.count(pattern), f"{name}: {pattern}"
 

@@ -346,7 +346,7 @@ def test_what_hopper_leaves_to_triton_is_said():
     sizes, lens = planned((600, 1), heads=4)
     said = variant.explain(sizes, device="h200", **lens, doc=torch.zeros(2, 4096, dtype=torch.int32))
     assert "flash_forward=triton" in said
-    assert "tiles measured from tensors of sequences of their own lengths are computed by the triton target" in (
+    assert "masks that read tensors, of packed queries over pages, are computed by the triton target" in (
         " ".join(said.split())
     )
 
