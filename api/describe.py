@@ -20,6 +20,7 @@ from .compiler.planning.kernels import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
+from .compiler.planning.signature import MOST_SHORT
 from .compiler.planning.splits import longest_visits
 from .ir import parse
 from .ir.errors import WeftError
@@ -149,6 +150,23 @@ def plan(
 ) -> Plan:  # fmt: skip
     options = described(attention, operands, options)
     r = request_of(attention, operands, device, target, schedule, form, options)
+    first, *rest = (_plan(attention, share, options) for share in r.shares)
+    if not rest:
+        return first
+    (short,) = rest
+    shared = (
+        f"sequences with up to {MOST_SHORT} queries are computed by {short.codes[0].schedule}, others by "
+        f"{first.codes[0].schedule}: each finds its own on the device"
+    )
+    said = {n: n for n in (*first.notes, *short.notes, shared) if n != parts.NO_SEQUENCE}
+    codes, kernels = (*first.codes, *short.codes), (*first.kernels, *short.kernels)
+    seen = [plan.visible for plan in (first, short)]
+    visible = parts.summed_pairs([(each, 1.0) for each in seen])
+    return dataclasses.replace(first, shape=r.sizes, codes=codes, kernels=kernels, notes=tuple(said), visible=visible)
+
+
+def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
+    """Of one module of a forward, and of the backward."""
     facts = facts_of(attention)
     count, counted = _counter(attention, r, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
@@ -285,7 +303,11 @@ def source(
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")
     options = described(attention, operands, options)
     r = request_of(attention, operands, device, target, schedule, form, options)
-    found = r.forward if direction == "forward" else r.backward
-    if found is None:
+    found = [r.forward, r.short] if direction == "forward" else [r.backward]
+    if found[0] is None:
         raise WeftError(f"{attention.name}: {r.notes[-1]}")
-    return generate_all(facts_of(attention), found.code, found.target)
+    texts = [generate_all(facts_of(attention), each.code, each.target) for each in found if each is not None]
+    if len(texts) == 1:
+        return texts[0]
+    said = (f"more than {MOST_SHORT} queries, and of rows that no sequence has", f"up to {MOST_SHORT} queries")
+    return "\n\n".join(f"# ######## Of sequences with {what}\n{text}" for what, text in zip(said, texts))

@@ -22,6 +22,7 @@ from .runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_o
 from .runtime.lengths import LENS, STARTS, TABLE, check_contents, checked
 
 OPTIONS = (*LENS, *STARTS, TABLE)
+NO_SEQUENCE = "no sequence is there"
 MOST_PARTS = 64  # kinds of sequences that are counted; of more, some stand for all
 
 
@@ -144,7 +145,7 @@ def ranges_of(found: Described) -> Ranges:
 def note(found: Described) -> str:
     """What a plan says of its sequences."""
     if not found.rows:
-        return "no sequence is there"
+        return NO_SEQUENCE
 
     def span(lengths: list[int]) -> str:
         low, high = min(lengths), max(lengths)

@@ -18,7 +18,16 @@ from .compiler.analysis.ranges import Ranges, check_integers
 from .compiler.planning import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, has_few
+from .compiler.planning.signature import (
+    MOST_SHORT,
+    Direction,
+    Dtypes,
+    SequenceKind,
+    Signature,
+    Widths,
+    has_few,
+    share_of,
+)
 from .ir.errors import UnavailableError, WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.walk import scalars, tensors
@@ -172,6 +181,29 @@ class Request(NamedTuple):
     forward: driver.Resolved
     backward: driver.Resolved | None  # None where there is no backward
     notes: tuple[str, ...]
+    short: driver.Resolved | None = None  # of short sequences, where those of `forward` are long ones
+
+    @property
+    def shares(self) -> list[Request]:
+        """The same of each module of the forward alone, with the sequences that it computes."""
+        if self.short is None:
+            return [self]
+        assert self.sequences is not None
+        rows = self.sequences.rows
+        shares = [(self.forward, [r for r in rows if r.q_len > MOST_SHORT])]
+        shares += [(self.short, [r for r in rows if r.q_len <= MOST_SHORT])]
+        return [
+            self._replace(
+                forward=forward, short=None, sequences=self.sequences._replace(rows=own),
+                sizes=_averaged(self.sizes, len(own), sum(r.q_len for r in own)),
+            )
+            for forward, own in shares
+        ]  # fmt: skip
+
+
+def _averaged(sizes: Shape, number: int, rows: int) -> Shape:
+    """As kernels see packed queries over pages: each sequence has keys of its own, of which the table has as many."""
+    return dataclasses.replace(sizes, batch=max(number, 1), q_len=max(-(-rows // max(number, 1)), 1))
 
 
 def request_of(
@@ -202,19 +234,18 @@ def request_of(
     asked = options.get("deterministic")
     repeats = torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
-    def resolved(direction: Direction, wanted: frozenset[str]) -> driver.Resolved:
-        dtypes = Dtypes.all(sizes.dtype)
-        signature = Signature(
-            direction, machine.arch, dtypes, widths, offset=offset, wanted=wanted,
-            sequences="dense" if found is None else found.sequences.kind,
-            few=has_few(
-                direction, "dense" if found is None else found.sequences.kind, sizes.q_len,
-                1 if found is None else len(found.rows),
-            ),
+    def signature_of(direction: Direction, wanted: frozenset[str]) -> Signature:
+        kind: SequenceKind = "dense" if found is None else found.sequences.kind
+        number = 1 if found is None else len(found.rows)
+        return Signature(
+            direction, machine.arch, Dtypes.all(sizes.dtype), widths, offset=offset, wanted=wanted, sequences=kind,
+            few=has_few(direction, kind, sizes.q_len, number), share=share_of(direction, kind, sizes.q_len, number),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
         )  # fmt: skip
+
+    def resolved(signature: Signature) -> driver.Resolved:
         made = driver.resolve(attention, signature, machine, target, schedule)
         misfit = _misfit(made, signature, operands, sizes)
         if misfit is None:
@@ -224,16 +255,15 @@ def request_of(
         other = driver.resolve(attention, signature, machine, target, schedule, frozenset({made.target.name}))
         return dataclasses.replace(other, notes=(*other.notes, misfit))
 
-    forward = resolved("forward", frozenset())
+    signatures = driver.shared_out(attention, signature_of("forward", frozenset()), machine, target, schedule)
+    forward, short = resolved(signatures[0]), resolved(signatures[1]) if len(signatures) > 1 else None
     if found is not None and found.sequences.kind == "packed_paged" and found.rows:
-        # as kernels see them: each has keys of its own, of which the table has as many for all
-        number = len(found.rows)
-        sizes = dataclasses.replace(sizes, batch=number, q_len=-(-sizes.q_len // number))
+        sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
-        return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking))
+        return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking), short)
     given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
-    backward = resolved("backward", _everything(attention, widths) - given)
+    backward = resolved(signature_of("backward", _everything(attention, widths) - given))
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 

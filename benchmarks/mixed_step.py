@@ -4,7 +4,8 @@
     python benchmarks/mixed_step.py --rows decode    rows whose name has this
 
 Time is that of a CUDA graph, replayed; the median of seven. `own choice` is the call as it comes, then each schedule by
-name, and the same work in two padded calls: single tokens, and all others. Errors are those of two sequences against
+name, and the same work in two padded calls: single tokens, and all others; where there are both, own choice is both
+schedules in one call. Errors are those of two sequences against
 float32, relative.
 """
 

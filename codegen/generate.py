@@ -34,7 +34,7 @@ from ..compiler.planning.kernels import (
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
-from ..compiler.planning.signature import SequenceKind, Signature
+from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature
 from ..compiler.planning.stages import Tiles, stages_of
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
@@ -106,6 +106,8 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "less_lse": facts.linear_scale is not None and not sums_reads and facts.attention.weighs.saves_lse,
         "wanted": signature.wanted,
         "sequences": signature.sequences,
+        "share": signature.share,
+        "most_short": MOST_SHORT,
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,

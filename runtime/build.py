@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -158,7 +158,7 @@ def _kernels(job: Job) -> tuple[str, ...]:
 
 
 def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
-    """The machine of a job, and the kernels of its module, generated and not yet compiled."""
+    """The machine of a job, and the kernels of its modules, generated and not yet compiled."""
     from ..codegen.ahead import compilations  # lazy: imports triton
 
     attention, machine = parse_attention(job.variant), hardware.by_name(job.device)
@@ -172,10 +172,17 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
         job.direction, machine.arch, Dtypes.all(job.dtype), widths, job.sequences,
         offset_kind(call.sequences.q_offset), wanted, few=job.group > 0, boxed=boxed_of(variant.facts, call.operands),
     )  # fmt: skip
-    made = driver.compile_kernels(attention, signature, machine, job.target, job.schedule)
-    results = _results(variant, call, job.direction)
-    code, target = made.resolved.code, made.resolved.target
-    return machine, compilations(target, made.modules, code, facts_of(attention), call, results)
+    signatures = [signature]
+    if job.sequences == "packed_paged":  # what may be mixed has a module of long sequences, and one of short ones
+        mixed = replace(signature, few=False, share="long")
+        shares = driver.shared_out(attention, mixed, machine, job.target, job.schedule)
+        signatures += [s for s in shares if s.share == ("short" if job.group else "long")]
+    results, found = _results(variant, call, job.direction), []
+    for own in signatures:
+        made = driver.compile_kernels(attention, own, machine, job.target, job.schedule)
+        code, target = made.resolved.code, made.resolved.target
+        found += compilations(target, made.modules, code, facts_of(attention), call, results)
+    return machine, found
 
 
 def sample_call(variant: Variant, job: Job) -> Call:

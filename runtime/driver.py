@@ -99,6 +99,23 @@ def _resolve(
     return Resolved(chosen, code, notes)
 
 
+def shared_out(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str | None = None,
+    schedule: str | Schedule | None = None, unfit: frozenset[str] = frozenset(),
+) -> tuple[Signature, ...]:  # fmt: skip
+    """The signatures of the modules that compute a call with this one: two, of its long sequences and its short ones,
+    where it may have both, no schedule is asked for, and keys of few queries are divided. Arguments as of `resolve`.
+    """
+    if signature.share == "all":
+        return (signature,)
+    short = replace(signature, share="short", few=True)
+    if schedule is None:
+        found = resolve(attention, short, hardware, target, None, unfit)
+        if found.code.schedule.algorithm == "split_kv":
+            return signature, short
+    return (replace(signature, share="all"),)
+
+
 def _algorithm(
     given: Schedule, text: str | None, facts: Facts, signature: Signature, name: str | None, unfit: frozenset[str]
 ) -> Schedule:  # fmt: skip

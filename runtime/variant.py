@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codegen.targets.hopper_launcher import boxed_bytes
+from ..codegen.targets.shared_launcher import SharedLauncher
 from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
 from ..compiler.planning.kernels import PAIR_CELLS
-from ..compiler.planning.signature import FEW_QUERIES, Direction, Dtypes, Offset, Signature, Widths, has_few
+from ..compiler.planning.signature import FEW_QUERIES, Direction, Dtypes, Offset, Signature, Widths, has_few, share_of
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -269,16 +271,30 @@ class Variant:
         signature = self.signature(direction, call, b.wanted if b else frozenset())
         machine = hardware.for_device(call.query.device)
         options = call.options
+        asked = (options.target, options.schedule, unfit)
         with PARSING:
-            made = driver.compile_kernels(self.attention, signature, machine, options.target, options.schedule, unfit)
-        target, code = made.resolved.target, made.resolved.code
-        launcher = target.bind(made.modules, code, self.facts, call.query.device)
-        if isinstance(launcher, TritonLauncher) and call.query.is_cuda:
+            signatures = driver.shared_out(self.attention, signature, machine, *asked)
+        found = []
+        for own in signatures:
+            with PARSING:
+                made = driver.compile_kernels(self.attention, own, machine, *asked)
+            found.append(self._ready(made.resolved, made.modules, own, call.query))
+        ready = found[0]
+        if len(found) > 1:
+            ready = replace(ready, launcher=SharedLauncher(*(one.launcher for one in found)))
+        return kept.setdefault(key, ready)
+
+    def _ready(
+        self, resolved: driver.Resolved, modules: Sequence[ModuleType], signature: Signature, query: Tensor
+    ) -> _Ready:
+        target, code = resolved.target, resolved.code
+        launcher = target.bind(modules, code, self.facts, query.device)
+        if isinstance(launcher, TritonLauncher) and query.is_cuda:
             launcher.current_device = current_gpu
             if empty_on_gpu is not None:
                 launcher.empty = empty_on_gpu
         measures = code.tile_source != "program" and not code.looks_first
-        return kept.setdefault(key, _Ready(launcher, target, signature, self.facts, measures))
+        return _Ready(launcher, target, signature, self.facts, measures)
 
     def _sums_pairs(self, wanted: frozenset[str]) -> bool:
         """Whether a wanted gradient may be summed faster in any order."""
@@ -293,17 +309,19 @@ class Variant:
         """The static half of a call."""
         value_dim = call.value.shape[3] if call.value is not None else self.attention.latent.rank  # type: ignore[union-attr]
         rope_dim = 0 if call.rope is None else call.rope.shape[3]
+        kind, rows, number = call.sequences.kind, call.query.shape[2], _number(call)
         return Signature(
             direction=direction,
             arch=hardware.for_device(call.query.device).arch,
             dtypes=Dtypes.all(DTYPES[call.query.dtype]),
             widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
-            sequences=call.sequences.kind,
+            sequences=kind,
             offset=offset_kind(call.sequences.q_offset),
             wanted=wanted,
             deterministic=direction == "backward" and call.options.deterministic is True,
             atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
-            few=has_few(direction, call.sequences.kind, call.query.shape[2], _number(call)),
+            few=has_few(direction, kind, rows, number),
+            share=share_of(direction, kind, rows, number),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
@@ -316,9 +334,10 @@ def key_of(call: Call) -> tuple[object, ...]:
     offset = sequences.q_offset
     _, _, rows, width = query.shape
     kind = type(sequences)  # quicker than isinstance, as names are than a loop: these are of every step of a decode
-    few = rows <= FEW_QUERIES
+    few: object = rows <= FEW_QUERIES
     if kind is PackedPaged:
-        few = has_few("forward", "packed_paged", rows, sequences.number(query))  # type: ignore[union-attr]
+        number = sequences.number(query)  # type: ignore[union-attr]
+        few = has_few("forward", "packed_paged", rows, number) or share_of("forward", "packed_paged", rows, number)
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
         type(offset), options.target, options.schedule, options.deterministic, few,

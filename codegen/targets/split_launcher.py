@@ -16,7 +16,7 @@ from ...compiler.planning.hardware import Hardware, for_device
 from ...compiler.planning.kernels import RUNS, SPLIT_KV, Kernel, Sizes
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
-from ...compiler.planning.signature import PACKED, PAGED
+from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError
@@ -26,6 +26,7 @@ from .triton_workspace import flat_place
 
 SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
 MOST_DIVISIONS = 4096  # that are kept
+ROWS_APART = 4  # programs that join the rows of a short sequence, each every fourth: most have one row or none
 MOST_ROWS = 2**30  # of packed queries, times heads: places of tiles have 32 bits
 _TOO_MANY = "schedule split_kv: expected up to 2**30 packed queries times heads; use schedule='flash'"
 
@@ -72,7 +73,7 @@ class SplitLauncher(TritonLauncher):
             if q_len * heads > MOST_ROWS:
                 raise WeftError(f"{self.facts.attention.name}: {_TOO_MANY}, got {q_len} of {heads} heads")
             batches = call.ragged.number(call.query)
-            q_len = -(-q_len // batches)
+            q_len = self._tile_queries(heads // kv_heads) if self._takes_short else -(-q_len // batches)
         mode = self._of_group(mode, heads // kv_heads, q_len)
         offset = None if call.ragged is not None else call.q_offset
         known = offset if isinstance(offset, int) else None
@@ -86,6 +87,8 @@ class SplitLauncher(TritonLauncher):
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
         n_parts = partition.splits
+        if self._takes_short:  # as `_part_rows`
+            q_len = min(q_len, MOST_SHORT * call.ragged.number(call.query))  # type: ignore[union-attr]
         rows = n_parts * batches * heads * q_len if n_parts > 1 else 1
         places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(self._statistics * rows)}
         return super().workspace(call, results, partition) | places
@@ -158,7 +161,7 @@ class SplitLauncher(TritonLauncher):
         self._ways[mode] = self.direct
         if len(self._ways) > 1:
             ways = list(self._ways.values())
-            self.direct = lambda call: next((found for way in ways if (found := way(call)) is not None), None)
+            self.direct = lambda *given: next((found for way in ways if (found := way(*given)) is not None), None)
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         return super()._conditions(mode, lengths) + self._group_conditions(mode)
@@ -172,8 +175,27 @@ class SplitLauncher(TritonLauncher):
 
     @property
     def _queries(self) -> str:
-        """Queries of a sequence, as an expression: of packed ones as many as each would have if all had as many."""
+        """Queries of a sequence, as an expression: of packed ones as many as each would have if all had as many.
+
+        The average says nothing of short ones beside long ones: each is taken to have a tile of rows.
+        """
+        if self._takes_short:
+            return f"max({self.form(SPLIT, True).block_q} // (heads // kv_heads), 1)"
         return "((q_len + n_sequences - 1) // n_sequences)" if self.sequences in PACKED else "q_len"
+
+    @property
+    def _part_rows(self) -> str:
+        """Rows of a head that parts have a place for, as an expression."""
+        return f"min(q_len, {MOST_SHORT} * n_sequences)" if self._takes_short else "q_len"
+
+    def _tile_queries(self, group: int) -> int:
+        """Queries of a tile of rows."""
+        return max(self.form(SPLIT, True).block_q // group, 1)
+
+    @property
+    def _takes_short(self) -> bool:
+        """Whether long sequences are those of another module."""
+        return self.code.signature.share == "short"
 
     def _made(self, mode: Mode) -> dict[str, str]:
         kv_len = "table.shape[1] * kv_len" if self.sequences in PAGED else "kv_len"
@@ -187,7 +209,7 @@ class SplitLauncher(TritonLauncher):
             "n_parts": "division[0]",
             "least_tiles": "division[1]",
             # all in one allocation, which takes the host longer than addresses; one part writes the output itself
-            "rows": "n_parts * batches * heads * q_len",
+            "rows": f"n_parts * batches * heads * {self._part_rows}",
             "statistics": f"({self._statistics} * rows + 3) // 4 * 4",  # a multiple of 16 bytes
             "parts": f"empty((statistics + rows * {self._width},), (1,), float32) if n_parts > 1 else lse",
             "part_lse": "parts.data_ptr()",
@@ -198,7 +220,7 @@ class SplitLauncher(TritonLauncher):
         constants = super()._constants(kernel, form, mode)
         if kernel.name in RUNS:
             return constants
-        return constants | {"BLOCK_Q": mode.rows, "SPAN_Q": form.block_q}
+        return constants | {"BLOCK_Q": mode.rows, "SPAN_Q": form.block_q, "ROWS_APART": ROWS_APART}
 
     def form(self, kernel: str, aligned: bool) -> Tiling:
         """That of the kernel that is joined has a few warps of its own."""
@@ -208,11 +230,16 @@ class SplitLauncher(TritonLauncher):
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name == SPLIT:
             block = constants["BLOCK_Q"]
+            if self._takes_short:
+                return (
+                    f"({MOST_SHORT} * (heads // kv_heads) + {block} - 1) // {block} * n_sequences * kv_heads * n_parts"
+                )
             if self.sequences in PACKED:
                 return f"(heads // kv_heads * q_len // {block} + n_sequences + 1) * kv_heads * n_parts"
             return f"(heads // kv_heads * q_len + {block} - 1) // {block} * batches * kv_heads * n_parts"
         if kernel.name == JOIN:
-            return "batches * heads * q_len * (n_parts > 1)"
+            rows = f"n_sequences * {ROWS_APART}" if self._takes_short else "batches * q_len"
+            return f"{rows} * heads * (n_parts > 1)"
         return super()._programs(kernel, constants)
 
     def _launched_if(self, kernel: Kernel) -> str:

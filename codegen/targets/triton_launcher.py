@@ -36,7 +36,7 @@ from ...compiler.planning.kernels import (
     Kernel,
 )
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import PACKED, PAGED
+from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...compiler.planning.tilings import FIXED
@@ -382,6 +382,10 @@ class TritonLauncher:
             block = self.padding(mode)
             rows |= {"padded_len": f"(q_len + {block - 1}) // {block} * {block}"}
             returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
+        if self.code.signature.share == "short":  # into what the launch of the other module made
+            given = "call, out, lse"
+            made = {n: text for n, text in made.items() if n not in ("out", "out_strides", "lse")}
+            sources |= {"out": "out", "lse": "lse"}
         launching = self._launching
         tools: dict[str, object] = {
             "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
@@ -739,7 +743,8 @@ class TritonLauncher:
             if kernel.name in WORK:
                 side, block = self._listed(kernel.name, aligned)
                 # each sequence, and what lies behind all, has one tile at most that is not whole
-                rows[f"{side}_slots"] = f"{side}_len // {block} + n_sequences + 1"
+                number = f"min(n_sequences, q_len // {MOST_SHORT + 1})" if self._lists_long else "n_sequences"
+                rows[f"{side}_slots"] = f"{side}_len // {block} + {number} + 1"
         return rows
 
     def _listed(self, kernel: str, aligned: bool) -> tuple[str, int]:
@@ -754,7 +759,13 @@ class TritonLauncher:
             b for k in self.code.kernels if k.name in WORK for s, b in [self._listed(k.name, aligned)] if s == side
         )
         rows = (call.query if side == "q" else call.key).shape[2]
-        return rows // block + call.ragged.number(call.query) + 1  # type: ignore[union-attr]
+        number = call.ragged.number(call.query)  # type: ignore[union-attr]
+        return rows // block + (min(number, rows // (MOST_SHORT + 1)) if self._lists_long else number) + 1
+
+    @property
+    def _lists_long(self) -> bool:
+        """Whether lists have the tiles of long sequences alone."""
+        return self.code.signature.share == "long"
 
     def _compiled(
         self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]

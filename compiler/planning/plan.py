@@ -265,7 +265,7 @@ class Plan:
     name: str
     shape: Shape
     hardware: Hardware
-    codes: tuple[CodePlan, ...]  # of the forward, of the backward
+    codes: tuple[CodePlan, ...]  # of the forward, of its short sequences where these have their own, of the backward
     kernels: tuple[KernelPlan, ...]
     notes: tuple[str, ...] = ()  # why a target or closed form was not used
     visible: VisiblePairs | None = None  # None where operands that decide it were not given
@@ -274,6 +274,8 @@ class Plan:
     def schedule(self) -> Schedule:
         whole = self.codes[0].schedule
         for code in self.codes[1:]:
+            if code.signature.share == "short":  # a schedule of its own, of a call that asks for none
+                continue
             whole = whole.joined(code.schedule)
         return whole
 

@@ -8,25 +8,37 @@ from typing import Literal, TypeAlias
 Direction: TypeAlias = Literal["forward", "backward"]
 SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged", "packed_paged"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
+# Which sequences a module computes: with up to MOST_SHORT queries; with more, and rows that no sequence has; or all
+Share: TypeAlias = Literal["all", "short", "long"]
 
 
 PACKED = frozenset({"packed", "packed_paged"})  # kinds whose queries lie one after the other in one batch row
 PAGED = frozenset({"paged", "packed_paged"})  # kinds whose keys lie in blocks that a table lists
 
 FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its tiles by the rows that they do not have
-# The same of packed queries over pages, on average. A step of a server has prompts beside sequences of one query, of
-# which a tile of flash would be nearly empty, and read the keys of a group once for each of its heads.
-FEW_ON_AVERAGE = 64
+# The same of a packed sequence over pages. A step of a server has prompts beside sequences of one query, of which a
+# tile of flash would be nearly empty, and read the keys of a group once for each of its heads.
+MOST_SHORT = 64
+MOST_SHARED = 16384  # sequences of a call that are shared out: a list of the tiles of more has gaps
 
 
 def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> bool:
     """Whether a forward has few queries a sequence; of packed ones the host knows their sum and number alone.
 
-    q_len: rows of the query. number: of sequences, where their queries are packed.
+    Then no sequence has more than MOST_SHORT, as long as each has one. q_len: rows of the query. number: of sequences,
+    where their queries are packed.
     """
     if direction == "backward" or sequences == "packed":
         return False
-    return q_len <= (FEW_ON_AVERAGE * number if sequences == "packed_paged" else FEW_QUERIES)
+    if sequences != "packed_paged":
+        return q_len <= FEW_QUERIES
+    return q_len < number + MOST_SHORT or (number > MOST_SHARED and q_len <= number * MOST_SHORT)
+
+
+def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> Share:
+    """Long where a forward may have both kinds of sequences: the short ones are then those of another module."""
+    mixed = sequences == "packed_paged" and not has_few(direction, sequences, q_len, number)
+    return "long" if direction == "forward" and mixed and 1 < number <= MOST_SHARED else "all"
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,7 @@ class Signature:
     few: bool = False  # of a forward: few queries a sequence (has_few), for which keys are divided where a target can
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
+    share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
 
     @property
     def dtype(self) -> str:
@@ -88,6 +101,7 @@ class Signature:
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
         wide = (" few" if self.few else "") + (" wide" if self.wide else "")
         wide += f" boxed {self.boxed}" if self.boxed else ""
+        wide += f" {self.share}" if self.share != "all" else ""
         repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""
         return (
             f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"

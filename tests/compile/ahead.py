@@ -28,7 +28,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import Hardware, by_name
 from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
-from weft.compiler.planning.signature import SequenceKind, has_few
+from weft.compiler.planning.signature import SequenceKind, Share, has_few
 from weft.ir.attention import Attention
 from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed, PackedPaged, Paged, Pages
 from weft.runtime.driver import Compiled, compile_kernels
@@ -138,12 +138,13 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
-    sequences: SequenceKind = "dense", page: int = 16, q_len: int = 256, heads: int = 2,
+    sequences: SequenceKind = "dense", page: int = 16, q_len: int = 256, heads: int = 2, share: Share = "all",
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
     sequences: of the call; others than "dense" ones are bottom right, and those in pages have pages of `page` rows.
+    share: which sequences the module computes.
     """
     widths = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
     sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
@@ -157,7 +158,7 @@ def compiled(
         signature = replace(signature, offset="per_row")
     if sequences != "dense":
         few = has_few(direction, sequences, q_len)
-        signature = replace(signature, sequences=sequences, offset="bottom_right", few=few)
+        signature = replace(signature, sequences=sequences, offset="bottom_right", few=few, share=share)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
         kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset, page)}

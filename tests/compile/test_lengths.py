@@ -142,6 +142,20 @@ def test_pages_are_copied_16_bytes_at_a_time(page, sequences):
         assert kernel.count("wgmma.mma_async") and kernel.count(r"cp.async.cg.shared.global .* 0x10") >= 16, name
 
 
+@pytest.mark.parametrize("share", ["long", "short"])
+def test_a_share_of_sequences_has_the_loops_of_all(share):
+    """Which sequences are whose is settled before the loops, on either target."""
+    how = {"sequences": "packed_paged", "heads": 8, "q_len": 16 if share == "short" else 256}
+    for target in ("triton", "hopper") if share == "long" else ("triton",):
+        whole, made = (compiled(CAUSAL, "forward", 128, target=target, **how, share=s).kernels for s in ("all", share))
+        assert made.keys() == whole.keys()
+        for name in made.keys() - LISTS:
+            own, kernel = made[name], whole[name]
+            assert own.sram <= kernel.sram and own.spilled <= kernel.spilled and not own.serialised, name
+            for pattern in ("wgmma.mma_async", "mma.sync", "cp.async.c"):
+                assert own.count(pattern) == kernel.count(pattern), f"{name}: {pattern}"
+
+
 def test_pages_on_other_gpus():
     for device, page, sequences in (("a100", 16, "paged"), ("mi300x", 64, "paged"), ("mi300x", 16, "packed_paged")):
         for name, kernel in compiled(

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import weft
-from weft.compiler.planning.signature import FEW_ON_AVERAGE
+from weft.codegen.targets.shared_launcher import SharedLauncher
+from weft.codegen.targets.split_launcher import SplitLauncher
+from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
 
@@ -18,6 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MIXED = [300, 1, 3, 0, 1]  # queries; KV_LENS has ROWS, 5, 0, 640 and 1025 keys
 BATCHES = [MIXED, [1] * 5, [8, 1, 2, 5, 1], [0, 0, 0, 0, 700]]
 KINDS = [("triton", "flash"), ("triton", "split_kv"), ("hopper", "flash")]
+SHARED = ("triton", None)  # long sequences by flash, short ones by split_kv; unasked on hopper where that can
+AROUND = [MOST_SHORT + 1, MOST_SHORT, 300, 0, 1]
 
 
 def tensor(numbers):
@@ -69,6 +73,21 @@ def check(name, made, q_lens=MIXED, kv_lens=KV_LENS, page=16, rows_first=True, *
     for again in found[1:]:
         pairs = zip(found[0], again) if lse else [(found[0], again)]
         assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_long_and_short_sequences_of_one_call(name):
+    for q_lens, kv_lens in ((MIXED, KV_LENS), (AROUND, [ROWS, 70, 500, 640, 1025])):
+        for target in (None, SHARED[0]):
+            check(name, operands(q_lens), q_lens, kv_lens, target=target)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 1, 128), (6, 2, 80), (32, 8, 128)])
+def test_shares_of_groups(heads, kv_heads, dim):
+    for q_lens in (AROUND, [MOST_SHORT] * 5, [700, 0, 0, 0, 0], [MOST_SHORT + 1] * 5, [0, 0, 0, 0, 90]):
+        check("causal", operands(q_lens, heads, kv_heads, dim), q_lens, kv_lens=[ROWS, 70, 500, 640, 1025])
 
 
 def of_hopper(name):
@@ -135,7 +154,7 @@ def test_latent_caches():
             check_errors(*three, label)
 
 
-@pytest.mark.parametrize(("target", "schedule"), KINDS)
+@pytest.mark.parametrize(("target", "schedule"), [*KINDS, SHARED, (None, None)])
 def test_a_graph_is_replayed_with_other_lengths(target, schedule, no_waiting):
     """Chunks become decodes in the same tensors; nothing waits for the device."""
     query, key, value = operands([64] * 5, behind=0)
@@ -165,7 +184,7 @@ def test_a_graph_is_replayed_with_other_lengths(target, schedule, no_waiting):
 
 
 def test_new_batches_compile_nothing():
-    """But the two schedules, and the heights of tiles."""
+    """But the modules of decodes, and the two of batches that may have long sequences."""
     variant = CAUSAL.replace(name="mixed_batches")
 
     def call(q_lens):
@@ -173,15 +192,14 @@ def test_new_batches_compile_nothing():
         pools, table = paged(made[1:], KV_LENS, 16)
         variant(made[0], *pools, cu_seqlens_q=starts_of(q_lens), kv_lens=tensor(KV_LENS), block_table=table)
 
-    long = [2 * FEW_ON_AVERAGE] * 5
+    long = [2 * MOST_SHORT] * 5
     for q_lens in ([1] * 5, MIXED, long):
         call(q_lens)
     before = builds()
     for q_lens in ([0, 1, 1, 2, 1], [250, 0, 20, 1, 1], [*long[:4], 1000]):
         call(q_lens)
     assert builds() == before
-    algorithms = [r.launcher.code.schedule.algorithm for r in variant_of(variant)._forwards.values()]
-    assert algorithms == ["split_kv", "flash"]
+    assert [type(r.launcher) for r in variant_of(variant)._forwards.values()] == [SplitLauncher, SharedLauncher]
 
 
 @pytest.mark.parametrize("schedule", ["flash", "split_kv"])
@@ -202,6 +220,6 @@ def test_contents_are_looked_at_on_request(schedule):
         with pytest.raises(weft.WeftError, match=r"kv_lens\[0\]: expected a length from 0 to"):
             CAUSAL(query, *pools, **{**given, "kv_lens": tensor([99999] * 5)})
     for wrong in (falling, tensor([-5, 10**9, 7, 2**31 - 1, -(2**31), 3])):  # unasked: nothing outside
-        for target, one in KINDS:
+        for target, one in [*KINDS, SHARED]:
             CAUSAL(query, *pools, **{**given, "cu_seqlens_q": wrong, "schedule": one}, target=target)
     torch.cuda.synchronize()

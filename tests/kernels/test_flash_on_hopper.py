@@ -33,7 +33,8 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAIN = ("query", "key", "value", "rope")
 
 
-def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right", schedule=None):
+def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offset="bottom_right", schedule=None,
+           share="all"):  # fmt: skip
     """One direction of a call, on what holds NaN wherever nobody has written; what it sums for operands.
 
     offset: of sequences with lengths.
@@ -44,7 +45,7 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
         offset="number" if call.ragged is None else offset, wanted=frozenset(wanted),
-        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands),
+        deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), share=share,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
@@ -207,7 +208,14 @@ def test_packed_queries_over_pages(name, page, dim):
     sequences = PackedPaged(starts, kv_lens, table.int(), page, None)
     out = torch.full(query.shape, float("nan"), dtype=query.dtype)
     results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
-    launch(declared, Call(query, *pools, None, operands, sequences, Options(), dim), results)
+    call = Call(query, *pools, None, operands, sequences, Options(), dim)
+    launch(declared, call, results)
+    shared = {name: torch.full_like(tensor, 7.0) for name, tensor in results.items()}
+    launch(declared, call, shared, share="long")  # the first sequence, and rows of none: nothing else is touched
+    for label, tensor in shared.items():
+        assert torch.equal(tensor[:, :, :150], results[label][:, :, :150]), label
+        assert bool((tensor[:, :, 150:156] == 7.0).all()), label
+        assert torch.equal(tensor[:, :, 156:], results[label][:, :, 156:]), label
     given = {"cu_seqlens_q": starts, "kv_lens": kv_lens, "block_table": table.int(), "return_lse": True}
     exact, usual = (
         declared.reference(query.to(t), *(p.to(t) for p in pools), **given, **{n: o.to(t) for n, o in operands.items()})

@@ -7,7 +7,9 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.compiler.planning.signature import FEW_ON_AVERAGE
+from weft.codegen.targets.shared_launcher import SharedLauncher
+from weft.codegen.targets.split_launcher import SplitLauncher
+from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
 
@@ -320,18 +322,18 @@ def planned(q_lens, heads=8):
     return sizes, {"cu_seqlens_q": starts_of(q_lens), **lens}
 
 
-def test_few_queries_on_average_have_their_keys_divided():
-    """A decode, and prompts beside it; what is long on average takes tiles of flash."""
+def test_few_queries_have_their_keys_divided():
+    """A decode, with a few queries more than sequences; what may have a long one takes tiles of flash too."""
     sizes, given = planned((1,) * 8)
     said = CAUSAL.explain(sizes, device="h200", **given)
     assert "split_forward=triton" in said and "problem       B 8 " in said
     assert "8 sequences of 1 queries and 4000 keys, these in pages of 16, queries packed one after the other" in (
         said.replace("\n", " ")
     )
-    chunk = 8 * FEW_ON_AVERAGE - 7
-    sizes, given = planned((1,) * 7 + (chunk,))
-    assert "split_forward" in CAUSAL.explain(sizes, device="h200", **given)
-    sizes, given = planned((1,) * 7 + (chunk + 1,))
+    sizes, given = planned((1,) * 7 + (MOST_SHORT,))
+    said = CAUSAL.explain(sizes, device="h200", **given)
+    assert "split_forward" in said and "flash_forward" not in said
+    sizes, given = planned((1,) * 7 + (MOST_SHORT + 1,))
     said = CAUSAL.explain(sizes, device="h200", **given)
     assert "flash_forward=hopper" in said and "query_work" in said
     text = CAUSAL.source(sizes, device="h200", **given)
@@ -344,16 +346,16 @@ def test_what_hopper_leaves_to_triton_is_said():
     sizes, lens = planned((600, 1), heads=4)
     said = variant.explain(sizes, device="h200", **lens, doc=torch.zeros(2, 4096, dtype=torch.int32))
     assert "flash_forward=triton" in said
-    assert "tiles measured from tensors of sequences of their own lengths are computed by the triton target" in (
+    assert "masks that read tensors, of packed queries over pages, are computed by the triton target" in (
         " ".join(said.split())
     )
 
 
-def test_prepared_kernels_are_found_by_queries_on_average():
-    variant = CAUSAL.replace(name="averaged")
-    for q_lens in ((1,) * 6, (2 * FEW_ON_AVERAGE,) * 6, MIXED):
+def test_prepared_kernels_are_found_by_sums_of_queries():
+    variant = CAUSAL.replace(name="summed")
+    for q_lens in ((1,) * 6, (2 * MOST_SHORT,) * 6, MIXED):
         query, key, value = operands(q_lens, heads=1, kv_heads=1)
         *pools, table = paged(key, value, 16)
         variant(query, *pools, cu_seqlens_q=starts_of(q_lens), kv_lens=KV_LENS, block_table=table, target="interpret")
-    kinds = [r.launcher.code.schedule.algorithm for r in variant_of(variant)._forwards.values()]
-    assert kinds == ["split_kv", "flash"]
+    kinds = [type(r.launcher) for r in variant_of(variant)._forwards.values()]
+    assert kinds == [SplitLauncher, SharedLauncher]
