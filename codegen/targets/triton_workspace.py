@@ -210,21 +210,25 @@ def _places_of_pairs(
     return {f"sum{n}": flat_place(*size, fill=fill), f"entry{n}": flat_place(*size, fill=fill, dtype=entries)}
 
 
-_SHARES = 64  # of a table to which many sums belong: torch adds what belongs to one entry one after another
+_MANY = 64  # sums of an entry on average: torch adds what `index_put_` finds of one entry one after another
 
 
 def add_listed(table: Tensor, entries: Tensor, sums: Tensor) -> None:
     """Add listed sums to the entries that they belong to, in one order."""
-    own, entries, sums = table.view(-1), entries.flatten().long(), sums.flatten()
+    own, entries, sums = table.view(-1), entries.flatten(), sums.flatten()
     if not table.is_cuda:  # from the first to the last, in one thread
-        own.scatter_add_(0, entries, sums)
-    elif sums.numel() <= _SHARES * own.numel():
-        own.index_put_((entries,), sums, accumulate=True)  # sorts
+        own.scatter_add_(0, entries.long(), sums)
+    elif sums.numel() <= _MANY * own.numel():
+        own.index_put_((entries.long(),), sums, accumulate=True)  # sorts
     else:
-        shares = own.new_zeros(_SHARES, own.numel())
-        turn = torch.arange(sums.numel(), device=sums.device) % _SHARES
-        shares.index_put_((turn, entries), sums, accumulate=True)
-        own += shares.sum(0)
+        own += sums_by_entry(entries, sums, own.numel())
+
+
+def sums_by_entry(entries: Tensor, sums: Tensor, number: int) -> Tensor:
+    """What belongs to each of so many entries, [number]: sorted, and each run of one entry added up by a block."""
+    ordered, places = torch.sort(entries, stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(number + 1, device=entries.device, dtype=entries.dtype))
+    return torch.segment_reduce(sums[places], "sum", offsets=starts, unsafe=True)
 
 
 def ways_in(code: CodePlan, facts: Facts) -> Ways:

@@ -11,6 +11,7 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score, scores
 from weft.codegen.targets import triton_launcher
+from weft.codegen.targets.triton_workspace import sums_by_entry
 
 from ..support import check_variant, mostly, poisoned
 
@@ -181,3 +182,15 @@ def test_gradients_repeat(name: str) -> None:
         attention(tensors[0].requires_grad_(), *tensors[1:], **operands, target="interpret").cos().sum().backward()
         found.append(operands["tables"].grad)
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_listed_sums_are_added_up_by_entry(dtype: torch.dtype) -> None:
+    """Entries with many sums, with none, and the first and the last of them."""
+    torch.manual_seed(3)
+    entries, sums = torch.randint(2, 38, (5000,), dtype=dtype), torch.randn(5000)
+    entries[entries == 7] = 8
+    wanted = torch.zeros(40, dtype=torch.float64).scatter_add_(0, entries.long(), sums.double())
+    found = sums_by_entry(entries, sums, 40)
+    assert found[[0, 7, 39]].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=5e-5)
