@@ -435,7 +435,7 @@ class Language:
 _WORD = 0xFFFFFFFF
 
 
-def _words_of(groups: Tensor, q_pos: Tensor, batch: Any, head: Any, seed: Any) -> Any:
+def _words_of(groups: Tensor, q_pos: Tensor, batch: Any, head: Any, seed: Any, *_: Any) -> Any:
     counter = (_of(x).long() & _WORD for x in (groups, q_pos, head, batch))
     return philox(torch.broadcast_tensors(*counter), (_of(seed) & _WORD, _of(seed) >> 32 & _WORD))  # type: ignore[arg-type]
 
