@@ -210,7 +210,7 @@ def _places_of_pairs(
     return {f"sum{n}": flat_place(*size, fill=fill), f"entry{n}": flat_place(*size, fill=fill, dtype=entries)}
 
 
-_MANY = 64  # sums of an entry on average: torch adds what `index_put_` finds of one entry one after another
+_MANY = 64  # sums of an entry on average: of half a million for 512 entries `index_put_` took 350 us, and runs take 70
 
 
 def add_listed(table: Tensor, entries: Tensor, sums: Tensor) -> None:

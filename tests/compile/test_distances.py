@@ -37,8 +37,8 @@ def test_a_backward_computes_no_logarithm_for_a_pair() -> None:
     ]  # fmt: skip
     for kernel in module.kernels.values():
         for loop in kernel.product_loops():
-            spills = count_opcode("(?:LDL|STL)", loop)
-            assert spills <= (0.04 * len(loop) if kernel.name == "flash_dkey_dvalue" else 0), kernel.name
+            spills = count_opcode("(?:LDL|STL)", loop)  # what level tiles need lives through all loops
+            assert spills <= (11 if kernel.name == "flash_dkey_dvalue" else 0), kernel.name
         assert not any(count_opcode("MUFU.LG2", loop) for loop in kernel.product_loops()), kernel.name
 
 
