@@ -47,7 +47,7 @@ def operands_of(attention: weft.Attention, far: float = 0.0) -> dict[str, Tensor
     """`far`: what is added to the entry that T5 reads behind the last bucket."""
     generator = torch.Generator().manual_seed(5)
     made = {
-        "table": torch.randn(401, generator=generator) * 0.5, "tables": torch.randn(4, 50, generator=generator) * 0.5,
+        "table": torch.randn(401, generator=generator) * 0.5, "tables": torch.randn(4, 130, generator=generator) * 0.5,
         "lookup": torch.tensor([3, 1, 4, 1, 5, 9, 2, 6] + [7] * 53),
         "docs": torch.arange(170)[None].expand(2, -1) // torch.tensor([[130], [90]]),
     }  # fmt: skip
