@@ -239,8 +239,8 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Gradients of the outputs that have one; 0 for what an output does not depend on."""
     first = 1 if call.dout == "none" else 0
-    # of operands alone there may be none: nothing depends on an operand that is multiplied by 0
-    certain = call.target != "reference" and not {"query", "key", "value", "cache", "uk", "uv"}.isdisjoint(call.wanted)
+    # of operands alone there may be none: nothing depends on an operand that is multiplied by 0, nor lse on uv
+    certain = call.target != "reference" and not {"query", "key", "value", "cache", "uk"}.isdisjoint(call.wanted)
     kept = [(o, w) for o, w in outputs[first:] if o is not None and (o.requires_grad or certain)]
     leaves = [tensors[n] for n in call.wanted]
     found: Sequence[Tensor | None] = [None] * len(leaves)
