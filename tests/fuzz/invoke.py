@@ -211,7 +211,12 @@ def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -
     number = random.choice((1, 2, 3, 5, 9)) if packed else batch
     q = many(q_rows, number)
     kv = q if q_rows == kv_rows and random.random() < 0.5 else many(kv_rows, number)
-    if random.random() < 0.2 and not packed:  # all of the operand's, which need not be said
+    roll = random.random()
+    if roll < 0.15:  # sequences that are alike may be computed together
+        q, kv = ((rows // number if packed else one(rows),) * number for rows in (q_rows, kv_rows))
+    elif roll < 0.3 and packed and q_rows > number:  # a chunk of a prompt beside sequences that decode
+        q = tuple(random.sample([q_rows - number + 1, *[1] * (number - 1)], number))
+    elif roll < 0.3 and not packed:  # all of the operand's, which need not be said
         q, kv = ((q_rows,) * number, kv) if random.random() < 0.5 else (q, (kv_rows,) * number)
     return Lens(packed, q, kv, random.choice(("int32", "int64")), random.random() < 0.5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .calls import UNALIGNED, Call, Variant
-from .invoke import has_few, kind_of
+from .invoke import MOST_SHORT, has_few, kind_of
 from .tree import Read, Scalar, nodes, symbols
 
 POSITIONS = {"q_pos", "kv_pos"}
@@ -29,6 +29,8 @@ def _of_sequences(variant: Variant, call: Call) -> Iterator[str]:
         ]
         if len(set(named)) < len(named):
             yield "pages: blocks shared"
+        if call.lens.packed and min(call.lens.q) <= MOST_SHORT < max(call.lens.q):
+            yield "packed paged: long and short sequences"
     if call.lens is not None and len(call.lengths("cpu")) < (2 if call.pages is None else 3):
         yield "one of the lengths not given"
     if 0 in (call.q_len, call.kv_len) or (call.lens is not None and 0 in (*call.lens.q, *call.lens.kv)):
