@@ -189,12 +189,11 @@ def _always_aligned(make: Any) -> Any:
     return wrong
 
 
-def _keys_of_the_first(keys: Any) -> Any:
-    """Sequences that are computed together have the pages of the first of them."""
+def _pages_of_the_first(runs_of: Any) -> Any:
+    """All sequences have the row of the table that is the first one's."""
 
-    def wrong(self: Any, tensor: Any) -> Any:
-        first = None if self.table is None else self.table[self.first.number].expand_as(self.table)
-        return keys(dataclasses.replace(self, table=first), tensor)
+    def wrong(rows: Any, packed: bool, sink: bool, table: Any) -> Any:
+        return runs_of(rows, packed, sink, None if table is None else table[:1].expand_as(table))
 
     return wrong
 
@@ -237,7 +236,7 @@ _ON_CPU: dict[str, Defect] = {
     "all_heads_drop_the_same": InText(
         r"kept_pairs\(seed, batch, head, q_pos", "kept_pairs(seed, batch, head * 0, q_pos"
     ),
-    "pages_of_the_first_sequence": Instead("codegen.runs", "Run.keys", _keys_of_the_first),
+    "pages_of_the_first_sequence": Instead("codegen.targets.cpu", "runs_of", _pages_of_the_first),
     "rsqrt_of_one_more": OfOperator("rsqrt", (("number", "(1.0 / math.sqrt({0} + 1))"),)),
 }
 _IN_THE_INTERPRETER: dict[str, Defect] = {
