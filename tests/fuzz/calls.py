@@ -16,6 +16,7 @@ from .dense import Environment, Precision, Undefined, evaluate
 from .sequences import Lens, Pages
 from .tree import INTS, Kind, Node, Num, Read, Scalar, nodes
 
+ON_A_GPU = ("triton", "hopper")
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What every script begins with.
@@ -281,7 +282,7 @@ def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int
         replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors
     )
     read_by = [(read, env) for read in variant.reads if read.name == name]
-    if call.lens is not None and built.tensors["query"].device.type != "cpu":
+    if call.lens is not None and call.target in ON_A_GPU:
         roomy = _roomy_environment(built)
         read_by += [(read, roomy) for read, _ in read_by]
     if variant.sink is not None:  # which queries of sequences without keys see, too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, UNALIGNED, Call, Given, Latent, Variant, main_names
+from .calls import MAIN_LAYOUTS, ON_A_GPU, OPERAND_LAYOUTS, PADDING, UNALIGNED, Call, Given, Latent, Variant, main_names
 from .sequences import Lens, Pages
 from .tree import symbols
 
@@ -18,6 +18,7 @@ LONG_LENGTHS = (129, 150, 200, 257, 300, 400, 600)
 LONG = 0.02  # share of the cpu's calls that are long: most have tiles where others are computed in one piece
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
 FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
+USUAL_WIDTHS = (16, 32, 64, 64, 64, 128, 24, 40, 80, 96)
 WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
 NUMBERS = {
     "int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000),
@@ -25,7 +26,6 @@ NUMBERS = {
     "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
-ON_A_GPU = ("triton", "hopper")
 TRIES = 8  # at a call that the kernels of another serve
 TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
 MOST_LONG_PAIRS = 300_000
@@ -84,7 +84,8 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
         call = replace(call, lens=replace(call.lens, dtype=like.lens.dtype))
         if call.pages is not None and like.pages is not None:
             call = replace(call, pages=replace(call.pages, rows=like.pages.rows))
-        if isinstance(call.q_offset, tuple) != isinstance(like.q_offset, tuple):
+        other = isinstance(call.q_offset, tuple) != isinstance(like.q_offset, tuple)
+        if other or (target in ON_A_GPU and (call.q_offset is None) != (like.q_offset is None)):
             offset = None if like.q_offset is None else 0 if isinstance(like.q_offset, int) else (0,) * len(call.lens.q)
             call = replace(call, q_offset=offset)
     dtypes = {name: given.dtype for name, given in like.tensors}
@@ -144,6 +145,8 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
         kv_len = max(1, lens.starts("kv")[-1] if packed else max(lens.kv))
     dtype = random.choice(CALL_DTYPES[target])
     dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)
+    if target == "triton" and random.random() < 0.75:  # rows of multiples of 16 bytes, mostly
+        dim, value_dim = random.choice(USUAL_WIDTHS), random.choice(USUAL_WIDTHS)
     if target == "hopper":
         dim, value_dim = random.choice(HOPPER_WIDTHS)
     form = None
