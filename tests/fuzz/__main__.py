@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
     parser.add_argument("--failures", type=int, default=20, help="stop after so many")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, at the next call")
+    parser.add_argument("--kinds", action="store_true", help="count what the calls that were right had in them")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     return _run(options)
@@ -34,6 +35,7 @@ def main() -> int:
 def _run(options: argparse.Namespace) -> int:
     found: list[Failure] = []
     counts: Counter[str] = Counter()
+    had: Counter[str] = Counter()  # of kinds of the calls that were right
     variants: set[tuple[str, str]] = set()  # targets and seeds of those that a call was computed of
     start = said = time.monotonic()
     plan = Plan(not options.no_shrink, options.skip)
@@ -41,6 +43,7 @@ def _run(options: argparse.Namespace) -> int:
         counts[f"{event.target:10} {event.kind}"] += 1
         if event.kind == "right":
             variants.add((event.target, event.seed))
+            had += Counter(event.kinds)
         if event.failure is not None:
             found.append(event.failure)
             print(_headed(event.failure), flush=True)
@@ -58,6 +61,8 @@ def _run(options: argparse.Namespace) -> int:
     counts += Counter(f"{target:10} variants computed" for target, _ in variants)
     for name, count in sorted(counts.items()):
         print(f"{count:8} {name}")
+    for name, count in sorted(had.items()) if options.kinds else ():
+        print(f"{count:8} right, {name}")
     return 1 if found else 0
 
 

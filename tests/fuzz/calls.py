@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from .dense import Environment, Precision, Undefined, evaluate
+from .sequences import Lens, Pages
 from .tree import INTS, Kind, Node, Num, Read, Scalar, nodes
 
+ON_A_GPU = ("triton", "hopper")
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What every script begins with.
@@ -29,48 +31,6 @@ nan = float("nan")
 class Latent:
     rank: int
     rope: int
-
-
-@dataclass(frozen=True)
-class Lens:
-    """Sequences of their own lengths: padded, one in each batch row, or packed one after the other in a single one."""
-
-    packed: bool
-    q: tuple[int, ...]
-    kv: tuple[int, ...]
-    dtype: str = "int32"
-
-    def starts(self, side: str) -> list[int]:
-        """First row of each sequence, and the end."""
-        lens: tuple[int, ...] = getattr(self, side)
-        return [sum(lens[:n]) for n in range(len(lens) + 1)] if self.packed else [0] * (len(lens) + 1)
-
-    def fitted(self, batch: int, q_rows: int, kv_rows: int) -> Lens:
-        """The same, cut to operands of this size."""
-        if not self.packed:
-            return replace(
-                self,
-                q=tuple(min(n, q_rows) for n in self.q[:batch]),
-                kv=tuple(min(n, kv_rows) for n in self.kv[:batch]),
-            )
-        return replace(self, q=_cut(self.q, q_rows), kv=_cut(self.kv, kv_rows))
-
-    def options(self, device: str) -> dict[str, str]:
-        """Texts of the call's options, by name."""
-        place = f"dtype=torch.{self.dtype}" + ("" if device == "cpu" else f", device={device!r}")
-        if self.packed:
-            given = {"cu_seqlens_q": self.starts("q"), "cu_seqlens_kv": self.starts("kv")}
-        else:
-            given = {"q_lens": list(self.q), "kv_lens": list(self.kv)}
-        return {name: f"torch.tensor({values}, {place})" for name, values in given.items()}
-
-
-def _cut(lens: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    found = []
-    for length in lens:
-        found.append(min(length, rows))
-        rows -= found[-1]
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -144,6 +104,7 @@ class Call:
     tensors: tuple[tuple[str, Given], ...] = ()
     q_offset: int | tuple[int, ...] | None = None
     lens: Lens | None = None
+    pages: Pages | None = None  # of key and value, or cache; kv_len is then what these are as rows
     target: str = "cpu"  # or "reference", which is no target of Weft but its own definition
     schedule: str | None = None
     form: str | None = None
@@ -164,6 +125,10 @@ class Call:
         if self.seed % 4 == 1:
             seed = f"torch.tensor([{seed}]" + ("" if device == "cpu" else f", device={device!r}") + ")"
         return {"seed": seed} if self.train else {"seed": seed, "train": "False"}
+
+    def lengths(self, device: str) -> dict[str, str]:
+        """Texts of the options that say where sequences lie."""
+        return {} if self.lens is None else self.lens.options(device, self.q_len, self.kv_len, self.pages)
 
     @property
     def deterministic(self) -> bool | None:
@@ -211,6 +176,7 @@ LAYOUTS = {
     "repeated": "{x} = {x}[:1].expand({x}.shape)",
 }
 MAIN_LAYOUTS = ("plain", "rows first", "padded", "odd", "offset", "one head", "one batch", "one row")
+UNALIGNED = ("odd", "offset")  # of these
 OPERAND_LAYOUTS = ("plain", "stepped", "reversed", "offset", "repeated")
 
 
@@ -232,12 +198,14 @@ def main_names(variant: Variant, call: Call) -> tuple[str, ...]:
 
 
 def main_shapes(variant: Variant, c: Call) -> list[tuple[int, ...]]:
-    latent = variant.latent
+    latent, of_keys = variant.latent, (c.batch, c.kv_len)
+    if c.pages is not None:
+        assert c.lens is not None
+        of_keys = c.pages.blocks(c.lens.kv), c.pages.rows
+    query, (blocks, rows) = (c.batch, c.heads, c.q_len, c.dim), of_keys
     if latent is None:
-        return [(c.batch, c.heads, c.q_len, c.dim), (c.batch, c.kv_heads, c.kv_len, c.dim),
-                (c.batch, c.kv_heads, c.kv_len, c.value_dim)]  # fmt: skip
-    width = latent.rank + latent.rope
-    shapes = [(c.batch, c.heads, c.q_len, c.dim), (c.batch, 1, c.kv_len, width)]
+        return [query, (blocks, c.kv_heads, rows, c.dim), (blocks, c.kv_heads, rows, c.value_dim)]
+    shapes = [query, (blocks, 1, rows, latent.rank + latent.rope)]
     return [*shapes, (c.heads, latent.rank, c.dim - latent.rope), (c.heads, latent.rank, c.value_dim)]
 
 
@@ -278,7 +246,7 @@ def _make(
     place = "" if device == "cpu" else f"{device!r}, "
     lines = [f"{name} = ({values}).to({place}torch.{dtype})"]
     if given.layout != "one batch":  # which repeats the first batch row, whatever its length
-        lines += _behind_lengths(name, built.call.lens)
+        lines += _behind_lengths(name, built.call)
     layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
     lines += [layout] if layout else []
     exec("\n".join(lines), space)
@@ -290,14 +258,21 @@ def _make(
     built.lines += lines
 
 
-def _behind_lengths(name: str, lens: Lens | None) -> list[str]:
+_SIDES = {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}
+
+
+def _behind_lengths(name: str, call: Call) -> list[str]:
     """Lines that put NaN in rows of no sequence."""
-    side = {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}.get(name)
+    side, lens = _SIDES.get(name), call.lens
     if lens is None or side is None:
         return []
-    if lens.packed:
+    if side == "kv" and call.pages is not None:
+        ends = call.pages.used(lens.kv)
+    elif lens.packed:
         return [f"{name}[:, :, {lens.starts(side)[-1]} :] = nan"]
-    return [f"for b, n in enumerate({list(getattr(lens, side))}): {name}[b, :, n:] = nan"]
+    else:
+        ends = list(getattr(lens, side))
+    return [f"for b, n in enumerate({ends}): {name}[b, :, n:] = nan"]
 
 
 def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int, ...]:
@@ -307,6 +282,9 @@ def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int
         replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors
     )
     read_by = [(read, env) for read in variant.reads if read.name == name]
+    if call.lens is not None and call.target in ON_A_GPU:
+        roomy = _roomy_environment(built)
+        read_by += [(read, roomy) for read, _ in read_by]
     if variant.sink is not None:  # which queries of sequences without keys see, too
         of_rows = row_environment(built, sink_rows(call, built.tensors["query"].device), built.tensors)
         read_by += [(n, of_rows) for n in nodes(variant.sink) if isinstance(n, Read) and n.name == name]
@@ -403,6 +381,20 @@ def environment(built: Built, tensors: dict[str, Tensor], dtype: torch.dtype = t
     return Environment(symbols, None, dict(call.scalars), tensors, number, dtype, None)
 
 
+def _roomy_environment(built: Built) -> Environment:
+    """Of all pairs that sequences in such operands may have: their lengths, on a device, are not known to Weft."""
+    call, lens = built.call, built.call.lens
+    assert lens is not None
+    kv_rows = call.kv_len if call.pages is None else len(call.pages.table(lens.kv)[0]) * call.pages.rows
+    first, q_rows = (call.q_offset, call.q_len) if isinstance(call.q_offset, int) else (0, kv_rows)
+    whole = replace(
+        call, lens=None, pages=None, batch=len(lens.q), q_len=max(1, q_rows), kv_len=max(1, kv_rows), q_offset=first
+    )
+    if whole.pairs > MOST_ELEMENTS:
+        raise Undefined("more room than a test needs")
+    return environment(replace(built, call=whole), built.tensors)
+
+
 def sink_rows(call: Call, device: torch.device) -> tuple[Tensor, ...]:
     """Batch row, head and row of every query that a sequence has."""
     exist = torch.ones(call.batch, call.q_len, dtype=torch.bool, device=device)
@@ -429,16 +421,29 @@ def row_environment(
 
 
 def cleaned(built: Built) -> Built:
-    """The call with 0 in place of what lies behind lengths: nothing may depend on it."""
-    lens = built.call.lens
+    """The call with keys of pages as rows, and 0 in place of what lies behind lengths: nothing may depend on it."""
+    call, lens = built.call, built.call.lens
     if lens is None:
         return built
     tensors = dict(built.tensors)
-    for name, side in {"query": "q", "key": "kv", "value": "kv", "cache": "kv"}.items():
-        if name in tensors:
-            owner, _ = _rows_of(built.call, lens, side, tensors[name].device)
+    for name, side in _SIDES.items():
+        if name in tensors and side == "kv" and call.pages is not None:
+            tensors[name] = _rows_of_pages(tensors[name], call, lens, call.pages)
+        elif name in tensors:
+            owner, _ = _rows_of(call, lens, side, tensors[name].device)
             tensors[name] = torch.where((owner >= 0)[:, None, :, None], tensors[name], 0.0)
     return replace(built, tensors=tensors)
+
+
+def _rows_of_pages(pool: Tensor, call: Call, lens: Lens, pages: Pages) -> Tensor:
+    """The rows of a pool [blocks, H, rows, D] in the order of sequences, [B, H, T, D]; 0 where none has one."""
+    rows = pool.new_zeros(call.batch, pool.shape[1], call.kv_len, pool.shape[3])
+    for number, (first, places) in enumerate(zip(lens.starts("kv"), pages.places(lens.kv))):
+        if places:
+            block, row = torch.tensor(places, device=pool.device).unbind(1)
+            own = pool[block, :, row].transpose(0, 1)  # [H, keys, D]
+            rows[0 if lens.packed else number, :, first : first + len(places)] = own
+    return rows
 
 
 def offset_text(q_offset: int | Sequence[int], device: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from .calls import MAIN_LAYOUTS, OPERAND_LAYOUTS, PADDING, Call, Given, Latent, Lens, Variant, main_names
+from .calls import MAIN_LAYOUTS, ON_A_GPU, OPERAND_LAYOUTS, PADDING, UNALIGNED, Call, Given, Latent, Variant, main_names
+from .sequences import Lens, Pages
 from .tree import symbols
 
 HOPPER_WIDTHS = (  # most often equal powers of two; each other kind of tile
@@ -17,6 +18,7 @@ LONG_LENGTHS = (129, 150, 200, 257, 300, 400, 600)
 LONG = 0.02  # share of the cpu's calls that are long: most have tiles where others are computed in one piece
 HEADS = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3), (3, 3), (4, 4), (6, 2))
 FEW_HEADS = ((1, 1), (2, 2), (2, 1), (2, 1), (3, 1))  # the interpreter takes a second for a dozen programs
+USUAL_WIDTHS = (16, 32, 64, 64, 64, 128, 24, 40, 80, 96)
 WIDTHS = (1, 2, 4, 5, 8, 16, 16, 16, 20, 24, 32, 40, 64, 80)
 NUMBERS = {
     "int": (0, 1, 2, 3, 4, 7, 16, 17, 40, -2, 100, 1000),
@@ -24,6 +26,7 @@ NUMBERS = {
     "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
+TRIES = 8  # at a call that the kernels of another serve
 TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
 MOST_LONG_PAIRS = 300_000
 MOST_PAIRS = {"cpu": 40_000, "reference": 10_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
@@ -34,7 +37,12 @@ CALL_DTYPES = {
     "triton": ("float32", "bfloat16", "bfloat16", "float16"),
     "hopper": ("bfloat16", "float16"),
 }
-KINDS = ("dense", "dense", "dense", "dense", "dense", "padded", "padded", "packed", "packed")  # of sequences
+# Of sequences; in pages, queries are padded or packed.
+KINDS = (*["dense"] * 7, *["padded"] * 3, *["packed"] * 3, *["paged"] * 2, *["packed paged"] * 2)
+PAGE_ROWS = (1, 2, 4, 8, 16, 16, 32, 64, 128, 256)
+FEW, MOST_SHORT = 16, 64  # queries of calls whose keys may be divided, and of such sequences that are packed over pages
+FEW_SHARE = 0.2  # of calls that decode: few queries behind many keys
+FEW_LENGTHS, CACHED = (1, 1, 1, 2, 3, 5, 8, 16), (33, 64, 100, 129, 200, 257, 300, 400, 600)
 DOUT = ("plain", "plain", "rows first", "padded", "one row", "one batch")
 # What an operand of a name, or of a kind where its name is not here, is filled with.
 NAMED_FILLS = {
@@ -66,15 +74,18 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
 
     like: a call whose kernels are to serve this one too, as generating and compiling them is most of the time.
     """
-    kind = random.choice(KINDS)
-    if like is not None:
-        kind = "dense" if like.lens is None else "packed" if like.lens.packed else "padded"
-    call = _draw_call(random, variant, target, kind)
     if like is None:
-        return call
+        return _draw_call(random, variant, target, random.choice(KINDS))
+    for _ in range(TRIES):
+        call = _draw_call(random, variant, target, kind_of(like))
+        if target not in ON_A_GPU or _divided_as(call) == _divided_as(like):
+            break
     if like.lens is not None and call.lens is not None:
         call = replace(call, lens=replace(call.lens, dtype=like.lens.dtype))
-        if isinstance(call.q_offset, tuple) != isinstance(like.q_offset, tuple):
+        if call.pages is not None and like.pages is not None:
+            call = replace(call, pages=replace(call.pages, rows=like.pages.rows))
+        other = isinstance(call.q_offset, tuple) != isinstance(like.q_offset, tuple)
+        if other or (target in ON_A_GPU and (call.q_offset is None) != (like.q_offset is None)):
             offset = None if like.q_offset is None else 0 if isinstance(like.q_offset, int) else (0,) * len(call.lens.q)
             call = replace(call, q_offset=offset)
     dtypes = {name: given.dtype for name, given in like.tensors}
@@ -83,54 +94,104 @@ def draw_call(random: Random, variant: Variant, target: str, like: Call | None =
     if isinstance(like.q_offset, tuple) and offset is None and call.lens is None:
         offset = (max(0, call.kv_len - call.q_len),) * call.batch
     dout = call.dout if like.lse or call.dout != "none" else "plain"
+    main = call.main if len(call.main) == len(like.main) else like.main
+    if target in ON_A_GPU:
+        main = tuple(map(_as_aligned, main, like.main))
     return replace(
         call, dim=like.dim, value_dim=like.value_dim, dtype=like.dtype, tensors=tensors, schedule=like.schedule,
-        train=like.train, form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset,
-        main=call.main if len(call.main) == len(like.main) else like.main,
+        train=like.train, form=like.form, lse=like.lse, wanted=like.wanted, dout=dout, q_offset=offset, main=main,
     )  # fmt: skip
+
+
+def kind_of(call: Call) -> str:
+    """One of KINDS."""
+    if call.lens is None:
+        return "dense"
+    paged = call.pages is not None
+    return ("packed paged" if paged else "packed") if call.lens.packed else "paged" if paged else "padded"
+
+
+def has_few(call: Call) -> bool:
+    """Whether keys may be divided: other kernels then compute the call."""
+    if call.pages is not None and call.lens is not None and call.lens.packed:
+        return call.q_len < len(call.lens.q) + MOST_SHORT
+    return call.q_len <= FEW
+
+
+def _divided_as(call: Call) -> tuple[bool, int]:
+    """What of its sizes decides which kernels compute a call."""
+    return has_few(call), call.heads // call.kv_heads if has_few(call) else 0
+
+
+def _as_aligned(given: Given, like: Given) -> Given:
+    """In an unaligned layout where `like` has one, and only there: other kernels compute such calls."""
+    return given if (given.layout in UNALIGNED) == (like.layout in UNALIGNED) else replace(given, layout=like.layout)
 
 
 def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call:
     heads, kv_heads = random.choice(FEW_HEADS if target == "interpret" else HEADS)
     batch = random.choice((1, 1, 2) if target == "interpret" else (1, 1, 2, 3))
-    batch = 1 if kind == "packed" else batch
+    packed, paged = kind in ("packed", "packed paged"), kind in ("paged", "packed paged")
+    batch = 1 if packed else batch
     if target == "cpu" and random.random() < LONG:
         q_len, kv_len = _lengths(random, batch * heads, MOST_LONG_PAIRS, LONG_LENGTHS)
     else:
         q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS)
-    lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, kind == "packed", batch, q_len, kv_len)
+    lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, packed, batch, q_len, kv_len)
+    pages = None
+    if paged and lens is not None:
+        pages = Pages(random.choice(PAGE_ROWS), random.randrange(1000), random.random() < 0.4, random.choice((0, 1, 3)))
+        lens = replace(lens, dtype="int32" if random.random() < 0.7 else lens.dtype)
+        kv_len = max(1, lens.starts("kv")[-1] if packed else max(lens.kv))
     dtype = random.choice(CALL_DTYPES[target])
     dim, value_dim = random.choice(WIDTHS), random.choice(WIDTHS)
+    if target == "triton" and random.random() < 0.75:  # rows of multiples of 16 bytes, mostly
+        dim, value_dim = random.choice(USUAL_WIDTHS), random.choice(USUAL_WIDTHS)
     if target == "hopper":
         dim, value_dim = random.choice(HOPPER_WIDTHS)
     form = None
     if variant.latent is not None:
         kv_heads, form, dim = 1, _form(random, variant), dim + variant.latent.rope
-        dtype = dtype if "16" not in dtype or target in ("triton", "hopper") else "float32"
+        form = None if form == "expanded" and pages is not None else form
+        dtype = dtype if "16" not in dtype or target in ON_A_GPU else "float32"
         if form == "latent query":
             dim, value_dim = variant.latent.rank + variant.latent.rope, variant.latent.rank
-    call = Call(batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype, (), target=target, form=form)
+    call = Call(
+        batch,
+        heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        dim,
+        value_dim,
+        dtype,
+        (),
+        lens=lens,
+        pages=pages,
+        target=target,
+        form=form,
+    )
     names = main_names(variant, call)
     softmax = variant.normalizer == "softmax"
     lse = random.random() < 0.6 and softmax
-    return Call(
-        batch, heads, kv_heads, q_len, kv_len, dim, value_dim, dtype,
+    return replace(
+        call,
         main=tuple(_main(random, name, target) for name in names),
         scalars=tuple((n, random.choice(NUMBERS.get(n, NUMBERS[kind]))) for n, kind in variant.scalars.items()),
         tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
-        q_offset=_offset(random, variant, batch if lens is None else len(lens.q), q_len, kv_len), lens=lens,
-        target=target,
-        schedule=_schedule(random, target, flash=lens is not None or not softmax or variant.dropout is not None),
-        form=form, lse=lse, wanted=_wanted(random, variant, names, form),
+        q_offset=_offset(random, variant, batch if lens is None else len(lens.q), q_len, kv_len),
+        schedule=_schedule(random, call, variant), lse=lse,
+        wanted=() if pages is not None else _wanted(random, variant, names, form),
         dout=random.choice((*DOUT, "none" if lse else "plain")),
         seed=random.randrange(10**6), train=random.random() < 0.9,
     )  # fmt: skip
 
 
 def _lengths(random: Random, rows: int, most: int, lengths: tuple[int, ...]) -> tuple[int, int]:
+    few = random.random() < FEW_SHARE
     while True:
-        q_len = random.choice(lengths)
-        kv_len = q_len if random.random() < 0.4 else random.choice(lengths)
+        q_len = random.choice(FEW_LENGTHS if few else lengths)
+        kv_len = random.choice(CACHED) if few else q_len if random.random() < 0.4 else random.choice(lengths)
         if random.random() < 0.02:
             q_len, kv_len = random.choice(((0, kv_len), (q_len, 0), (0, 0)))
         if rows * q_len * kv_len <= most:
@@ -153,7 +214,14 @@ def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -
     number = random.choice((1, 2, 3, 5, 9)) if packed else batch
     q = many(q_rows, number)
     kv = q if q_rows == kv_rows and random.random() < 0.5 else many(kv_rows, number)
-    return Lens(packed, q, kv, random.choice(("int32", "int64")))
+    roll = random.random()
+    if roll < 0.15:  # sequences that are alike may be computed together
+        q, kv = ((rows // number if packed else one(rows),) * number for rows in (q_rows, kv_rows))
+    elif roll < 0.3 and packed and q_rows > number:  # a chunk of a prompt beside sequences that decode
+        q = tuple(random.sample([q_rows - number + 1, *[1] * (number - 1)], number))
+    elif roll < 0.3 and not packed:  # all of the operand's, which need not be said
+        q, kv = ((q_rows,) * number, kv) if random.random() < 0.5 else (q, (kv_rows,) * number)
+    return Lens(packed, q, kv, random.choice(("int32", "int64")), random.random() < 0.5)
 
 
 def _form(random: Random, variant: Variant) -> str | None:
@@ -194,7 +262,8 @@ def _offset(random: Random, variant: Variant, batch: int, q_len: int, kv_len: in
     return tuple(random.choice(choices) for _ in range(batch))
 
 
-def _schedule(random: Random, target: str, flash: bool) -> str | None:
+def _schedule(random: Random, call: Call, variant: Variant) -> str | None:
+    target = call.target
     if random.random() < 0.3:
         return None
     if target == "cpu":
@@ -202,7 +271,10 @@ def _schedule(random: Random, target: str, flash: bool) -> str | None:
         return f"flash/flash_forward=cpu:{forward}/flash_backward=cpu:{backward}"
     if target in ("hopper", "reference"):
         return None
-    if random.random() < 0.45 and not flash:
+    divides = variant.dropout is None and kind_of(call) != "packed"
+    if divides and random.random() < (0.5 if has_few(call) else 0.1):
+        return "split_kv"
+    if random.random() < 0.45 and call.lens is None and variant.normalizer == "softmax" and variant.dropout is None:
         return random.choice(("streaming", "standard"))
     if target == "triton":
         return random.choice((None, "flash"))

@@ -78,6 +78,13 @@ def _reads_by_pair(built: Built) -> bool:
     return any({"q_pos", "kv_pos"} <= symbols(read) for read in reads)
 
 
+def _reads_of_packed_pages(built: Built) -> bool:
+    """A tensor that the mask reads by position, of packed queries over pages."""
+    call, reads = built.call, [n for n in nodes(built.variant.mask) if isinstance(n, Read)]
+    packed = call.pages is not None and call.lens is not None and call.lens.packed
+    return packed and any({"q_pos", "kv_pos"} & symbols(read) for read in reads)
+
+
 def _refusal(words: str, right: Callable[[Built, re.Match[str]], bool]) -> Refusal:
     return Refusal(re.compile(words), right)
 
@@ -92,7 +99,7 @@ REFUSALS = {
     ),
     "absorbed gradient": _refusal(r"the absorbed form has no backward", _may_be_absorbed),
     "hopper: latent": _refusal(
-        r"UnavailableError: .*hopper: (.*(absorbed|expanded) latent attention|(a )?rotary key)",
+        r"UnavailableError: .*hopper: (.*(absorbed|expanded) latent attention|(a )?rotary key|(.* )?latent caches?)",
         _for_hopper(lambda built: built.variant.latent is not None),
     ),
     "hopper: normalizer": _refusal(
@@ -104,7 +111,15 @@ REFUSALS = {
         _is_unaligned,
     ),
     "hopper: batch rows": _refusal(
-        r"UnavailableError: .*hopper: (?P<name>query|key|value): with lengths, batch rows must lie", _is_apart
+        r"UnavailableError: .*hopper: (?P<name>query|key|value): with lengths, (batch rows|blocks) must lie", _is_apart
+    ),
+    "hopper: small pages": _refusal(
+        r"UnavailableError: .*hopper: pages of \d+ rows are too small",
+        _for_hopper(lambda built: built.call.pages is not None and built.call.pages.rows < 8),
+    ),
+    "hopper: packed over pages": _refusal(
+        r"UnavailableError: .*hopper: masks that read tensors, of packed queries over pages",
+        _for_hopper(_reads_of_packed_pages),
     ),
     "hopper: lists": _refusal(
         r"UnavailableError: .*hopper: lists of tiles, of a mask that reads a tensor by both positions",
@@ -193,9 +208,8 @@ def options_of(built: Built) -> dict[str, Any]:
     if built.variant.dropout is not None:
         for name, text_of in call.dropping(built.tensors["query"].device.type).items():
             options[name] = eval(text_of, {"torch": torch})
-    if call.lens is not None:
-        for name, text_of in call.lens.options(built.tensors["query"].device.type).items():
-            options[name] = eval(text_of, {"torch": torch})
+    for name, text_of in call.lengths(built.tensors["query"].device.type).items():
+        options[name] = eval(text_of, {"torch": torch})
     return options
 
 
@@ -225,8 +239,8 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Gradients of the outputs that have one; 0 for what an output does not depend on."""
     first = 1 if call.dout == "none" else 0
-    # of operands alone there may be none: nothing depends on an operand that is multiplied by 0
-    certain = call.target != "reference" and not {"query", "key", "value", "cache", "uk", "uv"}.isdisjoint(call.wanted)
+    # of operands alone there may be none: nothing depends on an operand that is multiplied by 0, nor lse on uv
+    certain = call.target != "reference" and not {"query", "key", "value", "cache", "uk"}.isdisjoint(call.wanted)
     kept = [(o, w) for o, w in outputs[first:] if o is not None and (o.requires_grad or certain)]
     leaves = [tensors[n] for n in call.wanted]
     found: Sequence[Tensor | None] = [None] * len(leaves)

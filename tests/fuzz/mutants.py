@@ -189,6 +189,15 @@ def _always_aligned(make: Any) -> Any:
     return wrong
 
 
+def _pages_of_the_first(runs_of: Any) -> Any:
+    """All sequences have the row of the table that is the first one's."""
+
+    def wrong(rows: Any, packed: bool, sink: bool, table: Any) -> Any:
+        return runs_of(rows, packed, sink, None if table is None else table[:1].expand_as(table))
+
+    return wrong
+
+
 _TILES, _SYMBOLIC = "compiler.analysis.tiles", "compiler.analysis.symbolic"
 _TRUNCATED = "torch.div(torch.as_tensor({0}), torch.as_tensor({1}), rounding_mode='trunc')"
 _ON_CPU: dict[str, Defect] = {
@@ -227,6 +236,7 @@ _ON_CPU: dict[str, Defect] = {
     "all_heads_drop_the_same": InText(
         r"kept_pairs\(seed, batch, head, q_pos", "kept_pairs(seed, batch, head * 0, q_pos"
     ),
+    "pages_of_the_first_sequence": Instead("codegen.targets.cpu", "runs_of", _pages_of_the_first),
     "rsqrt_of_one_more": OfOperator("rsqrt", (("number", "(1.0 / math.sqrt({0} + 1))"),)),
 }
 _IN_THE_INTERPRETER: dict[str, Defect] = {
@@ -244,6 +254,16 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "shared_by_one_batch_row": InText(r"n_steps = (\w+) \* batches", r"n_steps = \1"),
     "gradient_of_weights_not_dropped": InText(r"dp = tl\.where\(kept, dp \* ", "dp = tl.where(kept | True, dp * "),
     "halves_of_words_swapped": InText(r"words & 0xFFFF, words >> 16", "words >> 16, words & 0xFFFF"),
+    "table_of_the_first_sequence": InText(
+        r"tl\.cast\(batch, tl\.int64\) \* table_row", "tl.cast(batch * 0, tl.int64) * table_row"
+    ),
+    "first_rows_of_a_page": InText(
+        r"at_row\(start, kv_first % PAGE, row_stride\)", "at_row(start, kv_first * 0, row_stride)"
+    ),
+    "parts_weigh_alike": InText(
+        r"part = tl\.exp2\(\(own - reference\) \* LOG2_E\)", "part = tl.where(has_tiles, 1.0, 0.0)"
+    ),
+    "short_sequences_end_early": InText(r"is_long = \(room > 64\)", "is_long = (room > 65)"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
 _ON_A_GPU: dict[str, Defect] = {

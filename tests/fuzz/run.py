@@ -15,6 +15,7 @@ from .declare import draw_variant
 from .dense import Undefined
 from .invoke import draw_call
 from .judge import Verdict, actual, declared, judge, start
+from .kinds import kinds
 from .script import script
 from .shrink import shrunk
 
@@ -43,6 +44,7 @@ class Event:
     failure: Failure | None = None
     message: str = ""
     seed: str = ""  # of the variant
+    kinds: tuple[str, ...] = ()  # what the call has in it
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def variant_calls(name: str, target: str, plan: Plan) -> Iterator[Event]:
         if verdict.fails:
             yield _failed(name, built, verdict, plan, threaded)
             return
-        yield Event(target, verdict.kind, verdict.ratio, message=verdict.message)
+        found = (*kinds(variant, built.call), *(["from several threads"] if threaded else []))
+        yield Event(target, verdict.kind, verdict.ratio, message=verdict.message, kinds=found)
     if not calls:
         yield Event(target, "unused")
 

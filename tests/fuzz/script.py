@@ -35,8 +35,7 @@ def _arguments(built: Built) -> list[str]:
         found.append(f"q_offset={offset_text(call.q_offset, built.tensors['query'].device.type)}")
     if built.variant.dropout is not None:
         found += [f"{n}={t}" for n, t in call.dropping(built.tensors["query"].device.type).items()]
-    if call.lens is not None:
-        found += [f"{n}={t}" for n, t in call.lens.options(built.tensors["query"].device.type).items()]
+    found += [f"{n}={t}" for n, t in call.lengths(built.tensors["query"].device.type).items()]
     if call.target != "reference":
         found.append(f"target={call.target!r}")
         found += [f"form={call.form!r}"] if call.form in ("expanded", "absorbed") else []

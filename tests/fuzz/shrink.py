@@ -103,7 +103,19 @@ def _fewer_sequences(call: Call) -> Iterator[Call]:
         return
     offsets = call.q_offset if isinstance(call.q_offset, tuple) else None
     if offsets is None:
-        yield replace(call, lens=None)
+        yield replace(call, lens=None, pages=None)
+    if call.pages is not None:
+        yield replace(call, pages=None)
+        yield from (
+            replace(call, pages=replace(call.pages, **{f: n}))
+            for f, n in (("shares", False), ("spare", 0), ("rows", 1), ("rows", 4))
+            if getattr(call.pages, f) != n
+        )
+    yield from (
+        replace(call, lens=replace(lens, **{f: n}))
+        for f, n in (("brief", False), ("dtype", "int32"))
+        if getattr(lens, f) != n
+    )
     if lens.packed and len(lens.q) > 1:
         for n in range(len(lens.q)):
             fewer = replace(lens, q=lens.q[:n] + lens.q[n + 1 :], kv=lens.kv[:n] + lens.kv[n + 1 :])

@@ -51,62 +51,57 @@ SAMPLES: tuple[tuple[weft.Attention, dict[str, torch.Tensor]], ...] = (
     (LEARNED, {}),
     (SIGMOID, {}),
 )
-# How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, learned, sigmoid.
+# A step of a server: two modules, of its long sequences and its short ones, and no backward.
+MIXED = {
+    "cu_seqlens_q": torch.tensor([0, 1, 200, 256], dtype=torch.int32),
+    "kv_lens": torch.tensor([256, 200, 100], dtype=torch.int32), "block_table": torch.zeros(3, 16, dtype=torch.int32),
+}  # fmt: skip
+# How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, learned, sigmoid; mixed.
 FOUND = {
-    "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0),
-    "dlse_added": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0),
-    "delta_forgotten": (0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0),
-    "offset_of_the_first_row": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1),
-    "hidden_nan_kept": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
-    "key_gradient_of_last_tile": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1),
-    "small_ints_wrap": (0, 0, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),  # one for each read
-    "heads_of_a_long_call": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "one_hidden_key_overlooked": (1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0),
-    "sink_beside_the_output": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sink_of_another_head": (1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sink_gradient_without_dlse": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "one_of_the_heads_that_share": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
-    "diagonals_below_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
-    "shared_by_one_batch_row": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0),
-    "sigmoid_in_base_2": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1),
-    "stride_of_another_dimension": (0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0),
-    "last_partial_tile_unmasked": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "offsets_not_by_batch": (
-        1,
-        2,
-        1,
-        2,
-        1,
-        2,
-        0,
-        0,
-        1,
-        2,
-        1,
-        6,
-        1,
-        2,
-    ),  # one for each kernel; that of packed ones is masked
-    "rows_behind_a_length_kept": (0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0),
-    "first_sequence_bottom_right": (0, 0, 0, 0, 1, 2, 1, 2, 0, 0, 0, 0, 0, 0),
-    "packed_keys_of_the_queries": (0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0),
-    "sink_left_out_of_lse": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "sink_gradient_of_the_other_sign": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-    "gradient_of_values_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0),
-    "all_heads_drop_the_same": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0),
-    "gradient_of_weights_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0),
-    "halves_of_words_swapped": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0),
-    "slope_of_sigmoid_not_falling": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
-    "floor_div_truncates_on_gpu": (0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
-}
+    "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1),
+    "dlse_added": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0),
+    "delta_forgotten": (0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0),
+    "offset_of_the_first_row": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0),
+    "hidden_nan_kept": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0),
+    "key_gradient_of_last_tile": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0),
+    "small_ints_wrap": (0, 0, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),  # one for each read
+    "heads_of_a_long_call": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "one_hidden_key_overlooked": (1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1),
+    "sink_beside_the_output": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "sink_of_another_head": (1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "sink_gradient_without_dlse": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "one_of_the_heads_that_share": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0),
+    "diagonals_below_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0),
+    "shared_by_one_batch_row": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0),
+    "sigmoid_in_base_2": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0),
+    "stride_of_another_dimension": (0, 0, 1, 4, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0),
+    "last_partial_tile_unmasked": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2),
+    "offsets_not_by_batch": (1, 2, 1, 2, 1, 2, 0, 0, 1, 2, 1, 6, 1, 2, 0),  # of packed ones it is masked
+    "rows_behind_a_length_kept": (0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "first_sequence_bottom_right": (0, 0, 0, 0, 1, 2, 1, 2, 0, 0, 0, 0, 0, 0, 3),
+    "packed_keys_of_the_queries": (0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0),
+    "sink_left_out_of_lse": (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "sink_gradient_of_the_other_sign": (0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "gradient_of_values_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0),
+    "all_heads_drop_the_same": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0),
+    "gradient_of_weights_not_dropped": (0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0),
+    "halves_of_words_swapped": (0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0),
+    "slope_of_sigmoid_not_falling": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0),
+    "floor_div_truncates_on_gpu": (0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "table_of_the_first_sequence": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
+    "first_rows_of_a_page": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
+    "parts_weigh_alike": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+    "short_sequences_end_early": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+}  # fmt: skip
 AT_RUN_TIME = {  # they change no generated text
     "read_gradient_to_next_head",
     "equal_queries_equal_keys",
     "read_gradient_to_first_sequence",
     "mixed_alignment_ignored",
+    "pages_of_the_first_sequence",
 }
 
 
@@ -114,12 +109,13 @@ def sources(target: str) -> list[str]:
     """The modules of all samples, forward and backward."""
     if target == "interpret":
         pytest.importorskip("triton")
-    options = {"device": "cpu", "target": target, "schedule": "flash"}
-    return [
-        variant.source(SIZES, direction=direction, **options, **lengths)
+    options = {"device": "cpu", "target": target}
+    found = [
+        variant.source(SIZES, direction=direction, schedule="flash", **options, **lengths)
         for variant, lengths in SAMPLES
         for direction in ("forward", "backward")
     ]
+    return [*found, CAUSAL.source(SIZES, direction="forward", **options, **MIXED)]
 
 
 sound_sources = lru_cache(sources)
