@@ -10,8 +10,8 @@ Triton (3.6 and 3.7) decides at *decoration* time: `triton.jit` makes an interpr
    functions leave some of these behind, which would break the next compilation in this process. We note the
    contents of every namespace that it touches, and put them back after the launch.
 
-A third of what a launch takes is Triton asking the same of types and shapes at each operation, and another working out whether ints
-overflow, for an assertion that it then leaves out: `_quicker`.
+A third of what a launch takes is Triton asking the same of types and shapes at each operation, and another working out
+whether ints overflow, for an assertion that it then leaves out: `_quicker`.
 
 A private second import of the whole of triton was the alternative. It costs another 0.3 s, and functions in it
 that import at call time would still find the first copy.
@@ -38,8 +38,8 @@ _JITTED_MODULES = ("standard", "random")
 _BUILDER = interpreter.InterpreterBuilder
 _OF_A_LAUNCH = interpreter.interpreter_builder
 _NAMESPACES = (
-    tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.block_type, tl.core.tensor_descriptor_base, _BUILDER, _OF_A_LAUNCH,
-    interpreter,
+    tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.block_type, tl.core.tensor_descriptor_base, _BUILDER,
+    _OF_A_LAUNCH, interpreter,
 )  # fmt: skip
 _Override = tuple[object, str, object]  # holder, attribute, value
 
