@@ -9,6 +9,7 @@ reported.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import threading
@@ -355,6 +356,9 @@ class Language:
         tile = torch.zeros(list(shape), dtype=dtype)
         return Shared(tile.fill_(float("nan")) if dtype.is_floating_point else tile)
 
+    def barrier(self) -> None:
+        """Of the threads of one role, which run as one here."""
+
     def warp_specialize(self, roles: Sequence[Any], warps: object, registers: object) -> None:
         self.machine.run(roles)
 
@@ -449,6 +453,14 @@ def _masked(weights: Tensor, even: Tensor, odd: Tensor, byte: Tensor) -> Tensor:
     return torch.where(both >> (8 * byte + 7) & 1 != 0, 0, weights)
 
 
+def measuring(text: str) -> Any:
+    """The module of kernels that measure tiles, in Triton's interpreter.
+
+    Each text has a path: the lines of a function are those that were loaded last from its file.
+    """
+    return load(Path(hashlib.sha256(text.encode()).hexdigest(), "tile_spans.py"), True, text)
+
+
 class OnACpu:
     """Mixed into a launcher: its launches go to the interpreter."""
 
@@ -478,8 +490,7 @@ class OnACpu:
 
         measured: Any = None
         if self.code.tile_source != "program":  # portable kernels, of a module of their own, in Triton's interpreter
-            text = generate_measures(self.facts, False, self.sequences)
-            measured = load(Path("tile_spans.py"), True, text)
+            measured = measuring(generate_measures(self.facts, False, self.sequences))
 
         def run(binding: Any) -> Callable[..., None]:
             if binding.name in RUNS:
