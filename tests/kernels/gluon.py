@@ -98,16 +98,16 @@ class Descriptor:
 
     def _places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Which elements of a tile lie inside, and where in the storage; addresses count modulo 2**64 bytes."""
-        size_of = self.dtype.itemsize
-        there, address = torch.ones(self.block, dtype=torch.bool), torch.zeros(self.block, dtype=torch.int64)
+        size_of, one = self.dtype.itemsize, [1] * len(self.block)
+        there, address = torch.ones(one, dtype=torch.bool), torch.zeros(one, dtype=torch.int64)
         for axis, (first, size, extent, stride) in enumerate(
             zip(coordinates, self.block, self.shape, self.strides, strict=True)
         ):
             assert abs(int(first)) < 2**31
             at = (int(first) + torch.arange(size)).view([-1 if a == axis else 1 for a in range(len(self.block))])
-            there &= (at >= 0) & (at < extent)
+            there = there & (at >= 0) & (at < extent)
             address = address + at * size_of * stride  # wraps, as 64 bits do
-        place = torch.where(there, address // size_of, 0) + self.pointer.at
+        place = torch.where(there, address >> size_of.bit_length() - 1, 0) + self.pointer.at
         assert bool((place < len(self.pointer.storage)).all() and (place >= self.pointer.at).all()), "a wild access"
         return there, place
 

@@ -96,6 +96,7 @@ def test_masks_and_scores(name, kind, target):
     check_variant(variant, *make(), target=target, operands=operands | lengths)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["sorted", "unsorted"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["documents", "by head"])
@@ -115,6 +116,7 @@ def test_tiles_of_long_axes_that_are_measured_in_stretches(name, kind, order, mo
         variant._variant.forget()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ["sorted", "unsorted"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["documents", "by head"])
