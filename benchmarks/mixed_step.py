@@ -12,12 +12,12 @@ float32, relative.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from decode import seconds
 
 import weft
 
@@ -107,25 +107,6 @@ def contenders(made: Made) -> dict[str, Callable[[], object]]:
     return found | {"two padded calls": lambda: [CAUSAL(q, *made.pools, **given) for q, given in made.apart]}
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Of one call, in a graph of ten."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    taken = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e4)
-    return statistics.median(taken[1:])
-
-
 def error(row: Row, made: Made) -> float:
     """Of the first sequence's last queries, and of the last sequence."""
     out, worst = CAUSAL(made.query, *made.pools, **made.options), 0.0
@@ -149,7 +130,7 @@ def main() -> None:
         average = sum(row.q_lens) / len(row.q_lens)
         print(f"{row.name}: {average:.1f} queries on average, error {error(row, made):.1e}", flush=True)
         for name, call in contenders(made).items():
-            taken = seconds(call)
+            taken = seconds([call])
             rates = f"{row.bytes / taken / 1e9:5.0f} GB/s {row.flops / taken / 1e12:5.0f} TF"
             print(f"  {name:17}{taken * 1e6:9.1f} us {rates}", flush=True)
 

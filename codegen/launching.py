@@ -19,6 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from ..ir.errors import UnavailableError
+from . import starting
 from .binding import Binding, Launch
 
 
@@ -117,6 +118,7 @@ Asked = tuple[Any, Binding, Sequence[Any], Mapping[str, int]]  # arguments of `c
 
 def compiled_together(device: int, asked: Sequence[Asked]) -> list[Run]:
     """Kernels of a device, compiled at the same time: most of a compilation is LLVM's and ptxas', outside of Python."""
+    starting.wait()
     if len(asked) == 1:
         return [compiled(*asked[0])]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen import starting
 from ..codegen.targets.hopper_launcher import boxed_bytes
 from ..codegen.targets.shared_launcher import SharedLauncher
 from ..codegen.targets.triton_launcher import TritonLauncher
@@ -268,6 +269,8 @@ class Variant:
         self, direction: Direction, call: Call, kept: dict[object, _Ready], key: object, b: BackwardCall | None,
         unfit: frozenset[str] = frozenset(),
     ) -> _Ready:  # fmt: skip
+        if call.query.is_cuda:
+            starting.begin()
         signature = self.signature(direction, call, b.wanted if b else frozenset())
         machine = hardware.for_device(call.query.device)
         options = call.options

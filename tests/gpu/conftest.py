@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import pytest
 import torch
@@ -29,3 +30,29 @@ def no_waiting() -> Callable[[], AbstractContextManager[None]]:
             torch.cuda.set_sync_debug_mode("default")
 
     return block
+
+
+Results = TypeVar("Results")
+
+
+@pytest.fixture
+def captured(
+    no_waiting: Callable[[], AbstractContextManager[None]],
+) -> Callable[[Callable[[], Results]], tuple[torch.cuda.CUDAGraph, Results]]:
+    """The graph of a call, and what it returns there, after calls of which the first alone may wait for the device."""
+
+    def capture(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+            with no_waiting():
+                step()
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        return graph, found
+
+    return capture

@@ -9,7 +9,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.runtime.variant import variant_of
 
-from ..support import check_errors, check_variant, poisoned
+from ..support import check_errors, check_variant, mostly, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -248,7 +248,7 @@ def test_latent_caches(page, q_len, heads):
     check_latent("causal", heads, q_len, KV_LENS, page)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly([FORMS[0], FORMS[-1]], FORMS))
 def test_forms_of_latent_decode(form):
     """Whole sequences, many parts, and of pages that are smaller than a tile."""
     check_latent("causal", 128, 1, None, form=form)
@@ -280,7 +280,7 @@ def test_latent_decode_that_is_left_to_triton(heads, page):
 
 @pytest.mark.parametrize("paging", [False, True])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, no_waiting):
+def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, captured):
     """Nothing waits for the device, and no size is taken from what lies there."""
     query, key, value = operands(1)
     variant = CAUSAL
@@ -297,21 +297,11 @@ def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, no_waiting):
     def step():
         return variant(*tensors, **given, return_lse=True)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        with no_waiting():
-            step()
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for other in (KV_LENS, [1] * 5, [0] * 5, [7, 64, 65, 1024, 900], [ROWS] * 5):
         lens.copy_(torch.tensor(other))
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step())), other
+        assert all(torch.equal(a, b) for a, b in zip(found, step())), other
 
 
 def test_a_long_cache_beyond_32_bits():

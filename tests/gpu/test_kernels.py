@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.runtime.driver import builds
 
-from ..support import check_variant, poisoned
+from ..support import check_variant, mostly, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -138,17 +140,21 @@ def test_head_dims(dim):
     check("softcap", (1, 2, 130, dim), 2, 130, value_dim=64, dtype=torch.float16)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
+@pytest.mark.parametrize(
+    "name, given",
+    [("causal", {}), ("softcap", {"dtype": torch.float16}), ("documents_of_batch", {}),
+     ("both_sides", {"deterministic": True})],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "dim, value_dim",
     [(16, 16), (24, 32), (32, 64), (32, 128), (64, 16), (40, 40), (56, 48), (72, 96), (80, 80), (96, 96),
      (128, 64), (64, 128), (104, 40),
      (136, 64), (160, 128), (192, 128), (192, 40), (256, 128), (72, 200), (256, 256)],
 )  # fmt: skip
-def test_head_dimensions_of_tiles_in_pieces_and_filled_up(dim, value_dim):
-    for name, dtype in (("causal", torch.bfloat16), ("softcap", torch.float16), ("documents_of_batch", torch.bfloat16)):
-        check(name, (2, 4, 300, dim), 2, 300, value_dim=value_dim, dtype=dtype, target="hopper")
-    check("both_sides", (1, 4, 130, dim), 1, 257, value_dim=value_dim, target="hopper", deterministic=True)
+def test_head_dimensions_of_tiles_in_pieces_and_filled_up(dim, value_dim, name, given):
+    sizes = ((1, 4, 130, dim), 1, 257) if name == "both_sides" else ((2, 4, 300, dim), 2, 300)
+    check(name, *sizes, value_dim=value_dim, target="hopper", **given)
 
 
 @pytest.mark.sampled(9)
@@ -180,11 +186,19 @@ def test_dtypes(name, dtype):
 def test_transposed_views_and_offsets(target):
     check("alibi", (2, 4, 200, 64), 2, 260, blhd=True, target=target)
     check("causal", (2, 4, 100, 64), 2, 300, target=target, q_offset=37)
+
+
+@pytest.mark.parametrize(
+    "name, dim",
+    mostly(
+        [("causal", 64), ("documents_of_batch", 128), ("causal", 256), ("window", 64)],
+        [*product(("causal", "documents_of_batch"), (64, 128, 256)), ("window", 64)],
+    ),
+)
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_an_offset_of_each_batch_row(target, name, dim):
     offsets = torch.tensor([5, 111], dtype=torch.int32, device="cuda")
-    for dim in (64, 128, 256):
-        check("causal", (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets)
-        check("documents_of_batch", (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets)
-    check("window", (2, 4, 100, 64), 2, 300, target=target, q_offset=offsets, deterministic=True)
+    check(name, (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets, deterministic=name == "window")
 
 
 @pytest.mark.sampled(9)

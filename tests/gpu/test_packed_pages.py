@@ -155,7 +155,7 @@ def test_latent_caches():
 
 
 @pytest.mark.parametrize(("target", "schedule"), [*KINDS, SHARED, (None, None)])
-def test_a_graph_is_replayed_with_other_lengths(target, schedule, no_waiting):
+def test_a_graph_is_replayed_with_other_lengths(target, schedule, captured):
     """Chunks become decodes in the same tensors; nothing waits for the device."""
     query, key, value = operands([64] * 5, behind=0)
     pools, table = paged((key, value), [ROWS] * 5, 16)
@@ -165,22 +165,12 @@ def test_a_graph_is_replayed_with_other_lengths(target, schedule, no_waiting):
         return CAUSAL(query, *pools, cu_seqlens_q=starts, kv_lens=lens, block_table=table, return_lse=True,
                       target=target, schedule=schedule)  # fmt: skip
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-        with no_waiting():
-            step()
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for q_lens in ([1] * 5, [300, 1, 3, 0, 1], [0, 0, 0, 0, 320], [0] * 5, [64] * 5):
         starts.copy_(starts_of(q_lens))
         lens.copy_(tensor([max(n, ROWS - 100 * b) for b, n in enumerate(q_lens)]))
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step())), q_lens
+        assert all(torch.equal(a, b) for a, b in zip(found, step())), q_lens
 
 
 def test_new_batches_compile_nothing():

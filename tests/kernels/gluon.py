@@ -9,6 +9,7 @@ reported.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import threading
@@ -97,16 +98,16 @@ class Descriptor:
 
     def _places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Which elements of a tile lie inside, and where in the storage; addresses count modulo 2**64 bytes."""
-        size_of = self.dtype.itemsize
-        there, address = torch.ones(self.block, dtype=torch.bool), torch.zeros(self.block, dtype=torch.int64)
+        size_of, one = self.dtype.itemsize, [1] * len(self.block)
+        there, address = torch.ones(one, dtype=torch.bool), torch.zeros(one, dtype=torch.int64)
         for axis, (first, size, extent, stride) in enumerate(
             zip(coordinates, self.block, self.shape, self.strides, strict=True)
         ):
             assert abs(int(first)) < 2**31
             at = (int(first) + torch.arange(size)).view([-1 if a == axis else 1 for a in range(len(self.block))])
-            there &= (at >= 0) & (at < extent)
+            there = there & (at >= 0) & (at < extent)
             address = address + at * size_of * stride  # wraps, as 64 bits do
-        place = torch.where(there, address // size_of, 0) + self.pointer.at
+        place = torch.where(there, address >> size_of.bit_length() - 1, 0) + self.pointer.at
         assert bool((place < len(self.pointer.storage)).all() and (place >= self.pointer.at).all()), "a wild access"
         return there, place
 
@@ -355,6 +356,9 @@ class Language:
         tile = torch.zeros(list(shape), dtype=dtype)
         return Shared(tile.fill_(float("nan")) if dtype.is_floating_point else tile)
 
+    def barrier(self) -> None:
+        """Of the threads of one role, which run as one here."""
+
     def warp_specialize(self, roles: Sequence[Any], warps: object, registers: object) -> None:
         self.machine.run(roles)
 
@@ -449,6 +453,14 @@ def _masked(weights: Tensor, even: Tensor, odd: Tensor, byte: Tensor) -> Tensor:
     return torch.where(both >> (8 * byte + 7) & 1 != 0, 0, weights)
 
 
+def measuring(text: str) -> Any:
+    """The module of kernels that measure tiles, in Triton's interpreter.
+
+    Each text has a path: the lines of a function are those that were loaded last from its file.
+    """
+    return load(Path(hashlib.sha256(text.encode()).hexdigest(), "tile_spans.py"), True, text)
+
+
 class OnACpu:
     """Mixed into a launcher: its launches go to the interpreter."""
 
@@ -478,8 +490,7 @@ class OnACpu:
 
         measured: Any = None
         if self.code.tile_source != "program":  # portable kernels, of a module of their own, in Triton's interpreter
-            text = generate_measures(self.facts, False, self.sequences)
-            measured = load(Path("tile_spans.py"), True, text)
+            measured = measuring(generate_measures(self.facts, False, self.sequences))
 
         def run(binding: Any) -> Callable[..., None]:
             if binding.name in RUNS:

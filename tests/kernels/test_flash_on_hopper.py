@@ -21,13 +21,14 @@ from .gluon import OnACpu
 
 pytest.importorskip("triton")
 
-slopes = weft.tensor("slopes", 1)
+slopes, factor = weft.tensor("slopes", 1), weft.tensor("factor", 1)
 SCORES = {
     "dense": {},
     "causal": {"mask": masks.causal},
     "window": {"mask": masks.sliding_window(100)},
     "cap": {"score": 20.0 * weft.tanh(score / 20.0), "mask": masks.causal},
     "alibi": {"score": score + slopes[head] * (kv_pos - q_pos), "mask": masks.causal},
+    "signed": {"score": score * factor[head], "mask": masks.causal},
 }
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAIN = ("query", "key", "value", "rope")
@@ -91,6 +92,8 @@ def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=Non
     rope, query, dtype = tensors["rope"], tensors["query"], tensors["query"].dtype
     if name == "alibi":
         operands["slopes"] = torch.linspace(-0.3, 0.6, query.shape[1])
+    if name == "signed":
+        operands["factor"] = torch.linspace(-1.0, 1.0, query.shape[1])
     latent = None if rope is None else weft.Latent(16, rope.shape[3])
     plain = weft.Attention(**given, name=f"plain_{name}")
     declared = weft.Attention(**given, latent=latent, name=f"apart_{name}")
@@ -130,6 +133,14 @@ def test_rotary_columns_of_keys_are_a_tensor_of_their_own(nope, rope, value_dim)
 @pytest.mark.parametrize("name", mostly(["window", "cap"], ["dense", "window", "cap", "alibi"]))
 def test_masks_and_scores_of_keys_in_two_tensors(name):
     check(name, operands_of(2, 2, 257, 257, 128, 64, 128, batch=1))
+
+
+@pytest.mark.parametrize(("dim", "negated"), [(64, "in SRAM"), (128, "in registers")])
+def test_factors_of_either_sign_and_0(dim, negated):
+    """A negative one changes the sign of Q once, where products read it."""
+    check("signed", operands_of(3, 3, 130, 200, dim, 0, dim, batch=1))
+    text = weft.Attention(**SCORES["signed"]).source(weft.shape(head_dim=dim), device="h200", target="hopper")
+    assert f"QUERY_IN_REGISTERS = gl.constexpr({negated == 'in registers'})" in text
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
+from weft.codegen.generate import generate_measures
 from weft.compiler.analysis.facts import facts_of
 from weft.runtime.call import Call, Lengths, Options, Packed, Paged
 
 from ..support import check_errors, mostly, poisoned
+from .gluon import measuring
 from .test_flash_on_hopper import launch
 
 pytest.importorskip("triton")
@@ -181,6 +185,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MEASURED)
@@ -223,6 +228,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None):
         check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*KINDS, "paged"])
 @pytest.mark.parametrize("name", MEASURED)
 def test_outputs_of_measured_tiles(name, kind):
@@ -305,3 +311,10 @@ def test_operands_need_have_nothing_of_sequences_without_a_pair(kind, determinis
     operands = {"slopes": torch.randn(1, 2), "columns": torch.randn(1, 90)}
     check(own, kind, 32, deterministic=deterministic, operands=operands)
     check(own, kind, 32, wanted=(*MAIN, "slopes"), operands=operands)
+
+
+def test_measuring_kernels_of_several_masks_keep_their_own_text():
+    texts = [generate_measures(facts_of(MEASURED[name]), False, "packed") for name in ("documents", "valid keys")]
+    loaded = [measuring(text) for text in texts]
+    for text, module in zip(texts, loaded):
+        assert inspect.getsource(module.kv_values.fn) in text

@@ -6,11 +6,12 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 import weft
 
 pytest.importorskip("triton")
-from weft.codegen import launching
+from weft.codegen import launching, starting
 
 
 def asked(name: str) -> launching.Asked:
@@ -47,3 +48,30 @@ def test_a_kernel_that_cannot_be_compiled_says_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launching, "compiled", compiled)
     with pytest.raises(weft.UnavailableError, match="b: out of resources"):
         launching.compiled_together(-1, [asked("a"), asked("b"), asked("c")])
+
+
+def test_what_triton_does_once_is_begun_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, done = threading.Event(), []
+
+    def hashes() -> None:
+        assert goes_on.wait(60)
+        done.append("hash")
+
+    def fails() -> None:
+        done.append("driver")
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(starting, "_threads", [])
+    monkeypatch.setattr(starting, "_hash", hashes)
+    monkeypatch.setattr(starting, "_reach_driver", fails)
+    starting.begin()
+    starting.begin()
+    goes_on.set()
+    monkeypatch.setattr(launching, "compiled", lambda kernel, *rest: [kernel, *sorted(done)])
+    assert launching.compiled_together(-1, [asked("a")]) == [["a", "driver", "hash"]]
+
+
+def test_nothing_of_triton_is_begun_by_a_call_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "begin", lambda: pytest.fail("begun"))
+    query = torch.randn(1, 1, 4, 16)
+    weft.Attention(name="on_a_cpu")(query, query, query)

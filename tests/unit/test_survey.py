@@ -406,9 +406,10 @@ def random_case(mask: Expr, draw: random.Random) -> Case:
     return Case(mask, q_len, kv_len, *blocks, draw.choice([None, 0, draw.randint(-9, 30)]), values)
 
 
-def test_random_masks_over_random_reads_are_sound() -> None:
+@pytest.mark.parametrize("first", [0, pytest.param(3000, marks=pytest.mark.thorough)])
+def test_random_masks_over_random_reads_are_sound(first: int) -> None:
     counts = Counter[str]()
-    for seed in range(6000):
+    for seed in range(first, first + 3000):
         draw = random.Random(seed)
         mask = condition(draw, draw.choice([0, 1, 2, 2, 3]))
         result = found(mask)
@@ -421,5 +422,5 @@ def test_random_masks_over_random_reads_are_sound() -> None:
                 impossible=int((~d.possible).sum()), certain=int(d.certain.sum()),
             )  # fmt: skip
     print(f"\nrandom masks and pairs of tiles: {dict(counts)}")
-    assert counts["cases"] > 8000 and counts["tiles"] > 500_000, counts
+    assert counts["cases"] > 4000 and counts["tiles"] > 250_000, counts
     assert counts["impossible"] > counts["empty"] / 3 and counts["certain"] > counts["full"] / 4, counts
