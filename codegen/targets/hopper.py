@@ -310,8 +310,8 @@ def _undivided(signature: Signature, facts: Facts) -> str | None:
             f"hopper: latent caches have a rank of {alternatives(RANKS)} and {ROPE} rotary columns, got {rank} and "
             f"{rope}; computed by the triton target"
         )
-    if signature.sequences in PACKED:
-        return "hopper: schedule split_kv has no packed sequences; use schedule='flash'"
+    if signature.sequences == "packed":
+        return "hopper: schedule split_kv has no packed keys; use schedule='flash'"
     lacking = {
         "dropout": attention.drops,
         "a sink": attention.folded_sink is not None,
@@ -340,7 +340,7 @@ def _latent_misfit(signature: Signature, call: CallTensors) -> str | None:
             + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
         )
     page = call.key.shape[2]
-    if signature.sequences == "paged" and page < LEAST_PAGE:
+    if signature.sequences in PAGED and page < LEAST_PAGE:
         return _small_pages(page)
     return None
 

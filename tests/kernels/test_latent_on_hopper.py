@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.targets import latent_launcher
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, Paged
+from weft.compiler.planning.signature import MOST_SHORT, Dtypes, Signature, Widths
+from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
@@ -39,12 +41,12 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None):
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all"):
     rank = declared.latent.rank
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
         Widths(rank + 64, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
-        few=True,
+        few=True, share=share,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -52,10 +54,11 @@ def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=No
     return OnACpu.of(made, declared, seed, edit)
 
 
-def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0):
+def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3):
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
-    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit)
+    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share)
+    launcher.processors = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Options(), width)
     nan = float("nan")
     results = {
@@ -71,7 +74,8 @@ def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit
     for tensor in workspace.values():
         tensor.fill_(nan if tensor.dtype.is_floating_point else -(2**31))
     launcher(call, results, workspace, partition)
-    return results["out"], results["lse"], workspace["joins"][1:-1:2].tolist()
+    joins = workspace["joins"]
+    return results["out"], results["lse"], (joins[3::2] if sequences.kind == "packed_paged" else joins[1:-1:2]).tolist()
 
 
 def in_pages(key, lens, page):
@@ -152,6 +156,62 @@ def test_programs_share_ragged_sequences_evenly(heads, page, monkeypatch):
 @pytest.mark.parametrize("name", mostly(["alibi"], list(VARIANTS)))
 def test_masks_and_scores(name):
     check(VARIANTS[name], 16, 2, [330, 70], page=16)
+
+
+def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, rank=512, **options):
+    """Queries one after the other, NaN behind them. Of share "short" long sequences are not to be written.
+
+    -> how many rounds are in how many parts
+    """
+    torch.manual_seed(heads + sum(q_lens))
+    starts, total, rows = [0, *itertools.accumulate(q_lens)], sum(q_lens) + behind, max(kv_lens)
+    query = torch.randn(1, total, heads, rank + 64).to(dtype).transpose(1, 2)
+    key = torch.randn(len(q_lens), 1, rows, rank + 64).to(dtype)
+    padded = query.new_zeros(len(q_lens), heads, max(q_lens), rank + 64)
+    for b, length in enumerate(q_lens):
+        padded[b, :, :length] = query[0, :, starts[b] : starts[b + 1]]
+    query[:, :, sum(q_lens) :] = torch.nan
+    operands = {p.name: torch.linspace(-0.3, 0.6, heads) for p in declared.parameters}
+    pool, table = in_pages(key, kv_lens, page)
+    lens = {"q_lens": torch.tensor(q_lens, dtype=torch.int32), "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
+    sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, None)
+    out, lse, parts = run(declared, query, pool, sequences, operands=operands, share=share, **options)
+    results = []
+    for kind in (torch.float64, dtype):
+        own = {n: t.to(kind) if kind == torch.float64 else t for n, t in operands.items()}
+        results.append(declared.reference(padded.to(kind), key.to(kind), **lens, **own, return_lse=True))
+    for b, length in enumerate(q_lens):
+        mine = slice(starts[b], starts[b + 1])
+        if share == "short" and length > MOST_SHORT:
+            assert out[0, :, mine].isnan().all() and lse[0, :, mine].isnan().all()
+            continue
+        for n, (label, found) in enumerate((("out", out), ("lse", lse)) if length else ()):
+            check_errors(found[0, :, mine], results[0][n][b, :, :length], results[1][n][b, :, :length], label)
+    last = slice(sum(q_lens), total)
+    if share == "short":
+        assert out[0, :, last].isnan().all() and lse[0, :, last].isnan().all()
+    else:
+        assert bool((out[0, :, last] == 0).all() and (lse[0, :, last] == -torch.inf).all())
+    return Counter(n for n in parts if n > 0)
+
+
+PACKED = [
+    # heads, lengths of queries and keys, page, rows behind, share, form
+    (128, [1, 2, 0, 1], [330, 129, 5, 40], 64, 0, "all", ALL_SWITCHES),
+    (16, [4, 1, 0, 9, 3], [330, 0, 64, 129, 3], 16, 5, "all", "64x64p11"),
+    (16, [1, 4, 65, 2, 66], [330, 70, 80, 129, 70], 16, 5, "short", "64x64p11"),
+    (64, [3, 3, 2], [330, 64, 200], 128, 70, "all", ALL_SWITCHES),
+    (2, [40, 1, 33], [90, 64, 200], 8, 1, "short", "64x64p11"),
+    (192, [1, 0, 2], [330, 64, 200], 64, 1, "all", "64x64p11+ordered"),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_lens", "kv_lens", "page", "behind", "share", "form"), mostly([PACKED[0], PACKED[2]], PACKED)
+)
+def test_packed_queries(heads, q_lens, kv_lens, page, behind, share, form):
+    parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, share, form=form, at_once=7)
+    assert max(parts) > 1 and sum(parts.values()) >= sum(0 < n <= MOST_SHORT for n in q_lens)
 
 
 def test_other_ranks_and_dtypes():
