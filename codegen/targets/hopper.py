@@ -314,8 +314,6 @@ def _undivided(signature: Signature, facts: Facts) -> str | None:
         return "hopper: schedule split_kv has no packed keys; use schedule='flash'"
     lacking = {
         "dropout": attention.drops,
-        "a sink": attention.folded_sink is not None,
-        "scores that may lie far from 0": facts.scores_lie_far,
         "a mask that reads tensors by position": facts.traits.measured is not None,
         "a mask whose tiles differ by head": tiles_by_head(facts, facts.tile_source),
     }

@@ -73,7 +73,7 @@ class LatentLauncher(SplitLauncher):
             even, own = self._even_shares(batches, tiles * kv_heads), partition.splits * batches
             slots = 2 * (max(own, even) if partition.splits > 1 else even)
             rows, joins = max(slots * heads * q_len, 1), 2 * batches + 1
-        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(rows)}
+        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(self._statistics * rows)}
         places |= {"joins": flat_place(joins, dtype=torch.int32)}
         return super().workspace(call, results, partition) | places
 
@@ -112,7 +112,7 @@ class LatentLauncher(SplitLauncher):
 
     def _options(self, form: Any) -> dict[str, int]:
         if not isinstance(form, Tiling):
-            return {"num_warps": 4}
+            return {"num_warps": 4, **self._rounding()}
         return super()._options(form) | {"launch_pdl": True}  # it waits by itself for what it reads
 
     def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
@@ -147,7 +147,7 @@ class LatentLauncher(SplitLauncher):
         joins = f"2 * (heads // kv_heads * q_len // {rows} + n_sequences + 3)" if packed else "2 * batches + 1"
         return super()._made(mode) | {
             "rows": f"{2 * rows} * n_programs" if packed else "slots * heads * q_len",
-            "statistics": "(rows + 3) // 4 * 4",  # a multiple of 16 bytes
+            "statistics": f"({self._statistics} * rows + 3) // 4 * 4",  # a multiple of 16 bytes
             "parts": f"empty((statistics + rows * {self._width} + {joins},), (1,), float32)",
             "part_out": "part_lse + 4 * statistics",
             "joins": f"part_out + 4 * rows * {self._width}",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from weft import head, kv_pos, masks, q_pos, score
+from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen.ahead import compilations
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
@@ -25,6 +25,10 @@ CAUSAL = weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=0.
 ALIBI = weft.Attention(
     score + weft.tensor("slopes", 1)[head] * (kv_pos - q_pos), masks.causal, latent=weft.Latent(512, 64), scale=0.1,
     name="latent_alibi",
+)  # fmt: skip
+FAR = weft.Attention(
+    score + weft.tensor("pad", 2)[batch, kv_pos], masks.causal, latent=weft.Latent(512, 64), scale=0.1,
+    sink=weft.tensor("sinks", 2)[batch, head], name="latent_far",
 )  # fmt: skip
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
@@ -46,11 +50,11 @@ def compiled(variant, kind, heads, q_len, page, form):
         "dense": Dense(0), "lengths": Lengths(None, lens, None), "paged": Paged(None, lens, table, page, None),
         "packed_paged": PackedPaged(starts, lens, table, page, None),
     }  # fmt: skip
-    operands = {p.name: torch.empty(heads) for p in variant.parameters}
+    operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.parameters}
     call = Call(query, key, None, None, operands, kinds[kind], Options(), width)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
-        results = {"out": out, "lse": torch.empty(*out.shape[:3])}
+        results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}
         found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(variant), call, results)
         return {seen.name: compile_ahead(seen, machine) for seen in found}
 
@@ -62,6 +66,8 @@ CASES = [
     (ALIBI, "paged", 64, 2, 16, "64x64p11+ordered"),
     (CAUSAL, "packed_paged", 128, 2, 64, ALL_SWITCHES),
     (ALIBI, "packed_paged", 16, 2, 16, "64x64p11"),
+    (FAR, "dense", 128, 1, 0, ALL_SWITCHES),
+    (FAR, "packed_paged", 64, 4, 64, "64x64p11"),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft import head, kv_pos, masks, q_pos, score
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets import latent_launcher
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import MOST_SHORT, Dtypes, Signature, Widths
@@ -23,11 +23,11 @@ from .gluon import Deadlock, Kernels, OnACpu, Pointer
 pytest.importorskip("triton")
 
 SCALE = 0.1
-slopes = weft.tensor("slopes", 1)
+slopes, sinks, pad = weft.tensor("slopes", 1), weft.tensor("sinks", 2), weft.tensor("pad", 2)
 
 
-def variant(name, value=score, mask=masks.causal, rank=512):
-    return weft.Attention(value, mask, latent=weft.Latent(rank, 64), scale=SCALE, name=name)
+def variant(name, value=score, mask=masks.causal, rank=512, sink=None):
+    return weft.Attention(value, mask, latent=weft.Latent(rank, 64), scale=SCALE, sink=sink, name=name)
 
 
 CAUSAL = variant("latent_causal")
@@ -37,6 +37,10 @@ VARIANTS = {
     "cap": variant("latent_cap", 20.0 * weft.tanh(score / 20.0)),
     "alibi": variant("latent_alibi", score + slopes[head] * (kv_pos - q_pos)),
     "factors": variant("latent_heated", score * slopes[head]),  # of any sign
+    "sink": variant("latent_sunk", sink=sinks[batch, head]),
+    "far": variant("latent_far", score + pad[batch, kv_pos]),
+    "far and a sink": variant("latent_far_sunk", score + pad[batch, kv_pos], sink=sinks[batch, head] + 0.01 * kv_len),
+    "first rows empty": variant("latent_rows_empty", mask=kv_pos < q_pos - 329, sink=sinks[batch, head]),
 }
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
@@ -54,6 +58,14 @@ def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=No
     return OnACpu.of(made, declared, seed, edit)
 
 
+def operands_of(declared, heads, batches, rows):
+    made = {
+        "slopes": torch.linspace(-0.3, 0.6, heads), "sinks": torch.linspace(-3.0, 6.0, batches * heads).view(batches, -1),
+        "pad": torch.where(torch.arange(rows) % 5 == 3, -1e9, 0.0).repeat(batches, 1),
+    }  # fmt: skip
+    return {p.name: made[p.name] for p in declared.parameters}
+
+
 def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3):
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
@@ -63,7 +75,7 @@ def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit
     nan = float("nan")
     results = {
         "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
-        "lse": torch.full(query.shape[:3], nan),
+        "lse": torch.full((*([2] if launcher.shifts else []), *query.shape[:3]), nan),
     }
     partition = launcher.partition(call, results)
     if parts:
@@ -75,15 +87,16 @@ def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit
         tensor.fill_(nan if tensor.dtype.is_floating_point else -(2**31))
     launcher(call, results, workspace, partition)
     joins = workspace["joins"]
-    return results["out"], results["lse"], (joins[3::2] if sequences.kind == "packed_paged" else joins[1:-1:2]).tolist()
+    lse = results["lse"].sum(0) if launcher.shifts else results["lse"]
+    return results["out"], lse, (joins[3::2] if sequences.kind == "packed_paged" else joins[1:-1:2]).tolist()
 
 
 def in_pages(key, lens, page):
     """Pools with NaN wherever no key is, and a table with garbage behind the lengths."""
-    batch, _, rows, width = key.shape
+    batches, _, rows, width = key.shape
     pages = -(-rows // page)
-    blocks = torch.randperm(batch * pages).view(batch, pages)
-    pool, table = torch.full((batch * pages, 1, page, width), float("nan"), dtype=key.dtype), blocks.int()
+    blocks = torch.randperm(batches * pages).view(batches, pages)
+    pool, table = torch.full((batches * pages, 1, page, width), float("nan"), dtype=key.dtype), blocks.int()
     for b, length in enumerate(lens):
         for i in range(-(-length // page)):
             mine = key[b, :, i * page : min((i + 1) * page, length)]
@@ -95,10 +108,10 @@ def in_pages(key, lens, page):
 def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rank=512, rows=330, **options):
     """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length."""
     torch.manual_seed(heads + q_len)
-    batch = 1 if kv_lens is None else len(kv_lens)
-    query = torch.randn(batch, q_len, heads, rank + 64).to(dtype).transpose(1, 2)
-    key = torch.randn(batch, 1, rows, rank + 64).to(dtype)
-    operands = {p.name: torch.linspace(-0.3, 0.6, heads) for p in declared.parameters}
+    batches = 1 if kv_lens is None else len(kv_lens)
+    query = torch.randn(batches, q_len, heads, rank + 64).to(dtype).transpose(1, 2)
+    key = torch.randn(batches, 1, rows, rank + 64).to(dtype)
+    operands = operands_of(declared, heads, batches, rows)
     known, given, sequences, shown = query.clone(), {"q_offset": rows - q_len}, Dense(rows - q_len), key
     if kv_lens is not None:
         shown = key.clone()
@@ -153,9 +166,11 @@ def test_programs_share_ragged_sequences_evenly(heads, page, monkeypatch):
     assert max(found) > 1 and min(found) == 1
 
 
-@pytest.mark.parametrize("name", mostly(["alibi"], list(VARIANTS)))
+@pytest.mark.parametrize("name", mostly(["alibi", "far and a sink"], list(VARIANTS)))
 def test_masks_and_scores(name):
-    check(VARIANTS[name], 16, 2, [330, 70], page=16)
+    check(VARIANTS[name], 16, 2, [330, 70], page=16, parts=2)
+    check(VARIANTS[name], 64, 1, None, parts=1)
+    check_packed(VARIANTS[name], 16, [1, 6], [330, 70], behind=1, at_once=7)
 
 
 def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, rank=512, **options):
@@ -171,7 +186,7 @@ def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all
     for b, length in enumerate(q_lens):
         padded[b, :, :length] = query[0, :, starts[b] : starts[b + 1]]
     query[:, :, sum(q_lens) :] = torch.nan
-    operands = {p.name: torch.linspace(-0.3, 0.6, heads) for p in declared.parameters}
+    operands = operands_of(declared, heads, len(q_lens), rows)
     pool, table = in_pages(key, kv_lens, page)
     lens = {"q_lens": torch.tensor(q_lens, dtype=torch.int32), "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
     sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, None)
