@@ -21,12 +21,13 @@ from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
-    PIECE_COLUMNS,
+    ROTARY_COLUMNS,
     ROUND_DQUERY,
     SPLIT_KV,
     Algorithm,
     Kernel,
     hopper_statistics_sram,
+    piece_columns,
     statistics_written,
     with_measuring,
     with_work,
@@ -67,7 +68,7 @@ from .latent_launcher import LatentLauncher
 from .triton import has_triton, tiles_by_head
 
 NARROWEST = 16  # below it tiles would be mostly zeros
-RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
+RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
@@ -166,7 +167,8 @@ class HopperTarget:
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
         if kernel in SPLIT_KV:
-            chosen = HopperLatentForm(ordered=True, prefetch=True)
+            slots = HopperLatentForm.slots * 128 // piece_columns(widths.value_dim)  # as many bytes
+            chosen = HopperLatentForm(slots, ordered=True, prefetch=True)
             return [chosen, *chosen.neighbours()]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
@@ -296,7 +298,8 @@ def _latent_context(code: CodePlan, facts: Facts) -> Context:
     form, widths = code.form(SPLIT_KV[0].name), code.signature.widths
     config = {
         **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
-        "rope": widths.head_dim - widths.value_dim, "loads_at_positions": facts.loads_at_positions,
+        "rope": widths.head_dim - widths.value_dim, "piece": piece_columns(widths.value_dim), "rotary": ROTARY_COLUMNS,
+        "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
     return {"config": config, "tiles_by_head": False, **_offset_context(code)}
 
@@ -305,10 +308,10 @@ def _undivided(signature: Signature, facts: Facts) -> str | None:
     """Why it does not divide the keys of such calls."""
     widths, attention = signature.widths, facts.attention
     rank, rope = widths.value_dim, widths.head_dim - widths.value_dim
-    if rank not in RANKS or rope != ROPE:
+    if rank not in RANKS or rope > ROTARY_COLUMNS or rope % 8:
         return (
-            f"hopper: latent caches have a rank of {alternatives(RANKS)} and {ROPE} rotary columns, got {rank} and "
-            f"{rope}; computed by the triton target"
+            f"hopper: latent caches have a rank of {alternatives(RANKS)} and a multiple of 8 rotary columns up to "
+            f"{ROTARY_COLUMNS}, got {rank} and {rope}; computed by the triton target"
         )
     if signature.sequences == "packed":
         return "hopper: schedule split_kv has no packed keys; use schedule='flash'"
@@ -353,11 +356,11 @@ def _small_pages(page: int) -> str:
 def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
     """Why the kernel of latent caches cannot have this form."""
     widths = signature.widths
-    least = 2 * (widths.value_dim // PIECE_COLUMNS)
+    least = 2 * (widths.value_dim // piece_columns(widths.value_dim))
     if form.slots < least:
         return f"expected {least} slots or more, for two tiles of keys"
     sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
-    parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROPE, "key")),
+    parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROTARY_COLUMNS, "key")),
                      (Segment(0, widths.value_dim, "value"),), value_is_key=True)  # fmt: skip
     needed = sram_bytes(kernel, form, sizes, hardware, parts)
     if needed > hardware.sram_per_block:

@@ -225,7 +225,7 @@ class HopperBackwardForm:
 class HopperLatentForm:
     """The asynchronous kernel of latent caches on sm_90: one warpgroup finds weights, two sum half of the columns each.
 
-    A tile of 64 keys lies in SRAM once, as pieces of PIECE_COLUMNS columns, and is both key and value.
+    A tile of 64 keys lies in SRAM once, as pieces of 128 columns or 64, and is both key and value.
     """
 
     slots: int = 11  # for pieces of keys

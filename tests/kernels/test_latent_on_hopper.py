@@ -26,8 +26,8 @@ SCALE = 0.1
 slopes, sinks, pad = weft.tensor("slopes", 1), weft.tensor("sinks", 2), weft.tensor("pad", 2)
 
 
-def variant(name, value=score, mask=masks.causal, rank=512, sink=None):
-    return weft.Attention(value, mask, latent=weft.Latent(rank, 64), scale=SCALE, sink=sink, name=name)
+def variant(name, value=score, mask=masks.causal, rank=512, sink=None, rope=64):
+    return weft.Attention(value, mask, latent=weft.Latent(rank, rope), scale=SCALE, sink=sink, name=name)
 
 
 CAUSAL = variant("latent_causal")
@@ -46,10 +46,10 @@ ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
 def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all"):
-    rank = declared.latent.rank
+    rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + 64, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
+        Widths(rank + rope, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
         few=True, share=share,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
@@ -105,12 +105,12 @@ def in_pages(key, lens, page):
     return pool, table
 
 
-def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rank=512, rows=330, **options):
+def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rows=330, **options):
     """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length."""
     torch.manual_seed(heads + q_len)
-    batches = 1 if kv_lens is None else len(kv_lens)
-    query = torch.randn(batches, q_len, heads, rank + 64).to(dtype).transpose(1, 2)
-    key = torch.randn(batches, 1, rows, rank + 64).to(dtype)
+    batches, width = 1 if kv_lens is None else len(kv_lens), declared.latent.rank + declared.latent.rope
+    query = torch.randn(batches, q_len, heads, width).to(dtype).transpose(1, 2)
+    key = torch.randn(batches, 1, rows, width).to(dtype)
     operands = operands_of(declared, heads, batches, rows)
     known, given, sequences, shown = query.clone(), {"q_offset": rows - q_len}, Dense(rows - q_len), key
     if kv_lens is not None:
@@ -173,16 +173,17 @@ def test_masks_and_scores(name):
     check_packed(VARIANTS[name], 16, [1, 6], [330, 70], behind=1, at_once=7)
 
 
-def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, rank=512, **options):
+def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, **options):
     """Queries one after the other, NaN behind them. Of share "short" long sequences are not to be written.
 
     -> how many rounds are in how many parts
     """
     torch.manual_seed(heads + sum(q_lens))
     starts, total, rows = [0, *itertools.accumulate(q_lens)], sum(q_lens) + behind, max(kv_lens)
-    query = torch.randn(1, total, heads, rank + 64).to(dtype).transpose(1, 2)
-    key = torch.randn(len(q_lens), 1, rows, rank + 64).to(dtype)
-    padded = query.new_zeros(len(q_lens), heads, max(q_lens), rank + 64)
+    width = declared.latent.rank + declared.latent.rope
+    query = torch.randn(1, total, heads, width).to(dtype).transpose(1, 2)
+    key = torch.randn(len(q_lens), 1, rows, width).to(dtype)
+    padded = query.new_zeros(len(q_lens), heads, max(q_lens), width)
     for b, length in enumerate(q_lens):
         padded[b, :, :length] = query[0, :, starts[b] : starts[b + 1]]
     query[:, :, sum(q_lens) :] = torch.nan
@@ -229,8 +230,13 @@ def test_packed_queries(heads, q_lens, kv_lens, page, behind, share, form):
     assert max(parts) > 1 and sum(parts.values()) >= sum(0 < n <= MOST_SHORT for n in q_lens)
 
 
-def test_other_ranks_and_dtypes():
-    check(variant("latent_256", rank=256), 32, 2, [200, 70], page=64, dtype=torch.float16, rank=256, rows=200)
+@pytest.mark.parametrize(
+    ("rank", "rope"), mostly([(256, 64), (384, 32)], [(256, 64), (384, 32), (256, 32), (512, 0), (128, 8), (384, 64)])
+)
+def test_other_ranks_and_dtypes(rank, rope):
+    declared = variant(f"latent_{rank}_{rope}", rank=rank, rope=rope)
+    check(declared, 32, 2, [200, 70], page=64, dtype=torch.float16, rows=200)
+    check(declared, 128, 1, None, rows=200)
 
 
 def test_roles_take_turns_in_any_order():
