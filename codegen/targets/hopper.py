@@ -21,13 +21,13 @@ from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
+    PIECE_COLUMNS,
     ROTARY_COLUMNS,
     ROUND_DQUERY,
     SPLIT_KV,
     Algorithm,
     Kernel,
     hopper_statistics_sram,
-    piece_columns,
     statistics_written,
     with_measuring,
     with_work,
@@ -167,9 +167,10 @@ class HopperTarget:
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
         if kernel in SPLIT_KV:
-            slots = HopperLatentForm.slots * 128 // piece_columns(widths.value_dim)  # as many bytes
-            chosen = HopperLatentForm(slots, ordered=True, prefetch=True)
-            return [chosen, *chosen.neighbours()]
+            narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
+            chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
+            others = chosen.neighbours()
+            return [chosen, *(form for form in others if self._why_not(kernel, form, signature, hardware) is None)]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
@@ -296,9 +297,10 @@ def _offset_context(code: CodePlan) -> Context:
 # -- latent caches -----------------------------------------------------------------------------------------------------
 def _latent_context(code: CodePlan, facts: Facts) -> Context:
     form, widths = code.form(SPLIT_KV[0].name), code.signature.widths
+    assert isinstance(form, HopperLatentForm)
     config = {
         **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
-        "rope": widths.head_dim - widths.value_dim, "piece": piece_columns(widths.value_dim), "rotary": ROTARY_COLUMNS,
+        "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
         "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
     return {"config": config, "tiles_by_head": False, **_offset_context(code)}
@@ -356,7 +358,9 @@ def _small_pages(page: int) -> str:
 def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
     """Why the kernel of latent caches cannot have this form."""
     widths = signature.widths
-    least = 2 * (widths.value_dim // piece_columns(widths.value_dim))
+    least = 2 * (widths.value_dim // form.piece)
+    if widths.value_dim % (2 * form.piece):
+        return f"expected +narrow: two warpgroups have as many pieces of {form.piece} columns of a rank of {widths.value_dim}"
     if form.slots < least:
         return f"expected {least} slots or more, for two tiles of keys"
     sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)

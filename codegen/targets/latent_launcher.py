@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...compiler.planning.forms import HopperLatentForm, Tiling
-from ...compiler.planning.kernels import ROTARY_COLUMNS, Kernel, piece_columns
+from ...compiler.planning.kernels import ROTARY_COLUMNS, Kernel
 from ...compiler.planning.signature import PACKED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
@@ -180,7 +180,7 @@ class LatentLauncher(SplitLauncher):
         queries, ones = self._form.block_q // heads, [1, 1] if self.sequences == "dense" else [1, 1, 1]
         keys = min(int(str(constants["PAGE"])), self._form.block_kv) if "PAGE" in constants else self._form.block_kv
         blocks = {"query": [1, queries, heads], "key": [*ones, keys]}
-        columns = {"": piece_columns(widths.value_dim), "_rotary": ROTARY_COLUMNS}
+        columns = {"": self._form.piece, "_rotary": ROTARY_COLUMNS}
         shapes = {f"{n}{piece}_desc": [*rows, width] for n, rows in blocks.items() for piece, width in columns.items()}
         return [
             self._launching.descriptor(value, shapes[name]) if isinstance(value, Box) else value
