@@ -169,8 +169,8 @@ class HopperTarget:
         if kernel in SPLIT_KV:
             narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
             chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
-            others = chosen.neighbours()
-            return [chosen, *(form for form in others if self._why_not(kernel, form, signature, hardware) is None)]
+            near = chosen.neighbours()
+            return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware) is None)]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
@@ -360,7 +360,7 @@ def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature
     widths = signature.widths
     least = 2 * (widths.value_dim // form.piece)
     if widths.value_dim % (2 * form.piece):
-        return f"expected +narrow: two warpgroups have as many pieces of {form.piece} columns of a rank of {widths.value_dim}"
+        return f"expected +narrow: a rank of {widths.value_dim} has no even number of pieces of {form.piece} columns"
     if form.slots < least:
         return f"expected {least} slots or more, for two tiles of keys"
     sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)

@@ -176,7 +176,7 @@ class LatentLauncher(SplitLauncher):
         constants, types = binding.constants, super()._types(binding, arguments)
         if binding.name != SPLIT:
             return types
-        widths, heads = self.code.signature.widths, int(str(constants["HEADS"]))
+        heads = int(str(constants["HEADS"]))
         queries, ones = self._form.block_q // heads, [1, 1] if self.sequences == "dense" else [1, 1, 1]
         keys = min(int(str(constants["PAGE"])), self._form.block_kv) if "PAGE" in constants else self._form.block_kv
         blocks = {"query": [1, queries, heads], "key": [*ones, keys]}

@@ -30,6 +30,8 @@ FAR = weft.Attention(
     score + weft.tensor("pad", 2)[batch, kv_pos], masks.causal, latent=weft.Latent(512, 64), scale=0.1,
     sink=weft.tensor("sinks", 2)[batch, head], name="latent_far",
 )  # fmt: skip
+RANK_256 = CAUSAL.replace(latent=weft.Latent(256, 32), name="latent_256")
+RANK_384 = CAUSAL.replace(latent=weft.Latent(384, 32), name="latent_384")
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
@@ -69,8 +71,8 @@ CASES = [
     (ALIBI, "packed_paged", 16, 2, 16, "64x64p11"),
     (FAR, "dense", 128, 1, 0, ALL_SWITCHES),
     (FAR, "packed_paged", 64, 4, 64, "64x64p11"),
-    (CAUSAL.replace(latent=weft.Latent(256, 32), name="latent_256"), "paged", 64, 1, 64, "64x64p11"),
-    (CAUSAL.replace(latent=weft.Latent(384, 32), name="latent_384"), "dense", 128, 1, 0, "64x64p22+ordered+prefetch+narrow"),
+    (RANK_256, "paged", 64, 1, 64, "64x64p11"),
+    (RANK_384, "dense", 128, 1, 0, "64x64p22+ordered+prefetch+narrow"),
 ]
 
 

@@ -60,7 +60,8 @@ def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=No
 
 def operands_of(declared, heads, batches, rows):
     made = {
-        "slopes": torch.linspace(-0.3, 0.6, heads), "sinks": torch.linspace(-3.0, 6.0, batches * heads).view(batches, -1),
+        "slopes": torch.linspace(-0.3, 0.6, heads),
+        "sinks": torch.linspace(-3.0, 6.0, batches * heads).view(batches, -1),
         "pad": torch.where(torch.arange(rows) % 5 == 3, -1e9, 0.0).repeat(batches, 1),
     }  # fmt: skip
     return {p.name: made[p.name] for p in declared.parameters}
