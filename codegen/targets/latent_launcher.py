@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from .triton_launcher import Mode
 from .triton_workspace import flat_place
 
 MANY = 16  # programs for each SM, from which on sequences of any lengths keep all busy to the end
-JOINED_COLUMNS = 128  # of a program that joins parts
-# (rows, parts) that it reads together: where rows are many, parts are few
-JOINED_FEW, JOINED_MANY = (4, 4), (1, 32)
+# (rows, parts, columns) that a program which joins parts reads together: where rows are many, parts are few
+JOINED_FEW, JOINED_MANY = (4, 2, 512), (2, 64, 128)
 MANY_ROWS = 512
 JOINERS = 32  # programs for each SM at most: more only cost time where nothing is to be joined
 
@@ -119,10 +119,10 @@ class LatentLauncher(SplitLauncher):
         return {}
 
     def _constants(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, object]:
-        rows, parts = JOINED_FEW if mode.joined else JOINED_MANY
+        rows, parts, columns = JOINED_FEW if mode.joined else JOINED_MANY
         return super()._constants(kernel, form, mode) | {
             "HEADS": mode.heads, "ORDERED": self._form.ordered and mode.rows > self._form.block_q,
-            "JOINED_ROWS": rows, "JOINED_PARTS": parts,
+            "JOINED_ROWS": rows, "JOINED_PARTS": parts, "JOINED_COLUMNS": gcd(columns, self._width),
         }  # fmt: skip
 
     def _processors(self) -> int:
@@ -132,7 +132,7 @@ class LatentLauncher(SplitLauncher):
         packed = self.sequences in PACKED
         if kernel.name == SPLIT:
             return "n_programs" if packed else "n_row_tiles * kv_heads * n_shares"
-        rows, columns = constants["JOINED_ROWS"], self._width // JOINED_COLUMNS
+        rows, columns = constants["JOINED_ROWS"], self._width // int(str(constants["JOINED_COLUMNS"]))
         of_each, number = ("heads // kv_heads", "q_len") if packed else ("heads // kv_heads * q_len", "batches")
         blocks = f"({of_each} + {rows} - 1) // {rows} * {number} * kv_heads * {columns}"
         condition = f" * ({found})" if (found := self._launched_if(kernel)) else ""

@@ -227,8 +227,16 @@ PACKED = [
     ("heads", "q_lens", "kv_lens", "page", "behind", "share", "form"), mostly([PACKED[0], PACKED[2]], PACKED)
 )
 def test_packed_queries(heads, q_lens, kv_lens, page, behind, share, form):
-    parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, share, form=form, at_once=7)
-    assert max(parts) > 1 and sum(parts.values()) >= sum(0 < n <= MOST_SHORT for n in q_lens)
+    """Whole rounds, and parts of them as if they cost nothing."""
+
+    def cut(text):
+        assert text.count("JOINING = gl.constexpr(8)") == 1
+        return text.replace("JOINING = gl.constexpr(8)", "JOINING = gl.constexpr(-9)")
+
+    for edit in (None, cut):
+        parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, share, form=form, at_once=7, edit=edit)
+        assert sum(parts.values()) >= sum(0 < n <= MOST_SHORT for n in q_lens)
+        assert edit is None or max(parts) > 1
 
 
 @pytest.mark.parametrize(
