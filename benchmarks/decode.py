@@ -132,6 +132,14 @@ def contenders(row: Row, q_len: int, schedule: str | None) -> dict[str, list[Cal
                     q, *p, block_table=t, kv_lens=n, schedule=schedule
                 )
             )
+            if row.latent and page == 64:
+                packed = query.transpose(1, 2).reshape(1, -1, row.heads, 576).transpose(1, 2)
+                starts = torch.arange(row.batch + 1, device="cuda", dtype=torch.int32) * query.shape[2]
+                found.setdefault("packed 64", []).append(
+                    lambda q=packed, s=starts, p=pools, t=table, n=lens: row.variant(
+                        q, *p, cu_seqlens_q=s, block_table=t, kv_lens=n, schedule=schedule
+                    )
+                )
         if "cuDNN" in found:
             found["cuDNN"].append(lambda q=query, c=caches: cudnn(q, *c))
     return found

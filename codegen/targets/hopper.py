@@ -22,6 +22,7 @@ from ...compiler.planning.kernels import (
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
     PIECE_COLUMNS,
+    ROTARY_COLUMNS,
     ROUND_DQUERY,
     SPLIT_KV,
     Algorithm,
@@ -67,7 +68,7 @@ from .latent_launcher import LatentLauncher
 from .triton import has_triton, tiles_by_head
 
 NARROWEST = 16  # below it tiles would be mostly zeros
-RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
+RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
@@ -166,8 +167,10 @@ class HopperTarget:
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
         if kernel in SPLIT_KV:
-            chosen = HopperLatentForm(ordered=True, prefetch=True)
-            return [chosen, *chosen.neighbours()]
+            narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
+            chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
+            near = chosen.neighbours()
+            return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware) is None)]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
@@ -294,9 +297,11 @@ def _offset_context(code: CodePlan) -> Context:
 # -- latent caches -----------------------------------------------------------------------------------------------------
 def _latent_context(code: CodePlan, facts: Facts) -> Context:
     form, widths = code.form(SPLIT_KV[0].name), code.signature.widths
+    assert isinstance(form, HopperLatentForm)
     config = {
         **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
-        "rope": widths.head_dim - widths.value_dim, "loads_at_positions": facts.loads_at_positions,
+        "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
+        "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
     return {"config": config, "tiles_by_head": False, **_offset_context(code)}
 
@@ -305,17 +310,15 @@ def _undivided(signature: Signature, facts: Facts) -> str | None:
     """Why it does not divide the keys of such calls."""
     widths, attention = signature.widths, facts.attention
     rank, rope = widths.value_dim, widths.head_dim - widths.value_dim
-    if rank not in RANKS or rope != ROPE:
+    if rank not in RANKS or rope > ROTARY_COLUMNS or rope % 8:
         return (
-            f"hopper: latent caches have a rank of {alternatives(RANKS)} and {ROPE} rotary columns, got {rank} and "
-            f"{rope}; computed by the triton target"
+            f"hopper: latent caches have a rank of {alternatives(RANKS)} and a multiple of 8 rotary columns up to "
+            f"{ROTARY_COLUMNS}, got {rank} and {rope}; computed by the triton target"
         )
-    if signature.sequences in PACKED:
-        return "hopper: schedule split_kv has no packed sequences; use schedule='flash'"
+    if signature.sequences == "packed":
+        return "hopper: schedule split_kv has no packed keys; use schedule='flash'"
     lacking = {
         "dropout": attention.drops,
-        "a sink": attention.folded_sink is not None,
-        "scores that may lie far from 0": facts.scores_lie_far,
         "a mask that reads tensors by position": facts.traits.measured is not None,
         "a mask whose tiles differ by head": tiles_by_head(facts, facts.tile_source),
     }
@@ -340,7 +343,7 @@ def _latent_misfit(signature: Signature, call: CallTensors) -> str | None:
             + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
         )
     page = call.key.shape[2]
-    if signature.sequences == "paged" and page < LEAST_PAGE:
+    if signature.sequences in PAGED and page < LEAST_PAGE:
         return _small_pages(page)
     return None
 
@@ -355,11 +358,13 @@ def _small_pages(page: int) -> str:
 def _no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
     """Why the kernel of latent caches cannot have this form."""
     widths = signature.widths
-    least = 2 * (widths.value_dim // PIECE_COLUMNS)
+    least = 2 * (widths.value_dim // form.piece)
+    if widths.value_dim % (2 * form.piece):
+        return f"expected +narrow: a rank of {widths.value_dim} has no even number of pieces of {form.piece} columns"
     if form.slots < least:
         return f"expected {least} slots or more, for two tiles of keys"
     sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
-    parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROPE, "key")),
+    parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROTARY_COLUMNS, "key")),
                      (Segment(0, widths.value_dim, "value"),), value_is_key=True)  # fmt: skip
     needed = sram_bytes(kernel, form, sizes, hardware, parts)
     if needed > hardware.sram_per_block:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
 
 from ...compiler.planning.forms import HopperLatentForm, Tiling
-from ...compiler.planning.kernels import PIECE_COLUMNS, Kernel
+from ...compiler.planning.kernels import ROTARY_COLUMNS, Kernel
+from ...compiler.planning.signature import PACKED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
 from .hopper_launcher import Box, Described, RaggedBox, processors
-from .split_launcher import JOIN, SPLIT, SplitLauncher
+from .split_launcher import JOIN, MOST_ROWS, SPLIT, SplitLauncher
 from .triton_launcher import Mode
 from .triton_workspace import flat_place
 
 MANY = 16  # programs for each SM, from which on sequences of any lengths keep all busy to the end
-JOINED_COLUMNS = 128  # of a program that joins parts
-# (rows, parts) that it reads together: where rows are many, parts are few
-JOINED_FEW, JOINED_MANY = (4, 4), (1, 32)
+# (rows, parts, columns) that a program which joins parts reads together: where rows are many, parts are few
+JOINED_FEW, JOINED_MANY = (4, 2, 512), (2, 64, 128)
 MANY_ROWS = 512
 JOINERS = 32  # programs for each SM at most: more only cost time where nothing is to be joined
 
@@ -45,7 +46,7 @@ class LatentLauncher(SplitLauncher):
         super().__init__(*arguments)
         self.tools = {
             **self.tools, **{box.__name__: box for box in (Box, RaggedBox, HeadsBox)}, "least": min, "most": max,
-            "even_shares": self._even_shares,
+            "even_shares": self._even_shares, "together": self._together,
         }  # fmt: skip
 
     def form(self, kernel: str, aligned: bool) -> Any:
@@ -63,14 +64,22 @@ class LatentLauncher(SplitLauncher):
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
-        kv_heads = call.key.shape[1]
-        tiles = -(-(heads // kv_heads * q_len) // self._form.block_q)
-        even, own = self._even_shares(batches, tiles * kv_heads), partition.splits * batches
-        slots = 2 * (max(own, even) if partition.splits > 1 else even)
-        rows = max(slots * heads * q_len, 1)
-        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(rows)}
-        places |= {"joins": flat_place(2 * batches + 1, dtype=torch.int32)}
+        kv_heads, block = call.key.shape[1], self._form.block_q
+        if self.sequences in PACKED:
+            rows = 2 * block * self._together(heads, kv_heads)
+            joins = 2 * (heads // kv_heads * q_len // block + call.ragged.number(call.query) + 3)  # type: ignore[union-attr]
+        else:
+            tiles = -(-(heads // kv_heads * q_len) // block)
+            even, own = self._even_shares(batches, tiles * kv_heads), partition.splits * batches
+            slots = 2 * (max(own, even) if partition.splits > 1 else even)
+            rows, joins = max(slots * heads * q_len, 1), 2 * batches + 1
+        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(self._statistics * rows)}
+        places |= {"joins": flat_place(joins, dtype=torch.int32)}
         return super().workspace(call, results, partition) | places
+
+    def _together(self, heads: int, kv_heads: int) -> int:
+        """Programs of packed queries: as many as run together, at least one for each tile of rows of a round."""
+        return max(self._processors(), heads // self._form.block_q, 2 * kv_heads)
 
     def _even_shares(self, batches: int, units: int) -> int:
         """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
@@ -87,8 +96,9 @@ class LatentLauncher(SplitLauncher):
         rows = self._form.block_q
         most = [
             f"(heads // kv_heads) % {rows} == 0" if mode.heads == rows else f"heads // kv_heads == {mode.heads}",
-            f"heads // kv_heads * q_len {'>' if mode.rows > rows else '<='} {rows}",
+            f"heads // kv_heads * {self._queries} {'>' if mode.rows > rows else '<='} {rows}",
             f"batches * heads * q_len {'>=' if mode.joined else '<'} {MANY_ROWS}",
+            *([f"q_len * heads <= {MOST_ROWS}"] if self.sequences in PACKED else []),
         ]
         if self.sequences == "dense":
             return most
@@ -102,37 +112,43 @@ class LatentLauncher(SplitLauncher):
 
     def _options(self, form: Any) -> dict[str, int]:
         if not isinstance(form, Tiling):
-            return {"num_warps": 4}
+            return {"num_warps": 4, **self._rounding()}
         return super()._options(form) | {"launch_pdl": True}  # it waits by itself for what it reads
 
     def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
         return {}
 
     def _constants(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, object]:
-        rows, parts = JOINED_FEW if mode.joined else JOINED_MANY
+        rows, parts, columns = JOINED_FEW if mode.joined else JOINED_MANY
         return super()._constants(kernel, form, mode) | {
             "HEADS": mode.heads, "ORDERED": self._form.ordered and mode.rows > self._form.block_q,
-            "JOINED_ROWS": rows, "JOINED_PARTS": parts,
+            "JOINED_ROWS": rows, "JOINED_PARTS": parts, "JOINED_COLUMNS": gcd(columns, self._width),
         }  # fmt: skip
 
     def _processors(self) -> int:
         return processors(self.device)
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        packed = self.sequences in PACKED
         if kernel.name == SPLIT:
-            return "n_row_tiles * kv_heads * n_shares"
-        rows, columns = constants["JOINED_ROWS"], self._width // JOINED_COLUMNS
-        blocks = f"(heads // kv_heads * q_len + {rows} - 1) // {rows} * batches * kv_heads * {columns}"
-        return f"least({JOINERS * self._processors()}, {blocks}) * ({self._launched_if(kernel)})"
+            return "n_programs" if packed else "n_row_tiles * kv_heads * n_shares"
+        rows, columns = constants["JOINED_ROWS"], self._width // int(str(constants["JOINED_COLUMNS"]))
+        of_each, number = ("heads // kv_heads", "q_len") if packed else ("heads // kv_heads * q_len", "batches")
+        blocks = f"({of_each} + {rows} - 1) // {rows} * {number} * kv_heads * {columns}"
+        condition = f" * ({found})" if (found := self._launched_if(kernel)) else ""
+        return f"least({JOINERS * self._processors()}, {blocks}){condition}"
 
     def _launched_if(self, kernel: Kernel) -> str:
-        return "n_parts > 1 or n_even > 0" if kernel.name == JOIN else ""
+        """Of packed queries the device alone knows whether there is something to join."""
+        return "n_parts > 1 or n_even > 0" if kernel.name == JOIN and self.sequences not in PACKED else ""
 
     def _made(self, mode: Mode) -> dict[str, str]:
+        packed, rows = self.sequences in PACKED, self._form.block_q
+        joins = f"2 * (heads // kv_heads * q_len // {rows} + n_sequences + 3)" if packed else "2 * batches + 1"
         return super()._made(mode) | {
-            "rows": "slots * heads * q_len",
-            "statistics": "(rows + 3) // 4 * 4",  # a multiple of 16 bytes
-            "parts": f"empty((statistics + rows * {self._width} + 2 * batches + 1,), (1,), float32)",
+            "rows": f"{2 * rows} * n_programs" if packed else "slots * heads * q_len",
+            "statistics": f"({self._statistics} * rows + 3) // 4 * 4",  # a multiple of 16 bytes
+            "parts": f"empty((statistics + rows * {self._width} + {joins},), (1,), float32)",
             "part_out": "part_lse + 4 * statistics",
             "joins": f"part_out + 4 * rows * {self._width}",
         }
@@ -143,6 +159,7 @@ class LatentLauncher(SplitLauncher):
             "key_step": "key_sb // key_sl",
             "n_row_tiles": f"(heads // kv_heads * q_len + {rows - 1}) // {rows}",
             "n_at_once": str(self._processors()),
+            "n_programs": "together(heads, kv_heads)",
             "n_even": "even_shares(batches, n_row_tiles * kv_heads)",
             "n_shares": "most(n_parts * batches, n_even)",
             "slots": "2 * (n_shares if n_parts > 1 else n_even)",
@@ -159,11 +176,11 @@ class LatentLauncher(SplitLauncher):
         constants, types = binding.constants, super()._types(binding, arguments)
         if binding.name != SPLIT:
             return types
-        widths, heads = self.code.signature.widths, int(str(constants["HEADS"]))
+        heads = int(str(constants["HEADS"]))
         queries, ones = self._form.block_q // heads, [1, 1] if self.sequences == "dense" else [1, 1, 1]
         keys = min(int(str(constants["PAGE"])), self._form.block_kv) if "PAGE" in constants else self._form.block_kv
         blocks = {"query": [1, queries, heads], "key": [*ones, keys]}
-        columns = {"": PIECE_COLUMNS, "_rotary": widths.head_dim - widths.value_dim}
+        columns = {"": self._form.piece, "_rotary": ROTARY_COLUMNS}
         shapes = {f"{n}{piece}_desc": [*rows, width] for n, rows in blocks.items() for piece, width in columns.items()}
         return [
             self._launching.descriptor(value, shapes[name]) if isinstance(value, Box) else value

@@ -15,6 +15,8 @@ from typing import ClassVar, NamedTuple
 from ...ir.errors import WeftError
 from .hardware import Hardware
 from .kernels import (
+    NARROW_COLUMNS,
+    PIECE_COLUMNS,
     Formula,
     Kernel,
     Sizes,
@@ -24,6 +26,7 @@ from .kernels import (
     hopper_forward_sram_two_queries,
     hopper_latent_sram,
     hopper_loaded_sram,
+    hopper_narrow_latent_sram,
 )
 from .segments import Segments
 from .signature import Direction
@@ -232,14 +235,19 @@ class HopperLatentForm:
     # where several tiles of rows share keys
     ordered: bool = False  # products with values wait for the scores of the next tile
     prefetch: bool = False  # keys, not in pages, are brought to L2 two tiles early where all programs run at once
+    narrow: bool = False  # pieces of NARROW_COLUMNS columns: a rank has an even number of pieces
     block_q: ClassVar[int] = ROWS_OF_A_WARPGROUP
     block_kv: ClassVar[int] = 64
 
-    _FLAGS: ClassVar[dict[str, str]] = {"ordered": "ordered", "prefetch": "prefetch"}
+    _FLAGS: ClassVar[dict[str, str]] = {"ordered": "ordered", "prefetch": "prefetch", "narrow": "narrow"}
 
     @property
     def span_rows(self) -> int:
         return self.block_q
+
+    @property
+    def piece(self) -> int:
+        return NARROW_COLUMNS if self.narrow else PIECE_COLUMNS
 
     def __str__(self) -> str:
         return f"{self.block_q}x{self.block_kv}p{self.slots}{_flags_text(self)}"
@@ -249,7 +257,8 @@ class HopperLatentForm:
         return self
 
     def sram(self, kernel: Kernel) -> Formula:
-        return kernel.sram if kernel.follows else hopper_latent_sram
+        own = hopper_narrow_latent_sram if self.narrow else hopper_latent_sram
+        return kernel.sram if kernel.follows else own
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.slots, 1, element)

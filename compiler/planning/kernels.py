@@ -295,13 +295,19 @@ def flash_dkey_dvalue_flops(x: Sizes) -> float:
     return 2 * score_count(x) * (2 * x.C + 2 * x.Cv)
 
 
-PIECE_COLUMNS = 128  # of a piece of a latent tile
+ROTARY_COLUMNS = 64  # of a latent tile behind its pieces; weights of 64 keys take their place
+PIECE_COLUMNS, NARROW_COLUMNS = 128, 64  # of its pieces
 
 
 def hopper_latent_sram(x: Sizes) -> float:
     """Pieces of keys in s slots, half of a query's latent columns, its and keys' rotary ones twice; handshakes."""
-    rotary = 2 * x.bkv * (x.C - x.Cv)
+    rotary = 2 * x.bkv * ROTARY_COLUMNS
     return x.e * (x.s * x.bkv * PIECE_COLUMNS + x.bq * x.Cv / 2 + rotary) + 3 * x.bq * ROW_STATISTIC + HANDSHAKES
+
+
+def hopper_narrow_latent_sram(x: Sizes) -> float:
+    """The same with narrow pieces."""
+    return hopper_latent_sram(x) - x.e * x.s * x.bkv * (PIECE_COLUMNS - NARROW_COLUMNS)
 
 
 # -- flash: gradients of what pairs read, where a program owns the pairs ---------------------------------------------

@@ -190,6 +190,16 @@ LATENT = {
         score * slopes[head], masks.causal, latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_heated"
     ),
     "rank 256": weft.Attention(mask=masks.causal, latent=weft.Latent(256, 64), scale=192**-0.5, name="mla_256"),
+    "rank 256, 32": weft.Attention(mask=masks.causal, latent=weft.Latent(256, 32), scale=192**-0.5, name="mla_256_32"),
+    "rank 384": weft.Attention(mask=masks.causal, latent=weft.Latent(384, 64), scale=192**-0.5, name="mla_384"),
+    "rank 128, 0": weft.Attention(mask=masks.causal, latent=weft.Latent(128, 0), scale=192**-0.5, name="mla_128"),
+    "sink": weft.Attention(
+        mask=masks.causal, sink=9.0 * slopes[head], latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_sunk"
+    ),
+    "far": weft.Attention(
+        score + weft.where(kv_pos % 5 == 3, -1e9, 0.0), masks.causal, sink=9.0 * slopes[head],
+        latent=weft.Latent(512, 64), scale=192**-0.5, name="mla_far",
+    ),
 }  # fmt: skip
 FORMS = [f"64x64p11{a}{b}" for a in ("", "+ordered") for b in ("", "+prefetch")]
 
@@ -216,7 +226,7 @@ def check_latent(name, heads, q_len, lens, page=0, form=None, dtype=torch.bfloat
     """Twenty launches with the same bits; keys behind lengths, and what no key is in, are NaN."""
     torch.manual_seed(3)
     variant, device = LATENT[name], "cuda"
-    width = variant.latent.rank + 64
+    width = variant.latent.rank + variant.latent.rope
     query = torch.randn(5, q_len, heads, width, device=device, dtype=dtype).transpose(1, 2)
     known = torch.randn(5, 1, rows, width, device=device, dtype=dtype)
     cache, own = known.clone(), {p.name: torch.linspace(-0.3, 0.6, heads, device=device) for p in variant.parameters}

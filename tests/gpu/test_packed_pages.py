@@ -136,22 +136,36 @@ def test_offsets(offset):
             check_errors(*three, f"{label} {target} {schedule}")
 
 
-def test_latent_caches():
-    variant = LATENT["causal"]
-    cache = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
-    (pool,), table = paged((cache,), KV_LENS, 64)
-    for q_lens in (MIXED, [1] * 5):
-        query = torch.randn(1, 64, sum(q_lens), 576, device="cuda", dtype=torch.bfloat16)
-        given = {
-            "cu_seqlens_q": starts_of(q_lens),
-            "kv_lens": tensor(KV_LENS),
-            "block_table": table,
-            "return_lse": True,
-        }
-        found = variant(query, pool, **given)
-        exact, usual = (variant.reference(query.to(t), pool.to(t), **given) for t in (torch.float64, torch.bfloat16))
-        for label, *three in zip(("out", "lse"), found, exact, usual):
-            check_errors(*three, label)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize(("heads", "page"), [(16, 16), (64, 64), (128, 128)])
+def test_latent_caches(name, heads, page):
+    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    variant = LATENT[name]
+    width = variant.latent.rank + variant.latent.rope
+    cache = torch.randn(5, 1, ROWS, width, device="cuda", dtype=torch.bfloat16)
+    (pool,), table = paged((cache,), KV_LENS, page)
+    own = {p.name: torch.linspace(-0.3, 0.6, heads, device="cuda") for p in variant.parameters}
+    for q_lens in (MIXED, [1] * 5, [5, 1, 0, 9, 2]):
+        query = torch.randn(1, sum(q_lens) + 2, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        query[:, :, sum(q_lens) :] = torch.nan
+        given = {"cu_seqlens_q": starts_of(q_lens), "kv_lens": tensor(KV_LENS), "block_table": table}
+        given |= {"return_lse": True}
+        found = [variant(query, pool, **given, **own) for _ in range(4)]
+        for again in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], again))
+        exact, usual = (
+            variant.reference(
+                query.to(t), pool.to(t), **given, **{n: v.to(torch.promote_types(v.dtype, t)) for n, v in own.items()}
+            )
+            for t in (torch.float64, torch.bfloat16)
+        )
+        for label, *three in zip(("out", "lse"), found[0], exact, usual):
+            check_errors(*three, f"{name} {q_lens} {label}")
+        launchers = [r.launcher for r in variant_of(variant)._forwards.values()]
+        if torch.cuda.get_device_capability() == (9, 0):
+            of_short = [each._short if isinstance(each, SharedLauncher) else each for each in launchers]
+            assert "hopper" in {launcher.code.target for launcher in of_short}
 
 
 @pytest.mark.parametrize(("target", "schedule"), [*KINDS, SHARED, (None, None)])

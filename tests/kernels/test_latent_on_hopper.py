@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
 
 import weft
-from weft import head, kv_pos, masks, q_pos, score
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets import latent_launcher
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, Paged
+from weft.compiler.planning.signature import MOST_SHORT, Dtypes, Signature, Widths
+from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
@@ -21,11 +23,11 @@ from .gluon import Deadlock, Kernels, OnACpu, Pointer
 pytest.importorskip("triton")
 
 SCALE = 0.1
-slopes = weft.tensor("slopes", 1)
+slopes, sinks, pad = weft.tensor("slopes", 1), weft.tensor("sinks", 2), weft.tensor("pad", 2)
 
 
-def variant(name, value=score, mask=masks.causal, rank=512):
-    return weft.Attention(value, mask, latent=weft.Latent(rank, 64), scale=SCALE, name=name)
+def variant(name, value=score, mask=masks.causal, rank=512, sink=None, rope=64):
+    return weft.Attention(value, mask, latent=weft.Latent(rank, rope), scale=SCALE, sink=sink, name=name)
 
 
 CAUSAL = variant("latent_causal")
@@ -35,16 +37,20 @@ VARIANTS = {
     "cap": variant("latent_cap", 20.0 * weft.tanh(score / 20.0)),
     "alibi": variant("latent_alibi", score + slopes[head] * (kv_pos - q_pos)),
     "factors": variant("latent_heated", score * slopes[head]),  # of any sign
+    "sink": variant("latent_sunk", sink=sinks[batch, head]),
+    "far": variant("latent_far", score + pad[batch, kv_pos]),
+    "far and a sink": variant("latent_far_sunk", score + pad[batch, kv_pos], sink=sinks[batch, head] + 0.01 * kv_len),
+    "first rows empty": variant("latent_rows_empty", mask=kv_pos < q_pos - 329, sink=sinks[batch, head]),
 }
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None):
-    rank = declared.latent.rank
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all"):
+    rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + 64, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
-        few=True,
+        Widths(rank + rope, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
+        few=True, share=share,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -52,15 +58,25 @@ def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=No
     return OnACpu.of(made, declared, seed, edit)
 
 
-def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0):
+def operands_of(declared, heads, batches, rows):
+    made = {
+        "slopes": torch.linspace(-0.3, 0.6, heads),
+        "sinks": torch.linspace(-3.0, 6.0, batches * heads).view(batches, -1),
+        "pad": torch.where(torch.arange(rows) % 5 == 3, -1e9, 0.0).repeat(batches, 1),
+    }  # fmt: skip
+    return {p.name: made[p.name] for p in declared.parameters}
+
+
+def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3):
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
-    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit)
+    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share)
+    launcher.processors = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Options(), width)
     nan = float("nan")
     results = {
         "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
-        "lse": torch.full(query.shape[:3], nan),
+        "lse": torch.full((*([2] if launcher.shifts else []), *query.shape[:3]), nan),
     }
     partition = launcher.partition(call, results)
     if parts:
@@ -71,15 +87,17 @@ def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit
     for tensor in workspace.values():
         tensor.fill_(nan if tensor.dtype.is_floating_point else -(2**31))
     launcher(call, results, workspace, partition)
-    return results["out"], results["lse"], workspace["joins"][1:-1:2].tolist()
+    joins = workspace["joins"]
+    lse = results["lse"].sum(0) if launcher.shifts else results["lse"]
+    return results["out"], lse, (joins[3::2] if sequences.kind == "packed_paged" else joins[1:-1:2]).tolist()
 
 
 def in_pages(key, lens, page):
     """Pools with NaN wherever no key is, and a table with garbage behind the lengths."""
-    batch, _, rows, width = key.shape
+    batches, _, rows, width = key.shape
     pages = -(-rows // page)
-    blocks = torch.randperm(batch * pages).view(batch, pages)
-    pool, table = torch.full((batch * pages, 1, page, width), float("nan"), dtype=key.dtype), blocks.int()
+    blocks = torch.randperm(batches * pages).view(batches, pages)
+    pool, table = torch.full((batches * pages, 1, page, width), float("nan"), dtype=key.dtype), blocks.int()
     for b, length in enumerate(lens):
         for i in range(-(-length // page)):
             mine = key[b, :, i * page : min((i + 1) * page, length)]
@@ -88,13 +106,13 @@ def in_pages(key, lens, page):
     return pool, table
 
 
-def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rank=512, rows=330, **options):
+def check(declared, heads, q_len, kv_lens, q_lens=None, page=0, dtype=torch.bfloat16, rows=330, **options):
     """Padded or paged sequences; everything behind a length is NaN. kv_lens None: sequences of one length."""
     torch.manual_seed(heads + q_len)
-    batch = 1 if kv_lens is None else len(kv_lens)
-    query = torch.randn(batch, q_len, heads, rank + 64).to(dtype).transpose(1, 2)
-    key = torch.randn(batch, 1, rows, rank + 64).to(dtype)
-    operands = {p.name: torch.linspace(-0.3, 0.6, heads) for p in declared.parameters}
+    batches, width = 1 if kv_lens is None else len(kv_lens), declared.latent.rank + declared.latent.rope
+    query = torch.randn(batches, q_len, heads, width).to(dtype).transpose(1, 2)
+    key = torch.randn(batches, 1, rows, width).to(dtype)
+    operands = operands_of(declared, heads, batches, rows)
     known, given, sequences, shown = query.clone(), {"q_offset": rows - q_len}, Dense(rows - q_len), key
     if kv_lens is not None:
         shown = key.clone()
@@ -149,13 +167,85 @@ def test_programs_share_ragged_sequences_evenly(heads, page, monkeypatch):
     assert max(found) > 1 and min(found) == 1
 
 
-@pytest.mark.parametrize("name", mostly(["alibi"], list(VARIANTS)))
+@pytest.mark.parametrize("name", mostly(["alibi", "far and a sink"], list(VARIANTS)))
 def test_masks_and_scores(name):
-    check(VARIANTS[name], 16, 2, [330, 70], page=16)
+    check(VARIANTS[name], 16, 2, [330, 70], page=16, parts=2)
+    check(VARIANTS[name], 64, 1, None, parts=1)
+    check_packed(VARIANTS[name], 16, [1, 6], [330, 70], behind=1, at_once=7)
 
 
-def test_other_ranks_and_dtypes():
-    check(variant("latent_256", rank=256), 32, 2, [200, 70], page=64, dtype=torch.float16, rank=256, rows=200)
+def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, **options):
+    """Queries one after the other, NaN behind them. Of share "short" long sequences are not to be written.
+
+    -> how many rounds are in how many parts
+    """
+    torch.manual_seed(heads + sum(q_lens))
+    starts, total, rows = [0, *itertools.accumulate(q_lens)], sum(q_lens) + behind, max(kv_lens)
+    width = declared.latent.rank + declared.latent.rope
+    query = torch.randn(1, total, heads, width).to(dtype).transpose(1, 2)
+    key = torch.randn(len(q_lens), 1, rows, width).to(dtype)
+    padded = query.new_zeros(len(q_lens), heads, max(q_lens), width)
+    for b, length in enumerate(q_lens):
+        padded[b, :, :length] = query[0, :, starts[b] : starts[b + 1]]
+    query[:, :, sum(q_lens) :] = torch.nan
+    operands = operands_of(declared, heads, len(q_lens), rows)
+    pool, table = in_pages(key, kv_lens, page)
+    lens = {"q_lens": torch.tensor(q_lens, dtype=torch.int32), "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
+    sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, None)
+    out, lse, parts = run(declared, query, pool, sequences, operands=operands, share=share, **options)
+    results = []
+    for kind in (torch.float64, dtype):
+        own = {n: t.to(kind) if kind == torch.float64 else t for n, t in operands.items()}
+        results.append(declared.reference(padded.to(kind), key.to(kind), **lens, **own, return_lse=True))
+    for b, length in enumerate(q_lens):
+        mine = slice(starts[b], starts[b + 1])
+        if share == "short" and length > MOST_SHORT:
+            assert out[0, :, mine].isnan().all() and lse[0, :, mine].isnan().all()
+            continue
+        for n, (label, found) in enumerate((("out", out), ("lse", lse)) if length else ()):
+            check_errors(found[0, :, mine], results[0][n][b, :, :length], results[1][n][b, :, :length], label)
+    last = slice(sum(q_lens), total)
+    if share == "short":
+        assert out[0, :, last].isnan().all() and lse[0, :, last].isnan().all()
+    else:
+        assert bool((out[0, :, last] == 0).all() and (lse[0, :, last] == -torch.inf).all())
+    return Counter(n for n in parts if n > 0)
+
+
+PACKED = [
+    # heads, lengths of queries and keys, page, rows behind, share, form
+    (128, [1, 2, 0, 1], [330, 129, 5, 40], 64, 0, "all", ALL_SWITCHES),
+    (16, [4, 1, 0, 9, 3], [330, 0, 64, 129, 3], 16, 5, "all", "64x64p11"),
+    (16, [1, 4, 65, 2, 66], [330, 70, 80, 129, 70], 16, 5, "short", "64x64p11"),
+    (64, [3, 3, 2], [330, 64, 200], 128, 70, "all", ALL_SWITCHES),
+    (2, [40, 1, 33], [90, 64, 200], 8, 1, "short", "64x64p11"),
+    (192, [1, 0, 2], [330, 64, 200], 64, 1, "all", "64x64p11+ordered"),
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_lens", "kv_lens", "page", "behind", "share", "form"), mostly([PACKED[0], PACKED[2]], PACKED)
+)
+def test_packed_queries(heads, q_lens, kv_lens, page, behind, share, form):
+    """Whole rounds, and parts of them as if they cost nothing."""
+
+    def cut(text):
+        assert text.count("JOINING = gl.constexpr(8)") == 1
+        return text.replace("JOINING = gl.constexpr(8)", "JOINING = gl.constexpr(-9)")
+
+    for edit in (None, cut):
+        parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, share, form=form, at_once=7, edit=edit)
+        assert sum(parts.values()) >= sum(0 < n <= MOST_SHORT for n in q_lens)
+        assert edit is None or max(parts) > 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "rope"), mostly([(256, 64), (384, 32)], [(256, 64), (384, 32), (256, 32), (512, 0), (128, 8), (384, 64)])
+)
+def test_other_ranks_and_dtypes(rank, rope):
+    declared = variant(f"latent_{rank}_{rope}", rank=rank, rope=rope)
+    check(declared, 32, 2, [200, 70], page=64, dtype=torch.float16, rows=200)
+    check(declared, 128, 1, None, rows=200)
 
 
 def test_roles_take_turns_in_any_order():

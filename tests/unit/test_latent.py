@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft import batch, head, kv_pos, masks, q_pos, score
+from weft import batch, head, kv_pos, masks, q_pos
 
 
 def variant(rank=512, rope=64, **more):
@@ -41,11 +41,9 @@ slopes, pad, doc = weft.tensor("slopes", 1), weft.tensor("pad", 2), weft.tensor(
     ("declared", "shape", "reason"),
     [
         (variant(), sizes(dtype="fp32"), "needs bf16 or fp16 operands, got fp32"),
-        (variant(rank=384), sizes(), "have a rank of 256 or 512 and 64 rotary columns, got 384 and 64"),
-        (variant(rope=32), sizes(), "have a rank of 256 or 512 and 64 rotary columns, got 512 and 32"),
+        (variant(rank=320), sizes(), "have a rank of 128, 256, 384 or 512 and a multiple of 8 rotary"),
+        (variant(rope=72), sizes(), "a multiple of 8 rotary columns up to 64, got 512 and 72"),
         (variant(normalizer="sigmoid"), sizes(), "has the normalizer softmax only"),
-        (variant(sink=slopes[head]), sizes(), "latent caches with a sink"),
-        (variant(score=score + pad[batch, kv_pos]), sizes(), "with scores that may lie far from 0"),
         (variant(mask=masks.causal & (doc[batch, q_pos] == doc[batch, kv_pos])), sizes(), "a mask that reads tensors"),
         (variant(mask=masks.causal & (q_pos - kv_pos < 90 * (head + 1))), sizes(), "a mask whose tiles differ by head"),
         (variant(), sizes(heads=24), "must divide 64 or be a multiple of it, got 24"),

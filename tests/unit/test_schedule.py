@@ -442,7 +442,7 @@ FORMS = st.one_of(
     st.builds(
         HopperForm, st.integers(0, 156), st.integers(0, 9_999), _counts, _counts, *[st.booleans()] * 4
     ),
-    st.builds(HopperLatentForm, st.integers(0, 99), *[st.booleans()] * 2),
+    st.builds(HopperLatentForm, st.integers(0, 99), *[st.booleans()] * 3),
 )  # fmt: skip
 
 
