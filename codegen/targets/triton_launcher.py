@@ -345,8 +345,8 @@ class TritonLauncher:
             bindings, options = [ready.bindings[n] for n in missing], [ready.options[n] for n in missing]
             typed = ready.typed(given)
             ready.runs.update(zip(missing, self._compiled(bindings, options, [typed[n] for n in missing])))
-        if mode.aligned and self._may_go_directly:
-            self._go_directly(mode, ready)
+            if mode.aligned and self._may_go_directly:  # by the last one here, which finds the kernels of all
+                self._go_directly(mode, ready)
 
     def _empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=torch.device("cuda", self.device))
@@ -396,7 +396,8 @@ class TritonLauncher:
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
         conditions = self._conditions(mode, lengths)
         launches = [ready.runs[n].shortest if n in ready.runs else None for n in range(len(ready.bindings))]
-        found = direct(packer, ready.bindings, launches, given, conditions, made, returns, tools, self._kept)
+        way = direct(packer, ready.bindings, launches, given, conditions, made, returns, tools, self._kept)
+        found = way.function()
         if not self.backward:
             self.direct = found
         else:
@@ -445,7 +446,7 @@ class TritonLauncher:
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in given)
         size = _DTYPES[self.code.signature.dtype].itemsize
-        conditions += [f"({addresses} | ({strides}) * {size}) & 15 == 0"]
+        conditions += [f"({addresses}) & 15 == 0", f"({strides}) * {size} & 15 == 0"]
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions
 
