@@ -179,8 +179,8 @@ def like(
 
 def rows_of(*sizes: str, dtype: str) -> str:
     """An expression that makes a contiguous tensor of these sizes."""
-    strides = [" * ".join(sizes[n:]) for n in range(1, len(sizes))]
-    return f"empty(({', '.join(sizes)}), ({', '.join(strides)}, 1), {dtype})"
+    strides = [" * ".join(sizes[n:]) for n in range(1, len(sizes))] + ["1"]
+    return f"empty(({', '.join(sizes)},), ({', '.join(strides)},), {dtype})"
 
 
 def packing(

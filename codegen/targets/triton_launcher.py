@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -44,7 +45,8 @@ from ...ir.errors import WeftError
 from ...ir.expr import Symbol, TensorOperand
 from ...ir.parse import PARSING
 from ...ir.walk import loads
-from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, direct, fitting, like, packing, rows_of
+from ..binding import OPERAND_STRIDE, Binding, Packer, Way, alignment, direct, fitting, like, packing, rows_of
+from ..repeating import Again, Guard, Pin, repeated
 from .triton_workspace import (
     WORK_SIDES,
     add_listed,
@@ -146,6 +148,8 @@ class TritonLauncher:
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
         self.direct: Callable[[Any], Any] = _nothing_yet
         self.backward_of: Callable[..., Any] = _nothing_yet  # `direct` of a backward, without the records of its call
+        self.repeated: Callable[..., Again | None] = _nothing_yet  # for calls like one that the shortest way took
+        self.guard: Guard | None = None  # of tensors; None: no call is known to be like another
         # both made by torch's public functions; quicker ones may take their places
         self.empty: Callable[..., Tensor] = self._empty  # contiguous or not
         self.current_device: Callable[[], int] = torch.cuda.current_device
@@ -398,10 +402,49 @@ class TritonLauncher:
         launches = [ready.runs[n].shortest if n in ready.runs else None for n in range(len(ready.bindings))]
         way = direct(packer, ready.bindings, launches, given, conditions, made, returns, tools, self._kept)
         found = way.function()
+        guarded = {n: sources[n] for n in (*names, *self.tensors, *lengths) if n not in absent}
+        guarded |= {"q_offset_ptr": offset} if mode.per_row else {}
+        self._repeat(way, guarded, *self._unchanging(mode, record, offset, lengths))
         if not self.backward:
             self.direct = found
         else:
             self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
+
+    def _repeat(self, way: Way, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str]) -> None:
+        guard = self.guard
+        if guard is not None:
+            made = cache(lambda: repeated(way, guarded, pins, conditions, guard))  # by the first call that repeats
+            self.repeated = lambda *given: made()(*given)
+
+    def _unchanging(
+        self, mode: Mode, record: str, offset: str, lengths: Sequence[str]
+    ) -> tuple[list[Pin], list[str]]:  # fmt: skip
+        """What of a call, beside its tensors, the shortest way was chosen for, and conditions on what it lacks.
+
+        A backward is asked after a forward of its kind, which settles what stands in the call alone.
+        """
+        pins, conditions = [], []
+        if not self.backward:
+            pins = [Pin("options", "call.options"), Pin("width", "call.head_dim", "==")]
+            conditions = ["call.rope is None"]
+            conditions += ["call.value is None"] if self.code.signature.widths.value_is_key else []
+        elif mode.no_dlse:
+            conditions = ["dlse is None"]
+        if not self.backward or self.sequences != "dense":
+            pins += [Pin("sequences", f"type({record})")]
+            conditions += [f"{record}.{n} is None" for n in _LENGTHS[self.sequences] if n not in lengths]
+        if self._has_number(mode):
+            pins += [Pin("offset_type", f"type({offset})"), Pin("q_offset", offset, "==")]
+        elif not mode.per_row and self.sequences != "dense":
+            conditions += [f"{offset} is None"]
+        operands = "operands" if self.backward else "call.operands"
+        for parameter in self.facts.attention.parameters:
+            given_operand = f"{operands}[{parameter.name!r}]"
+            if not isinstance(parameter, TensorOperand):
+                pins += [Pin(f"type_of_{parameter.name}", f"type({given_operand})")]
+            elif parameter.rank > 1:  # boxes of it are brought where it begins at 16 bytes
+                pins += [Pin(f"bits_of_{parameter.name}", f"{given_operand}.data_ptr() & 15", "==", of_address=True)]
+        return pins, conditions
 
     def _kept(self, parameter: str, meta: Mapping[str, Any]) -> tuple[str, Mapping[Any, Sequence[object]]]:
         """For a tensor descriptor of a launch: an expression, and what the launch is handed by its value."""
