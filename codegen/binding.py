@@ -193,7 +193,7 @@ def packing(
     return function("\n".join(["def pack(given):", *body, "    return (", *results, "    )"]), "pack", tools)
 
 
-class Way(NamedTuple):
+class ShortestWay(NamedTuple):
     """The shortest way of a call, as the parts of one function of `given`."""
 
     given: str
@@ -221,7 +221,7 @@ CURRENT_STREAM = "stream = current_stream(device)"
 def direct(
     packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch | None], given: str,
     conditions: Sequence[str], made: Mapping[str, str], returns: str, tools: Mapping[str, object], kept: Kept,
-) -> Way:  # fmt: skip
+) -> ShortestWay:  # fmt: skip
     """The way that checks `conditions`, makes results and workspace, launches, and returns results.
 
     launches: None for a kernel that is not compiled yet. made: the expressions of what is made. tools: among them
@@ -250,7 +250,7 @@ def direct(
         only = f"if {packer.expression(binding.launched_if)}: " if binding.launched_if else ""
         lines.append(f"{only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
-    return Way(given, checked, conditions, unchecked, due, lines, returns, scope)
+    return ShortestWay(given, checked, conditions, unchecked, due, lines, returns, scope)
 
 
 def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:

@@ -1,15 +1,15 @@
 """Calls that repeat: what follows from the sizes, strides and numbers of a call is found once.
 
-The shortest way of a call (binding.Way) is one function. Here its lines are divided: a factory takes a call, computes
-whatever addresses and the values of scalars do not change, and gives two functions, `fits`, whether another call is
-like it in all that was made use of, and `launch`, which does the rest for such a call:
+The shortest way of a call (binding.py) is one function. Here its lines are divided: a factory takes a call, computes
+what neither addresses nor the values of scalars change, and gives two functions: `fits`, whether another call is like
+it in all that was made use of, and `launch`, which does the rest for such a call:
 
     def repeated(call):                             def fits(call):
-        query = call.query                              return call.options is options and ... and alike(call.query, ...)
+        query = call.query                              return call.options is options and alike(call.query, ...)
         batches, heads, q_len, q_dim = query.shape  def launch(call):
         ...                                             query = call.query
-        size_0 = (batches, heads, q_len)                at_query = query.data_ptr()
-                                                        lse = empty(size_0, ...)
+        settled_0 = (batches, heads, q_len)             at_query = query.data_ptr()
+                                                        lse = empty(settled_0, ...)
 
 Nothing is asked less than by the way itself: conditions on sizes and strides held for the call that the factory took,
 and `fits` asks torch in one step for all tensors whether type, device, dtype, sizes, strides and views are the same.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import indent
 from typing import Any, NamedTuple
 
-from .binding import CURRENT_STREAM, Way, function
+from .binding import CURRENT_STREAM, ShortestWay, function
 
 # methods and attributes of a tensor that a guard of it settles
 _SETTLED = frozenset({"shape", "dtype", "stride", "numel", "dim", "get_device", "is_neg", "is_contiguous"})
@@ -49,7 +49,7 @@ class Again(NamedTuple):
 
 
 def repeated(
-    way: Way, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard
+    way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard
 ) -> Callable[..., Again | None]:
     """The factory of a way: from a call to what serves all calls like it; None for one that the way turns away.
 
@@ -59,7 +59,7 @@ def repeated(
     return function(_text(way, tensors, pins, conditions), "repeated", {**way.scope, "guard": guard, "Again": Again})
 
 
-def _text(way: Way, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str]) -> str:
+def _text(way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str]) -> str:
     pinned = {pin.name for pin in pins}
     divided = _Divided(way, frozenset(tensors), pinned)
     launch = [divided.line(line) for line in way.checked]
@@ -79,6 +79,7 @@ def _text(way: Way, tensors: Mapping[str, str], pins: Sequence[Pin], conditions:
     fitting += [text for pin, text in same.items() if pin.of_address]
     lines = [
         *way.checked, f"if not ({' and '.join(way.conditions)}): return None",
+        *(f"{name} = {expression}" for name, expression in tensors.items() if name != expression),
         *(f"{pin.name} = {pin.expression}" for pin in pins), *divided.settled, f"alike = guard({', '.join(tensors)})",
         f"def fits({way.given}):", f"    return {' and '.join(fitting)}",
         f"def launch({way.given}):", *(indent(line, "    ") for line in launch if line), "return Again(fits, launch)",
@@ -89,7 +90,7 @@ def _text(way: Way, tensors: Mapping[str, str], pins: Sequence[Pin], conditions:
 class _Divided(ast.NodeTransformer):
     """Lines of a way without what is settled by the sizes, strides and numbers of a call, which `settled` has."""
 
-    def __init__(self, way: Way, tensors: frozenset[str], pinned: set[str]) -> None:
+    def __init__(self, way: ShortestWay, tensors: frozenset[str], pinned: set[str]) -> None:
         self.settled: list[str] = []
         self._tensors, self._pinned, self._checked = tensors, pinned, frozenset(way.checked)
         tools = {n for n in way.scope if not n.startswith(("kept_", "launch_"))} - _CHANGING

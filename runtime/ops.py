@@ -189,9 +189,7 @@ class _Recorded(torch.autograd.Function):
         query, key, value, rope = tensors[:4]
         known = repeats.known
         if known is not None and dout is not None and not torch.is_grad_enabled() and unwatched():
-            found = variant.backward_again(
-                repeats, known, query, key, value, operands, offset, out, lse, dout, dlse
-            )
+            found = variant.backward_again(repeats, known, query, key, value, operands, offset, out, lse, dout, dlse)
             if found is not None:
                 return None, *found, *kind.nothing
         _refuse_many(variant.name, dout, dlse)

@@ -12,7 +12,7 @@ from typing import Any
 from ..codegen.repeating import Again
 
 MOST_PATIENCE = 256  # calls between two looks, where none of them led to anything
-WORTH = 8  # calls that a look should have served
+WORTH = 4  # calls that a look should have served
 
 
 @dataclass(slots=True)

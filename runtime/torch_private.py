@@ -69,7 +69,15 @@ def _has_guards() -> bool:
         with torch.inference_mode(False):
             whole = torch.empty(2, 4, device="cpu")
             left = whole[:, :2]
-            others = [whole, left[:1], whole[:, ::2], whole.mT[:2], left.int(), left.to("meta"), torch._neg_view(left)]
+            others: list[Any] = [
+                whole,
+                left[:1],
+                whole[:, ::2],
+                whole.mT[:2],
+                left.int(),
+                left.to("meta"),
+                torch._neg_view(left),
+            ]
             others += [whole[:, :2].requires_grad_(), torch.nn.Parameter(left), torch.empty(0), None]
             alike, right = _guard(left, whole), whole[:, 2:]
             return alike(right, whole) is True and not any(alike(t, whole) for t in others)

@@ -164,15 +164,13 @@ class Variant:
         dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """The same where it is like one that is known; None, with nothing done, elsewhere."""
-        if not known.fits(query, key, value, operands, q_offset, out, lse, dout, dlse):
-            return None
-        if known.measures and any_kept():
+        given = (query, key, value, operands, q_offset, out, lse, dout, dlse)
+        if not known.fits(*given) or (known.measures and any_kept()):
             return None
         if self._sizes.needed:
             self._check_sizes(query, key, value, operands, q_offset)
-        repeats.hits += 1
-        found: tuple[Tensor | None, ...] | None
-        found = known.launch(query, key, value, operands, q_offset, out, lse, dout, dlse)
+        found: tuple[Tensor | None, ...] | None = known.launch(*given)
+        repeats.hits += found is not None
         return found
 
     def _check_sizes(

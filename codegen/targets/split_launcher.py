@@ -209,7 +209,9 @@ class SplitLauncher(TritonLauncher):
         # a cache that is not dense has room for as many keys at every step, so that they need not be rounded first
         kept = self.sequences != "dense" and not self._numbers
         return super()._made(mode) | {
-            "division": f"divisions[{sizes}]" if kept else f"divide({sizes}, {'call.operands' if self._numbers else '{}'})",
+            "division": f"divisions[{sizes}]"
+            if kept
+            else f"divide({sizes}, {'call.operands' if self._numbers else '{}'})",
             "n_parts": "division[0]",
             "least_tiles": "division[1]",
             # all in one allocation, which takes the host longer than addresses; one part writes the output itself

@@ -45,7 +45,7 @@ from ...ir.errors import WeftError
 from ...ir.expr import Symbol, TensorOperand
 from ...ir.parse import PARSING
 from ...ir.walk import loads
-from ..binding import OPERAND_STRIDE, Binding, Packer, Way, alignment, direct, fitting, like, packing, rows_of
+from ..binding import OPERAND_STRIDE, Binding, Packer, ShortestWay, alignment, direct, fitting, like, packing, rows_of
 from ..repeating import Again, Guard, Pin, repeated
 from .triton_workspace import (
     WORK_SIDES,
@@ -410,11 +410,19 @@ class TritonLauncher:
         else:
             self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
 
-    def _repeat(self, way: Way, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str]) -> None:
+    def _repeat(
+        self, way: ShortestWay, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str]
+    ) -> None:
         guard = self.guard
-        if guard is not None:
-            made = cache(lambda: repeated(way, guarded, pins, conditions, guard))  # by the first call that repeats
-            self.repeated = lambda *given: made()(*given)
+        if guard is None:
+            return
+
+        @cache
+        def factory() -> Callable[..., Again | None]:
+            with PARSING:
+                return repeated(way, guarded, pins, conditions, guard)
+
+        self.repeated = lambda *given: factory()(*given)  # made for the first call that repeats
 
     def _unchanging(
         self, mode: Mode, record: str, offset: str, lengths: Sequence[str]

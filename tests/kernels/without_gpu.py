@@ -1,4 +1,4 @@
-"""Launchers of GPU targets on CPU tensors, with what they launch replaced: what the host does, where there is no GPU."""
+"""Launchers of GPU targets on CPU tensors, with what they launch replaced: what the host does without a GPU."""
 
 from __future__ import annotations
 
