@@ -6,8 +6,10 @@ a call like the last one is found, and once without.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from weft.codegen.binding import Launch
 from weft.codegen.targets.hopper_launcher import Box
 from weft.codegen.targets.triton_launcher import TritonLauncher
 from weft.runtime import torch_private
+from weft.runtime.call import Call, Dense, Lengths, Packed, Paged
 from weft.runtime.repeated import MOST_PATIENCE, WORTH, Repeats
 
 from .without_gpu import go_without_a_gpu
@@ -374,3 +377,21 @@ def test_a_layout_that_never_returns_is_looked_at_ever_less() -> None:
     assert looks < 16
     repeats.known, repeats.hits = found, WORTH  # one that served
     assert repeats.wants()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_field_of_a_call_is_asked_for(name: str, launches: _Launches) -> None:
+    """A new one decides what is launched, or says here why not."""
+    variant, tensors, given = CALLS[name]
+    calls = _Calls(launches, variant, "triton")
+    for _ in range(3):
+        calls(tensors, False, **given)
+    known = calls._with._variant.repeats.known
+    assert known is not None
+    lines = linecache.getlines(known.fits.__code__.co_filename)
+    asked = lines[known.fits.__code__.co_firstlineno]
+    options = {"cu_seqlens_q": Packed, "block_table": Paged, "kv_lens": Lengths}
+    sequences = next((kind for option, kind in options.items() if option in given), Dense)
+    found = {f"call.{field.name}" for field in fields(Call)} - ({"call.operands"} if not variant.parameters else set())
+    found |= {f"call.sequences.{field.name}" for field in fields(sequences)} - {"call.sequences.page"}  # key's rows
+    assert not [field for field in found if field not in asked], asked
