@@ -56,9 +56,11 @@ _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda
 def _guard(*tensors: Tensor) -> Callable[..., bool]:
     """Whether as many others are tensors of the same types, devices, dtypes, sizes, strides and flags (of a gradient to
     be computed, of a view that is negated, of inference mode), under the same modes. It does not keep the tensors."""
-    if len({*map(id, tensors)}) < len(tensors):  # torch's own says no where one is in two places
-        each = [_guard(t) for t in tensors]
-        return lambda *others: all([alike(t) for alike, t in zip(each, others, strict=True)])
+    first = {id(t): n for n, t in reversed(list(enumerate(tensors)))}
+    if len(first) < len(tensors):  # torch's own says no where one is in two places: it must be in the same ones
+        own, twins = sorted(first.values()), [(n, first[id(t)]) for n, t in enumerate(tensors) if first[id(t)] != n]
+        alike = _guard(*[tensors[n] for n in own])
+        return lambda *others: alike(*[others[n] for n in own]) and all([others[a] is others[b] for a, b in twins])
     found: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return found
 
