@@ -179,8 +179,8 @@ def like(
 
 def rows_of(*sizes: str, dtype: str) -> str:
     """An expression that makes a contiguous tensor of these sizes."""
-    strides = [" * ".join(sizes[n:]) for n in range(1, len(sizes))]
-    return f"empty(({', '.join(sizes)}), ({', '.join(strides)}, 1), {dtype})"
+    strides = [" * ".join(sizes[n:]) for n in range(1, len(sizes))] + ["1"]
+    return f"empty(({', '.join(sizes)},), ({', '.join(strides)},), {dtype})"
 
 
 def packing(
@@ -193,14 +193,38 @@ def packing(
     return function("\n".join(["def pack(given):", *body, "    return (", *results, "    )"]), "pack", tools)
 
 
+class ShortestWay(NamedTuple):
+    """The shortest way of a call, as the parts of one function of `given`."""
+
+    given: str
+    checked: Sequence[str]  # lines before the conditions
+    conditions: Sequence[str]  # expressions that must hold
+    lines: Sequence[str]  # what is made
+    due: Sequence[str]  # conditions under which a kernel is launched that is not compiled yet
+    launches: Sequence[str]
+    returns: str
+    scope: Mapping[str, object]
+
+    def function(self) -> Callable[..., Any]:
+        """Returns None, with nothing done, where a condition does not hold, or a kernel is due that is not compiled."""
+        source = [
+            f"def direct({self.given}):", *self.checked, f"if not ({' and '.join(self.conditions)}):",
+            "    return None", *self.lines, *(f"if {due}: return None" for due in self.due), CURRENT_STREAM,
+            *self.launches, f"return {self.returns}",
+        ]  # fmt: skip
+        return function("\n    ".join(source), "direct", self.scope)
+
+
+CURRENT_STREAM = "stream = current_stream(device)"
+
+
 def direct(
     packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch | None], given: str,
     conditions: Sequence[str], made: Mapping[str, str], returns: str, tools: Mapping[str, object], kept: Kept,
-) -> Callable[..., Any]:  # fmt: skip
-    """A function of `given` that checks `conditions`, makes results and workspace, launches, and returns results.
+) -> ShortestWay:  # fmt: skip
+    """The way that checks `conditions`, makes results and workspace, launches, and returns results.
 
-    It returns None, with nothing done, where a condition does not hold, or a kernel is due that is not compiled yet,
-    whose launch is None: a slower way then says why, or copes. made: the expressions of what is made. tools: among them
+    launches: None for a kernel that is not compiled yet. made: the expressions of what is made. tools: among them
     current_stream and device. kept: for the name of a parameter that is a tensor descriptor and what its kernel says of
     it, an expression, and what the launch is handed by its value.
     """
@@ -209,10 +233,10 @@ def direct(
     checked = packer.lines
     for name, value in made.items():
         packer.define(name, value)
-    scope, refusals, lines = dict(tools), [], []
+    scope, due, lines = dict(tools), [], []
     for n, (binding, launch) in enumerate(zip(bindings, launches, strict=True)):
         if launch is None:
-            refusals.append(f"    if {packer.expression(binding.launched_if) or True}: return None")
+            due.append(packer.expression(binding.launched_if) or "True")
             continue
         several = {}
         for place, meta in launch.described.items():
@@ -224,17 +248,9 @@ def direct(
         scope |= fixed | {f"launch_{n}": launch.function}
         between = ", ".join("None" if value is None else name for name, value in fixed.items())
         only = f"if {packer.expression(binding.launched_if)}: " if binding.launched_if else ""
-        lines.append(f"    {only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
+        lines.append(f"{only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
-    return function(
-        "\n".join([
-            f"def direct({given}):", *(f"    {line}" for line in checked),
-            f"    if not ({' and '.join(conditions)}):", "        return None",
-            *(f"    {line}" for line in unchecked), *refusals, "    stream = current_stream(device)", *lines,
-            f"    return {returns}",
-        ]),
-        "direct", scope,
-    )  # fmt: skip
+    return ShortestWay(given, checked, conditions, unchecked, due, lines, returns, scope)
 
 
 def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:

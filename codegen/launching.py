@@ -188,6 +188,22 @@ class Descriptors(dict[tuple[int, ...], tuple[object, ...]]):
         self[key] = made
         return made
 
+    def of(self, *numbers: int) -> _OfOnePlace:
+        """The same of one place, by address alone."""
+        return _OfOnePlace(self, numbers)
+
+
+class _OfOnePlace(dict[int, tuple[object, ...]]):
+    def __init__(self, kept: Descriptors, numbers: tuple[int, ...]) -> None:
+        super().__init__()
+        self._kept, self._numbers = kept, numbers
+
+    def __missing__(self, address: int) -> tuple[object, ...]:
+        if len(self) >= MOST_DESCRIPTORS:
+            self.clear()
+        found = self[address] = self._kept[address, *self._numbers]
+        return found
+
 
 def encoder(meta: Mapping[str, Any]) -> Callable[[int, Places], tuple[object, ...]]:
     """What Triton's launcher makes of a tensor descriptor, given what the compiled kernel says of it."""

@@ -27,11 +27,13 @@ from ..ir.expr import Scalar
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset
 from .lengths import check_ragged
+from .repeated import Known, Repeats
 from .settings import default_target
 from .torch_private import (
     PLAIN_TYPES,
     are_plain,
     below_autograd,
+    called_by_the_engine,
     has_tangent,
     is_traced,
     named,
@@ -58,7 +60,12 @@ _LIBRARY.define(
 # -- a call, past the dispatcher or through it -----------------------------------------------------------------------
 def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded for autograd where gradients are wanted."""
-    query = call.query
+    query, known = call.query, variant.repeats.known
+    if known is not None and known.fits(call) and unwatched():
+        if not (known.recorded and torch.is_grad_enabled()):
+            return variant.forward_again(call, known)
+        own = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
+        return _record((variant, call, known), query, call.key, call.value, None, *own)
     tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
@@ -69,7 +76,7 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
             recorded = recorded or (recording and t.requires_grad)
             is_plain = is_plain and type(t) in PLAIN_TYPES and not t.is_neg()
     if is_plain and unwatched():
-        return _record(variant, call, *tensors) if recorded else variant.forward(call)
+        return _record((variant, call, None), *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
     problems = check_operand_kinds(variant.attention, call.operands, query.device)
@@ -112,17 +119,20 @@ class _Kind(NamedTuple):
     options: Options
     head_dim: int
     nothing: tuple[None, ...]  # gradients of what comes after the value
+    repeats: Repeats  # of their backwards
 
 
 def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tuple[bool, ...]) -> _Kind:
     """Raises WeftError where a gradient that is wanted cannot be computed."""
     names = variant.tensor_names
-    wanted = frozenset([n for n, need in zip(names, needed[2:]) if need])
+    wanted = frozenset([n for n, need in zip(names, needed[1:]) if need])
     check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind in PAGED)
-    operands = kinds_of(call.operands)
-    return _Kind(variant, key, names, wanted, operands, call.options, call.head_dim, (None,) * (len(names) - 3))
+    nothing = (None,) * (len(names) - 3)
+    own = kinds_of(call.operands)
+    return _Kind(variant, key, names, wanted, own, call.options, call.head_dim, nothing, Repeats())
 
 
+@called_by_the_engine
 class _Recorded(torch.autograd.Function):
     """A call that nothing watches, and its gradients: what the op's autograd does, in half of its time on the host.
 
@@ -131,13 +141,20 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, variant: Variant, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        key = key_of(call)
-        needed = ctx.needs_input_grad
-        kind = variant.recorded.get((key, needed))
+    def forward(
+        ctx: Any, given: tuple[Variant, Call, Known | None], *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        variant, call, known = given
+        kind = None if known is None else known.kind
         if kind is None:
-            kind = variant.recorded[key, needed] = _kind_of(variant, call, key, needed)
-        out, lse = variant.forward(call, key)
+            key = key_of(call)
+            needed = ctx.needs_input_grad
+            kind = variant.recorded.get((key, needed))
+            if kind is None:
+                kind = variant.recorded[key, needed] = _kind_of(variant, call, key, needed)
+            if known is not None:
+                known.kind = kind
+        out, lse = variant.forward(call, kind.key) if known is None else variant.forward_again(call, known)
         ctx.set_materialize_grads(False)
         sequences = call.sequences
         offset = sequences.q_offset
@@ -168,25 +185,30 @@ class _Recorded(torch.autograd.Function):
         if operands:
             named = dict(zip(kind.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
-        variant = kind.variant
+        variant, repeats = kind.variant, kind.repeats
+        query, key, value, rope = tensors[:4]
+        known = repeats.known
+        if known is not None and dout is not None and not torch.is_grad_enabled() and unwatched():
+            found = variant.backward_again(repeats, known, query, key, value, operands, offset, out, lse, dout, dlse)
+            if found is not None:
+                return None, *found, *kind.nothing
         _refuse_many(variant.name, dout, dlse)
         if dout is None:
             dout = torch.zeros_like(out)
-        query, key, value, rope = tensors[:4]
         watched = torch.is_grad_enabled() or not (unwatched() and are_plain((dout, dlse, *tensors)))
         # a hook of the user may have brought back something else than what was saved
         if not watched and (not operands or kinds_of(operands) == kind.operands):
             found = variant.backward_of(
-                kind.key, kind.wanted, query, key, value, operands, offset, out, lse, dout, dlse
+                kind.key, kind.wanted, repeats, query, key, value, operands, offset, out, lse, dout, dlse
             )
             if found is not None:
-                return None, None, *found, *kind.nothing
+                return None, *found, *kind.nothing
         call = Call(query, key, value, rope, operands, sequences or Dense(offset), kind.options, kind.head_dim)
         if watched or _negated((dout, dlse, *tensors)):
             gradients = _through_op(kind, call, out, lse, dout, dlse)
         else:
             gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted))
-        return None, None, *[gradients.get(n) for n in kind.names]
+        return None, *[gradients.get(n) for n in kind.names]
 
 
 class _Ragged(NamedTuple):

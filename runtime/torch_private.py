@@ -48,8 +48,55 @@ _below_autograd = _found("_C._AutoDispatchBelowAutograd", None)
 current_gpu: Callable[[], int] = _found("_C._cuda_getDevice", torch.cuda.current_device)
 # (size, stride, dtype) -> a tensor on the current GPU, past the dispatcher and with Python's lock held; or None
 empty_on_gpu: Callable[..., Tensor] | None = _found("_C._dynamo.guards._empty_strided_cuda", None)
+_TensorGuards = _found("_C._dynamo.guards.TensorGuards", None)
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
+
+
+def _guard(*tensors: Tensor) -> Callable[..., bool]:
+    """Whether as many others are tensors of the same types, devices, dtypes, sizes, strides and flags (of a gradient to
+    be computed, of a view that is negated, of inference mode), under the same modes. It does not keep the tensors."""
+    first = {id(t): n for n, t in reversed(list(enumerate(tensors)))}
+    if len(first) < len(tensors):  # torch's own says no where one is in two places: it must be in the same ones
+        own, twins = sorted(first.values()), [(n, first[id(t)]) for n, t in enumerate(tensors) if first[id(t)] != n]
+        alike = _guard(*[tensors[n] for n in own])
+        return lambda *others: alike(*[others[n] for n in own]) and all([others[a] is others[b] for a, b in twins])
+    found: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return found
+
+
+def _has_guards() -> bool:
+    """Whether guards tell tensors apart as is said of them."""
+    try:
+        with torch.inference_mode(False):
+            whole = torch.empty(2, 4, device="cpu")
+            left = whole[:, :2]
+            others: list[Any] = [
+                whole,
+                left[:1],
+                whole[:, ::2],
+                whole.mT[:2],
+                left.int(),
+                left.to("meta"),
+                torch._neg_view(left),
+            ]
+            others += [whole[:, :2].requires_grad_(), torch.nn.Parameter(left), torch.empty(0), None]
+            alike, right = _guard(left, whole), whole[:, 2:]
+            return alike(right, whole) is True and not any(alike(t, whole) for t in others)
+    except Exception:  # another torch may take, or raise, anything
+        return False
+
+
+# of tensors: whether others are like them; or None
+guard = _guard if _has_guards() else None
+
+
+def called_by_the_engine(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """With a gradient function that the engine calls itself: torch's own, which it calls, only looks for that."""
+    node = getattr(function, "_backward_cls", None)
+    if node is not None:
+        node.apply = function.backward
+    return function
 
 
 def is_traced() -> bool:

@@ -6,7 +6,7 @@ by a token a step, or a scalar that is annealed, finds it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..codegen import starting
+from ..codegen.repeating import Again
 from ..codegen.targets.hopper_launcher import boxed_bytes
 from ..codegen.targets.shared_launcher import SharedLauncher
 from ..codegen.targets.triton_launcher import TritonLauncher
@@ -35,8 +36,9 @@ from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, Pac
 from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
+from .repeated import Known, Repeats
 from .settings import checks_values, keeps_tiles
-from .torch_private import current_gpu, empty_on_gpu
+from .torch_private import current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}
 
@@ -85,6 +87,7 @@ class Variant:
         self.recorded: dict[tuple[object, ...], Any] = {}  # what ops keep for kinds of calls that autograd records
         self._forwards: dict[object, _Ready] = {}
         self._backwards: dict[object, _Ready] = {}
+        self.repeats = Repeats()  # of forwards
         self._sizes = SizeChecks(self.facts, attention.parameters)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class Variant:
 
         Where scores may lie far from 0, lse is [2, B, Hq, L]: the maximum of a row, and the log of its sum.
         """
-        key = key or key_of(call)
+        key, query = key or key_of(call), call.query
         ready = self._forwards.get(key)
         if ready is not None:
             if self._sizes.needed:
@@ -101,14 +104,28 @@ class Variant:
             direct = type(call.sequences) is Dense or not checks_values()
             found = ready.launcher.direct(call) if direct and not (ready.measures and keeps_tiles()) else None
             if found is not None:
+                if self.repeats.wants():
+                    tensors = (query, call.key, call.value, *call.operands.values())
+                    recorded = any([isinstance(t, Tensor) and t.requires_grad for t in tensors])
+                    self.repeats.learn(_repeated(ready, call), ready.measures, recorded)
                 return found
         ready = self._found("forward", call, self._forwards, key)
-        query = call.query
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if _is_empty(call):
             return out.zero_(), self._lse_of_nothing(call, lse)
         _run(ready, call, {"out": out, "lse": lse}, keeps=ready.measures and keeps_tiles())
         return out, lse
+
+    def forward_again(self, call: Call, known: Known) -> tuple[Tensor, Tensor]:
+        """The same of a call that fits what is known."""
+        if self._sizes.needed:
+            self._sizes.check(call)
+        if (type(call.sequences) is Dense or not checks_values()) and not (known.measures and keeps_tiles()):
+            found: tuple[Tensor, Tensor] | None = known.launch(call)
+            if found is not None:
+                self.repeats.hits += 1
+                return found
+        return self.forward(call)
 
     def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
         """Of out and lse."""
@@ -122,22 +139,47 @@ class Variant:
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward_of(
-        self, kind: tuple[object, ...], wanted: frozenset[str], query: Tensor, key: Tensor, value: Tensor | None,
-        operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor, dout: Tensor,
-        dlse: Tensor | None,
+        self, kind: tuple[object, ...], wanted: frozenset[str], repeats: Repeats, query: Tensor, key: Tensor,
+        value: Tensor | None, operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor,
+        dout: Tensor, dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """Gradients of query, key and value, without the records that `backward` takes: the shortest way, after a
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
 
         q_offset: of a call without lengths; else its sequences."""
         ready = self._backwards.get((kind, wanted, dlse is None))
-        found = None if ready is None else getattr(ready.launcher, "backward_of", None)
-        if found is None or (ready.measures and any_kept()):  # type: ignore[union-attr]
+        direct = None if ready is None else getattr(ready.launcher, "backward_of", None)
+        if direct is None or (ready.measures and any_kept()):  # type: ignore[union-attr]
             return None
         if self._sizes.needed:
-            sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged, PackedPaged)) else Dense(q_offset)
-            self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
-        return found(query, key, value, operands, q_offset, out, lse, dout, dlse)
+            self._check_sizes(query, key, value, operands, q_offset)
+        given = (query, key, value, operands, q_offset, out, lse, dout, dlse)
+        found: tuple[Tensor | None, ...] | None = direct(*given)
+        if found is not None and repeats.wants():
+            repeats.learn(_repeated(ready, *given), ready.measures, recorded=False)  # type: ignore[arg-type, union-attr]
+        return found
+
+    def backward_again(
+        self, repeats: Repeats, known: Known, query: Tensor, key: Tensor, value: Tensor | None,
+        operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor, dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+        """The same where it is like one that is known; None, with nothing done, elsewhere."""
+        given = (query, key, value, operands, q_offset, out, lse, dout, dlse)
+        if not known.fits(*given) or (known.measures and any_kept()):
+            return None
+        if self._sizes.needed:
+            self._check_sizes(query, key, value, operands, q_offset)
+        found: tuple[Tensor | None, ...] | None = known.launch(*given)
+        repeats.hits += found is not None
+        return found
+
+    def _check_sizes(
+        self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any],
+        q_offset: int | Tensor | Ragged,
+    ) -> None:  # fmt: skip
+        sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged, PackedPaged)) else Dense(q_offset)
+        self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
 
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
@@ -296,6 +338,7 @@ class Variant:
             launcher.current_device = current_gpu
             if empty_on_gpu is not None:
                 launcher.empty = empty_on_gpu
+            launcher.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
         return _Ready(launcher, target, signature, self.facts, measures)
 
@@ -307,6 +350,8 @@ class Variant:
         """Prepare anew, as after tuning."""
         self._forwards.clear()
         self._backwards.clear()
+        self.recorded.clear()
+        self.repeats = Repeats()
 
     def signature(self, direction: Direction, call: Call, wanted: frozenset[str] = frozenset()) -> Signature:
         """The static half of a call."""
@@ -328,6 +373,12 @@ class Variant:
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
+
+
+def _repeated(ready: _Ready, *given: Any) -> Again | None:
+    """What serves calls like the one that these are the arguments of."""
+    found: Callable[..., Again | None] | None = getattr(ready.launcher, "repeated", None)
+    return None if found is None else found(*given)
 
 
 def key_of(call: Call) -> tuple[object, ...]:

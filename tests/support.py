@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.codegen.targets import triton_launcher, triton_workspace
+from weft.codegen.targets import triton_direct, triton_measures, triton_workspace
 from weft.compiler.planning.kernels import STRETCH
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -135,6 +135,7 @@ def check_variant(
 
 def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = STRETCH) -> None:
     """Axes of more positions than these are measured in stretches of so many tiles."""
-    for module in (triton_launcher, triton_workspace):
+    for module in (triton_measures, triton_workspace):
         monkeypatch.setattr(module, "FEW", positions)
+    for module in (triton_measures, triton_direct, triton_workspace):
         monkeypatch.setattr(module, "STRETCH", stretch)

@@ -161,7 +161,7 @@ class Described(NamedTuple):
         """Address and `numbers`, as an expression."""
         name = self.tensor
         if issubclass(self.box, FlatBox):
-            return f"at_{name}, {name}.numel()"
+            return f"at_{name}, {name}_floats"
         if issubclass(self.box, OperandBox):
             return f"at_{name}, *{name}.shape, *{name}.stride()"
         return f"at_{name}, {_EXTENTS[name.removeprefix('d')]}, {name}_sb, {name}_sh, {name}_sl"
@@ -364,6 +364,13 @@ class HopperForwardLauncher(HopperLauncher):
 class HopperBackwardLauncher(HopperLauncher):
     """Launches of the backward: the statistics of rows, the main kernel, and dQ from its sums."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # in one allocation, which takes the host longer than addresses, where no statistics are cleared
+        self._together = self.code.has("flash_backward") and self.sequences != "packed"
+        if self._together:
+            self.numbers |= {"statistics", "dquery_sums"}
+
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
         packed = self.sequences == "packed"
@@ -438,12 +445,17 @@ class HopperBackwardLauncher(HopperLauncher):
         return statistics_of_a_row(self.facts) * self._form.block_q
 
     def _made(self, mode: Mode) -> dict[str, str]:
-        tiles = "batches * heads * query_tiles"
-        statistics = rows_of(tiles, str(self._statistics_of_a_tile), dtype="float32")
-        own = {"statistics": f"{statistics}.zero_()" if self.sequences == "packed" else statistics}
-        if self.code.has("flash_backward"):
-            floats = sums_of_a_tile(self._form, self.code.signature.widths)
-            own["dquery_sums"] = rows_of(tiles, str(floats), dtype="float32")
+        if self._together:
+            own = {
+                "sums": rows_of("statistics_floats + dquery_sums_floats", dtype="float32"),
+                "statistics": "sums.data_ptr()", "at_statistics": "statistics",
+                "dquery_sums": "statistics + 4 * statistics_floats", "at_dquery_sums": "dquery_sums",
+            }  # fmt: skip
+        else:
+            statistics = rows_of("statistics_floats", dtype="float32")
+            own = {"statistics": f"{statistics}.zero_()" if self.sequences == "packed" else statistics}
+            if self.code.has("flash_backward"):
+                own["dquery_sums"] = rows_of("dquery_sums_floats", dtype="float32")
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
@@ -465,8 +477,12 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         form, packed = self._form, self.sequences == "packed"
+        floats = {"statistics": self._statistics_of_a_tile}
+        if self.code.has("flash_backward"):
+            floats["dquery_sums"] = sums_of_a_tile(form, self.code.signature.widths)
         return {
             **super()._rows(aligned),
+            **{f"{name}_floats": f"batches * heads * query_tiles * {number}" for name, number in floats.items()},
             "n_rows": "batches * heads * q_len",
             "query_tiles": f"q_len // {form.block_q} + n_sequences + 1" if packed
             else f"(q_len + {form.block_q - 1}) // {form.block_q}",

@@ -45,6 +45,11 @@ class _Divisions(dict[tuple[Any, ...], Parts]):
         return found
 
 
+def _first_of(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """What the first way finds that takes the call."""
+    return lambda *given: next((found for way in ways if (found := way(*given)) is not None), None)
+
+
 class SplitLauncher(TritonLauncher):
     """A forward of two kernels, of which the second is launched where there is something to join."""
 
@@ -57,7 +62,7 @@ class SplitLauncher(TritonLauncher):
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
         self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
-        self._ways: dict[Mode, Callable[[Any], Any]] = {}  # the shortest ways
+        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of repeated calls
         self._known: dict[tuple[object, ...], Parts] = {}
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
@@ -158,10 +163,9 @@ class SplitLauncher(TritonLauncher):
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _go_directly(self, mode: Mode, ready: Any) -> None:
         super()._go_directly(mode, ready)
-        self._ways[mode] = self.direct
+        self._ways[mode] = self.direct, self.repeated
         if len(self._ways) > 1:
-            ways = list(self._ways.values())
-            self.direct = lambda *given: next((found for way in ways if (found := way(*given)) is not None), None)
+            self.direct, self.repeated = map(_first_of, zip(*self._ways.values()))
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         return super()._conditions(mode, lengths) + self._group_conditions(mode)
@@ -205,7 +209,9 @@ class SplitLauncher(TritonLauncher):
         # a cache that is not dense has room for as many keys at every step, so that they need not be rounded first
         kept = self.sequences != "dense" and not self._numbers
         return super()._made(mode) | {
-            "division": f"divisions[{sizes}]" if kept else f"divide({sizes}, call.operands)",
+            "division": f"divisions[{sizes}]"
+            if kept
+            else f"divide({sizes}, {'call.operands' if self._numbers else '{}'})",
             "n_parts": "division[0]",
             "least_tiles": "division[1]",
             # all in one allocation, which takes the host longer than addresses; one part writes the output itself

@@ -203,6 +203,36 @@ def test_threads_that_have_called_nothing_of_cuda_yet(kind):
         assert all(torch.equal(first[n], other[n]) for n in (0, 2, 3))
 
 
+@pytest.mark.parametrize("lengths", [False, True], ids=["dense", "lengths"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_known_of_calls_that_repeat_changes_no_result(target, lengths, monkeypatch):
+    """Layouts that come back, in other memory and in other streams, beside a process that knows nothing of the last."""
+    lens = {"kv_lens": torch.tensor([20, 33], device="cuda", dtype=torch.int32)} if lengths else {}
+    inputs = [views for views in views_of_one_address(64)]
+    douts = [normal(*views[0].shape, seed=7) for views in inputs]
+    known = CAUSAL.replace(name=f"known_{target}_{lengths}")
+
+    def step(at, variant=known):
+        leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs[at]]
+        out = variant(*leaves, **lens, target=target)
+        return [out.detach(), *torch.autograd.grad(out, leaves, douts[at])]
+
+    with monkeypatch.context() as without:
+        without.setattr("weft.runtime.variant.guard", None)
+        want = [step(at, CAUSAL.replace(name=f"unknown_{target}_{lengths}")) for at in range(len(inputs))]
+    for turn in range(3):
+        for at, wanted in enumerate(want):
+            for n in range(6):
+                with torch.cuda.stream(torch.cuda.Stream() if n == 5 else torch.cuda.current_stream()):
+                    torch.cuda.synchronize()
+                    out, dq, *rest = step(at)
+                    torch.cuda.synchronize()
+                assert all(map(torch.equal, [out, *rest], [wanted[0], *wanted[2:]])), (turn, at, n)
+                assert error(dq, wanted[1]) < 5e-3  # of hopper added up in any order
+    assert known._variant.repeats.hits >= 4
+    assert [kind.repeats.hits for kind in known._variant.recorded.values()] >= [4]
+
+
 def test_a_graph_needs_nothing_of_what_is_kept():
     q, k, v = qkv(2, 4, 300, 64)
     want = CAUSAL(q, k, v, target="hopper")

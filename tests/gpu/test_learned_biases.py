@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.codegen.targets import triton_launcher
+from weft.codegen.targets import triton_sums
 
 from ..kernels.test_learned_biases import SCORES, operands_of, variant
 from ..support import check_variant, poisoned
@@ -125,7 +125,7 @@ def test_gradients_repeat(name: str, deterministic: bool | None) -> None:
 
 @pytest.mark.parametrize("name", ["graphormer", "of_half_the_heads"])
 def test_lists_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launcher, "MOST_LISTED", 5 * 64 * 64)
+    monkeypatch.setattr(triton_sums, "MOST_LISTED", 5 * 64 * 64)
     tensors, operands = given(name, 300, 0, torch.bfloat16)
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 

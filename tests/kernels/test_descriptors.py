@@ -20,11 +20,9 @@ from weft import masks
 pytest.importorskip("triton")
 from weft.codegen import launching
 from weft.codegen.binding import Launch
-from weft.codegen.targets import hopper_launcher, latent_launcher
 from weft.codegen.targets.hopper_launcher import Box
-from weft.codegen.targets.split_launcher import SplitLauncher
-from weft.codegen.targets.triton_launcher import TritonLauncher
-from weft.compiler.planning import hardware
+
+from .without_gpu import go_without_a_gpu
 
 Entry = tuple[str, str, int, tuple[int, ...], tuple[int, ...]]  # kernel, parameter, address, sizes, strides
 
@@ -75,31 +73,11 @@ class _Run:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
     found = _Launches()
-    made = TritonLauncher.__init__
 
-    def here(self: Any, *arguments: Any) -> None:
-        made(self, *arguments)
-        self.device = -1  # what CPU tensors say of theirs
-        self.empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    def recorded(binding: Any, values: Any) -> _Run:
+        return _Run(binding, {n: {} for n, value in enumerate(values) if isinstance(value, Box)}, found)
 
-    def recorded(self: Any, bindings: Any, options: Any, typed: Any) -> list[Any]:
-        return [
-            _Run(b, {n: {} for n, value in enumerate(values) if isinstance(value, Box)}, found)
-            for b, (_, values) in zip(bindings, typed)
-        ]
-
-    h200 = hardware.by_name("h200")
-    monkeypatch.setattr(hardware, "for_device", lambda device: h200)
-    monkeypatch.setattr(SplitLauncher, "_machine", lambda self: h200)
-    for module in (hopper_launcher, latent_launcher):
-        monkeypatch.setattr(module, "processors", lambda device: h200.sms)
-    monkeypatch.setattr(TritonLauncher, "__init__", here)
-    monkeypatch.setattr(TritonLauncher, "_compiled", recorded)
-    monkeypatch.setattr(TritonLauncher, "_stream", lambda self: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
-    zero = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(launching, "counter", lambda device: zero)
-    monkeypatch.setattr(launching, "stream_function", lambda: lambda device: 0)
+    go_without_a_gpu(monkeypatch, recorded)
     monkeypatch.setattr(launching, "is_heard", lambda: found.is_heard)
     monkeypatch.setattr(launching, "encoder", found.encoder)
     return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score, scores
-from weft.codegen.targets import triton_launcher
+from weft.codegen.targets import triton_sums
 from weft.codegen.targets.triton_workspace import sums_by_entry
 
 from ..support import check_variant, mostly, poisoned
@@ -114,13 +114,13 @@ def test_packed_sequences(name: str) -> None:
 def listed(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """What kernels list of the gradient of one table, sums and entries."""
     seen: list[tuple[Tensor, Tensor]] = []
-    before = triton_launcher.add_listed
+    before = triton_sums.add_listed
 
     def add(into: Tensor, entries: Tensor, sums: Tensor) -> None:
         seen.append((sums.flatten().clone(), entries.flatten().clone()))
         before(into, entries, sums)
 
-    monkeypatch.setattr(triton_launcher, "add_listed", add)
+    monkeypatch.setattr(triton_sums, "add_listed", add)
     call().sum().backward()
     ((sums, entries),) = seen
     return sums, entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import weft
 
 pytest.importorskip("triton")
 from weft.codegen import launching, starting
+from weft.codegen.targets.triton_launcher import Mode, TritonLauncher, _Prepared
 
 
 def asked(name: str) -> launching.Asked:
@@ -75,3 +77,34 @@ def test_nothing_of_triton_is_begun_by_a_call_on_a_cpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(starting, "begin", lambda: pytest.fail("begun"))
     query = torch.randn(1, 1, 4, 16)
     weft.Attention(name="on_a_cpu")(query, query, query)
+
+
+class _Launcher(TritonLauncher):
+    """Of which the shortest way is the kernels that it is made of, and takes long to be made of the first one."""
+
+    _may_go_directly = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+
+    def _compiled(self, bindings: Any, options: Any, typed: Any) -> list[Any]:
+        return list(bindings)
+
+    def _go_directly(self, mode: Mode, ready: Any) -> None:
+        kernels = set(ready.runs)
+        if not self.began.is_set():
+            self.began.set()
+            time.sleep(0.2)
+        self.direct = kernels  # type: ignore[assignment]
+
+
+def test_threads_that_want_different_kernels_leave_a_shortest_way_of_all_of_them() -> None:
+    mode = Mode(True, False, True, 64)
+    ready = _Prepared("ab", ("", ""), (), len, lambda given: given, {})  # type: ignore[arg-type]
+    launcher = _Launcher()
+    first = threading.Thread(target=launcher._compile_these, args=([0], ready, mode, "ab"))
+    first.start()
+    assert launcher.began.wait(60)
+    launcher._compile_these([1], ready, mode, "ab")  # type: ignore[arg-type]
+    first.join()
+    assert launcher.direct == {0, 1}  # type: ignore[comparison-overlap]

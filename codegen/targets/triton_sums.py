@@ -1,0 +1,107 @@
+"""Gradients of what pairs read that are listed and added up, and tables of what depends on the distance alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.analysis.distances import ByDistance
+from ...compiler.analysis.records import OperandGradient
+from ...compiler.planning.distances import Levels
+from ...compiler.planning.kernels import DISTANCE_TABLES, Kernel
+from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways
+from ...compiler.planning.target import CallTensors, Named
+from ...ir.walk import loads
+from .triton_measures import MeasuringLauncher
+from .triton_workspace import add_listed, tiles_of
+
+if TYPE_CHECKING:
+    from .triton_launcher import Mode, _Prepared
+
+
+class SummingLauncher(MeasuringLauncher):
+    """What launchers of Triton kernels do with sums that kernels list, and with tables by distance."""
+
+    sums: Sequence[OperandGradient]  # gradients of operands that are wanted
+    ways: Ways
+    tables: Sequence[ByDistance]
+    levels: Levels | None
+
+    def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
+        """The grid of a kernel, as an expression."""
+        raise NotImplementedError
+
+    def _list_more(
+        self, ready: _Prepared, given: Mapping[str, Any], first: int, tables: Mapping[int, Tensor], stream: int
+    ) -> None:
+        """Launch flash_dpairs for the programs from this one on, and add up what they list."""
+        at = next(n for n, kernel in enumerate(self.code.kernels) if kernel.name == DPAIRS)
+        listed = [n for n, way in enumerate(self.ways.of_reads) if way == Way(DPAIRS, "list")]
+        for n in listed:  # programs of what is not there list nothing
+            given[f"sum{n}"].zero_()
+            given[f"entry{n}"].zero_()
+        ready.runs[at](*ready.pack({**given, "first_program": first})[at], stream)
+        for n in listed:
+            self._add_listed(tables[n], given[f"entry{n}"], given[f"sum{n}"])
+
+    def _tables(self, call: CallTensors, workspace: Named) -> dict[int, Tensor]:
+        """What the kernels listed, added up in the shape of its operand, by number of the read."""
+        tables = {}
+        for n, way in enumerate(self.ways.of_reads):
+            if way is not None and way.finish == "list":
+                tables[n] = torch.zeros(self._shape_of(n, call), device=call.query.device)
+                self._add_listed(tables[n], workspace[f"entry{n}"], workspace[f"sum{n}"])
+        return tables
+
+    def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
+        add_listed(table, entries, sums)
+
+    def _shape_of(self, n: int, call: CallTensors) -> tuple[int, ...]:
+        """Of the operand of a read."""
+        operand = call.operands[self.sums[n].load.tensor.name]
+        assert isinstance(operand, Tensor)
+        return tuple(operand.shape)
+
+    @staticmethod
+    def _table_heads(table: ByDistance) -> tuple[str, str]:
+        """Batch rows and heads that a table by distance has, as expressions."""
+        return "batches" if table.by_batch else "1", "heads" if table.by_head else "1"
+
+    def beyond(self, aligned: bool) -> int:
+        """Distances that tables have at either end for tiles that lie over the ends of a call."""
+        forms = [self.form(k.name, aligned) for k in self.code.kernels if k.name != DISTANCE_TABLES]
+        return max(max(f.block_q, f.block_kv) for f in forms)
+
+    def _table_rows(self, aligned: bool) -> dict[str, str]:
+        """Which distances tables have: all of a call; of sequences with lengths all that any may have."""
+        if not self.tables:
+            return {}
+        beyond = self.beyond(aligned)
+        ends = "1 - q_len" if self.code.signature.offset == "bottom_right" else f"q_offset - {self._kv_rows} + 1"
+        rows = {"first_distance": f"{ends} - {beyond}", "n_distances": f"q_len + {self._kv_rows} - 1 + {2 * beyond}"}
+        values = [table.value for table in self.tables]
+        if self.levels is not None:
+            values += self.levels.indices
+            block = self.form(DDIAGONALS, aligned).block_q
+            listed = self._programs(
+                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block}
+            )
+            rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
+            rows |= {f"n_entries{n}": f"arg_{g.load.tensor.name}.numel()" for n, g in enumerate(self.sums)}
+        read = {load.tensor for value in values for load in loads(value)}
+        return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}
+
+    def pair_programs(self, call: CallTensors, mode: Mode) -> tuple[int, int]:
+        """Programs of flash_dpairs of a call, and how many are launched at once, which bounds what they list."""
+        form = self.form(DPAIRS, mode.aligned)
+        batches, heads, q_len, _ = call.query.shape
+        kv_heads, kv_len = call.key.shape[1:3]
+        over = self.ways.over
+        shares = (1 if "batch" in over else batches) * (1 if "head" in over else kv_heads if "group" in over else heads)
+        programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * shares
+        if Way(DPAIRS, "list") not in self.ways.of_reads:
+            return programs, programs
+        return programs, min(programs, max(1, MOST_LISTED // (form.block_q * form.block_kv)))

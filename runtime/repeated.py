@@ -1,0 +1,53 @@
+"""When a call is like the last one that was looked at closely (codegen/repeating.py), and when to look at one again.
+
+A closer look takes as long as half a call. It is worth it where calls of one layout follow each other, as those of
+layers do and of steps, and not where each has another layout, as those of one layer while its cache grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..codegen.repeating import Again
+
+MOST_PATIENCE = 256  # calls between two looks, where none of them led to anything
+WORTH = 4  # calls that a look should have served
+
+
+@dataclass(slots=True)
+class Known:
+    """What was found for calls of one layout."""
+
+    fits: Any
+    launch: Any
+    measures: bool  # which tiles to visit, by kernels of its own
+    recorded: bool  # whether autograd records such calls, where it is on
+    kind: Any = None  # what ops keep for them, once autograd recorded one
+
+
+class Repeats:
+    """The layout of calls that repeat, if they do. Threads may count a call too few: no result depends on it."""
+
+    __slots__ = ("_patience", "_waited", "hits", "known")
+
+    def __init__(self) -> None:
+        self.known: Known | None = None
+        self.hits = 0
+        self._patience, self._waited = 1, 0
+
+    def wants(self) -> bool:
+        """Count a call of another layout: whether it should be looked at closely."""
+        if self.known is not None:
+            self.known = None
+            self._patience = 1 if self.hits >= WORTH else min(2 * self._patience, MOST_PATIENCE)
+            self._waited = self.hits = 0
+        self._waited += 1
+        return self._waited >= self._patience
+
+    def learn(self, found: Again | None, measures: bool, recorded: bool) -> None:
+        """found: None for a call that cannot be repeated so."""
+        if found is None:
+            self._patience, self._waited = MOST_PATIENCE, 0
+        else:
+            self.known = Known(found.fits, found.launch, measures, recorded)

@@ -1,0 +1,397 @@
+"""Calls that repeat launch what they would launch if nothing were known of them, and see everything that changes.
+
+Launches of the GPU targets on CPU tensors, which are written down: each call once with guards of its tensors, by which
+a call like the last one is found, and once without.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import batch, head, kv_pos, masks, q_pos, score
+
+pytest.importorskip("triton")
+from weft.codegen import launching
+from weft.codegen.binding import Launch
+from weft.codegen.targets.hopper_launcher import Box
+from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.runtime import torch_private
+from weft.runtime.call import Call, Dense, Lengths, Packed, Paged
+from weft.runtime.repeated import MOST_PATIENCE, WORTH, Repeats
+
+from .without_gpu import go_without_a_gpu
+
+pytestmark = pytest.mark.skipif(torch_private.guard is None, reason="this torch has no guards of tensors")
+
+FAR = 1 << 32  # addresses lie beyond
+
+
+class _Launches:
+    def __init__(self) -> None:
+        self.found: list[tuple[object, ...]] = []
+        self.addresses: dict[int, str] = {}  # of operands
+
+    def written(self, name: str, programs: int, arguments: Any) -> None:
+        self.found.append((name, programs, *map(self._named, arguments)))
+
+    def _named(self, value: Any) -> object:
+        if isinstance(value, Tensor):
+            value = value.data_ptr()
+        if isinstance(value, tuple):
+            return tuple(map(self._named, value))
+        return self.addresses.get(value, "made") if isinstance(value, int) and value > FAR else value
+
+
+class _Run:
+    """A kernel of which nothing is launched."""
+
+    def __init__(self, binding: Any, values: Any, launches: _Launches) -> None:
+        self.name, self.launches = binding.name, launches
+        self.described = {n: {} for n, value in enumerate(values) if isinstance(value, Box)}
+
+    def __call__(self, programs: int, arguments: Any, stream: int) -> None:
+        boxes = [(v.base.data_ptr(), tuple(v.shape), tuple(v.strides)) if isinstance(v, Box) else v for v in arguments]
+        self.launches.written(self.name, programs, boxes)
+
+    @property
+    def shortest(self) -> Launch:
+        def launch(programs: int, _y: int, _z: int, stream: int, fixed: object, *arguments: Any) -> None:
+            self.launches.written(self.name, programs, arguments)
+
+        return Launch(launch, (None,), self.described)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> _Launches:
+    found = _Launches()
+    go_without_a_gpu(monkeypatch, lambda binding, values: _Run(binding, values, found))
+    monkeypatch.setattr(launching, "encoder", lambda meta: lambda address, places: ((address, *map(tuple, places)),))
+    monkeypatch.setattr(launching, "is_heard", lambda: False)
+    return found
+
+
+slopes, window, bias = weft.tensor("slopes", 1), weft.scalar("window", int), weft.tensor("bias", 4)
+CAUSAL = weft.Attention(mask=masks.causal, name="repeated")
+ALIBI = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="repeated_alibi")
+WINDOW = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="repeated_window")
+BIAS = weft.Attention(score + bias[batch, head, q_pos, kv_pos], name="repeated_bias")
+
+
+def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*size).to(dtype)
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def dense(rows: int = 64, kv_rows: int = 64) -> list[Tensor]:
+    return [normal(2, heads, n, 64) for heads, n in ((4, rows), (2, kv_rows), (2, kv_rows))]
+
+
+def packed(rows: int = 64) -> list[Tensor]:
+    return [normal(1, heads, rows, 64) for heads in (4, 2, 2)]
+
+
+def pools(blocks: int = 16, rows: int = 1) -> list[Tensor]:
+    return [normal(2, 4, rows, 64), normal(blocks, 2, 16, 64), normal(blocks, 2, 16, 64)]
+
+
+LENS, TABLE = ints(3, 50), torch.arange(8, dtype=torch.int32).view(2, 4)
+CALLS: dict[str, tuple[weft.Attention, list[Tensor], dict[str, Any]]] = {
+    "dense": (CAUSAL, dense(), {}),
+    "one token": (CAUSAL, dense(1), {}),
+    "an offset a row": (CAUSAL, dense(), {"q_offset": ints(0, 3)}),
+    "lengths": (CAUSAL, dense(), {"kv_lens": LENS}),
+    "both lengths": (CAUSAL, dense(), {"kv_lens": LENS, "q_lens": LENS}),
+    "one token, lengths": (CAUSAL, dense(1), {"kv_lens": LENS}),
+    "packed": (CAUSAL, packed(), {"cu_seqlens_q": ints(0, 3, 64)}),
+    "pages": (CAUSAL, pools(), {"kv_lens": LENS, "block_table": TABLE}),
+    "an operand": (ALIBI, dense(), {"slopes": torch.rand(4)}),
+    "a scalar": (WINDOW, dense(), {"window": 20}),
+    "a scalar, one token": (WINDOW, dense(1), {"window": 20}),
+    "boxes of an operand": (BIAS, dense(), {"bias": normal(2, 4, 64, 64)}),
+}
+
+
+class _Calls:
+    """One variant, called with guards and without, and what both launched and gave."""
+
+    def __init__(self, launches: _Launches, variant: weft.Attention, target: str) -> None:
+        self.launches, self.target = launches, target
+        self._with, self._without = (variant.replace(name=f"{variant.name}_{n}") for n in ("known", "never"))
+        for own in (self._with, self._without):
+            own._variant.forget()
+
+    def __call__(self, tensors: list[Tensor], backward: bool, **given: Any) -> bool:
+        """Whether it was found to be like the last one, both ways alike."""
+        hits = self.hits
+        found = [self._one(own, tensors, backward, given) for own in (self._with, self._without)]
+        assert found[0] == found[1]
+        assert found[0][0] or found[0][1]
+        return self.hits > hits
+
+    @property
+    def hits(self) -> int:
+        known = self._with._variant
+        return known.repeats.hits + sum(kind.repeats.hits for kind in known.recorded.values())
+
+    def _one(
+        self, own: weft.Attention, tensors: list[Tensor], backward: bool, given: dict[str, Any]
+    ) -> tuple[Any, str]:
+        self.launches.found = []
+        operands = [t for t in (*tensors, *given.values()) if isinstance(t, Tensor)]
+        self.launches.addresses = {t.data_ptr(): f"operand {n}" for n, t in enumerate(operands)}
+        try:
+            with _guards(own is self._with):
+                out = own(*tensors, **{"target": self.target, **given})
+                if backward:
+                    found = out if isinstance(out, tuple) else (out,)
+                    wanted = [t for t in tensors if t.requires_grad]
+                    torch.autograd.grad(found, wanted, [torch.ones_like(t) for t in found])
+        except weft.WeftError as error:
+            return self.launches.found, str(error).replace(str(own.name), "it")
+        return self.launches.found, ""
+
+
+@contextmanager
+def _guards(are_used: bool) -> Iterator[None]:
+    """What is bound while they are not used knows of none."""
+    init = TritonLauncher.__init__
+
+    def here(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.guard = torch_private.guard if are_used else None
+
+    TritonLauncher.__init__ = here  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TritonLauncher.__init__ = init  # type: ignore[method-assign]
+
+
+def leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_repeats_launches_the_same(name: str, target: str, backward: bool, launches: _Launches) -> None:
+    variant, tensors, given = CALLS[name]
+    if (backward and "pages" in name) or (target == "hopper" and "token" in name + "pages"):
+        pytest.skip("no such way")
+    calls = _Calls(launches, variant, target)
+    tensors = leaves(tensors) if backward else tensors
+    found = [calls(tensors, backward, **given) for _ in range(5)]
+    assert found[-2:] == [True, True], found
+    for _ in range(3):  # at other addresses
+        others = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        moved = {n: t.clone() if isinstance(t, Tensor) else t for n, t in given.items()}
+        assert calls(others, backward, **moved)
+
+
+def beside(tensor: Tensor, by: int = 1) -> Tensor:
+    """The same numbers, some elements behind a multiple of 16 bytes."""
+    memory = torch.empty(tensor.numel() + by, dtype=tensor.dtype)
+    return memory[by:].view(tensor.shape).copy_(tensor)
+
+
+def heads_last(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def first(change: Any) -> Any:
+    return lambda tensors: [change(tensors[0]), *tensors[1:]]
+
+
+def every(change: Any) -> Any:
+    return lambda tensors: [change(t) for t in tensors]
+
+
+# of query, key and value
+CHANGES = {
+    "rows": first(lambda t: t[:, :, :33]),
+    "all rows": every(lambda t: t[:, :, :33]),
+    "heads": first(lambda t: t[:, :2]),
+    "strides": first(heads_last),
+    "all strides": every(heads_last),
+    "an address between": first(beside),
+    "all addresses between": every(beside),
+    "dtype": every(lambda t: t.to(torch.float16)),
+    "one dtype": first(lambda t: t.to(torch.float16)),
+    "width": every(lambda t: t[..., :32].contiguous()),
+    "negated": first(torch._neg_view),
+    "key and value are one": lambda tensors: [tensors[0], tensors[1], tensors[1]],  # of one memory, as leaves
+    "other memory": every(torch.clone),
+    "nothing": every(lambda t: t),
+}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize(("name", "target"), [("dense", "triton"), ("lengths", "hopper")])
+@pytest.mark.parametrize("change", CHANGES)
+def test_operands_that_change_are_seen(
+    change: str, name: str, target: str, backward: bool, launches: _Launches
+) -> None:  # fmt: skip
+    variant, tensors, given = CALLS[name]
+    calls = _Calls(launches, variant, target)
+    changed = CHANGES[change]([t.clone() for t in tensors])
+    if backward:
+        tensors, changed = leaves(tensors), leaves(changed)
+    for _ in range(4):
+        calls(tensors, backward, **given)
+    is_like = change in ("other memory", "nothing") or (backward and change == "key and value are one")
+    assert calls(changed, backward, **given) == is_like
+    for _ in range(3):
+        calls(changed, backward, **given)
+    calls(tensors, backward, **given)
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "dense": [
+        {"q_offset": 3}, {"q_offset": ints(3, 3)}, {"kv_lens": LENS}, {"deterministic": True}, {"schedule": "flash"},
+        {"target": "triton"}, {"return_lse": True},
+    ],
+    "lengths": [
+        {"q_lens": LENS}, {"kv_lens": ints(2, 70)}, {"kv_lens": LENS.long()}, {"kv_lens": LENS[:1]}, {"kv_lens": None},
+        {"q_offset": 3}, {"q_offset": ints(0, 1)}, {"kv_lens": ints(3, 0, 50, 0)[::2]},
+    ],
+    "pages": [
+        {"block_table": TABLE[:, :2]}, {"block_table": TABLE.t().contiguous().t()}, {"block_table": TABLE.long()},
+        {"q_lens": ints(1, 1)}, {"q_offset": 2}, {"kv_lens": ints(2, 70)},
+    ],
+    "an operand": [{"slopes": torch.rand(5)}, {"slopes": torch.rand(8)[::2]}, {"slopes": torch.rand(4).double()}],
+    "a scalar": [{"window": 21}, {"window": 2**40}, {"window": 3.0}, {"window": torch.tensor(4)}],
+    "a scalar, one token": [{"window": 21}, {"window": 1}],
+    "boxes of an operand": [
+        {"bias": beside(normal(2, 4, 64, 64))}, {"bias": normal(1, 4, 64, 64).expand(2, 4, 64, 64)},
+        {"bias": normal(2, 4, 64, 64, dtype=torch.float32)}, {"bias": normal(2, 4, 64, 64).mT},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "both"])
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_change_are_seen(name: str, target: str, backward: bool, launches: _Launches) -> None:
+    variant, tensors, given = CALLS[name]
+    if (backward and name == "pages") or (target == "hopper" and "token" in name):
+        pytest.skip("no such way")
+    tensors = leaves(tensors) if backward else tensors
+    for change in OPTIONS[name]:
+        calls = _Calls(launches, variant, target)
+        for _ in range(4):
+            calls(tensors, backward, **given)
+        for _ in range(4):
+            calls(tensors, backward, **{**given, **change})
+        calls(tensors, backward, **given)
+
+
+def test_a_scalar_may_be_annealed(launches: _Launches) -> None:
+    variant, tensors, _ = CALLS["a scalar"]
+    calls = _Calls(launches, variant, "hopper")
+    assert [calls(tensors, False, window=n) for n in range(20, 28)][2:] == [True] * 6
+
+
+def test_what_a_gradient_is_wanted_of_is_seen(launches: _Launches) -> None:
+    variant, tensors, given = CALLS["dense"]
+    calls = _Calls(launches, variant, "triton")
+    for wanted in ((0, 1, 2), (0,), (1, 2), (0, 1, 2)):
+        some = [t.detach().requires_grad_(n in wanted) for n, t in enumerate(tensors)]
+        assert [calls(some, True, **given) for _ in range(20)][-1]
+    with torch.no_grad():
+        assert calls(some, False, **given)
+    assert not calls([t.detach() for t in tensors], False, **given)
+
+
+def test_what_hooks_bring_back_is_seen(launches: _Launches) -> None:
+    variant, tensors, given = CALLS["dense"]
+    calls, tensors = _Calls(launches, variant, "hopper"), leaves(tensors)
+    for _ in range(4):
+        calls(tensors, True, **given)
+    for back in (torch.clone, heads_last_of_four, beside, torch._neg_view):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, back):
+            for _ in range(3):
+                calls(tensors, True, **given)
+    calls(tensors, True, **given)
+
+
+def heads_last_of_four(tensor: Tensor) -> Tensor:
+    return heads_last(tensor) if tensor.dim() == 4 else tensor
+
+
+def test_settings_count_for_calls_that_repeat(launches: _Launches) -> None:
+    variant, tensors, given = CALLS["pages"]
+    calls = _Calls(launches, variant, "triton")
+    for _ in range(4):
+        calls(tensors, False, **given)
+    wrong = {**given, "kv_lens": ints(3, 5000)}
+    with weft.settings(check=True):
+        hits = calls.hits
+        calls(tensors, False, **wrong)
+        assert not launches.found and calls.hits == hits
+        assert "kv_lens" in calls._one(calls._with, tensors, False, wrong)[1]
+
+
+def test_nothing_is_known_once_all_is_forgotten(launches: _Launches) -> None:
+    variant, tensors, given = CALLS["dense"]
+    calls = _Calls(launches, variant, "triton")
+    for _ in range(4):
+        calls(tensors, False, **given)
+    calls._with._variant.forget()
+    assert not calls(tensors, False, **given)
+
+
+def test_no_tensor_is_kept(launches: _Launches) -> None:
+    import gc
+    import weakref
+
+    variant, tensors, _ = CALLS["an operand"]
+    calls = _Calls(launches, variant, "hopper")
+    own, slopes = leaves(tensors), torch.rand(4)
+    for _ in range(4):
+        calls(own, True, slopes=slopes)
+    references = [weakref.ref(t) for t in (*own, slopes)]
+    del own, slopes
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+
+def test_a_layout_that_never_returns_is_looked_at_ever_less() -> None:
+    repeats, looks = Repeats(), 0
+    found: Any = type("Again", (), {"fits": None, "launch": None})
+    for _ in range(4 * MOST_PATIENCE):
+        if repeats.wants():
+            looks += 1
+            repeats.learn(found, False, False)
+    assert looks < 16
+    repeats.known, repeats.hits = found, WORTH  # one that served
+    assert repeats.wants()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_field_of_a_call_is_asked_for(name: str, launches: _Launches) -> None:
+    """A new one decides what is launched, or says here why not."""
+    variant, tensors, given = CALLS[name]
+    calls = _Calls(launches, variant, "triton")
+    for _ in range(3):
+        calls(tensors, False, **given)
+    known = calls._with._variant.repeats.known
+    assert known is not None
+    lines = linecache.getlines(known.fits.__code__.co_filename)
+    asked = lines[known.fits.__code__.co_firstlineno]
+    options = {"cu_seqlens_q": Packed, "block_table": Paged, "kv_lens": Lengths}
+    sequences = next((kind for option, kind in options.items() if option in given), Dense)
+    found = {f"call.{field.name}" for field in fields(Call)} - ({"call.operands"} if not variant.parameters else set())
+    found |= {f"call.sequences.{field.name}" for field in fields(sequences)} - {"call.sequences.page"}  # key's rows
+    assert not [field for field in found if field not in asked], asked
