@@ -26,7 +26,7 @@ NUMBERS = {
     "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
-TRIES = 8  # at a call that the kernels of another serve
+TRIES = 24  # at a call that the kernels of another serve
 TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
 MOST_LONG_PAIRS = 300_000
 MOST_PAIRS = {"cpu": 40_000, "reference": 10_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
