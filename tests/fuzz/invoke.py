@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from .calls import MAIN_LAYOUTS, ON_A_GPU, OPERAND_LAYOUTS, PADDING, UNALIGNED, Call, Given, Latent, Variant, main_names
+from .calls import (
+    CACHED_RANKS,
+    MAIN_LAYOUTS,
+    ON_A_GPU,
+    OPERAND_LAYOUTS,
+    PADDING,
+    UNALIGNED,
+    Call,
+    Given,
+    Latent,
+    Variant,
+    main_names,
+)
 from .sequences import Lens, Pages
 from .tree import symbols
 
@@ -136,7 +148,8 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     if target == "cpu" and random.random() < LONG:
         q_len, kv_len = _lengths(random, batch * heads, MOST_LONG_PAIRS, LONG_LENGTHS)
     else:
-        q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS)
+        decodes = variant.latent is not None and variant.latent.rank in CACHED_RANKS and random.random() < 0.8
+        q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS, decodes)
     lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, packed, batch, q_len, kv_len)
     pages = None
     if paged and lens is not None:
@@ -187,8 +200,10 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     )  # fmt: skip
 
 
-def _lengths(random: Random, rows: int, most: int, lengths: tuple[int, ...]) -> tuple[int, int]:
-    few = random.random() < FEW_SHARE
+def _lengths(
+    random: Random, rows: int, most: int, lengths: tuple[int, ...], decodes: bool = False
+) -> tuple[int, int]:  # fmt: skip
+    few = random.random() < FEW_SHARE or decodes
     while True:
         q_len = random.choice(FEW_LENGTHS if few else lengths)
         kv_len = random.choice(CACHED) if few else q_len if random.random() < 0.4 else random.choice(lengths)
@@ -225,7 +240,9 @@ def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -
 
 
 def _form(random: Random, variant: Variant) -> str | None:
-    forms = ("expanded", "expanded", "absorbed", None)
+    assert variant.latent is not None
+    decodes = variant.latent.rank in CACHED_RANKS
+    forms = ("absorbed",) if decodes else ("expanded", "expanded", "absorbed", None)
     return random.choice((*forms, "latent query") if variant.scale is not None else forms)
 
 

@@ -157,6 +157,17 @@ def test_keys_are_divided_in_calls_of_the_interpreter():
     assert found >= {"schedule: split_kv", "schedule: streaming", "schedule: standard", "schedule: flash"}
 
 
+def test_latent_caches_of_models_are_drawn_for_a_gpu():
+    found = set()
+    for n in range(400):
+        random = Random(f"latent.{n}")
+        variant = draw_variant(random, "hopper")
+        if variant.latent is not None and variant.latent.rope == 64:
+            call = draw_call(random, variant, "hopper")
+            found |= {f"{kind_of(call)}, few: {has_few(call)}"}
+    assert found >= {"dense, few: True", "padded, few: True", "paged, few: True", "dense, few: False"}
+
+
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_calls_on_a_gpu_share_kernels(target):
     """A variant's calls have one direction, form and alignment; most have few queries where the first has."""
