@@ -30,7 +30,8 @@ _KINDS = {"int": int, "float": float, "bool": bool}
 SHARED = "weft.cli.shared"
 _PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
 _WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|dropout|name|normalizer)(?=: )", re.MULTILINE)
-_SIZE, _RECORD = re.compile(r"\bshape: (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
+_MISSING = re.compile(r"^\w+: (?:show_mask: missing the operand|tune: missing values of) (\w+)(?:.*(, a tensor)$)?.*$")
+_SIZE, _RECORD = re.compile(r"(?:\bshape|^\w+: show_mask): (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
 
 
 def in_options(message: str, given: Mapping[str, object]) -> str:
@@ -39,10 +40,19 @@ def in_options(message: str, given: Mapping[str, object]) -> str:
     Of a variant that the options write, the places in files are left out: they are of no file of the user.
     """
     message = _SIZE.sub(lambda found: f"--{found[1].replace('_', '-')}", _RECORD.sub("--device", message))
+    message = _MISSING.sub(_how_to_give, message)
     if given.get("variant") is not None:
         return message
     message = _WRITTEN.sub(lambda found: f"{found[1]}--{found[2]}", _PLACE.sub("", message))
     return re.sub(r"^\w+: (?=--[\w-]+: )", "", message)  # the variant's name says nothing beside the option's
+
+
+def _how_to_give(missing: re.Match[str]) -> str:
+    """What to write for an operand that was not given: options hold numbers alone."""
+    name = missing[1]
+    if missing[2]:
+        return f"--tensor: {name}: the picture is that of what it holds; draw it in Python, .show_mask(..., {name}=...)"
+    return f"--set: missing {name}; write --set {name}=NUMBER"
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,10 @@ def _check_drawable(attention: Attention, program: TileProgram, options: Mapping
     needed |= {t.name for line in program.body for t in tensors(line.value)}
     missing = sorted(name for name in needed if name not in options)
     if missing:
-        raise WeftError(f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...")
+        made = ", a tensor" if missing[0] in {t.name for t in attention.tensors} else ""
+        raise WeftError(
+            f"{attention.name}: show_mask: missing the operand {', '.join(missing)}; pass {missing[0]}=...{made}"
+        )
 
 
 def _dense(attention: Attention, env: Mapping[str, Any]) -> Any:

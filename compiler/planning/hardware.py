@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -485,22 +485,38 @@ def _caches_of_sysconf() -> dict[int, int]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: those it may run on, or what its control group has time for if that is less."""
+    """Cores that this process may use: those it may run on, or what its control groups have time for."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
         cores = os.cpu_count() or 1
-    return max(1, min(cores, _quota(_CPU_MAX) or cores))
+    limits = [limit for folder in _control_groups() if (limit := _quota(folder)) is not None]
+    return max(1, min([cores, *limits]))
 
 
-_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CONTROL_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def _quota(path: Path) -> int | None:
+def _control_groups() -> Iterator[Path]:
+    """The folders of this process's control groups that may limit its time, and of those that hold them, of both
+    versions; a container sees its own as the first."""
+    yield from (_CONTROL_GROUPS, _CONTROL_GROUPS / "cpu")
+    with suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, place = line.split(":", 2)  # no controllers: version 2
+            if controllers == "" or "cpu" in controllers.split(","):
+                own = Path(place.lstrip("/"))
+                yield from (_CONTROL_GROUPS / controllers / folder for folder in (own, *own.parents))
+
+
+def _quota(folder: Path) -> int | None:
     """Whole cores that a control group may use at a time; None where it has no limit."""
     with suppress(OSError, ValueError):
-        limit, period = path.read_text().split()
+        limit, period = (folder / "cpu.max").read_text().split()
         return max(1, int(limit) // int(period))  # "max" is no int
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        limit, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return max(1, int(limit) // int(period)) if int(limit) > 0 else None
     return None
 
 

@@ -17,6 +17,7 @@ from .sequences import Lens, Pages
 from .tree import INTS, Kind, Node, Num, Read, Scalar, nodes
 
 ON_A_GPU = ("triton", "hopper")
+CACHED_RANKS = (256, 512)  # of latent caches as models have them, with 64 rotary columns: kernels of their own
 MOST_ELEMENTS = 10_000_000  # of an operand
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What every script begins with.

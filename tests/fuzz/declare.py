@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from .calls import Latent, Variant
+from .calls import CACHED_RANKS, ON_A_GPU, Latent, Variant
 from .tree import INFIX, PREFIX, SCORE, Kind, Node, Num, Op, Read, Scalar, Sym, nodes, size, symbols
 
 Q, K, HEAD, BATCH = Sym("q_pos"), Sym("kv_pos"), Sym("head"), Sym("batch")
@@ -18,6 +18,7 @@ FLOAT_KINDS = (
 )
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 LARGEST = 70  # nodes of an expression
+CACHED_SHARE = {"triton": 0.02, "hopper": 0.06}  # of declarations of latent caches as models have them
 
 
 def make(name: str, *args: Node) -> Op:
@@ -457,8 +458,8 @@ class Drawer:
         return self.random.choice((Num(0.1), Num(0.5), Num(0.0), Num(0.99), Scalar("drop", "float")))
 
 
-def draw_variant(random: Random) -> Variant:
-    """A declaration; some of what is drawn has no call that is defined, and is given up by whoever draws calls."""
+def draw_variant(random: Random, target: str = "cpu") -> Variant:
+    """A declaration for calls on a target; some have no call that is defined: whoever draws calls gives these up."""
     tensors: dict[str, tuple[Kind, tuple[Node, ...]]] = {}
     while True:
         drawer = Drawer(random, "mask", tensors)
@@ -471,6 +472,8 @@ def draw_variant(random: Random) -> Variant:
         sink = Drawer(random, "scale", tensors).sink()
         dropout = Drawer(random, "scale", tensors).dropout()
         latent = Latent(random.choice((8, 16, 20)), random.choice((0, 4, 8))) if random.random() < 0.08 else None
+        if target in ON_A_GPU and random.random() < CACHED_SHARE[target]:
+            latent = Latent(random.choice(CACHED_RANKS), 64)
         drawn = random.choice(("softmax", "softmax", "softmax", "sigmoid", "relu"))
         normalizer = "softmax" if sink is not None else drawn
         variant = Variant(score, mask, scale, latent, sink, dropout, normalizer)

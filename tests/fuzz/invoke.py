@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from .calls import MAIN_LAYOUTS, ON_A_GPU, OPERAND_LAYOUTS, PADDING, UNALIGNED, Call, Given, Latent, Variant, main_names
+from .calls import (
+    CACHED_RANKS,
+    MAIN_LAYOUTS,
+    ON_A_GPU,
+    OPERAND_LAYOUTS,
+    PADDING,
+    UNALIGNED,
+    Call,
+    Given,
+    Latent,
+    Variant,
+    main_names,
+)
 from .sequences import Lens, Pages
 from .tree import symbols
 
@@ -26,7 +38,7 @@ NUMBERS = {
     "float": (0.5, 0.25, 1.0, 2.0, -1.5, 0.7, 3.0, 0.0, 30.0, -0.3, 1, 2),
 }
 _CPU_TILES = (5, 8, 16, 17, 32, 64)
-TRIES = 8  # at a call that the kernels of another serve
+TRIES = 24  # at a call that the kernels of another serve
 TARGETS = ("cpu", "reference", "interpret", "triton", "hopper")
 MOST_LONG_PAIRS = 300_000
 MOST_PAIRS = {"cpu": 40_000, "reference": 10_000, "interpret": 4_000, "triton": 400_000, "hopper": 400_000}
@@ -42,6 +54,7 @@ KINDS = (*["dense"] * 7, *["padded"] * 3, *["packed"] * 3, *["paged"] * 2, *["pa
 PAGE_ROWS = (1, 2, 4, 8, 16, 16, 32, 64, 128, 256)
 FEW, MOST_SHORT = 16, 64  # queries of calls whose keys may be divided, and of such sequences that are packed over pages
 FEW_SHARE = 0.2  # of calls that decode: few queries behind many keys
+CHUNKS = ((68, 17), (80, 30), (90, 40), (129, 20))  # rows of queries, and keys, of such sequences with a long one
 FEW_LENGTHS, CACHED = (1, 1, 1, 2, 3, 5, 8, 16), (33, 64, 100, 129, 200, 257, 300, 400, 600)
 DOUT = ("plain", "plain", "rows first", "padded", "one row", "one batch")
 # What an operand of a name, or of a kind where its name is not here, is filled with.
@@ -136,8 +149,12 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     if target == "cpu" and random.random() < LONG:
         q_len, kv_len = _lengths(random, batch * heads, MOST_LONG_PAIRS, LONG_LENGTHS)
     else:
-        q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS)
-    lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, packed, batch, q_len, kv_len)
+        decodes = variant.latent is not None and variant.latent.rank in CACHED_RANKS and random.random() < 0.8
+        q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS, decodes)
+    chunked = packed and paged and target != "cpu" and random.random() < 0.4
+    if chunked:  # a sequence that is long beside short ones, which are two modules by default
+        q_len, kv_len = random.choice(CHUNKS)
+    lens = None if kind == "dense" or 0 in (q_len, kv_len) else _lens(random, packed, batch, q_len, kv_len, chunked)
     pages = None
     if paged and lens is not None:
         pages = Pages(random.choice(PAGE_ROWS), random.randrange(1000), random.random() < 0.4, random.choice((0, 1, 3)))
@@ -180,15 +197,17 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
         scalars=tuple((n, random.choice(NUMBERS.get(n, NUMBERS[kind]))) for n, kind in variant.scalars.items()),
         tensors=tuple((n, _operand(random, n, kind, rank)) for n, (kind, rank) in variant.tensors.items()),
         q_offset=_offset(random, variant, batch if lens is None else len(lens.q), q_len, kv_len),
-        schedule=_schedule(random, call, variant), lse=lse,
+        schedule=None if chunked else _schedule(random, call, variant), lse=lse,
         wanted=() if pages is not None else _wanted(random, variant, names, form),
         dout=random.choice((*DOUT, "none" if lse else "plain")),
         seed=random.randrange(10**6), train=random.random() < 0.9,
     )  # fmt: skip
 
 
-def _lengths(random: Random, rows: int, most: int, lengths: tuple[int, ...]) -> tuple[int, int]:
-    few = random.random() < FEW_SHARE
+def _lengths(
+    random: Random, rows: int, most: int, lengths: tuple[int, ...], decodes: bool = False
+) -> tuple[int, int]:  # fmt: skip
+    few = random.random() < FEW_SHARE or decodes
     while True:
         q_len = random.choice(FEW_LENGTHS if few else lengths)
         kv_len = random.choice(CACHED) if few else q_len if random.random() < 0.4 else random.choice(lengths)
@@ -198,7 +217,7 @@ def _lengths(random: Random, rows: int, most: int, lengths: tuple[int, ...]) -> 
             return q_len, kv_len
 
 
-def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -> Lens:
+def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int, chunked: bool = False) -> Lens:
     """Lengths that fit operands; some are 0, and some as long as there is room."""
 
     def one(rows: int) -> int:
@@ -211,13 +230,13 @@ def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -
         cuts = sorted([random.randint(0, end) for _ in range(number - 1)])
         return tuple(b - a for a, b in zip([0, *cuts], [*cuts, end]))
 
-    number = random.choice((1, 2, 3, 5, 9)) if packed else batch
+    number = random.choice((2, 3) if chunked else (1, 2, 3, 5, 9)) if packed else batch
     q = many(q_rows, number)
     kv = q if q_rows == kv_rows and random.random() < 0.5 else many(kv_rows, number)
     roll = random.random()
-    if roll < 0.15:  # sequences that are alike may be computed together
+    if roll < 0.15 and not chunked:  # sequences that are alike may be computed together
         q, kv = ((rows // number if packed else one(rows),) * number for rows in (q_rows, kv_rows))
-    elif roll < 0.3 and packed and q_rows > number:  # a chunk of a prompt beside sequences that decode
+    elif (roll < 0.3 or chunked) and packed and q_rows > number:  # a chunk of a prompt beside sequences that decode
         q = tuple(random.sample([q_rows - number + 1, *[1] * (number - 1)], number))
     elif roll < 0.3 and not packed:  # all of the operand's, which need not be said
         q, kv = ((q_rows,) * number, kv) if random.random() < 0.5 else (q, (kv_rows,) * number)
@@ -225,7 +244,9 @@ def _lens(random: Random, packed: bool, batch: int, q_rows: int, kv_rows: int) -
 
 
 def _form(random: Random, variant: Variant) -> str | None:
-    forms = ("expanded", "expanded", "absorbed", None)
+    assert variant.latent is not None
+    decodes = variant.latent.rank in CACHED_RANKS
+    forms = ("absorbed",) if decodes else ("expanded", "expanded", "absorbed", None)
     return random.choice((*forms, "latent query") if variant.scale is not None else forms)
 
 

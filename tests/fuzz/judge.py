@@ -57,9 +57,14 @@ def _for_hopper(right: Callable[[Built], bool]) -> Callable[[Built, re.Match[str
     return lambda built, words: built.call.target == "hopper" and right(built)
 
 
+def _named(built: Built, name: str) -> Tensor:
+    """The tensor that a refusal names: the key of a latent cache is the cache."""
+    return built.tensors[name if name in built.tensors else "cache"]
+
+
 def _is_unaligned(built: Built, words: re.Match[str]) -> bool:
     """An address, or a step to another row, head or batch row that there is, is no multiple of 16 bytes."""
-    tensor = built.tensors[words["name"]]
+    tensor = _named(built, words["name"])
     steps = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()) if size > 1]
     in_bytes = [tensor.data_ptr(), *(tensor.element_size() * step for step in steps)]
     return built.call.target == "hopper" and any(n % 16 for n in in_bytes)
@@ -67,8 +72,9 @@ def _is_unaligned(built: Built, words: re.Match[str]) -> bool:
 
 def _is_apart(built: Built, words: re.Match[str]) -> bool:
     """Padded operands whose batch rows do not lie a whole number of rows of a head apart."""
-    batch, _, row, _ = built.tensors[words["name"]].stride()
-    whole = row > 0 and row * built.tensors[words["name"]].element_size() % 16 == 0 and batch % row == 0
+    tensor = _named(built, words["name"])
+    batch, _, row, _ = tensor.stride()
+    whole = row > 0 and row * tensor.element_size() % 16 == 0 and batch % row == 0
     return built.call.target == "hopper" and built.call.lens is not None and not whole
 
 
@@ -105,6 +111,10 @@ REFUSALS = {
     "hopper: normalizer": _refusal(
         r"UnavailableError: .*hopper: has the normalizer softmax only",
         _for_hopper(lambda built: built.variant.normalizer != "softmax"),
+    ),
+    "hopper: cache": _refusal(
+        r"UnavailableError: .*hopper: (?P<name>key): its address .* and blocks or batch rows must lie",
+        lambda built, words: _is_unaligned(built, words) or _is_apart(built, words),
     ),
     "hopper: alignment": _refusal(
         r"UnavailableError: .*hopper: (?P<name>query|key|value): its address and strides must be multiples of 16 bytes",

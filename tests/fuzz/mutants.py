@@ -263,7 +263,7 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "parts_weigh_alike": InText(
         r"part = tl\.exp2\(\(own - reference\) \* LOG2_E\)", "part = tl.where(has_tiles, 1.0, 0.0)"
     ),
-    "short_sequences_end_early": InText(r"is_long = \(room > 64\)", "is_long = (room > 65)"),
+    "long_sequences_left_out": InText(r"is_long = \(room > 64\)", "is_long = (room > 96)"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),
 }
 _ON_A_GPU: dict[str, Defect] = {

@@ -71,7 +71,7 @@ def fuzz(seed: int, cases: int, targets: Sequence[str], plan: Plan, only: str = 
 def variant_calls(name: str, target: str, plan: Plan) -> Iterator[Event]:
     """The calls of the variant that a seed stands for; none after the first that fails, as they would fail alike."""
     random = Random(f"{name} {target}")
-    variant = draw_variant(random)
+    variant = draw_variant(random, target)
     try:
         declared(variant)
     except Exception as error:

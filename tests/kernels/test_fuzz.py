@@ -8,13 +8,15 @@ from random import Random
 import pytest
 import torch
 
-from tests.fuzz.calls import build
+from tests.fuzz.calls import UNALIGNED, build
 from tests.fuzz.declare import draw_variant
 from tests.fuzz.dense import FP32, Environment, Undefined, evaluate
-from tests.fuzz.invoke import draw_call
+from tests.fuzz.invoke import KINDS, draw_call, has_few, kind_of
 from tests.fuzz.judge import Verdict, actual, judge, start
+from tests.fuzz.kinds import kinds
 from tests.fuzz.run import Plan, variant_calls
 from tests.fuzz.script import script
+from tests.fuzz.sequences import Lens, Pages
 from tests.fuzz.tree import Num, Op, Scalar, Sym, text
 
 CPU = [f"suite.{n}" for n in range(110)]  # a variant each, of eight calls
@@ -69,6 +71,18 @@ def test_comparisons_near_a_tie_are_no_calls_to_judge_by():
 @pytest.mark.parametrize("seed", range(6))
 def test_scripts_repeat_the_call(seed, capsys):
     built = next(b for n in range(99) if (b := first_call(f"script.{seed}.{n}")) is not None)
+    check_script(built, capsys)
+
+
+@pytest.mark.parametrize("kind", ["paged", "packed paged"])
+def test_scripts_of_pages_repeat_the_call(kind, capsys):
+    seeds = (f"pages.{n}" for n in range(999))
+    built = next(b for seed in seeds if (b := first_call(seed, kind)) is not None)
+    assert "block_table=torch.tensor(" in script(built, Verdict("wrong"))
+    check_script(built, capsys)
+
+
+def check_script(built, capsys):
     found = actual(built, *start(built))
     name, result = list(found.items())[-1]
     at = (0,) * result.dim()
@@ -76,12 +90,97 @@ def test_scripts_repeat_the_call(seed, capsys):
     assert capsys.readouterr().out == f"{name}{list(at)}: got {result[at].item()} expected 0.5\n"
 
 
-def first_call(seed):
-    """A call that Weft computes, or None."""
+def first_call(seed, kind=None):
+    """A call that Weft computes, or None; of one kind of sequences."""
     random = Random(seed)
     variant = draw_variant(random)
+    call = draw_call(random, variant, "cpu")
+    if kind not in (None, kind_of(call)):
+        return None
     try:
-        built = build(variant, draw_call(random, variant, "cpu"))
+        built = build(variant, call)
         return built if judge(built).kind == "right" and built.call.pairs else None
     except Undefined:
         return None
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+def test_a_pool_holds_each_sequence_once_or_shared():
+    for shares in (False, True):
+        pages, kv = Pages(4, 7, shares, spare=2), (9, 0, 4, 13)
+        table, blocks, used = pages.table(kv), pages.blocks(kv), pages.used(kv)
+        named = [row[i] for row, n in zip(table, (3, 0, 1, 4)) for i in range(n)]
+        assert all(0 <= block < blocks for block in named) and blocks == 10
+        assert (len(set(named)) == len(named)) != shares
+        assert {b for b, rows in enumerate(used) if rows} == set(named) and sum(used) <= 26
+        assert [len(places) for places in pages.places(kv)] == [*kv]
+        assert {*map(len, table)} == {6} and named != sorted(named)
+
+
+def test_lengths_that_are_those_of_the_operands_may_be_left_out():
+    padded = Lens(False, (8, 8), (3, 5), brief=True)
+    assert [*padded.options("cpu", 8, 5, None)] == ["kv_lens"]
+    assert [*padded.options("cpu", 9, 5, None)] == ["q_lens", "kv_lens"]
+    packed = Lens(True, (3, 5), (3, 5), brief=True)
+    assert [*packed.options("cpu", 8, 8, None)] == ["cu_seqlens_q"]
+    assert [*packed.options("cpu", 8, 8, Pages(4, 0, False, 0))] == ["cu_seqlens_q", "kv_lens", "block_table"]
+
+
+WORDS = (
+    *(f"sequences: {kind}" for kind in KINDS), *(f"page of {2**n}" for n in range(9)), "pages: blocks shared",
+    "packed paged: long and short sequences", "one of the lengths not given", "few queries, 64 keys or more each",
+    "q_offset: a tensor", "grouped heads", "layout: some unaligned", "normalizer: sigmoid", "normalizer: relu", "sink",
+    "dropout: a scalar", "dropout: a number", "dropout: a number, train=False",
+    *(f"latent, {form}: {kind}" for kind in ("dense", "padded", "packed") for form in ("absorbed", "expanded")),
+    "latent, absorbed: paged", "latent, latent query: paged", "latent, absorbed: packed paged",
+    "mask reads by both positions", "gradients: of lse alone", "deterministic=True", "deterministic=False",
+    "gradient of a tensor of rank 0", "gradient of a table of pairs", "gradient of a sink's operand",
+    "gradient of a table read at a function of both positions",
+)  # fmt: skip
+
+
+def test_every_kind_of_call_is_drawn():
+    found = set()
+    for n in range(2500):
+        random = Random(f"kinds.{n}")
+        variant = draw_variant(random)
+        found |= set(kinds(variant, draw_call(random, variant, "cpu")))
+    assert found >= set(WORDS)
+
+
+def test_keys_are_divided_in_calls_of_the_interpreter():
+    found = set()
+    for n in range(300):
+        random = Random(f"divided.{n}")
+        variant = draw_variant(random)
+        found |= set(kinds(variant, draw_call(random, variant, "interpret")))
+    assert found >= {"schedule: split_kv", "schedule: streaming", "schedule: standard", "schedule: flash"}
+
+
+def test_latent_caches_of_models_are_drawn_for_a_gpu():
+    found = set()
+    for n in range(400):
+        random = Random(f"latent.{n}")
+        variant = draw_variant(random, "hopper")
+        if variant.latent is not None and variant.latent.rope == 64:
+            call = draw_call(random, variant, "hopper")
+            found |= {f"{kind_of(call)}, few: {has_few(call)}"}
+    assert found >= {"dense, few: True", "padded, few: True", "paged, few: True", "dense, few: False"}
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_calls_on_a_gpu_share_kernels(target):
+    """A variant's calls have one direction, form and alignment; most have few queries where the first has."""
+    alike = 0
+    for n in range(60):
+        random = Random(f"alike.{n}")
+        variant = draw_variant(random)
+        first = draw_call(random, variant, target)
+        other = draw_call(random, variant, target, first)
+        assert (other.dim, other.dtype, other.wanted, other.form) == (first.dim, first.dtype, first.wanted, first.form)
+        alike += has_few(other) == has_few(first)
+        if first.lens is not None and other.lens is not None:
+            assert kind_of(other) == kind_of(first)
+            assert (other.pages and other.pages.rows) == (first.pages and first.pages.rows)
+        assert [g.layout in UNALIGNED for g in other.main] == [g.layout in UNALIGNED for g in first.main]
+    assert alike >= 57

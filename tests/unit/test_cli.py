@@ -439,7 +439,7 @@ def test_a_file_that_fails_says_where(tmp_path: Path, text: str, match: str) -> 
         (["source", "-o", "x.txt"], "--output: expected a file that ends in .py, got x.txt"),
         (["mask", "-o", "no/such/folder/x.png"], "--output: no/such/folder/x.png: there is no folder no/such/folder"),
         (["mask", "-o", "x.jpg"], "--output: expected a file that ends in .png, got x.jpg"),
-        (["mask", "--head", "99"], "show_mask: head: expected 0 to 15, got 99"),
+        (["mask", "--head", "99"], "Error: --head: expected 0 to 15, got 99"),
         (["tune", "--head-dim", "320", "--q-len", "16", "--target", "cpu"], "expected dim 1 to 256, got 320"),
         (
             ["tune", "--q-len", "2000000000", "--dtype", "fp32"],
@@ -487,8 +487,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     assert re.search(r"Error: \S+cache/x: Permission denied", fails("cache", "list"))
 
 
-def test_a_missing_scalar_is_named() -> None:
-    assert "window" in fails("mask", "--mask", "q_pos - kv_pos < window", "--scalar", "window:int")
+@pytest.mark.parametrize("command", ["mask", "tune"])
+def test_a_missing_scalar_is_named_with_its_option(command: str) -> None:
+    message = fails(command, "--mask", "q_pos - kv_pos < window", "--scalar", "window:int")
+    assert message.strip() == "Error: --set: missing window; write --set window=NUMBER"
+
+
+def test_a_picture_of_what_a_tensor_holds_is_for_python() -> None:
+    message = fails("mask", "--mask", "kv_pos < n[head]", "--tensor", "n:1:int")
+    assert message.startswith("Error: --tensor: n: the picture is that of what it holds; draw it in Python")
 
 
 def test_ctrl_c_ends_a_build_without_tracebacks(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ FOUND = {
     "table_of_the_first_sequence": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
     "first_rows_of_a_page": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2),
     "parts_weigh_alike": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
-    "short_sequences_end_early": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+    "long_sequences_left_out": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
 }  # fmt: skip
 AT_RUN_TIME = {  # they change no generated text
     "read_gradient_to_next_head",

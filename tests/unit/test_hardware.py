@@ -182,7 +182,8 @@ def test_the_cpu_is_the_one_of_this_machine(monkeypatch, tmp_path) -> None:
     assert f"CPU, {usable_cores()} core" in by_name("CPU").title
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(6)))
     limits = tmp_path / "cpu.max"
-    monkeypatch.setattr(hardware, "_CPU_MAX", limits)
+    monkeypatch.setattr(hardware, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "none")
     for content, cores in (
         (None, 6),
         ("max 100000", 6),
@@ -193,6 +194,30 @@ def test_the_cpu_is_the_one_of_this_machine(monkeypatch, tmp_path) -> None:
         if content is not None:
             limits.write_text(content)
         assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "files", "cores"),
+    [
+        ("0::/a.slice/b.scope\n", "a.slice/b.scope", {"cpu.max": "200000 100000"}, 2),
+        ("0::/a.slice/b.scope\n", "a.slice", {"cpu.max": "300000 100000"}, 3),
+        ("0::/\n", "a.slice", {"cpu.max": "300000 100000"}, 6),
+        ("4:cpu,cpuacct:/job\n", "cpu,cpuacct/job", {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}, 4),
+        ("4:cpu:/job\n", "cpu", {"cpu.cfs_quota_us": "100000", "cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu:/job\n", "cpu/job", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 6),
+        ("4:memory:/job\n", "memory/job", {"cpu.max": "200000 100000"}, 6),
+        ("no lines of groups\n", "", {}, 6),
+    ],
+)
+def test_cores_are_what_a_control_group_has_time_for(monkeypatch, tmp_path, own, folder, files, cores) -> None:
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(hardware, "_CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (tmp_path / folder / name).write_text(content)
+    assert usable_cores() == cores
 
 
 def test_the_l2_that_rocm_reports_is_of_one_die_and_not_taken() -> None:
