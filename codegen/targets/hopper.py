@@ -3,6 +3,7 @@ split_kv of latent caches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.places import read_once
+from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.distances import tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
@@ -88,7 +90,8 @@ class HopperTarget:
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             one_pass = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
-            kernels = one_pass if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
+            whole = is_one_pass(signature) and not summed
+            kernels = one_pass if whole else two_passes(signature.wanted, summed, sums_of_keys(signature, facts))
         found = with_measuring(kernels, facts.traits.measured)
         found = with_work(found) if signature.sequences in PACKED else found
         reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
@@ -424,19 +427,26 @@ def _no_drawn(signature: Signature, facts: Facts) -> str | None:
         return "of expanded latent attention"
     if not is_one_pass(signature):
         return "in two passes"
-    if sums_of_queries(signature, facts):
+    if _wanted_kinds(signature, facts):
         return "with gradients of operands"
     return None if facts.boxed_read is None else "beside what each pair reads"  # which has no tiles there
 
 
 def sums_of_queries(signature: Signature, facts: Facts) -> bool:
-    """Whether operands of the score have gradients, which the pass that owns queries sums."""
-    return _reads_of_score(signature, facts) > 0 and not stores_boxes(signature, facts)
+    """Whether reads of the score have gradients that the pass that owns queries sums."""
+    return not _wanted_kinds(signature, facts).keys().isdisjoint(("total", "row"))
 
 
-def _reads_of_score(signature: Signature, facts: Facts) -> int:
-    """How many have a gradient that is wanted."""
-    return sum(load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds if kind != "sink")
+def sums_of_keys(signature: Signature, facts: Facts) -> bool:
+    """The same of the pass that owns keys."""
+    return "column" in _wanted_kinds(signature, facts)
+
+
+def _wanted_kinds(signature: Signature, facts: Facts) -> Counter[str]:
+    """How the wanted gradients of reads of the score are summed, and how many are so."""
+    return Counter(
+        kind for load, kind in facts.gradient_kinds if kind != "sink" and load.tensor.name in signature.wanted
+    )
 
 
 def stores_boxes(signature: Signature, facts: Facts) -> bool:
@@ -447,18 +457,19 @@ def stores_boxes(signature: Signature, facts: Facts) -> bool:
     read = facts.boxed_read
     if read is None or signature.boxed != 2 or not is_one_pass(signature):
         return False
-    alone = read.tensor.name in signature.wanted and _reads_of_score(signature, facts) == 1
+    alone = read.tensor.name in signature.wanted and _wanted_kinds(signature, facts).total() == 1
     return alone and read_once(read) and facts.scale_beside_box is not None
 
 
-def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ...]:
+def two_passes(wanted: frozenset[str], summed: bool = False, by_keys: bool = False) -> tuple[Kernel, ...]:
     """The kernels of wanted gradients, each sum with one owner; of both sides where only a sink has one.
 
-    Statistics are as the keys' pass wants them, if it runs. summed: gradients of the score's operands are wanted too.
+    Statistics are as the keys' pass wants them, if it runs. summed, by_keys: gradients of the score's operands, which
+    the queries' or the keys' pass sums, are wanted too.
     """
     _, _, dquery, dkey_dvalue = FLASH
-    owns_queries = "query" in wanted or summed
-    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if wanted & OWNED_BY_KEYS else [])]
+    owns_queries, owns_keys = "query" in wanted or summed, bool(wanted & OWNED_BY_KEYS) or by_keys
+    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if owns_keys else [])]
     passes = passes or [dquery, dkey_dvalue]
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
@@ -474,17 +485,23 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
     of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
     if not wanted & ({"query"} | OWNED_BY_KEYS | of_score):
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
-    by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
-    if by_row and not stores_boxes(signature, facts):
+    by_pair = sorted({load.tensor.name for load, kind in kinds if kind in PAIR_KINDS} & wanted)
+    if by_pair and not stores_boxes(signature, facts):
         lacking = (
-            f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+            f"hopper: gradients of operands read by both positions ({', '.join(by_pair)}) are computed by the triton "
+            "target"
         )
         read = facts.boxed_read
-        if read is None or [read.tensor.name] != by_row or not read_once(read):
+        if read is None or [read.tensor.name] != by_pair or not read_once(read):
             return lacking
         return (
-            f"{lacking}, but in one pass, where {by_row[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
+            f"{lacking}, but in one pass, where {by_pair[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
             "and is added to a score that is a number times q.k"
+        )
+    if sums_of_keys(signature, facts) and not _fits_by_rows(signature.widths):
+        return (
+            "hopper: gradients of operands read by kv_pos need D of 192 and Dv of 128 or less; computed by the triton "
+            "target"
         )
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:

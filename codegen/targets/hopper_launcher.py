@@ -366,7 +366,7 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
-        packed = self.sequences == "packed"
+        packed, ragged = self.sequences == "packed", self.sequences != "dense"
         block_q = self._form.block_q
         of_head = q_len // block_q + call.ragged.number(call.query) + 1 if packed else tiles_of(q_len, block_q)  # type: ignore[union-attr]
         tiles = batches * heads * of_head
@@ -381,10 +381,12 @@ class HopperBackwardLauncher(HopperLauncher):
             if gradient.kind == "pair":
                 own[f"sum{n}"] = self._place_of_pairs(call, n)
                 continue
-            number = self._sums_of_a_head(gradient.kind, q_len)
-            if packed:
+            number = self._sums_of_a_head(gradient.kind, call)
+            if packed and gradient.kind in ("total", "sink"):
                 number = self.slots("q", call, True) * self._sums_of_a_slot(gradient.kind)
-            own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
+            # some slots have no tile, some keys no head that sees them, some rows no sequence
+            whole = gradient.kind in ("total", "sink", "row") and not (packed or (ragged and gradient.kind == "row"))
+            own[f"sum{n}"] = flat_place(batches, heads, number, fill=None if whole else 0.0)
         mode: Mode = partition.mode  # type: ignore[assignment]
         return work_of(self, call, mode) | measures_of(self, call, mode) | own
 
@@ -406,8 +408,11 @@ class HopperBackwardLauncher(HopperLauncher):
         fill = None if math.prod(size) == pairs and sees_all else 0.0
         return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
-    def _sums_of_a_head(self, kind: str, q_len: int) -> int:
+    def _sums_of_a_head(self, kind: str, call: CallTensors) -> int:
         """How many partial sums of an operand's gradient a query head has."""
+        q_len = call.query.shape[2]
+        if kind in ("row", "column"):
+            return q_len if kind == "row" else call.key.shape[2]
         if kind == "sink":
             return tiles_of(q_len, self._form.block_q)
         return tiles_of(q_len, self._query_form.block_q) * CONSUMERS
