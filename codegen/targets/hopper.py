@@ -13,9 +13,8 @@ import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.places import read_once
-from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.distances import tables_of, with_tables_made
+from ...compiler.planning.distances import levels_of, tables_in, tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
@@ -23,6 +22,7 @@ from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
+    PAIR_SUMS,
     PIECE_COLUMNS,
     ROUND_DQUERY,
     SPLIT_KV,
@@ -66,7 +66,7 @@ from .hopper_tiles import (
     sums_of_a_tile,
 )
 from .latent_launcher import LatentLauncher
-from .triton import has_triton, tiles_by_head
+from .triton import TritonTarget, has_triton, tiles_by_head
 
 NARROWEST = 16  # below it tiles would be mostly zeros
 RANKS, ROPE = (256, 512), 64  # of latent caches: two warpgroups have whole pieces; weights take the place of the rotary
@@ -92,10 +92,10 @@ class HopperTarget:
             one_pass = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
             whole = is_one_pass(signature) and not summed
             kernels = one_pass if whole else two_passes(signature.wanted, summed, sums_of_keys(signature, facts))
+            kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
         found = with_measuring(kernels, facts.traits.measured)
         found = with_work(found) if signature.sequences in PACKED else found
-        reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
-        return with_tables_made(found, reads)
+        return with_tables_made(found, tables_of(facts, algorithm, signature))
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
@@ -131,8 +131,8 @@ class HopperTarget:
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
         if signature.sequences == "packed_paged" and facts.traits.measured is not None:
             return "hopper: masks that read tensors, of packed queries over pages, are computed by the triton target"
-        if kernel.direction == "backward" and tables_of(facts, "flash", signature):
-            return "hopper: backwards of scores that are read by distance are computed by the triton target"
+        if kernel.direction == "backward" and (lacking := _no_distances(signature, facts)):
+            return f"hopper: backwards of scores that are read by distance {lacking} are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
@@ -168,6 +168,8 @@ class HopperTarget:
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
+        if kernel == DIAGONAL_SUMS:
+            return _LENDER.forms(kernel, signature, hardware, facts)
         if kernel in SPLIT_KV:
             chosen = HopperLatentForm(ordered=True, prefetch=True)
             return [chosen, *chosen.neighbours()]
@@ -185,6 +187,8 @@ class HopperTarget:
         return [best, *others]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
+        if kernel == DIAGONAL_SUMS:
+            return _LENDER.check(kernel, form, signature, hardware, facts)
         best = self.forms(kernel, signature, hardware, facts)[0]
         if kernel in SPLIT_KV and not isinstance(form, HopperLatentForm):
             raise WeftError(
@@ -259,7 +263,8 @@ class HopperTarget:
             "folded": scale is not None and folds and _is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
-        }
+            "diagonals": code.borrows_diagonals,
+        } | ({"slope_at_end": True} if tables_in(code, facts) else {})  # fmt: skip
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, source=source)
@@ -275,6 +280,8 @@ def _has_factor_at_end(code: CodePlan, facts: Facts) -> bool:
     """Whether sums are multiplied by the factor of q.k, in place of each pair's gradient."""
     if facts.linear_scale is not None:
         return not _differs_by_head(facts.linear_scale)
+    if tables_in(code, facts):
+        return True
     return code.brings_boxes and facts.scale_beside_box is not None
 
 
@@ -416,7 +423,33 @@ def is_one_pass(signature: Signature) -> bool:
 
 OWNED_BY_KEYS = {"key", "value", "rope"}  # what the pass that owns keys has gradients of
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
+_LENDER = TritonTarget()  # of kernels that run beside those of a backward
+DIAGONAL_SUMS = PAIR_SUMS[1]  # of another target, in a module of its own
 ONE_PASS_DRAWN: tuple[Kernel, ...] = (HOPPER_STATISTICS, DRAWN_BACKWARD, ROUND_DQUERY)
+
+
+MOST_BY_DISTANCE = 128  # columns beside which a tile's reads have registers
+
+
+def _no_distances(signature: Signature, facts: Facts) -> str | None:
+    """Where its backwards do not read a score by distance, or sum such a gradient."""
+    tables, widths = tables_of(facts, "flash", signature), signature.widths
+    if not tables and not sums_diagonals(signature, facts):
+        return None
+    if signature.sequences != "dense":
+        return "in sequences of their own lengths"
+    if max(widths.head_dim, widths.value_dim) > MOST_BY_DISTANCE:
+        return f"with D or Dv above {MOST_BY_DISTANCE}"
+    if widths.rope_dim or facts.attention.drops:
+        return "of expanded latent attention, or with dropout,"
+    if tables and facts.score_of_levels(tables) is None:
+        return "and are no number times q.k plus what they have by distance"
+    return None
+
+
+def _lender(signature: Signature, facts: Facts) -> TritonTarget:
+    """The target whose kernel sums along diagonals."""
+    return TritonTarget()
 
 
 def _no_drawn(signature: Signature, facts: Facts) -> str | None:
@@ -438,8 +471,13 @@ def sums_of_queries(signature: Signature, facts: Facts) -> bool:
 
 
 def sums_of_keys(signature: Signature, facts: Facts) -> bool:
-    """The same of the pass that owns keys."""
-    return "column" in _wanted_kinds(signature, facts)
+    """The same of the pass that owns keys, which has level pairs of tables too."""
+    return "column" in _wanted_kinds(signature, facts) or levels_of(facts, "flash", signature) is not None
+
+
+def sums_diagonals(signature: Signature, facts: Facts) -> bool:
+    """Whether the kernel that sums along diagonals runs beside these."""
+    return "diagonal" in _wanted_kinds(signature, facts)
 
 
 def _wanted_kinds(signature: Signature, facts: Facts) -> Counter[str]:
@@ -485,7 +523,7 @@ def _no_backward(signature: Signature, facts: Facts) -> str | None:
     of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
     if not wanted & ({"query"} | OWNED_BY_KEYS | of_score):
         return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
-    by_pair = sorted({load.tensor.name for load, kind in kinds if kind in PAIR_KINDS} & wanted)
+    by_pair = sorted({load.tensor.name for load, kind in kinds if kind == "pair"} & wanted)
     if by_pair and not stores_boxes(signature, facts):
         lacking = (
             f"hopper: gradients of operands read by both positions ({', '.join(by_pair)}) are computed by the triton "

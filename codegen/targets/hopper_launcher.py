@@ -14,6 +14,7 @@ from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import DISTANCE_TABLES, RUNS, WORK, Kernel
 from ...compiler.planning.signature import PACKED, PAGED
+from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
@@ -30,8 +31,8 @@ from .hopper_tiles import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
-from .triton_launcher import Mode, TritonLauncher
-from .triton_workspace import flat_place, measures_of, tiles_of, work_of
+from .triton_launcher import PADDING, Mode, TritonLauncher
+from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
@@ -377,7 +378,10 @@ class HopperBackwardLauncher(HopperLauncher):
         if "drope" in results:  # of all heads together, or of each where sums must repeat
             shares, fill = (call.key.shape[1], None) if self.code.signature.deterministic else (1, 0.0)
             own[f"dkey{self._apart}"] = flat_place(batches, shares, *results["drope"].shape[2:], fill=fill)
+        of_diagonals = self._diagonals_of(call, partition)
         for n, gradient in enumerate(self.sums):
+            if gradient.kind == "diagonal":
+                continue
             if gradient.kind == "pair":
                 own[f"sum{n}"] = self._place_of_pairs(call, n)
                 continue
@@ -388,7 +392,22 @@ class HopperBackwardLauncher(HopperLauncher):
             whole = gradient.kind in ("total", "sink", "row") and not (packed or (ragged and gradient.kind == "row"))
             own[f"sum{n}"] = flat_place(batches, heads, number, fill=None if whole else 0.0)
         mode: Mode = partition.mode  # type: ignore[assignment]
-        return work_of(self, call, mode) | measures_of(self, call, mode) | own
+        return work_of(self, call, mode) | measures_of(self, call, mode) | own | of_diagonals
+
+    def _diagonals_of(self, call: CallTensors, partition: Partition) -> dict[str, Place]:
+        """What is read by distance, and what flash_ddiagonals reads and lists: level pairs last, two numbers a head."""
+        mode: Mode = partition.mode  # type: ignore[assignment]
+        places = distances_of(self, call, mode)
+        batches, heads, q_len, _ = call.query.shape
+        rows = flat_place(batches, heads, tiles_of(q_len, PADDING) * PADDING)
+        keys = flat_place(batches, heads, call.key.shape[2], fill=0.0)
+        for n, gradient in enumerate(self.sums):
+            if gradient.kind != "diagonal":
+                continue
+            places |= dict.fromkeys(("lse2", "shift", "delta") if self.shifts else ("lse2", "delta"), rows)
+            places |= listed_diagonals(self, call, mode, n, 2 * batches * heads if self.levels else 0)
+            places |= dict.fromkeys((f"far_sum{n}", f"near_sum{n}") if self.levels else (), keys)
+        return places
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         ragged = self.sequences != "dense"  # hooks of the user may have made them
@@ -452,7 +471,7 @@ class HopperBackwardLauncher(HopperLauncher):
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, DDIAGONALS, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"
@@ -463,6 +482,8 @@ class HopperBackwardLauncher(HopperLauncher):
         return "query_tiles * batch_heads"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
+        if kernel.name == "row_statistics":
+            return super()._renamed(kernel) | {"n_heads": "heads", "delta_ptr": "delta"}
         if kernel.name in RUNS or kernel.axis == "kv":
             own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
             return super()._renamed(kernel) | {"n_heads": "heads"} | own

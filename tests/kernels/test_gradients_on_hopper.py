@@ -15,6 +15,7 @@ from weft.runtime.call import Call, Dense, Options
 
 from ..support import check_errors, mostly, poisoned
 from . import test_lengths_on_hopper as ragged
+from . import test_levels as levels
 from .test_flash_on_hopper import launch
 
 pytest.importorskip("triton")
@@ -36,6 +37,7 @@ SCORES = {
     "of_both": score * (1.0 + gains[head, q_pos]) + by_head[head, kv_pos] + slopes[head] * (kv_pos - q_pos),
     "capped": 5.0 * weft.tanh((score + by_head[head, kv_pos]) / 5.0),
 }
+LEVELS = {n: s for n, s in levels.SCORES.items() if n not in ("with_a_slope", "capped")}
 MASKS = {"causal": masks.causal, "none": True, "window": masks.sliding_window(90)}
 
 
@@ -50,34 +52,34 @@ def operands_of(declared: Any, batches: int = BATCHES) -> dict[str, Tensor]:
 def check(
     declared: weft.Attention, q_len: int = 130, kv_len: int = 200, dim: int = 64, value_dim: int | None = None,
     kv_heads: int = 2, deterministic: bool = False, leave_out: tuple[str, ...] = (), operands: Any = None,
-    seed: int = 0, dlse: bool = True,
+    seed: int = 0, dlse: bool = True, dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Tensor]:  # fmt: skip
     """All gradients of one call but some; its output and log-sum-exp are those of the definition."""
     operands = operands_of(declared) if operands is None else operands
     shapes = ((HEADS, q_len, dim), (kv_heads, kv_len, dim), (kv_heads, kv_len, value_dim or dim))
-    tensors = {n: poisoned((BATCHES, *s), torch.bfloat16, seed=i) for i, (n, s) in enumerate(zip(MAIN, shapes))}
-    dout = poisoned((BATCHES, HEADS, q_len, value_dim or dim), torch.bfloat16, seed=3)
+    tensors = {n: poisoned((BATCHES, *s), dtype, seed=i) for i, (n, s) in enumerate(zip(MAIN, shapes))}
+    dout = poisoned((BATCHES, HEADS, q_len, value_dim or dim), dtype, seed=3)
     torch.manual_seed(4)
     of_lse = torch.randn(BATCHES, HEADS, q_len) if dlse else None
     offset = max(0, kv_len - q_len)
     floats = [n for n, t in operands.items() if t.is_floating_point()]
     wanted = [n for n in (*MAIN, *floats) if n not in leave_out]
 
-    def of_definition(dtype: torch.dtype) -> dict[str, Tensor]:
-        leaves = {n: t.to(dtype) if t.is_floating_point() else t for n, t in {**tensors, **operands}.items()}
+    def of_definition(kind: torch.dtype) -> dict[str, Tensor]:
+        leaves = {n: t.to(kind) if t.is_floating_point() else t for n, t in {**tensors, **operands}.items()}
         leaves |= {n: leaves[n].detach().clone().requires_grad_() for n in wanted}
         given = {n: leaves[n] for n in operands}
         out, lse = declared.reference(*(leaves[n] for n in MAIN), **given, q_offset=offset, return_lse=True)
-        above = (dout.to(dtype), *([of_lse.to(lse.dtype)] if of_lse is not None else []))
+        above = (dout.to(kind), *([of_lse.to(lse.dtype)] if of_lse is not None else []))
         found = torch.autograd.grad((out, lse)[: len(above)], [leaves[n] for n in wanted], above)
         return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, found)}}
 
-    exact, usual = of_definition(torch.float64), of_definition(torch.bfloat16)
+    exact, usual = of_definition(torch.float64), of_definition(dtype)
     lse = exact["lse"].float()
     lse = torch.stack([lse, torch.zeros_like(lse)]) if facts_of(declared).scores_lie_far else lse
     call = Call(*tensors.values(), None, operands, Dense(offset), Options(), dim)
     found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in MAIN}
-    results = {"out": exact["out"].bfloat16(), "lse": lse, "dout": dout, "dlse": of_lse, **found}
+    results = {"out": exact["out"].to(dtype), "lse": lse, "dout": dout, "dlse": of_lse, **found}
     sums = launch(declared, call, results, wanted, deterministic, seed)
     found |= {f"d{n}": g for n, g in declared._variant._operand_gradients(call, frozenset(wanted), sums).items()}
     assert found.keys() == {f"d{n}" for n in wanted}
@@ -125,3 +127,17 @@ def test_sequences_of_their_own_lengths(name: str, kind: str) -> None:
             declared, kind, heads=4, kv_heads=2, deterministic=deterministic, wanted=wanted, operands=operands,
             offset=3,
         )  # fmt: skip
+
+
+# -- of tables by distance: level pairs by the pass that owns keys, others by a portable kernel beside it ----------------
+def by_distance(name: str, mask: str = "causal", far: float = 0.0, **options: Any) -> dict[str, Tensor]:
+    declared = weft.Attention(LEVELS[name], MASKS[mask], name=f"{name}_{mask}")
+    operands = levels.operands_of(declared, far)
+    if "tables" in operands:  # of four heads
+        operands["tables"] = torch.cat([operands["tables"], operands["tables"].flip(0), operands["tables"][:, :30]], 1)
+    return check(declared, operands=operands, dtype=torch.float16, **options)  # of which the interpreter knows numbers
+
+
+@pytest.mark.parametrize("name", mostly(["t5_causal", "t5"], list(LEVELS)))
+def test_tables_by_distance(name: str) -> None:
+    by_distance(name)
