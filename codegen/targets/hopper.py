@@ -520,9 +520,10 @@ LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one 
 def _no_backward(signature: Signature, facts: Facts) -> str | None:
     """Why it cannot compute these gradients. Those of a sink need statistics of rows alone."""
     wanted, kinds = signature.wanted, facts.gradient_kinds
-    of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
-    if not wanted & ({"query"} | OWNED_BY_KEYS | of_score):
-        return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
+    summed = {load.tensor.name for load, kind in kinds if kind not in ("sink", "diagonal")}
+    if not wanted & ({"query"} | OWNED_BY_KEYS | summed):
+        what = "a table's" if sums_diagonals(signature, facts) else "a sink's"
+        return f"hopper: {what} gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
     by_pair = sorted({load.tensor.name for load, kind in kinds if kind == "pair"} & wanted)
     if by_pair and not stores_boxes(signature, facts):
         lacking = (

@@ -141,3 +141,34 @@ def by_distance(name: str, mask: str = "causal", far: float = 0.0, **options: An
 @pytest.mark.parametrize("name", mostly(["t5_causal", "t5"], list(LEVELS)))
 def test_tables_by_distance(name: str) -> None:
     by_distance(name)
+
+
+LONG = (320, 390)  # tiles of level pairs alone, and others
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", mostly(["t5"], ["t5", "t5_causal", "clamped", "twice"]))
+def test_tiles_of_level_pairs(name: str, deterministic: bool) -> None:
+    by_distance(name, "none" if name == "t5" else "causal", q_len=LONG[0], kv_len=LONG[1], deterministic=deterministic)
+
+
+@pytest.mark.parametrize("far", [1000.0, -1e9])
+def test_numbers_far_from_0(far: float) -> None:
+    """Where weights cannot be found in one step, level tiles are computed as others are."""
+    by_distance("t5_causal", far=far, q_len=LONG[0], kv_len=LONG[1])
+
+
+@pytest.mark.parametrize("mask", mostly(["window"], ["none", "window"]))
+@pytest.mark.parametrize("dim", mostly([128], [32, 80, 128]))
+def test_masks_and_widths_of_tables(mask: str, dim: int) -> None:
+    by_distance("t5", mask, q_len=200, kv_len=130, dim=dim, kv_heads=4)
+
+
+@pytest.mark.parametrize("leave_out", mostly([("key", "value")], [("key", "value"), ("query",), ("tables",)]))
+def test_gradients_beside_a_table_that_nobody_wants(leave_out: tuple[str, ...]) -> None:
+    by_distance("t5_causal", leave_out=leave_out)
+
+
+def test_sums_of_tables_repeat() -> None:
+    first, second = (by_distance("t5_causal", deterministic=True, seed=seed) for seed in (0, 7))
+    assert all(torch.equal(first[n], second[n]) for n in first)
