@@ -436,8 +436,6 @@ def _no_distances(signature: Signature, facts: Facts) -> str | None:
     tables, widths = tables_of(facts, "flash", signature), signature.widths
     if not tables and not sums_diagonals(signature, facts):
         return None
-    if signature.sequences != "dense":
-        return "in sequences of their own lengths"
     if max(widths.head_dim, widths.value_dim) > MOST_BY_DISTANCE:
         return f"with D or Dv above {MOST_BY_DISTANCE}"
     if widths.rope_dim or facts.attention.drops:

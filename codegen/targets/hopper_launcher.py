@@ -405,7 +405,8 @@ class HopperBackwardLauncher(HopperLauncher):
             if gradient.kind != "diagonal":
                 continue
             places |= dict.fromkeys(("lse2", "shift", "delta") if self.shifts else ("lse2", "delta"), rows)
-            places |= listed_diagonals(self, call, mode, n, 2 * batches * heads if self.levels else 0)
+            number = call.ragged.number(call.query) if self.sequences == "packed" else batches  # type: ignore[union-attr]
+            places |= listed_diagonals(self, call, mode, n, 2 * number * heads if self.levels else 0)
             places |= dict.fromkeys((f"far_sum{n}", f"near_sum{n}") if self.levels else (), keys)
         return places
 

@@ -172,3 +172,17 @@ def test_gradients_beside_a_table_that_nobody_wants(leave_out: tuple[str, ...]) 
 def test_sums_of_tables_repeat() -> None:
     first, second = (by_distance("t5_causal", deterministic=True, seed=seed) for seed in (0, 7))
     assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("kind", ragged.KINDS)
+@pytest.mark.parametrize("name", mostly(["t5_causal"], ["t5_causal", "t5", "clamped", "nowhere_alike"]))
+def test_tables_of_sequences_of_their_own_lengths(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragged, "DTYPE", torch.float16)
+    declared = weft.Attention(LEVELS[name], MASKS["causal"], name=f"{name}_{kind}")
+    operands = levels.operands_of(declared)
+    wanted = (*MAIN, *operands)
+    for offset, deterministic in ((None, False), (3, True)):
+        ragged.check(
+            declared, kind, heads=4, kv_heads=2, deterministic=deterministic, wanted=wanted, operands=operands,
+            offset=offset,
+        )  # fmt: skip

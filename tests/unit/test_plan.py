@@ -363,9 +363,8 @@ def test_a_backward_by_distance_borrows_the_kernel_that_sums_along_diagonals() -
     frozen = driver.resolve(t5, replace(kind, wanted=kind.wanted - {"table"}), H200)
     assert not frozen.code.borrows_diagonals and frozen.target.name == "hopper"
     wide = replace(kind, widths=replace(kind.widths, head_dim=192))
-    for other, why in ((wide, "with D or Dv above 128"), (replace(kind, sequences="lengths"), "lengths")):
-        found = driver.resolve(t5, other, H200)
-        assert found.target.name == "triton" and why in found.notes[0]
+    found = driver.resolve(t5, wide, H200)
+    assert found.target.name == "triton" and "with D or Dv above 128" in found.notes[0]
     alone = driver.resolve(t5, replace(kind, wanted=frozenset({"table"})), H200)
     assert alone.target.name == "triton" and "a table's gradient alone (table)" in alone.notes[0]
 
