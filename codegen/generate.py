@@ -65,7 +65,8 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
     printer = FunctionPrinter(
         facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
-        tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None), boxed=facts.boxed_read if code.brings_boxes else None,
+        tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
+        boxed=facts.boxed_read if code.brings_boxes else None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
@@ -319,8 +320,10 @@ def generate_diagonals(facts: Facts, code: CodePlan, target: Target) -> str:
     if levels is not None:
         levels = {**levels, "have_loop": False, "by_keys": True}
     gradients = facts.operand_gradients(code.signature.wanted)
-    grads = [g for g in _of_gradients(facts, gradients)["grads"] if g["kind"] == "diagonal"]
-    given = {"beside": True, "wanted": frozenset(), "grads": grads, "sink_grads": [], "levels": levels}
+    reads = _of_gradients(facts, gradients)["grads"]
+    assert isinstance(reads, list)
+    grads = [g for g in reads if g["kind"] == "diagonal"]
+    given: Context = {"beside": True, "wanted": frozenset(), "grads": grads, "sink_grads": [], "levels": levels}
     return generate(facts, own, target, given)
 
 

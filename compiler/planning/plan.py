@@ -137,8 +137,6 @@ def code_plan(
             own, words, form = measured_by, "", Tiling(CELL, CELL, CELLS_WARPS, 1)
         elif kernel.name == DISTANCE_TABLES:
             own, words, form = measured_by, "", TABLE_FORM
-        elif kernel.name == DDIAGONALS:
-            own, words = measured_by, ""
         elif form is None:
             name = _VISITORS[kernel.direction, kernel.axis]
             others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
@@ -148,6 +146,8 @@ def code_plan(
             # of packed sequences the list of work has whole tiles
             rows = visitor.block_q if signature.sequences == "packed" else visitor.span_rows
             own, words, form = measured_by, "", Tiling(rows, visitor.block_kv, warps, 1)
+        if kernel.name == DDIAGONALS:
+            own, words = measured_by, ""
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"

@@ -9,6 +9,7 @@ import pytest
 import weft
 from weft import head, kv_pos, q_pos, score, scores
 from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.signature import SequenceKind
 
 from ..support import mostly
 
@@ -22,7 +23,7 @@ VARIANTS = {
     "by_query": weft.Attention(score * weft.sigmoid(by_head[head, q_pos]), MASK, name="by_query"),
     "t5": weft.Attention(scores.t5_bias(weft.tensor("table", 2), bidirectional=False)(score), MASK, name="t5"),
 }
-# Words that loops spill and load again, of each consumer: addresses and numbers of the head, beside sums of 128 columns.
+# Words that loops spill and load again, of each consumer: addresses and numbers of the head, beside the sums.
 SPILLS = {("by_key", 128): 20, ("by_query", 128): 20, ("t5", 64): 12, ("t5", 80): 12, ("t5", 128): 110}
 
 
@@ -46,7 +47,19 @@ def test_products_stay_in_flight(name: str, head_dim: int, deterministic: bool) 
 
 
 def test_pairs_of_a_distance_share_a_load() -> None:
-    """Of the loop's own pairs, 64 x 64 a consumer, of whose threads each has 18 distances; and one number of level tiles."""
+    """Of the loop's own pairs, 64 x 64 a consumer, of which a thread has 18 distances; one number of level tiles."""
     for loop in module("t5", 128, False).kernels["flash_backward"].product_loops():
         assert count_opcode(r"LDG\.", loop) == 19
         assert not count_opcode("MUFU.LG2", loop)
+
+
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+def test_sequences(sequences: SequenceKind) -> None:
+    for name in ("t5", "by_key"):
+        wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].tensors)})
+        found = compiled(
+            VARIANTS[name], "backward", 64, target="hopper", wanted=wanted, deterministic=False, sequences=sequences
+        )  # fmt: skip
+        for kernel in found.kernels.values():
+            assert not kernel.serialised and not stale_addresses(kernel), kernel.name
+            assert kernel.spills_in_loops() <= 2 * SPILLS.get((name, 64), 0), kernel.name

@@ -27,7 +27,8 @@ def given(q_len: int, kv_len: int, dim: int, dtype: torch.dtype = BF16, batches:
 
 def operands_of(attention: weft.Attention, rows: int, batches: int = BATCHES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    sizes = {"by_head": (HEADS, rows), "by_batch": (batches, rows), "gains": (HEADS, rows), "entries": (9,), "slopes": (HEADS,)}  # fmt: skip
+    sizes = {"by_head": (HEADS, rows), "by_batch": (batches, rows), "gains": (HEADS, rows)}
+    sizes |= {"entries": (9,), "slopes": (HEADS,)}
     made = {n: torch.randn(size, generator=generator) * 0.5 for n, size in sizes.items()}
     made["kinds"] = torch.randint(0, 9, (batches, rows), generator=generator)
     return {t.name: made[t.name].cuda() for t in attention.tensors}
@@ -51,7 +52,7 @@ def uses_hopper(declared: weft.Attention, tensors: list[Tensor], operands: dict[
     return {k.target for k in plan.kernels if k.name in ("flash_backward", "flash_dkey_dvalue")} == {"hopper"}
 
 
-# -- by one position ------------------------------------------------------------------------------------------------------
+# -- by one position --------------------------------------------------------------------------------------------------
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128, 192])
@@ -95,7 +96,7 @@ def test_sequences(name: str, kind: str, deterministic: bool) -> None:
     )  # fmt: skip
 
 
-# -- by distance ----------------------------------------------------------------------------------------------------------
+# -- by distance ------------------------------------------------------------------------------------------------------
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])

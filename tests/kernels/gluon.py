@@ -492,7 +492,9 @@ class OnACpu:
             portable.append(load(Path("distance_tables.py"), True, generate_tables(self.facts, self.code)))
         if self.code.borrows_diagonals:
             text = generate_diagonals(self.facts, self.code, target_named("triton"))
-            text = re.sub(r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL)
+            text = re.sub(
+                r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL
+            )
             portable.append(load(Path("flash_ddiagonals.py"), True, text))
 
         def run(binding: Any) -> Callable[..., None]:

@@ -43,7 +43,8 @@ MASKS = {"causal": masks.causal, "none": True, "window": masks.sliding_window(90
 
 def operands_of(declared: Any, batches: int = BATCHES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    sizes = {"by_head": (HEADS, ROOM), "by_batch": (batches, ROOM), "gains": (HEADS, ROOM), "entries": (9,), "slopes": (HEADS,)}  # fmt: skip
+    sizes = {"by_head": (HEADS, ROOM), "by_batch": (batches, ROOM), "gains": (HEADS, ROOM)}
+    sizes |= {"entries": (9,), "slopes": (HEADS,)}
     made = {n: torch.randn(size, generator=generator) * 0.5 for n, size in sizes.items()}
     made["kinds"] = torch.randint(0, 9, (batches, ROOM), generator=generator)
     return {t.name: made[t.name] for t in declared.tensors}
@@ -92,7 +93,7 @@ def variant(name: str, mask: str = "causal") -> weft.Attention:
     return weft.Attention(SCORES[name], MASKS[mask], name=f"{name}_{mask}")
 
 
-# -- of operands that are read by one position ----------------------------------------------------------------------------
+# -- of operands that are read by one position ------------------------------------------------------------------------
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", mostly(["of_keys", "looked_up", "of_queries", "of_both"], list(SCORES)))
 def test_reads_by_one_position(name: str, deterministic: bool) -> None:
@@ -105,12 +106,18 @@ def test_masks(mask: str) -> None:
     check(variant("of_keys", mask), 70, 300, kv_heads=4)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), mostly([(128, 128), (192, 128)], [(128, 128), (192, 128), (40, 64), (80, 96)]))  # fmt: skip
+WIDTHS = [(128, 128), (192, 128), (40, 64), (80, 96)]
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), mostly(WIDTHS[:2], WIDTHS))
 def test_widths(dim: int, value_dim: int) -> None:
     check(variant("of_keys"), 130, 140, dim, value_dim)
 
 
-@pytest.mark.parametrize("leave_out", mostly([MAIN, ("key", "value")], [MAIN, ("key", "value"), ("query",), ("value",)]))
+LEFT_OUT = [MAIN, ("key", "value"), ("query",), ("value",)]
+
+
+@pytest.mark.parametrize("leave_out", mostly(LEFT_OUT[:2], LEFT_OUT))
 def test_gradients_that_nobody_wants_are_left_out(leave_out: tuple[str, ...]) -> None:
     for name in ("of_keys", "of_queries"):
         check(variant(name), 100, 140, leave_out=leave_out)
@@ -129,7 +136,7 @@ def test_sequences_of_their_own_lengths(name: str, kind: str) -> None:
         )  # fmt: skip
 
 
-# -- of tables by distance: level pairs by the pass that owns keys, others by a portable kernel beside it ----------------
+# -- of tables by distance: level pairs by the pass that owns keys, others by a portable kernel beside it -------------
 def by_distance(name: str, mask: str = "causal", far: float = 0.0, **options: Any) -> dict[str, Tensor]:
     declared = weft.Attention(LEVELS[name], MASKS[mask], name=f"{name}_{mask}")
     operands = levels.operands_of(declared, far)
