@@ -80,7 +80,7 @@ class FunctionPrinter:
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
     tables: tuple[ByDistance, ...] = ()  # what scores read by distance
-    levels: tuple[Expr, Expr] | None = None  # slope and rest of a score where all pairs of a tile read alike
+    levels: tuple[Expr, Expr | None] | None = None  # slope and rest of a score where all pairs of a tile read alike
     boxed: Load | None = None  # what pairs read and scores are handed, because a tile of it lies in SRAM
 
     @property
@@ -109,8 +109,13 @@ class FunctionPrinter:
                 parts += self._prefixed_tiles(self.facts.q_tiles)
         return self._join([*parts, *self._survey_parts(self.survey_of_torch)])
 
-    def backward(self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash") -> str:
-        """The forward functions, their transpose and the derivatives."""
+    def backward(
+        self, gradients: tuple[OperandGradient, ...], algorithm: str = "flash", elsewhere: frozenset[int] = frozenset()
+    ) -> str:
+        """The forward functions, their transpose and the derivatives.
+
+        elsewhere: the numbers of gradients that no kernel of the module sums.
+        """
         scale = self.facts.scale_beside_box if self.boxed is not None else None
         known = self.facts.linear_scale is not None or scale is not None or self.levels is not None
         derivatives = [] if known else [
@@ -118,10 +123,12 @@ class FunctionPrinter:
         ]  # fmt: skip
         # the gradient of what is handed as a tile is the gradient of the score
         numbered = [(i, g) for i, g in enumerate(gradients) if self.boxed is None or g.load.text != self.boxed.text]
+        numbered = [(i, g) for i, g in numbered if i not in elsewhere]
         of_sink = [(f"dload_{i}", g.derivative, f"d sink / d {g.load}.") for i, g in numbered if g.kind == "sink"]
         derivatives += [(f"dload_{i}", g.derivative, f"d score / d {g.load}.") for i, g in numbered if g.kind != "sink"]
         parts = [*self._scores(derivatives), *self._mask_parts(), *self._dropout_parts()]
-        parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
+        if self.language.module != "gl":  # kernels in Gluon leave sums of pairs to others
+            parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
         parts += [self.box(self.boxed)] if self.boxed is not None else []
         if scale is not None:
             title = "d score / d (q.k), per natural unit of score: one number."
@@ -305,10 +312,12 @@ class FunctionPrinter:
             lines.append(f"by_distance{n} = {read}")
         return lines
 
-    def _of_levels(self, slope: Expr, rest: Expr) -> list[str]:
+    def _of_levels(self, slope: Expr, rest: Expr | None) -> list[str]:
         """level_slope and level_rest: the score at a distance where all pairs of a tile read alike."""
         title = "d score / d (q.k), per natural unit of score: one number."
         texts = [self.elementwise("level_slope", slope, title, tile=False)]
+        if rest is None:
+            return texts
         lines, printer, (result,) = self._assigned([rest])
         title = "What a score has beside q.k in a tile whose pairs all read alike, at the distance `apart`."
         lines = [*self._by_distance(rest, of_pairs=False), *lines, f"return {printer(result)}"]

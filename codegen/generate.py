@@ -19,7 +19,6 @@ from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
 from ..compiler.planning.kernels import (
-    BESIDE,
     DISTANCE_TABLES,
     FEW,
     LIST_HEAD,
@@ -36,12 +35,14 @@ from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
 from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature
 from ..compiler.planning.stages import Tiles, stages_of
+from ..compiler.planning.tables import DDIAGONALS
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
+from .targets import target_named
 
 if TYPE_CHECKING:
     import jinja2
@@ -49,9 +50,10 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
 
-def generate(facts: Facts, code: CodePlan, target: Target) -> str:
+def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | None = None) -> str:
     """Source of the module that computes one direction of a variant on one target: the plan, written out.
 
+    beside: of a module whose kernels run beside those of another target, what its template is told in other words.
     Guarantee: the text parses, defines every kernel of the plan, and says each of its stages once, over the code that
     does it; equal inputs give equal bytes.
     """
@@ -63,17 +65,19 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
     printer = FunctionPrinter(
         facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
-        tables=tables, levels=levels.score if levels else None, boxed=facts.boxed_read if code.brings_boxes else None,
+        tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
+        boxed=facts.boxed_read if code.brings_boxes else None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
-    stages = StageComments({k.name: k.stages for k in code.kernels if k.name not in BESIDE})
+    elsewhere = _summed_elsewhere(facts, gradients, code, beside is not None)
+    stages = StageComments({k.name: k.stages for k in code.own})
     found = printer.survey_of_torch
     context: Context = {
         "name": facts.attention.name,
         "title": facts.attention.name,
         "attention_text": str(facts.attention),
-        "functions": printer.backward(gradients, algorithm) if backward else printer.forward(algorithm),
+        "functions": printer.backward(gradients, algorithm, elsewhere) if backward else printer.forward(algorithm),
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
         "tables": bool(tables),
@@ -114,11 +118,13 @@ def generate(facts: Facts, code: CodePlan, target: Target) -> str:
         "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),
+        "beside": False,
+        **(beside or {}),
     }
     name = target.template(code)
     text = _tidy(_environment().get_template(name).render(context))
     stages.check()
-    _verify(text, name, [k.name for k in code.kernels if k.name not in BESIDE] if target.language.is_gpu else [])
+    _verify(text, name, [k.name for k in code.own] if target.language.is_gpu else [])
     return text
 
 
@@ -134,6 +140,9 @@ def generate_all(facts: Facts, code: CodePlan, target: Target) -> str:
         texts["what measures which tiles to visit"] = measures
     if code.has(DISTANCE_TABLES):
         texts["what makes tables by distance"] = generate_tables(facts, code)
+    if code.borrows_diagonals:
+        lender = target_named(next(k.target for k in code.kernels if k.name == DDIAGONALS))
+        texts["what sums along diagonals"] = generate_diagonals(facts, code, lender)
     if len(texts) == 1:
         return texts[main]
     places = {title: _defined(text, [k.name for k in code.kernels]) for title, text in texts.items()}
@@ -268,7 +277,9 @@ def _of_levels(levels: Levels | None) -> Context | None:
     """What templates know of pairs at distances where nothing changes any more."""
     if levels is None:
         return None
-    return {"by_batch": levels.by_batch, "by_head": levels.by_head, "have_loop": levels.score is not None}
+    return {
+        "by_batch": levels.by_batch, "by_head": levels.by_head, "have_loop": levels.score is not None, "by_keys": False,
+    }  # fmt: skip
 
 
 def generate_tables(facts: Facts, code: CodePlan) -> str:
@@ -297,6 +308,45 @@ def generate_tables(facts: Facts, code: CodePlan) -> str:
     stages.check()
     _verify(text, name, [DISTANCE_TABLES])
     return text
+
+
+def generate_diagonals(facts: Facts, code: CodePlan, target: Target) -> str:
+    """Source of the module of flash_ddiagonals alone, for a plan of another target's kernels.
+
+    Level pairs are summed there a key, in place of a tile of queries.
+    """
+    own = replace(code, target=target.name, segments=target.parts(facts.attention, code.signature.widths))
+    levels = _of_levels(levels_in(code, facts))
+    if levels is not None:
+        levels = {**levels, "have_loop": False, "by_keys": True}
+    gradients = facts.operand_gradients(code.signature.wanted)
+    reads = _of_gradients(facts, gradients)["grads"]
+    assert isinstance(reads, list)
+    grads = [g for g in reads if g["kind"] == "diagonal"]
+    given: Context = {"beside": True, "wanted": frozenset(), "grads": grads, "sink_grads": [], "levels": levels}
+    return generate(facts, own, target, given)
+
+
+def _summed_elsewhere(
+    facts: Facts, gradients: Sequence[OperandGradient], code: CodePlan, beside: bool
+) -> frozenset[int]:
+    """The numbers of gradients that the kernels of another module sum, all of them."""
+    of_diagonals = {n for n, g in enumerate(gradients) if g.kind == "diagonal"}
+    if beside:
+        return frozenset(range(len(gradients))) - of_diagonals
+    return frozenset(of_diagonals if code.borrows_diagonals and levels_in(code, facts) is None else ())
+
+
+def _score_of_tiles(facts: Facts, code: CodePlan, family: str, beside: bool) -> tuple[Expr, Expr | None] | None:
+    """(c, rest) of the score c * qk + rest, where kernels want it; no rest where no tile is computed by it."""
+    tables, levels = tables_in(code, facts), levels_in(code, facts)
+    if beside or code.signature.direction == "forward":
+        return None
+    score = levels.score if levels else None
+    if score is None and family == "hopper" and tables:
+        found = facts.score_of_levels(tables)
+        return None if found is None else (found[0], None)
+    return score
 
 
 def _looked_at(found: Survey | None) -> Context:

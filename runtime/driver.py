@@ -20,7 +20,7 @@ from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, MEASURES, SPLIT
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import Dtypes, Signature, Widths
-from ..compiler.planning.tables import DQUERY, ways_of
+from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -296,6 +296,8 @@ def compile_kernels(
         modules.append(_measures_module(facts, code))
     if code.has(DISTANCE_TABLES):
         modules.append(_tables_module(facts, code))
+    if code.borrows_diagonals:
+        modules.append(_diagonals_module(facts, code))
     return Compiled(found, tuple(modules), entry.path, entry.source)
 
 
@@ -328,6 +330,20 @@ def _tables_module(facts: Facts, code: CodePlan) -> ModuleType:
     entry = cache.load_or_build(key, lambda: _generate_tables(facts, code))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)
+
+
+def _diagonals_module(facts: Facts, code: CodePlan) -> ModuleType:
+    target = target_named(next(k.target for k in code.kernels if k.name == DDIAGONALS))
+    key = replace(cache_key(facts.attention, code), kernel=DDIAGONALS, target=target.name)
+    entry = cache.load_or_build(key, lambda: _generate_diagonals(facts, code, target))
+    settings.trace(settings.SOURCE, entry.source)
+    return _load(target, entry)
+
+
+def _generate_diagonals(facts: Facts, code: CodePlan, target: Target) -> str:
+    from ..codegen.generate import generate_diagonals  # lazy: as below
+
+    return generate_diagonals(facts, code, target)
 
 
 def _generate_tables(facts: Facts, code: CodePlan) -> str:

@@ -3,6 +3,7 @@ split_kv of latent caches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.places import read_once
 from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.distances import tables_of, with_tables_made
+from ...compiler.planning.distances import levels_of, tables_in, tables_of, with_tables_made
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.kernels import (
@@ -21,6 +22,7 @@ from ...compiler.planning.kernels import (
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
+    PAIR_SUMS,
     PIECE_COLUMNS,
     ROTARY_COLUMNS,
     ROUND_DQUERY,
@@ -65,7 +67,7 @@ from .hopper_tiles import (
     sums_of_a_tile,
 )
 from .latent_launcher import LatentLauncher
-from .triton import has_triton, tiles_by_head
+from .triton import TritonTarget, has_triton, tiles_by_head
 
 NARROWEST = 16  # below it tiles would be mostly zeros
 RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
@@ -89,11 +91,12 @@ class HopperTarget:
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             one_pass = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
-            kernels = one_pass if is_one_pass(signature) and not summed else two_passes(signature.wanted, summed)
+            whole = is_one_pass(signature) and not summed
+            kernels = one_pass if whole else two_passes(signature.wanted, summed, sums_of_keys(signature, facts))
+            kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
         found = with_measuring(kernels, facts.traits.measured)
         found = with_work(found) if signature.sequences in PACKED else found
-        reads = tables_of(facts, algorithm, signature) if signature.direction == "forward" else ()
-        return with_tables_made(found, reads)
+        return with_tables_made(found, tables_of(facts, algorithm, signature))
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""
@@ -129,8 +132,8 @@ class HopperTarget:
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
         if signature.sequences == "packed_paged" and facts.traits.measured is not None:
             return "hopper: masks that read tensors, of packed queries over pages, are computed by the triton target"
-        if kernel.direction == "backward" and tables_of(facts, "flash", signature):
-            return "hopper: backwards of scores that are read by distance are computed by the triton target"
+        if kernel.direction == "backward" and (lacking := _no_distances(signature, facts)):
+            return f"hopper: backwards of scores that are read by distance {lacking} are computed by the triton target"
         return _no_backward(signature, facts) if kernel.direction == "backward" else None
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
@@ -166,6 +169,8 @@ class HopperTarget:
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
+        if kernel == DIAGONAL_SUMS:
+            return _LENDER.forms(kernel, signature, hardware, facts)
         if kernel in SPLIT_KV:
             narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
             chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
@@ -185,6 +190,8 @@ class HopperTarget:
         return [best, *others]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
+        if kernel == DIAGONAL_SUMS:
+            return _LENDER.check(kernel, form, signature, hardware, facts)
         best = self.forms(kernel, signature, hardware, facts)[0]
         if kernel in SPLIT_KV and not isinstance(form, HopperLatentForm):
             raise WeftError(
@@ -259,7 +266,8 @@ class HopperTarget:
             "folded": scale is not None and folds and _is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
-        }
+            "diagonals": code.borrows_diagonals,
+        } | ({"slope_at_end": True} if tables_in(code, facts) else {})  # fmt: skip
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, source=source)
@@ -275,6 +283,8 @@ def _has_factor_at_end(code: CodePlan, facts: Facts) -> bool:
     """Whether sums are multiplied by the factor of q.k, in place of each pair's gradient."""
     if facts.linear_scale is not None:
         return not _differs_by_head(facts.linear_scale)
+    if tables_in(code, facts):
+        return True
     return code.brings_boxes and facts.scale_beside_box is not None
 
 
@@ -418,7 +428,31 @@ def is_one_pass(signature: Signature) -> bool:
 
 OWNED_BY_KEYS = {"key", "value", "rope"}  # what the pass that owns keys has gradients of
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
+_LENDER = TritonTarget()  # of kernels that run beside those of a backward
+DIAGONAL_SUMS = PAIR_SUMS[1]  # of another target, in a module of its own
 ONE_PASS_DRAWN: tuple[Kernel, ...] = (HOPPER_STATISTICS, DRAWN_BACKWARD, ROUND_DQUERY)
+
+
+MOST_BY_DISTANCE = 128  # columns beside which a tile's reads have registers
+
+
+def _no_distances(signature: Signature, facts: Facts) -> str | None:
+    """Where its backwards do not read a score by distance, or sum such a gradient."""
+    tables, widths = tables_of(facts, "flash", signature), signature.widths
+    if not tables and not sums_diagonals(signature, facts):
+        return None
+    if max(widths.head_dim, widths.value_dim) > MOST_BY_DISTANCE:
+        return f"with D or Dv above {MOST_BY_DISTANCE}"
+    if widths.rope_dim or facts.attention.drops:
+        return "of expanded latent attention, or with dropout,"
+    if tables and facts.score_of_levels(tables) is None:
+        return "and are no number times q.k plus what they have by distance"
+    return None
+
+
+def _lender(signature: Signature, facts: Facts) -> TritonTarget:
+    """The target whose kernel sums along diagonals."""
+    return TritonTarget()
 
 
 def _no_drawn(signature: Signature, facts: Facts) -> str | None:
@@ -429,19 +463,31 @@ def _no_drawn(signature: Signature, facts: Facts) -> str | None:
         return "of expanded latent attention"
     if not is_one_pass(signature):
         return "in two passes"
-    if sums_of_queries(signature, facts):
+    if _wanted_kinds(signature, facts):
         return "with gradients of operands"
     return None if facts.boxed_read is None else "beside what each pair reads"  # which has no tiles there
 
 
 def sums_of_queries(signature: Signature, facts: Facts) -> bool:
-    """Whether operands of the score have gradients, which the pass that owns queries sums."""
-    return _reads_of_score(signature, facts) > 0 and not stores_boxes(signature, facts)
+    """Whether reads of the score have gradients that the pass that owns queries sums."""
+    return not _wanted_kinds(signature, facts).keys().isdisjoint(("total", "row"))
 
 
-def _reads_of_score(signature: Signature, facts: Facts) -> int:
-    """How many have a gradient that is wanted."""
-    return sum(load.tensor.name in signature.wanted for load, kind in facts.gradient_kinds if kind != "sink")
+def sums_of_keys(signature: Signature, facts: Facts) -> bool:
+    """The same of the pass that owns keys, which has level pairs of tables too."""
+    return "column" in _wanted_kinds(signature, facts) or levels_of(facts, "flash", signature) is not None
+
+
+def sums_diagonals(signature: Signature, facts: Facts) -> bool:
+    """Whether the kernel that sums along diagonals runs beside these."""
+    return "diagonal" in _wanted_kinds(signature, facts)
+
+
+def _wanted_kinds(signature: Signature, facts: Facts) -> Counter[str]:
+    """How the wanted gradients of reads of the score are summed, and how many are so."""
+    return Counter(
+        kind for load, kind in facts.gradient_kinds if kind != "sink" and load.tensor.name in signature.wanted
+    )
 
 
 def stores_boxes(signature: Signature, facts: Facts) -> bool:
@@ -452,18 +498,19 @@ def stores_boxes(signature: Signature, facts: Facts) -> bool:
     read = facts.boxed_read
     if read is None or signature.boxed != 2 or not is_one_pass(signature):
         return False
-    alone = read.tensor.name in signature.wanted and _reads_of_score(signature, facts) == 1
+    alone = read.tensor.name in signature.wanted and _wanted_kinds(signature, facts).total() == 1
     return alone and read_once(read) and facts.scale_beside_box is not None
 
 
-def two_passes(wanted: frozenset[str], summed: bool = False) -> tuple[Kernel, ...]:
+def two_passes(wanted: frozenset[str], summed: bool = False, by_keys: bool = False) -> tuple[Kernel, ...]:
     """The kernels of wanted gradients, each sum with one owner; of both sides where only a sink has one.
 
-    Statistics are as the keys' pass wants them, if it runs. summed: gradients of the score's operands are wanted too.
+    Statistics are as the keys' pass wants them, if it runs. summed, by_keys: gradients of the score's operands, which
+    the queries' or the keys' pass sums, are wanted too.
     """
     _, _, dquery, dkey_dvalue = FLASH
-    owns_queries = "query" in wanted or summed
-    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if wanted & OWNED_BY_KEYS else [])]
+    owns_queries, owns_keys = "query" in wanted or summed, bool(wanted & OWNED_BY_KEYS) or by_keys
+    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if owns_keys else [])]
     passes = passes or [dquery, dkey_dvalue]
     follows = passes[-1].name
     statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
@@ -476,20 +523,27 @@ LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one 
 def _no_backward(signature: Signature, facts: Facts) -> str | None:
     """Why it cannot compute these gradients. Those of a sink need statistics of rows alone."""
     wanted, kinds = signature.wanted, facts.gradient_kinds
-    of_score = {load.tensor.name for load, kind in kinds if kind != "sink"}
-    if not wanted & ({"query"} | OWNED_BY_KEYS | of_score):
-        return f"hopper: a sink's gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
-    by_row = sorted({load.tensor.name for load, kind in kinds if kind not in ("total", "sink")} & wanted)
-    if by_row and not stores_boxes(signature, facts):
+    summed = {load.tensor.name for load, kind in kinds if kind not in ("sink", "diagonal")}
+    if not wanted & ({"query"} | OWNED_BY_KEYS | summed):
+        what = "a table's" if sums_diagonals(signature, facts) else "a sink's"
+        return f"hopper: {what} gradient alone ({', '.join(sorted(wanted))}) is computed by the triton target"
+    by_pair = sorted({load.tensor.name for load, kind in kinds if kind == "pair"} & wanted)
+    if by_pair and not stores_boxes(signature, facts):
         lacking = (
-            f"hopper: gradients of operands read by position ({', '.join(by_row)}) are computed by the triton target"
+            f"hopper: gradients of operands read by both positions ({', '.join(by_pair)}) are computed by the triton "
+            "target"
         )
         read = facts.boxed_read
-        if read is None or [read.tensor.name] != by_row or not read_once(read):
+        if read is None or [read.tensor.name] != by_pair or not read_once(read):
             return lacking
         return (
-            f"{lacking}, but in one pass, where {by_row[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
+            f"{lacking}, but in one pass, where {by_pair[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
             "and is added to a score that is a number times q.k"
+        )
+    if sums_of_keys(signature, facts) and not _fits_by_rows(signature.widths):
+        return (
+            "hopper: gradients of operands read by kv_pos need D of 192 and Dv of 128 or less; computed by the triton "
+            "target"
         )
     hands_on = not _fits_by_rows(signature.widths) and facts.linear_scale is None and signature.dtype == "fp16"
     if hands_on and facts.largest_slope > LARGEST_HANDED_ON:

@@ -14,6 +14,7 @@ from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import DISTANCE_TABLES, RUNS, WORK, Kernel
 from ...compiler.planning.signature import PACKED, PAGED
+from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
@@ -30,8 +31,8 @@ from .hopper_tiles import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
-from .triton_launcher import Mode, TritonLauncher
-from .triton_workspace import flat_place, measures_of, tiles_of, work_of
+from .triton_launcher import PADDING, Mode, TritonLauncher
+from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
@@ -373,7 +374,7 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
-        packed = self.sequences == "packed"
+        packed, ragged = self.sequences == "packed", self.sequences != "dense"
         block_q = self._form.block_q
         of_head = q_len // block_q + call.ragged.number(call.query) + 1 if packed else tiles_of(q_len, block_q)  # type: ignore[union-attr]
         tiles = batches * heads * of_head
@@ -384,16 +385,37 @@ class HopperBackwardLauncher(HopperLauncher):
         if "drope" in results:  # of all heads together, or of each where sums must repeat
             shares, fill = (call.key.shape[1], None) if self.code.signature.deterministic else (1, 0.0)
             own[f"dkey{self._apart}"] = flat_place(batches, shares, *results["drope"].shape[2:], fill=fill)
+        of_diagonals = self._diagonals_of(call, partition)
         for n, gradient in enumerate(self.sums):
+            if gradient.kind == "diagonal":
+                continue
             if gradient.kind == "pair":
                 own[f"sum{n}"] = self._place_of_pairs(call, n)
                 continue
-            number = self._sums_of_a_head(gradient.kind, q_len)
-            if packed:
+            number = self._sums_of_a_head(gradient.kind, call)
+            if packed and gradient.kind in ("total", "sink"):
                 number = self.slots("q", call, True) * self._sums_of_a_slot(gradient.kind)
-            own[f"sum{n}"] = flat_place(batches, heads, number, fill=0.0 if packed else None)  # some slots have no tile
+            # some slots have no tile, some keys no head that sees them, some rows no sequence
+            whole = gradient.kind in ("total", "sink", "row") and not (packed or (ragged and gradient.kind == "row"))
+            own[f"sum{n}"] = flat_place(batches, heads, number, fill=None if whole else 0.0)
         mode: Mode = partition.mode  # type: ignore[assignment]
-        return work_of(self, call, mode) | measures_of(self, call, mode) | own
+        return work_of(self, call, mode) | measures_of(self, call, mode) | own | of_diagonals
+
+    def _diagonals_of(self, call: CallTensors, partition: Partition) -> dict[str, Place]:
+        """What is read by distance, and what flash_ddiagonals reads and lists: level pairs last, two numbers a head."""
+        mode: Mode = partition.mode  # type: ignore[assignment]
+        places = distances_of(self, call, mode)
+        batches, heads, q_len, _ = call.query.shape
+        rows = flat_place(batches, heads, tiles_of(q_len, PADDING) * PADDING)
+        keys = flat_place(batches, heads, call.key.shape[2], fill=0.0)
+        for n, gradient in enumerate(self.sums):
+            if gradient.kind != "diagonal":
+                continue
+            places |= dict.fromkeys(("lse2", "shift", "delta") if self.shifts else ("lse2", "delta"), rows)
+            number = call.ragged.number(call.query) if self.sequences == "packed" else batches  # type: ignore[union-attr]
+            places |= listed_diagonals(self, call, mode, n, 2 * number * heads if self.levels else 0)
+            places |= dict.fromkeys((f"far_sum{n}", f"near_sum{n}") if self.levels else (), keys)
+        return places
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         ragged = self.sequences != "dense"  # hooks of the user may have made them
@@ -413,8 +435,11 @@ class HopperBackwardLauncher(HopperLauncher):
         fill = None if math.prod(size) == pairs and sees_all else 0.0
         return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
-    def _sums_of_a_head(self, kind: str, q_len: int) -> int:
+    def _sums_of_a_head(self, kind: str, call: CallTensors) -> int:
         """How many partial sums of an operand's gradient a query head has."""
+        q_len = call.query.shape[2]
+        if kind in ("row", "column"):
+            return q_len if kind == "row" else call.key.shape[2]
         if kind == "sink":
             return tiles_of(q_len, self._form.block_q)
         return tiles_of(q_len, self._query_form.block_q) * CONSUMERS
@@ -459,7 +484,7 @@ class HopperBackwardLauncher(HopperLauncher):
         return self._made_measures(mode) | self._made_gradients() | own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
+        if kernel.name in (DISTANCE_TABLES, DDIAGONALS, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             return "key_tiles * batch_kv_heads"
@@ -470,6 +495,8 @@ class HopperBackwardLauncher(HopperLauncher):
         return "query_tiles * batch_heads"
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
+        if kernel.name == "row_statistics":
+            return super()._renamed(kernel) | {"n_heads": "heads", "delta_ptr": "delta"}
         if kernel.name in RUNS or kernel.axis == "kv":
             own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
             return super()._renamed(kernel) | {"n_heads": "heads"} | own

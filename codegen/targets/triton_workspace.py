@@ -193,18 +193,27 @@ def _places_of_pairs(
         form = launcher.form(DPAIRS, mode.aligned)
         size: tuple[int, ...] = (launcher.pair_programs(call, mode)[1], form.block_q, form.block_kv)
     else:
-        block = launcher.form(DDIAGONALS, mode.aligned).block_q
-        tiles = [tiles_of(t.shape[2], block) for t in (call.query, call.key)]
-        programs = (sum(tiles) - 1) * call.query.shape[0]
-        if launcher.sequences == "packed":
-            number = call.ragged.number(call.query)  # type: ignore[union-attr]
-            programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
-        listed = programs * call.query.shape[1] * 2 * block
+        levels = 0
         if launcher.levels is not None:
             rows = launcher.form(DQUERY, mode.aligned).block_q
             dense = batches * tiles_of(q_len, rows)
-            listed += 2 * heads * (launcher.slots("q", call, mode.aligned) if launcher.sequences == "packed" else dense)
-        size = (listed,)
+            levels = 2 * heads * (launcher.slots("q", call, mode.aligned) if launcher.sequences == "packed" else dense)
+        return listed_diagonals(launcher, call, mode, n, levels)
+    return _list_of(launcher, n, size)
+
+
+def listed_diagonals(launcher: TritonLauncher, call: CallTensors, mode: Mode, n: int, levels: int) -> dict[str, Place]:
+    """Of the sums of diagonals, and behind them so many of level pairs: a list of sums and entries."""
+    block = launcher.form(DDIAGONALS, mode.aligned).block_q
+    tiles = [tiles_of(t.shape[2], block) for t in (call.query, call.key)]
+    programs = (sum(tiles) - 1) * call.query.shape[0]
+    if launcher.sequences == "packed":
+        number = call.ragged.number(call.query)  # type: ignore[union-attr]
+        programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
+    return _list_of(launcher, n, (programs * call.query.shape[1] * 2 * block + levels,))
+
+
+def _list_of(launcher: TritonLauncher, n: int, size: tuple[int, ...]) -> dict[str, Place]:
     fill = None if launcher.sequences == "dense" else 0.0  # programs of what is not there list nothing
     entries = torch.int64 if launcher.code.signature.wide else torch.int32
     return {f"sum{n}": flat_place(*size, fill=fill), f"entry{n}": flat_place(*size, fill=fill, dtype=entries)}

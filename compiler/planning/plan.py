@@ -21,6 +21,7 @@ from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
 from .kernels import (
+    BESIDE,
     DISTANCE_TABLES,
     ENDS,
     LISTS,
@@ -39,6 +40,7 @@ from .schedule import Schedule
 from .segments import Segments
 from .signature import Direction, Signature
 from .stages import Tiles, stages_of
+from .tables import DDIAGONALS
 
 
 # -- what code there is ----------------------------------------------------------------------------------------------
@@ -71,6 +73,16 @@ class CodePlan:
 
     def has(self, kernel: str) -> bool:
         return any(k.name == kernel for k in self.kernels)
+
+    @property
+    def own(self) -> tuple[KernelCode, ...]:
+        """The kernels of the target's own module; those of others come from modules of their own."""
+        return tuple(k for k in self.kernels if k.name not in BESIDE and k.target == self.target)
+
+    @property
+    def borrows_diagonals(self) -> bool:
+        """Whether sums over diagonals are those of another target's kernel."""
+        return any(k.name == DDIAGONALS and k.target != self.target for k in self.kernels)
 
     @property
     def tile_source(self) -> TileSource:
@@ -134,6 +146,8 @@ def code_plan(
             # of packed sequences the list of work has whole tiles
             rows = visitor.block_q if signature.sequences == "packed" else visitor.span_rows
             own, words, form = measured_by, "", Tiling(rows, visitor.block_kv, warps, 1)
+        if kernel.name == DDIAGONALS:
+            own, words = measured_by, ""
         one_pass = any(k.name == _ONE_PASS for k in kernels)
         of_score, sinks = sums - {"sink"}, "sink" in sums
         ragged = signature.sequences != "dense"

@@ -239,6 +239,7 @@ def _hopper_row_statistics(t: Tiles) -> list[Stage]:
         *([zeros] if t.one_pass else []),
         compute,
         _store("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),
+        *([_store("rows", "delta and lse in base 2, as flash_ddiagonals reads them")] if "diagonal" in t.sums else []),
         *_sink_sums(t, ragged=t.ragged),
     ]
 
@@ -248,7 +249,7 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
 
     Where a program has no more keys than one consumer computes, each of two has some of the columns.
     """
-    wants_dscores = t.one_pass or t.wants_dkey
+    wants_dscores = t.one_pass or t.wants_dscores or "level" in t.sums
     consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
     if t.kv == ROWS_OF_A_WARPGROUP:
         consumers = "2 consumers of some columns each"
@@ -270,6 +271,7 @@ def _hopper_flash_backward(t: Tiles) -> list[Stage]:
         _compute("dweights", f"{t.scores('dP')} = dO V^T - delta, {product}", _EACH_Q),
         _compute("weights", f"{_weights_text(t)}{t.mask_text}", _EACH_Q),
         _compute("dscores", f"dS = P * {t.kept('dP')}" + ("" if t.traits.linear else " * score'"), _EACH_Q),
+        *([_store("sums", _KEY_SUMS, "query head")] if t.sums & {"column", "level"} else []),
         _compute("dvalue", f"dV += {t.kept('P')}^T dO", _EACH_Q),
         _compute("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", _EACH_Q),
         _compute("dkey", "dK += dS^T Q", _EACH_Q),
@@ -295,7 +297,7 @@ def _hopper_flash_dquery(t: Tiles) -> list[Stage]:
     slot = "into a slot of its ring, by the producer's TMA"
     results = [t.query("dQ")] if "query" in t.wanted else []
     product = [_compute("dquery", "dQ += dS K", _EACH_KV)] if results else []
-    results += ["sums for operands"] if t.sums else []
+    results += ["sums for operands"] if t.sums & {"total", "row"} else []
     return [
         _load("query", f"{t.query()}, {t.output('dO')}, for {consumers}", _ONCE),
         _load("key", f"{t.key()}, {slot}", _EACH_KV, _AHEAD),
@@ -329,6 +331,7 @@ def _row_statistics(t: Tiles) -> list[Stage]:
     ]
 
 
+_KEY_SUMS = "sums for operands, one a key"
 _SINK_SUMS = "sums over these rows for what the sink reads: -exp(sink - lse) * delta"
 
 

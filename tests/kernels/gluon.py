@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.codegen.generate import generate_measures
+from weft.codegen.generate import generate_diagonals, generate_measures, generate_tables
 from weft.codegen.launching import interpreted
 from weft.codegen.loader import load
+from weft.codegen.targets import target_named
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.kernels import RUNS
+from weft.compiler.planning.kernels import DISTANCE_TABLES
 from weft.ir.philox import philox
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
@@ -315,6 +316,9 @@ def _add(pointer: Pointer, value: int) -> int:
 def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **more: object) -> Any:
     if "mul.f32" in text:
         return arguments[0] * arguments[1]
+    if "ld.global" in text:
+        assert bool((arguments[0].at >= 0).all()), "a wild read"
+        return _load(arguments[0])
     if "tanh" in text:
         return torch.tanh(arguments[0])
     assert "prefetch" in text, text
@@ -386,6 +390,9 @@ class Language:
     def maximum(self, a: Any, b: Any) -> Tensor:
         return torch.maximum(*torch.broadcast_tensors(_of(a), _of(b)))
 
+    def fma(self, a: Any, b: Any, c: Any) -> Tensor:
+        return (_of(a).double() * b + c).float()
+
     def cdiv(self, a: Any, b: Any) -> Any:
         return (a + b - 1) // b
 
@@ -453,12 +460,12 @@ def _masked(weights: Tensor, even: Tensor, odd: Tensor, byte: Tensor) -> Tensor:
     return torch.where(both >> (8 * byte + 7) & 1 != 0, 0, weights)
 
 
-def measuring(text: str) -> Any:
-    """The module of kernels that measure tiles, in Triton's interpreter.
+def portable_module(name: str, text: str) -> Any:
+    """A module of Triton's kernels, in its interpreter.
 
     Each text has a path: the lines of a function are those that were loaded last from its file.
     """
-    return load(Path(hashlib.sha256(text.encode()).hexdigest(), "tile_spans.py"), True, text)
+    return load(Path(hashlib.sha256(text.encode()).hexdigest(), name), True, text)
 
 
 class OnACpu:
@@ -490,11 +497,21 @@ class OnACpu:
 
         measured: Any = None
         if self.code.tile_source != "program":  # portable kernels, of a module of their own, in Triton's interpreter
-            measured = measuring(generate_measures(self.facts, False, self.sequences))
+            measured = portable_module("tile_spans.py", generate_measures(self.facts, False, self.sequences))
+        portable = [measured]
+        if self.code.has(DISTANCE_TABLES):
+            portable.append(portable_module("distance_tables.py", generate_tables(self.facts, self.code)))
+        if self.code.borrows_diagonals:
+            text = generate_diagonals(self.facts, self.code, target_named("triton"))
+            text = re.sub(
+                r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL
+            )
+            portable.append(portable_module("flash_ddiagonals.py", text))
 
         def run(binding: Any) -> Callable[..., None]:
-            if binding.name in RUNS:
-                return interpreted(getattr(measured, binding.name), binding, {})
+            for module in portable:
+                if hasattr(module, binding.name):
+                    return interpreted(getattr(module, binding.name), binding, {})
 
             def launch(programs: Any, arguments: Sequence[Any], stream: object) -> None:
                 own.launch(binding.name, int(programs), super(OnACpu, self)._types(binding, arguments))

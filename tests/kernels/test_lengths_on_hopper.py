@@ -14,7 +14,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.runtime.call import Call, Lengths, Options, Packed, Paged
 
 from ..support import check_errors, mostly, poisoned
-from .gluon import measuring
+from .gluon import portable_module
 from .test_flash_on_hopper import launch
 
 pytest.importorskip("triton")
@@ -33,6 +33,7 @@ VARIANTS = {
 MAIN = ("query", "key", "value")
 # one sequence without queries, one without keys, one of one token, more queries than keys; tiles have 64 rows and more
 LENS = ([150, 0, 70, 1, 129, 40], [200, 9, 0, 1, 100, 40])
+DTYPE = torch.bfloat16
 NUMBER, MORE = len(LENS[0]), (33, 21)  # rows behind all
 
 
@@ -66,7 +67,7 @@ def rows_of(kind, side):
 def made(kind, heads, side, dim, seed, fill=torch.nan):
     """Rows [B, heads, rows, dim] with NaN behind every length, and around; elsewhere 0 behind lengths."""
     size = (NUMBER, max(LENS[side]) + 5) if kind == "padded" else (1, sum(LENS[side]) + MORE[side])
-    whole = poisoned((size[0], heads, size[1], dim), torch.bfloat16, seed=seed)
+    whole = poisoned((size[0], heads, size[1], dim), DTYPE, seed=seed)
     there = torch.zeros(size, dtype=torch.bool)
     for b, rows in rows_of(kind, side):
         there[b, rows] = True
@@ -86,13 +87,13 @@ def check(
     dout, _ = made(kind, heads, 0, value_dim or dim, 3)
     exact, usual = (
         of_definition(variant, tensors, operands, lengths, offset, dout, dtype, wanted)
-        for dtype in (torch.float64, torch.bfloat16)
+        for dtype in (torch.float64, DTYPE)
     )
     exists = of_queries[:, None].expand(exact["lse"].shape)
     lse = torch.where(exists, exact["lse"].float(), torch.nan)
     if facts_of(variant).scores_lie_far:
         lse = torch.stack([lse, torch.zeros_like(lse)])
-    out = torch.where(exists[..., None], exact["out"].to(torch.bfloat16), torch.nan)
+    out = torch.where(exists[..., None], exact["out"].to(DTYPE), torch.nan)
     call = Call(*tensors.values(), None, operands, sequences, Options(), dim)
     found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in MAIN}
     results = {"out": out, "lse": lse, "dout": dout, "dlse": None, **found}
@@ -214,7 +215,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None):
             **{n: t.to(dtype) if t.is_floating_point() else t for n, t in operands.items()}, **lengths,
             q_offset=offset, return_lse=True,
         )
-        for dtype in (torch.float64, torch.bfloat16)
+        for dtype in (torch.float64, DTYPE)
     )  # fmt: skip
     if kind == "paged":
         page, pages = 64, -(-max(LENS[1]) // 64)
@@ -282,7 +283,7 @@ BIASED = {
 def test_gradients_of_biases(name, kind):
     """NaN where no pair reads, and gradients of 0; rows behind all sequences are not those of the last one."""
     heads, generator = 2, torch.Generator().manual_seed(8)
-    given = torch.full((NUMBER, heads, 160, 208), torch.nan, dtype=torch.bfloat16)
+    given = torch.full((NUMBER, heads, 160, 208), torch.nan, dtype=DTYPE)
     for b, (queries, keys) in enumerate(zip(*LENS)):
         given[b, :, :queries, :keys] = torch.randn(heads, queries, keys, generator=generator).bfloat16()
     options = {"wanted": (*MAIN, "bias"), "operands": {"bias": given}}
@@ -315,6 +316,6 @@ def test_operands_need_have_nothing_of_sequences_without_a_pair(kind, determinis
 
 def test_measuring_kernels_of_several_masks_keep_their_own_text():
     texts = [generate_measures(facts_of(MEASURED[name]), False, "packed") for name in ("documents", "valid keys")]
-    loaded = [measuring(text) for text in texts]
+    loaded = [portable_module("tile_spans.py", text) for text in texts]
     for text, module in zip(texts, loaded):
         assert inspect.getsource(module.kv_values.fn) in text

@@ -319,27 +319,54 @@ def test_tiles_are_measured_before_they_are_visited(target, wanted, deterministi
     assert set(wanted) - {"t"} <= set().union(*(gives[name] for name in visiting))
 
 
-def test_gradients_of_operands_are_summed_by_the_pass_that_owns_queries() -> None:
-    """Those that are read by position are left to the target that has them, also where the call names another."""
-    by_head, by_key = tensor("slopes", 1), tensor("biases", 1)
+def test_gradients_of_operands_are_summed_by_the_pass_that_owns_what_they_are_read_by() -> None:
+    """Those that are read by both positions are left to the target that has them, also where the call names another."""
+    by_head, by_one, by_pair = tensor("slopes", 1), tensor("biases", 1), tensor("pairs", 2)
     alibi = Attention(SCORE + by_head[symbol("head")] * (KV_POS - Q_POS), name="alibi")
-    biased = Attention(SCORE + by_key[KV_POS], name="biased")
+    by_query = Attention(SCORE + weft.tanh(SCORE) * by_one[Q_POS], name="by_query")
+    by_key = Attention(SCORE + by_one[KV_POS], name="by_key")
+    shared = Attention(SCORE + by_pair[Q_POS, KV_POS], name="shared")
     kind = signature(GPT2, "sm_90", "backward")
     passes = ["row_statistics", "flash_dquery", "flash_dkey_dvalue"]
     for target in (None, "hopper"):
-        found = driver.resolve(alibi, replace(kind, wanted=kind.wanted | {"slopes"}), H200, target)
-        assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", passes)
-        found = driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target)
+        for variant, operand in ((alibi, "slopes"), (by_query, "biases")):
+            found = driver.resolve(variant, replace(kind, wanted=kind.wanted | {operand}), H200, target)
+            assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", passes)
+        found = driver.resolve(by_key, replace(kind, wanted=kind.wanted | {"biases"}), H200, target)
+        assert (found.target.name, found.code.kernels[1].name) == ("hopper", "flash_backward")
+        found = driver.resolve(shared, replace(kind, wanted=kind.wanted | {"pairs"}), H200, target)
         assert found.target.name == "triton"
-        said = "hopper: gradients of operands read by position (biases) are computed by the triton target"
+        said = "hopper: gradients of operands read by both positions (pairs) are computed by the triton target"
         assert found.notes == (said,)
     assert [k.name for k in driver.resolve(alibi, kind, H200).code.kernels][1] == "flash_backward"
-    alone = driver.resolve(alibi, replace(kind, wanted=frozenset({"slopes"})), H200)
-    assert [k.name for k in alone.code.kernels] == passes[:2]
+    for variant, operand, last in ((alibi, "slopes", passes[1]), (by_key, "biases", passes[2])):
+        alone = driver.resolve(variant, replace(kind, wanted=frozenset({operand})), H200)
+        assert [k.name for k in alone.code.kernels] == [passes[0], last]
     for target in (None, "hopper"):  # a form that is asked for is used, or refused
-        with pytest.raises(UnavailableError, match=r"target hopper: gradients of operands read by position \(biases\)"):
-            text = "flash/flash_dkey_dvalue=hopper:64x128s2"
-            driver.resolve(biased, replace(kind, wanted=kind.wanted | {"biases"}), H200, target, text)
+        with pytest.raises(UnavailableError, match=r"gradients of operands read by both positions \(pairs\)"):
+            text = "flash/flash_backward=hopper:64x128s2"
+            driver.resolve(shared, replace(kind, wanted=kind.wanted | {"pairs"}), H200, target, text)
+
+
+def test_a_backward_by_distance_borrows_the_kernel_that_sums_along_diagonals() -> None:
+    """On hopper it is one of triton, in a module of its own; what hopper lacks of it is said."""
+    t5 = Attention(weft.scores.t5_bias(tensor("table", 2))(SCORE), name="t5")
+    kind = replace(signature(GPT2, "sm_90", "backward"), wanted=frozenset({"query", "key", "value", "table"}))
+    found = driver.resolve(t5, kind, H200)
+    kernels = ["distance_tables", "row_statistics", "flash_backward", "round_dquery", "flash_ddiagonals"]
+    assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", kernels)
+    assert [k.target for k in found.code.kernels] == ["triton", *["hopper"] * 3, "triton"]
+    assert found.code.borrows_diagonals and [k.name for k in found.code.own] == kernels[1:4]
+    assert driver.resolve(t5, kind, H200, schedule=str(found.code.schedule)).code == found.code
+    with pytest.raises(WeftError, match="expected as many queries as keys, of which it has diagonals"):
+        driver.resolve(t5, kind, H200, schedule="flash/flash_ddiagonals=hopper:64x32w4s2")
+    frozen = driver.resolve(t5, replace(kind, wanted=kind.wanted - {"table"}), H200)
+    assert not frozen.code.borrows_diagonals and frozen.target.name == "hopper"
+    wide = replace(kind, widths=replace(kind.widths, head_dim=192))
+    found = driver.resolve(t5, wide, H200)
+    assert found.target.name == "triton" and "with D or Dv above 128" in found.notes[0]
+    alone = driver.resolve(t5, replace(kind, wanted=frozenset({"table"})), H200)
+    assert alone.target.name == "triton" and "a table's gradient alone (table)" in alone.notes[0]
 
 
 def test_a_kernel_that_follows_another_has_no_form_of_its_own() -> None:

@@ -1,0 +1,65 @@
+"""Hopper kernels that sum gradients of what scores read compile for sm_90: products in flight, few spills in loops."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+import weft
+from weft import head, kv_pos, q_pos, score, scores
+from weft.compiler.planning.hardware import H200
+from weft.compiler.planning.signature import SequenceKind
+
+from ..support import mostly
+
+pytest.importorskip("triton")
+from .ahead import Module, compiled, count_opcode, stale_addresses
+
+by_head = weft.tensor("by_head", 2)
+MASK = kv_pos <= q_pos
+VARIANTS = {
+    "by_key": weft.Attention(score + by_head[head, kv_pos], MASK, name="by_key"),
+    "by_query": weft.Attention(score * weft.sigmoid(by_head[head, q_pos]), MASK, name="by_query"),
+    "t5": weft.Attention(scores.t5_bias(weft.tensor("table", 2), bidirectional=False)(score), MASK, name="t5"),
+}
+# Words that loops spill and load again, of each consumer: addresses and numbers of the head, beside the sums.
+SPILLS = {("by_key", 128): 40, ("by_query", 128): 20, ("t5", 64): 12, ("t5", 80): 12, ("t5", 128): 110}
+
+
+@cache
+def module(name: str, head_dim: int, deterministic: bool) -> Module:
+    wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].tensors)})
+    return compiled(
+        VARIANTS[name], "backward", head_dim, target="hopper", wanted=wanted, deterministic=deterministic
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", mostly([128], [64, 80, 128]))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_products_stay_in_flight(name: str, head_dim: int, deterministic: bool) -> None:
+    for kernel in module(name, head_dim, deterministic).kernels.values():
+        assert not kernel.serialised and not stale_addresses(kernel), kernel.name
+        assert kernel.sram <= H200.sram_per_block
+        for loop in kernel.product_loops():
+            assert count_opcode("(?:LDL|STL)", loop) <= SPILLS.get((name, head_dim), 0), kernel.name
+
+
+def test_pairs_of_a_distance_share_a_load() -> None:
+    """Of the loop's own pairs, 64 x 64 a consumer, of which a thread has 18 distances; one number of level tiles."""
+    for loop in module("t5", 128, False).kernels["flash_backward"].product_loops():
+        assert count_opcode(r"LDG\.", loop) == 19
+        assert not count_opcode("MUFU.LG2", loop)
+
+
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+def test_sequences(sequences: SequenceKind) -> None:
+    for name in ("t5", "by_key"):
+        wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].tensors)})
+        found = compiled(
+            VARIANTS[name], "backward", 64, target="hopper", wanted=wanted, deterministic=False, sequences=sequences
+        )  # fmt: skip
+        for kernel in found.kernels.values():
+            assert not kernel.serialised and not stale_addresses(kernel), kernel.name
+            assert kernel.spills_in_loops() <= 2 * SPILLS.get((name, 64), 0), kernel.name
