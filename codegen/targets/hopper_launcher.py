@@ -31,7 +31,8 @@ from .hopper_tiles import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
-from .triton_launcher import PADDING, Mode, TritonLauncher
+from .triton_direct import PADDING
+from .triton_launcher import Mode, TritonLauncher
 from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
