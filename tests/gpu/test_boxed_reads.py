@@ -65,7 +65,7 @@ def test_head_dimensions(width: int, dtype: torch.dtype, mask: Any) -> None:
         check_variant(variant("full", mask), *given(*lens, width), operands=operands, differentiate=differentiate)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("mask", [True, masks.causal, masks.sliding_window(50)])
 @pytest.mark.parametrize("length", [1, 17, 63, 64, 65, 127, 128, 129, 1000])
 @pytest.mark.parametrize("name", ONE_PASS)

@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("target", ["triton", "hopper"])
 
 
 @BOTH
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -53,7 +53,7 @@ def test_full_precision(name: str) -> None:
 
 
 @BOTH
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513])
 @pytest.mark.parametrize("width", [40, 64, 96, 192, 256])
 def test_lengths_and_head_dimensions(length: int, width: int, target: str) -> None:

@@ -53,7 +53,7 @@ def uses_hopper(declared: weft.Attention, tensors: list[Tensor], operands: dict[
 
 
 # -- by one position --------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128, 192])
 @pytest.mark.parametrize("name", SCORES)
@@ -91,13 +91,13 @@ def test_sequences(name: str, kind: str, deterministic: bool) -> None:
         tensors = given(300, 300, 64, batches=5)
     operands = operands_of(variant(name), 400, 5)
     check_variant(
-        variant(name), *tensors, operands=operands, differentiate=learned(operands), q_offset=0, target="hopper",
-        deterministic=deterministic, **options,
+        variant(name), *tensors, operands={**operands, **options}, differentiate=learned(operands), q_offset=0,
+        target="hopper", deterministic=deterministic,
     )  # fmt: skip
 
 
 # -- by distance ------------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("name", LEVELS)

@@ -97,7 +97,7 @@ def test_appending_in_a_graph():
 
 
 def test_an_append_costs_the_host_little():
-    """Of the 15 us that a decode step may take for one; measured with room for a busy machine."""
+    """Of the 15 us that a decode step may take for one; the fastest tenth, with room for a busy machine."""
     cache = PagedCache(1024, layers=1, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
     sequences = [cache.allocate() for _ in range(64)]
     rows = torch.randn(64, 8, 1, 128, dtype=torch.bfloat16, device="cuda")
@@ -109,8 +109,8 @@ def test_an_append_costs_the_host_little():
             start = time.perf_counter()
             step.append(0, rows, rows)
             times.append(time.perf_counter() - start)
-    print(f"append: {sorted(times)[150] * 1e6:.1f} us")
-    assert sorted(times)[150] < 60e-6
+    print(f"append: {sorted(times)[30] * 1e6:.1f} us")
+    assert sorted(times)[30] < 40e-6
 
 
 def test_other_devices_are_refused():

@@ -148,13 +148,11 @@ def test_memory_of_a_t5_table_is_linear_in_length() -> None:
     assert used[1] < 2.5 * used[0] and used[1] < 8192 * 8192
 
 
-def test_hopper_leaves_these_gradients_to_triton() -> None:
+def test_hopper_leaves_wide_heads_to_triton() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the hopper target needs compute capability 9.0")
-    tensors, operands = given("t5", 200, 0, torch.bfloat16)
-    check_variant(variant("t5"), *tensors, operands=operands, differentiate=wanted(operands), target="hopper")
-    sizes = weft.shape(heads=4, q_len=200, head_dim=64)
-    assert "backwards of scores that are read by distance" in str(variant("t5").explain(sizes))
+    text = str(variant("t5").explain(weft.shape(heads=4, q_len=200, head_dim=192)))
+    assert "backwards of scores that are read by distance with D or Dv above 128" in text
 
 
 def test_in_a_graph() -> None:

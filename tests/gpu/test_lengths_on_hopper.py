@@ -33,7 +33,7 @@ def documents(rows=1000, each=70):
     return (torch.arange(rows, device="cuda") // each).repeat(6, 1)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(192, 128), (256, 256), (144, 144), (192, 192), (64, 256), (128, 128), (64, 64)]

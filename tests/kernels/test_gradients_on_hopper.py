@@ -24,15 +24,22 @@ BATCHES, HEADS, ROOM = 2, 4, 420  # room: positions that operands have entries f
 MAIN = ("query", "key", "value")
 by_head, by_batch, gains = weft.tensor("by_head", 2), weft.tensor("by_batch", 2), weft.tensor("gains", 2)
 entries, slopes, kinds = weft.tensor("entries", 1), weft.tensor("slopes", 1), weft.tensor("kinds", 2, int)
+
+
+def entry_of(position: weft.Expr) -> weft.Expr:
+    """What a tensor of ids, of which no range is known, chooses at a position."""
+    return entries[weft.maximum(weft.minimum(kinds[batch, position], 8), 0)]
+
+
 SCORES = {
     # by key: the pass that owns keys, also the one of one pass
     "of_keys": score + by_head[head, kv_pos],
     "of_all_heads": 0.5 * score + by_batch[batch, kv_pos],
     "gated": score * weft.sigmoid(by_head[head, kv_pos]),
-    "looked_up": score + entries[kinds[batch, kv_pos]],
+    "looked_up": score + entry_of(kv_pos),
     # by query: the pass that owns queries
     "of_queries": score * (1.0 + gains[head, q_pos]),
-    "of_kinds_of_queries": score + weft.tanh(score / 4.0) * entries[kinds[batch, q_pos]],
+    "of_kinds_of_queries": score + weft.tanh(score / 4.0) * entry_of(q_pos),
     # both, and a number a head beside them
     "of_both": score * (1.0 + gains[head, q_pos]) + by_head[head, kv_pos] + slopes[head] * (kv_pos - q_pos),
     "capped": 5.0 * weft.tanh((score + by_head[head, kv_pos]) / 5.0),
