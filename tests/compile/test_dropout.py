@@ -81,7 +81,8 @@ def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
     kernel = compiled(variant, "backward", width, target="hopper").kernels["flash_backward"]
     form = "flash/flash_backward=hopper:64x128s2"
     plain = compiled(variant.replace(dropout=0.0), "backward", width, target="hopper", schedule=form)
-    assert not kernel.serialised and kernel.spills_in_loops() <= plain.kernels["flash_backward"].spills_in_loops() + 10
+    # 8 registers of a consumer are the drawers', who would spill in each counter else, which costs more
+    assert not kernel.serialised and kernel.spills_in_loops() <= plain.kernels["flash_backward"].spills_in_loops() + 16
     consumers, before = (k.product_loops() for k in (kernel, plain.kernels["flash_backward"]))
     pairs = 64 * 64 // THREADS
     assert len(consumers) == len(before) == 2
@@ -90,5 +91,6 @@ def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
     drawers = [loop for loop in kernel._inner_loops() if count_opcode(r"IMAD\.WIDE", loop) >= 2 * (ROUNDS - 2)]
     assert len(drawers) == 64 // 32  # one for 32 queries
     for loop in drawers:
-        assert len(loop) - count_opcode("(?:LDL|STL)", loop) <= 48
+        assert not count_opcode("(?:LDL|STL)", loop)
+        assert len(loop) <= 48
         assert count_opcode(r"(?:SHF|ISETP|SEL)", loop) <= 2  # a pair's bit is a carry

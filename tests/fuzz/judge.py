@@ -131,6 +131,10 @@ REFUSALS = {
         r"UnavailableError: .*hopper: masks that read tensors, of packed queries over pages",
         _for_hopper(_reads_of_packed_pages),
     ),
+    "hopper: widths": _refusal(
+        r"UnavailableError: .*hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D (\d+), Dv (\d+)",
+        lambda built, words: any(int(n) % 8 or not 16 <= int(n) <= 256 for n in words.groups()),
+    ),
     "hopper: lists": _refusal(
         r"UnavailableError: .*hopper: lists of tiles, of a mask that reads a tensor by both positions",
         _for_hopper(_reads_by_pair),

@@ -89,7 +89,7 @@ def test_sequences(name: str, kind: str, deterministic: bool) -> None:
     else:
         options = {"q_lens": counts[0], "kv_lens": counts[1]}
         tensors = given(300, 300, 64, batches=5)
-    operands = operands_of(variant(name), 400, 5)
+    operands = operands_of(variant(name), 480, 5)
     check_variant(
         variant(name), *tensors, operands={**operands, **options}, differentiate=learned(operands), q_offset=0,
         target="hopper", deterministic=deterministic,

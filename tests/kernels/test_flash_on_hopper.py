@@ -139,7 +139,9 @@ def test_masks_and_scores_of_keys_in_two_tensors(name):
 def test_factors_of_either_sign_and_0(dim, negated):
     """A negative one changes the sign of Q once, where products read it."""
     check("signed", operands_of(3, 3, 130, 200, dim, 0, dim, batch=1))
-    text = weft.Attention(**SCORES["signed"]).source(weft.shape(head_dim=dim), device="h200", target="hopper")
+    text = weft.Attention(**SCORES["signed"]).source(
+        weft.shape(heads=3, q_len=130, head_dim=dim), device="h200", target="hopper"
+    )
     assert f"QUERY_IN_REGISTERS = gl.constexpr({negated == 'in registers'})" in text
 
 

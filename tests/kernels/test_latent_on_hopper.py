@@ -174,6 +174,11 @@ def test_masks_and_scores(name):
     check_packed(VARIANTS[name], 16, [1, 6], [330, 70], behind=1, at_once=7)
 
 
+@pytest.mark.parametrize("name", ["sink", "far and a sink"])
+def test_rows_past_the_queries_have_no_sink(name):
+    check(VARIANTS[name], 16, 2, [330, 330], [1, 0], parts=2)
+
+
 def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, **options):
     """Queries one after the other, NaN behind them. Of share "short" long sequences are not to be written.
 

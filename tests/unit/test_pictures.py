@@ -151,6 +151,6 @@ def test_the_command_draws_the_head_and_batch_row_that_are_asked_for() -> None:
         assert (tiles(result.output) == np.where(np.arange(16) < full, picture.FULL, picture.EMPTY)).all()
         assert f"head {at} (kv_head {at // 2}), batch row {row}" in result.output
     refused = CliRunner().invoke(main, ["mask", "--mask", text, *sizes, "--head", "6"])
-    assert refused.exit_code == 2 and "show_mask: head: expected 0 to 5, got 6" in refused.output
+    assert refused.exit_code == 2 and "Error: --head: expected 0 to 5, got 6" in refused.output
     refused = CliRunner().invoke(main, ["mask", "--mask", text, *sizes, "--batch-row", "2"])
     assert refused.exit_code == 2 and "--batch-row: expected 0 to 1 (--batch 2), got 2" in refused.output
