@@ -119,8 +119,8 @@ Asked = tuple[Any, Binding, Sequence[Any], Mapping[str, int]]  # arguments of `c
 def compiled_together(device: int, asked: Sequence[Asked]) -> list[Run]:
     """Kernels of a device, compiled at the same time: most of a compilation is LLVM's and ptxas', outside of Python."""
     starting.wait()
-    if len(asked) == 1:
-        return [compiled(*asked[0])]
+    if len(asked) < 2:  # none where another thread was faster
+        return [compiled(*each) for each in asked]
 
     def one(each: Asked) -> Run | None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections import Counter
 
@@ -67,12 +68,15 @@ def operands_of(declared, heads, batches, rows):
     return {p.name: made[p.name] for p in declared.parameters}
 
 
-def run(declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3):
+def run(
+    declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3,
+    head_dim=0,
+):  # fmt: skip
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
     launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share)
     launcher.processors = at_once
-    call = Call(query, key, None, None, operands or {}, sequences, Options(), width)
+    call = Call(query, key, None, None, operands or {}, sequences, Options(), head_dim or width)
     nan = float("nan")
     results = {
         "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
@@ -172,6 +176,24 @@ def test_masks_and_scores(name):
     check(VARIANTS[name], 16, 2, [330, 70], page=16, parts=2)
     check(VARIANTS[name], 64, 1, None, parts=1)
     check_packed(VARIANTS[name], 16, [1, 6], [330, 70], behind=1, at_once=7)
+
+
+@pytest.mark.parametrize("sink", [None, sinks[batch, head] * weft.log2(1.0 * weft.head_dim)])
+def test_the_head_dimension_is_that_of_the_query_before_its_projection(sink):
+    """192 for a latent query of 576 columns: so the usual scale is that of the expanded form, and is in both forms."""
+    declared = variant("latent_usual", sink=sink).replace(scale=None)
+    query, key = torch.randn(1, 16, 1, 576).bfloat16(), torch.randn(1, 1, 330, 576).bfloat16()
+    operands = operands_of(declared, 16, 1, 330)
+    given = {n: 1.0 * t * math.log2(192) for n, t in operands.items()}
+    meant = variant("latent_meant", sink=None if sink is None else sinks[batch, head]).replace(scale=192**-0.5)
+    for parts in (1, 2):
+        out, lse, _ = run(declared, query, key, Dense(329), parts=parts, operands=operands, head_dim=192)
+        results = []
+        for kind in (torch.float64, torch.bfloat16):
+            own = {n: t.to(kind) if kind == torch.float64 else t for n, t in given.items()}
+            results.append(meant.reference(query.to(kind), key.to(kind), q_offset=329, **own, return_lse=True))
+        for label, *three in zip(("out", "lse"), (out, lse), *results):
+            check_errors(*three, label)
 
 
 @pytest.mark.parametrize("name", ["sink", "far and a sink"])
