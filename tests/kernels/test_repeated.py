@@ -368,6 +368,19 @@ def test_what_a_call_under_way_learns_is_forgotten_too(launches: _Launches) -> N
     assert own._variant.repeats.known is None
 
 
+def test_guards_are_tried_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing Weft must not start CUDA, whatever the default device is."""
+    devices, empty = [], torch.empty
+
+    def seen(*size: Any, **given: Any) -> Tensor:
+        devices.append(given.get("device"))
+        return empty(*size, **given)
+
+    monkeypatch.setattr(torch, "empty", seen)
+    assert torch_private._has_guards()
+    assert set(devices) == {"cpu"}
+
+
 class _Watching(Tensor):
     seen = 0
 
