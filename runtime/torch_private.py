@@ -80,7 +80,7 @@ def _has_guards() -> bool:
                 left.to("meta"),
                 torch._neg_view(left),
             ]
-            others += [whole[:, :2].requires_grad_(), torch.nn.Parameter(left), torch.empty(0), None]
+            others += [whole[:, :2].requires_grad_(), torch.nn.Parameter(left), left[0], None]
             alike, right = _guard(left, whole), whole[:, 2:]
             return alike(right, whole) is True and not any(alike(t, whole) for t in others)
     except Exception:  # another torch may take, or raise, anything

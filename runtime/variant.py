@@ -38,7 +38,7 @@ from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .repeated import Known, Repeats
 from .settings import checks_values, keeps_tiles
-from .torch_private import current_gpu, empty_on_gpu, guard
+from .torch_private import are_plain, current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}
 
@@ -97,17 +97,19 @@ class Variant:
         Where scores may lie far from 0, lse is [2, B, Hq, L]: the maximum of a row, and the log of its sum.
         """
         key, query = key or key_of(call), call.query
-        ready = self._forwards.get(key)
+        repeats, ready = self.repeats, self._forwards.get(key)  # in this order, against that of `forget`
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
             direct = type(call.sequences) is Dense or not checks_values()
             found = ready.launcher.direct(call) if direct and not (ready.measures and keeps_tiles()) else None
             if found is not None:
-                if self.repeats.wants():
-                    tensors = (query, call.key, call.value, *call.operands.values())
-                    recorded = any([isinstance(t, Tensor) and t.requires_grad for t in tensors])
-                    self.repeats.learn(_repeated(ready, call), ready.measures, recorded)
+                if repeats.wants():
+                    given = (query, call.key, call.value, *call.operands.values())
+                    tensors = [t for t in given if isinstance(t, Tensor)]
+                    if are_plain(tensors):  # else a call like it has to go through torch's dispatcher, as it did
+                        recorded = any([t.requires_grad for t in tensors])
+                        repeats.learn(_repeated(ready, call), ready.measures, recorded)
                 return found
         ready = self._found("forward", call, self._forwards, key)
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
@@ -347,10 +349,8 @@ class Variant:
         return any(kind == "pair" and load.tensor.name in wanted for load, kind in self.facts.gradient_kinds)
 
     def forget(self) -> None:
-        """Prepare anew, as after tuning."""
-        self._forwards.clear()
-        self._backwards.clear()
-        self.recorded.clear()
+        """Prepare anew, as after tuning. What calls under way prepare and learn goes where nobody looks anymore."""
+        self._forwards, self._backwards, self.recorded = {}, {}, {}
         self.repeats = Repeats()
 
     def signature(self, direction: Direction, call: Call, wanted: frozenset[str] = frozenset()) -> Signature:

@@ -353,6 +353,61 @@ def test_nothing_is_known_once_all_is_forgotten(launches: _Launches) -> None:
     assert not calls(tensors, False, **given)
 
 
+def test_what_a_call_under_way_learns_is_forgotten_too(launches: _Launches) -> None:
+    variant, tensors, given = CALLS["dense"]
+    calls = _Calls(launches, variant, "triton")
+    own, written = calls._with, launches.written
+    own(*tensors, target="triton", **given)
+
+    def written_meanwhile(*launch: Any) -> None:
+        written(*launch)
+        own._variant.forget()
+
+    launches.written = written_meanwhile  # type: ignore[method-assign]
+    own(*tensors, target="triton", **given)
+    assert own._variant.repeats.known is None
+
+
+def test_guards_are_tried_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing Weft must not start CUDA, whatever the default device is."""
+    devices, empty = [], torch.empty
+
+    def seen(*size: Any, **given: Any) -> Tensor:
+        devices.append(given.get("device"))
+        return empty(*size, **given)
+
+    monkeypatch.setattr(torch, "empty", seen)
+    assert torch_private._has_guards()
+    assert set(devices) == {"cpu"}
+
+
+class _Watching(Tensor):
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _Watching.seen += func is torch.ops.weft.attention.default
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["dense", "an operand", "one token, lengths"])
+def test_subclasses_of_tensors_see_every_call(name: str, launches: _Launches) -> None:
+    """In inference mode the op below finds them under the same guards as the call above."""
+    variant, tensors, given = CALLS[name]
+    variant._variant.forget()
+    of_operand = name == "an operand"
+    with torch.inference_mode():
+        query = tensors[0] if of_operand else tensors[0].clone().as_subclass(_Watching)
+        more = {"slopes": given["slopes"].clone().as_subclass(_Watching)} if of_operand else given
+        for n in range(4):
+            before = _Watching.seen
+            out = variant(query, *tensors[1:], target="triton", **more)
+            assert type(out) is _Watching and _Watching.seen == before + 1, n
+    for _ in range(4):
+        variant(*tensors, target="triton", **given)
+    assert variant._variant.repeats.hits  # plain ones still repeat
+
+
 def test_no_tensor_is_kept(launches: _Launches) -> None:
     import gc
     import weakref
