@@ -450,11 +450,6 @@ def _no_distances(signature: Signature, facts: Facts) -> str | None:
     return None
 
 
-def _lender(signature: Signature, facts: Facts) -> TritonTarget:
-    """The target whose kernel sums along diagonals."""
-    return TritonTarget()
-
-
 def _no_drawn(signature: Signature, facts: Facts) -> str | None:
     """Where it does not draw what a backward drops."""
     if signature.sequences != "dense":
