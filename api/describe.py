@@ -16,7 +16,7 @@ from .compiler.analysis.measured import Blocks
 from .compiler.analysis.survey import CELL, Survey
 from .compiler.planning.cost import CountLongest, CountTiles
 from .compiler.planning.distances import tables_in
-from .compiler.planning.kernels import MEASURES
+from .compiler.planning.measures import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule

@@ -13,7 +13,8 @@ from .attention import Attention
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
 from .compiler.planning.forms import Form
-from .compiler.planning.kernels import BESIDE, Algorithm
+from .compiler.planning.kernels import Algorithm
+from .compiler.planning.measures import BESIDE
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, Dtypes, Signature, Widths

@@ -28,9 +28,10 @@ from weft.compiler.analysis.records import Traits
 from weft.compiler.planning.cost import instructions_per_second, pair_work
 from weft.compiler.planning.forms import Form
 from weft.compiler.planning.hardware import Hardware
-from weft.compiler.planning.kernels import FLASH, Kernel, Sizes, score_count
+from weft.compiler.planning.kernels import FLASH, Kernel
 from weft.compiler.planning.paces import Pace, instructions_of
 from weft.compiler.planning.plan import Plan
+from weft.compiler.planning.quantities import Sizes, score_count
 from weft.compiler.planning.segments import Segments
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"

@@ -18,7 +18,7 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
-from ..compiler.planning.kernels import (
+from ..compiler.planning.measures import (
     DISTANCE_TABLES,
     FEW,
     LIST_HEAD,

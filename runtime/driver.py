@@ -16,7 +16,8 @@ from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning.distances import levels_in, levels_of, tables_in
 from ..compiler.planning.hardware import Hardware, this_machine
-from ..compiler.planning.kernels import BESIDE, DISTANCE_TABLES, MEASURES, SPLIT_KV, Algorithm, Kernel
+from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
+from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import Dtypes, Signature, Widths

@@ -23,7 +23,7 @@ from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
-from ..compiler.planning.kernels import PAIR_CELLS
+from ..compiler.planning.measures import PAIR_CELLS
 from ..compiler.planning.signature import FEW_QUERIES, Direction, Dtypes, Offset, Signature, Widths, has_few, share_of
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention

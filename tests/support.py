@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.codegen.targets import triton_direct, triton_measures, triton_workspace
-from weft.compiler.planning.kernels import STRETCH
+from weft.compiler.planning.measures import STRETCH
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 TILE = 64  # rows over which errors are also compared as norms

@@ -23,18 +23,14 @@ from ...compiler.planning.kernels import (
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
     PAIR_SUMS,
-    PIECE_COLUMNS,
-    ROTARY_COLUMNS,
     ROUND_DQUERY,
     SPLIT_KV,
     Algorithm,
     Kernel,
-    hopper_statistics_sram,
-    statistics_written,
-    with_measuring,
-    with_work,
 )
+from ...compiler.planning.measures import with_measuring, with_work
 from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.quantities import PIECE_COLUMNS, ROTARY_COLUMNS, hopper_statistics_sram, statistics_written
 from ...compiler.planning.records import Segment, Shape
 from ...compiler.planning.segments import Segments, for_heads, segments_of
 from ...compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
-from ...compiler.planning.kernels import DISTANCE_TABLES, RUNS, WORK, Kernel
+from ...compiler.planning.kernels import Kernel
+from ...compiler.planning.measures import DISTANCE_TABLES, RUNS, WORK
 from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ...compiler.planning.forms import HopperLatentForm, Tiling
-from ...compiler.planning.kernels import ROTARY_COLUMNS, Kernel
+from ...compiler.planning.kernels import Kernel
+from ...compiler.planning.quantities import ROTARY_COLUMNS
 from ...compiler.planning.signature import PACKED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding

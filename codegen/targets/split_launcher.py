@@ -13,8 +13,10 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device
-from ...compiler.planning.kernels import RUNS, SPLIT_KV, Kernel, Sizes
+from ...compiler.planning.kernels import SPLIT_KV, Kernel
+from ...compiler.planning.measures import RUNS
 from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.quantities import Sizes
 from ...compiler.planning.records import Shape
 from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
 from ...compiler.planning.splits import Parts, longest_visits, tile_rows

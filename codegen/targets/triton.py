@@ -17,19 +17,8 @@ from ...compiler.planning.cost import sram_bytes
 from ...compiler.planning.distances import levels_of, tables_of, with_tables_made
 from ...compiler.planning.forms import Form, Tiling, check_tiling
 from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import (
-    BESIDE,
-    FLASH,
-    KERNELS,
-    PAIR_SUMS,
-    ROW_STATISTICS,
-    SPLIT_KV,
-    WORK,
-    Algorithm,
-    Kernel,
-    with_measuring,
-    with_work,
-)
+from ...compiler.planning.kernels import FLASH, KERNELS, PAIR_SUMS, ROW_STATISTICS, SPLIT_KV, Algorithm, Kernel
+from ...compiler.planning.measures import BESIDE, WORK, with_measuring, with_work
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.records import Shape
 from ...compiler.planning.segments import Segments, segments_of

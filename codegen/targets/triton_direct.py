@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.kernels import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH
+from ...compiler.planning.measures import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH
 from ...compiler.planning.signature import PACKED, PAGED
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING

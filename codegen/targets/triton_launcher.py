@@ -12,19 +12,11 @@ from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import PAIR_KINDS
-from ...compiler.planning import kernels as formulas
+from ...compiler.planning import quantities as formulas
 from ...compiler.planning.distances import levels_in, tables_in
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import (
-    DISTANCE_TABLES,
-    LIST_ROOM,
-    LISTED,
-    LONG_SPANS,
-    MEASURES,
-    PAIR_CELLS,
-    WORK,
-    Kernel,
-)
+from ...compiler.planning.kernels import Kernel
+from ...compiler.planning.measures import DISTANCE_TABLES, LIST_ROOM, LISTED, LONG_SPANS, MEASURES, PAIR_CELLS, WORK
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS

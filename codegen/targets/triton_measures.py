@@ -6,7 +6,8 @@ from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import Axis
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import (
+from ...compiler.planning.kernels import Kernel
+from ...compiler.planning.measures import (
     CELLS_TOGETHER,
     DISTANCE_TABLES,
     ENDS,
@@ -17,7 +18,6 @@ from ...compiler.planning.kernels import (
     RUNS,
     SPANS,
     STRETCH,
-    Kernel,
 )
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import PAGED, SequenceKind

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...compiler.analysis.distances import ByDistance
 from ...compiler.analysis.records import OperandGradient
 from ...compiler.planning.distances import Levels
-from ...compiler.planning.kernels import DISTANCE_TABLES, Kernel
+from ...compiler.planning.kernels import Kernel
+from ...compiler.planning.measures import DISTANCE_TABLES
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.walk import loads

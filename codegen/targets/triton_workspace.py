@@ -10,7 +10,7 @@ from torch import Tensor
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import Axis, TileProgram
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.kernels import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK
+from ...compiler.planning.measures import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.tables import DDIAGONALS, DPAIRS, DQUERY, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Place

@@ -1,6 +1,6 @@
 """Predicted traffic and time of each kernel of a schedule on a given machine.
 
-The formulas are in kernels.py; here are the numbers of a problem that they need, and the model of the machine:
+The formulas are in quantities.py; here are the numbers of a problem that they need, and the model of the machine:
 
 - **Repeated reads** (`share_from_hbm`). Programs run in order of their number, as many at once as SRAM and registers
   allow. If what the running ones read again (K and V of their heads; for `streaming` Q and the running rows) fits in
@@ -23,22 +23,10 @@ from ..analysis.records import Axis, TileCounts, Traits
 from .cpu_cost import CpuSpeed, CpuTimes, speed_of, times_of, with_joined
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentForm, Tiling
 from .hardware import Hardware
-from .kernels import (
-    DISTANCE_TABLES,
-    FEW,
-    PAIR_CELLS,
-    ROUND_DQUERY,
-    ROW_STATISTICS,
-    RUNS,
-    SPLIT_KV,
-    WORK,
-    Bound,
-    Formula,
-    Kernel,
-    Sizes,
-    score_count,
-)
+from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPLIT_KV, Bound, Kernel
+from .measures import DISTANCE_TABLES, FEW, PAIR_CELLS, RUNS, WORK
 from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
+from .quantities import Formula, Sizes, score_count
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 from .splits import Parts, divided

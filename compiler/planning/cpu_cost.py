@@ -14,7 +14,8 @@ from math import ceil
 from ..analysis.records import TileCounts
 from .forms import SCORE_BYTES, CpuForm
 from .hardware import Hardware
-from .kernels import Bound, Formula, Kernel, Sizes
+from .kernels import Bound, Kernel
+from .quantities import Formula, Sizes
 from .rates import Library
 
 # Passes over a tile of scores besides those of products and of the exponential, and calls, as the templates have them.

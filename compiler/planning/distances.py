@@ -10,8 +10,10 @@ from ...ir.expr import Expr, Load
 from ...ir.walk import symbols
 from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance
 from ..analysis.facts import Facts
-from .kernels import DISTANCE_TABLES, Algorithm, Kernel, Sizes, none
+from .kernels import Algorithm, Kernel
+from .measures import DISTANCE_TABLES
 from .plan import CodePlan
+from .quantities import Sizes, none
 from .signature import PACKED, Signature
 
 

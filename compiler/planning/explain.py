@@ -24,7 +24,8 @@ from ..analysis.survey import CELL
 from .cost import PairWork, Times, instructions_per_second, l2_bytes_per_second
 from .cpu_cost import CpuSpeed
 from .hardware import Hardware
-from .kernels import LIST_HEAD, LIST_ROOM, PAIR_CELLS, SPLIT_KV
+from .kernels import SPLIT_KV
+from .measures import LIST_HEAD, LIST_ROOM, PAIR_CELLS
 from .paces import PACES
 from .plan import KernelPlan, Plan
 from .rates import LEVELS

@@ -14,11 +14,11 @@ from typing import ClassVar, NamedTuple
 
 from ...ir.errors import WeftError
 from .hardware import Hardware
-from .kernels import (
+from .kernels import Kernel
+from .quantities import (
     NARROW_COLUMNS,
     PIECE_COLUMNS,
     Formula,
-    Kernel,
     Sizes,
     hopper_by_columns_sram,
     hopper_forward_sram,

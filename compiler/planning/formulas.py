@@ -1,4 +1,4 @@
-"""Formulas of kernels.py as text. The one place that shows them to sympy, imported only where a text is asked for."""
+"""Formulas of quantities.py as text. The one place that shows them to sympy, imported where a text is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import sympy
 
-from .kernels import Formula, Sizes
+from .quantities import Formula, Sizes
 
 # Letters that are a property of the machine or the schedule rather than of the problem: written as numbers.
 _SWITCHES = ("R", "d", "e", "h", "j", "p", "r", "s", "w")
@@ -19,7 +19,7 @@ def formula_text(formula: Formula, sizes: Sizes) -> str:
     Element sizes, buffer counts and switches of `sizes` are filled in, and the share k of repeated reads where it is 0
     or 1, so that what does not apply is not printed.
 
-    >>> from .kernels import query_bytes
+    >>> from .quantities import query_bytes
     >>> formula_text(query_bytes, Sizes(*[1] * 23))
     'B*D*Hq*L'
     """
@@ -36,7 +36,7 @@ USEFUL = {"C": "D", "Cv": "Dv", "n": "v", "bq": 1, "bkv": 1}  # pairs that see e
 def useful_text(formula: Formula, sizes: Sizes) -> str:
     """A formula of FLOPs without padding and without what a mask hides: v is the number of visible pairs.
 
-    >>> from .kernels import forward_flops
+    >>> from .quantities import forward_flops
     >>> useful_text(forward_flops, Sizes(*[1] * 23))
     '2*v*(D + Dv)'
     """

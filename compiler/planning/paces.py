@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from ...ir.normalizer import RELU, SIGMOID
 from ..analysis.records import Traits, Work
 from .forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
-from .kernels import ENDS, LONG_SPANS, SPANS, Kernel, Sizes
+from .kernels import Kernel
+from .measures import ENDS, LONG_SPANS, SPANS
+from .quantities import Sizes
 
 LANES = 8  # instructions that an SM issues for one result of its special units: 128 lanes, and 16 of those
 WIDE = 128  # columns above which a Triton kernel's sums leave registers

@@ -20,21 +20,9 @@ from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_sh
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
-from .kernels import (
-    BESIDE,
-    DISTANCE_TABLES,
-    ENDS,
-    LISTS,
-    LONG_SPANS,
-    PAIR_CELLS,
-    RUNS,
-    SPANS,
-    SPLIT_KV,
-    Bound,
-    Formula,
-    Kernel,
-    Sizes,
-)
+from .kernels import SPLIT_KV, Bound, Kernel
+from .measures import BESIDE, DISTANCE_TABLES, ENDS, LISTS, LONG_SPANS, PAIR_CELLS, RUNS, SPANS
+from .quantities import Formula, Sizes
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments

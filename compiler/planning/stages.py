@@ -14,7 +14,7 @@ from ...ir.errors import InternalError
 from ..analysis.records import Traits
 from ..analysis.survey import CELL
 from .forms import ROWS_OF_A_WARPGROUP
-from .kernels import STRETCH, ends_of
+from .measures import STRETCH, ends_of
 from .records import Segment, Stage
 from .segments import Segments
 

@@ -12,7 +12,7 @@ import pytest
 import weft
 from weft import head, kv_pos, q_pos, score
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.kernels import LONG_SPANS, RUNS
+from weft.compiler.planning.measures import LONG_SPANS, RUNS
 from weft.compiler.planning.signature import SequenceKind
 from weft.runtime.build import build_one, jobs_of
 

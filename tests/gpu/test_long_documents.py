@@ -8,7 +8,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.planning.kernels import FEW
+from weft.compiler.planning.measures import FEW
 
 from ..support import check_errors
 

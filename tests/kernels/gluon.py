@@ -27,7 +27,7 @@ from weft.codegen.loader import load
 from weft.codegen.targets import target_named
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.kernels import DISTANCE_TABLES
+from weft.compiler.planning.measures import DISTANCE_TABLES
 from weft.ir.philox import philox
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}

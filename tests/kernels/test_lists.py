@@ -13,7 +13,7 @@ from weft.codegen.targets import triton_launcher, triton_measures, triton_worksp
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.analysis.survey import CELL
-from weft.compiler.planning.kernels import LIST_HEAD
+from weft.compiler.planning.measures import LIST_HEAD
 
 from .test_spans import measured
 

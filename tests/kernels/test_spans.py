@@ -18,7 +18,7 @@ from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table
 from weft.compiler.planning.hardware import for_device
-from weft.compiler.planning.kernels import PAIR_CELLS
+from weft.compiler.planning.measures import PAIR_CELLS
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
 from weft.runtime.driver import compile_kernels

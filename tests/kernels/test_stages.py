@@ -15,7 +15,7 @@ from weft.codegen import generate as generator
 from weft.codegen.stages import StageComments, wrapped
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import H200
-from weft.compiler.planning.kernels import RUNS
+from weft.compiler.planning.measures import RUNS
 from weft.compiler.planning.records import Stage
 from weft.compiler.planning.signature import Direction
 from weft.ir.errors import InternalError

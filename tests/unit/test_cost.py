@@ -24,17 +24,9 @@ from weft.compiler.planning.cost import (
 from weft.compiler.planning.forms import Form, HopperForm, Tiling
 from weft.compiler.planning.formulas import formula_text
 from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X, Hardware
-from weft.compiler.planning.kernels import (
-    CPU_FLASH,
-    FLASH,
-    KERNELS,
-    Kernel,
-    Sizes,
-    ends_kernel,
-    long_spans_kernel,
-    row_bytes,
-    spans_kernel,
-)
+from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, Kernel
+from weft.compiler.planning.measures import ends_kernel, long_spans_kernel, spans_kernel
+from weft.compiler.planning.quantities import Sizes, row_bytes
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import for_heads, for_latent
 from weft.ir.attention import Attention

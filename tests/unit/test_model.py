@@ -14,7 +14,8 @@ import weft
 from weft import batch, head, kv_pos, q_pos, score
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits, Work
-from weft.compiler.planning.kernels import FLASH, spans_kernel
+from weft.compiler.planning.kernels import FLASH
+from weft.compiler.planning.measures import spans_kernel
 from weft.compiler.planning.paces import PACES, UNFITTED, Pace, instructions_of, longest_of, pace_of
 from weft.compiler.planning.plan import KernelPlan
 

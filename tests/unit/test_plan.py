@@ -16,18 +16,10 @@ from weft.compiler.analysis.records import Measuring, TileCounts
 from weft.compiler.planning.cost import predict
 from weft.compiler.planning.forms import CpuForm
 from weft.compiler.planning.hardware import A100, CPU, H200, KNOWN
-from weft.compiler.planning.kernels import (
-    CPU_FLASH,
-    FLASH,
-    HOPPER_BACKWARD,
-    HOPPER_STATISTICS,
-    KERNELS,
-    ROUND_DQUERY,
-    SPANS,
-    long_spans_kernel,
-    streaming_backward_flops,
-)
+from weft.compiler.planning.kernels import CPU_FLASH, FLASH, HOPPER_BACKWARD, HOPPER_STATISTICS, KERNELS, ROUND_DQUERY
+from weft.compiler.planning.measures import SPANS, long_spans_kernel
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
+from weft.compiler.planning.quantities import streaming_backward_flops
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, parse_schedule
 from weft.compiler.planning.segments import for_heads
