@@ -34,7 +34,8 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
 from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature
-from ..compiler.planning.stages import Tiles, stages_of
+from ..compiler.planning.stages import stages_of
+from ..compiler.planning.steps import Tiles
 from ..compiler.planning.tables import DDIAGONALS
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError

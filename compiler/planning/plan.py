@@ -27,7 +27,8 @@ from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
 from .signature import Direction, Signature
-from .stages import Tiles, stages_of
+from .stages import stages_of
+from .steps import Tiles
 from .tables import DDIAGONALS
 
 
