@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.planned import DENSE, chosen, resolved, signature
 from weft.codegen.targets import target_named, targets
-from weft.codegen.targets.hopper import best_form
+from weft.codegen.targets.hopper_forms import best_form
 from weft.compiler.analysis.facts import Facts, facts_of
 from weft.compiler.analysis.records import Traits
 from weft.compiler.planning.cost import sram_bytes

@@ -1,0 +1,168 @@
+"""Forms of the kernels of target hopper: which ones there can be, and the first to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ...compiler.analysis.facts import Facts
+from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
+from ...compiler.planning.kernels import DRAWN_BACKWARD, Kernel
+from ...compiler.planning.signature import Signature, Widths
+from ...ir.expr import Call, Const, Expr, Symbol
+from ...ir.reference import evaluate
+from ...ir.walk import nodes
+from .hopper_backwards import fits_by_rows
+from .hopper_tiles import columns_of, columns_of_form, pieces_of, piecewise
+
+
+def no_form(form: Form, widths: Widths) -> str | None:
+    """Why a forward cannot have this form."""
+    assert isinstance(form, HopperForm)
+    if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
+        return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
+    if form.query_buffers not in (1, 2):
+        return "expected 1 or 2 query buffers"
+    columns, value_columns = columns_of_form(form, widths)
+    left = pieces_of(form, widths)[0][0].columns
+    if form.consumers == 3 and value_columns > 64:
+        return "three consumers have too few registers for D 128"
+    if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):
+        return "the output takes the place of one query tile in SRAM, of as many columns"
+    if value_columns == 256 and form.block_kv > 64:
+        return "128 keys leave too few registers for Dv 256"
+    if columns > 128 and form.query_in_registers:
+        return "more than 128 columns of a query leave too few registers"
+    return None
+
+
+def beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths) -> int:
+    """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward two statistics more of
+    far scores, and that a consumer's share of dQ has room for the wider piece of columns."""
+    if isinstance(form, HopperForm):
+        return 2048
+    keys, _ = pieces_of(form, widths)
+    narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
+    return 128 + 8 * form.block_q * form.stages + 4 * form.block_q * narrower
+
+
+def no_boxes(form: Form, signature: Signature) -> str | None:
+    """Why tiles of what pairs read cannot be brought."""
+    assert isinstance(form, HopperForm | HopperBackwardForm)
+    if form.pair_bytes in (0, signature.boxed):
+        return None
+    return (
+        f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, "
+        "and another one q_pos, and whose address and strides are multiples of 16 bytes"
+    )
+
+
+def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
+    """Why a kernel of the backward cannot have this form."""
+    if kernel == DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.pair_bytes):
+        return "with dropout, expected 64 queries, whose bits two warps draw"
+    if form.pair_bytes and (kernel.name != "flash_backward" or form.block_q != 64 or form.next_scores):
+        return "tiles of what pairs read are brought in one pass, with 64 queries"
+    if kernel.name == "flash_dquery":
+        sizes = form.block_q == 128 and form.block_kv in (32, 64, 128) and form.stages == 2
+        if not sizes or form.next_scores or form.by_columns:
+            return "expected 128 queries, 32, 64 or 128 keys and 2 stages"
+        if form.block_kv == 128 and max(columns_of(widths)) == 256:
+            return "128 keys leave too few registers for D 256"
+        return None
+    if form.by_columns:
+        if kernel.name == "flash_backward":
+            return "one pass has no form by columns"
+        if form.block_q != 64 or form.block_kv != 64 or form.stages != 2 or form.next_scores:
+            return "by columns, expected 64 queries, 64 keys and 2 stages"
+        return None
+    if max(columns_of(widths)) == 256 and not (fits_by_rows(widths) and kernel.name == "flash_dkey_dvalue"):
+        return "sums of 256 columns have no room but by columns"
+    one_pass = kernel.name == "flash_backward"
+    stages = (2, 3) if one_pass else (2,)  # slots of two kernels share hardware barriers
+    queries = (64, 128) if one_pass else (32, 64, 128)  # dQ's tiles have 64 rows or more
+    if form.block_kv != 128 or form.block_q not in queries or form.stages not in stages:
+        return f"expected {alternatives(queries)} queries, 128 keys and {alternatives(stages)} stages"
+    if (form.block_q == 128 or form.next_scores) and max(columns_of(widths)) > 128:
+        return "128 queries, and scores of the next tile, leave too few registers for D 192"
+    if form.block_q == 128 and max(columns_of(widths)) > 64:
+        return "128 queries leave too few registers for D 128"
+    return None
+
+
+def alternatives(numbers: Sequence[int]) -> str:
+    """In words: "64 or 128"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def is_plain(scale: Expr) -> bool:
+    """Whether the score's factor is a positive number that only the head dimension decides, and far from underflow."""
+    leaves = [n for n in nodes(scale) if not isinstance(n, Call)]
+    plain = all(isinstance(n, Const) or (isinstance(n, Symbol) and n.name == "head_dim") for n in leaves)
+    if not plain:
+        return False
+    value = float(evaluate(scale, {"head_dim": 128}, torch.float64, torch.device("cpu")))
+    return 2.0**-40 < value < 2.0**40
+
+
+def best_form(widths: Widths, facts: Facts) -> HopperForm:
+    """The form that measured best for tiles of these widths (docs/performance.md).
+
+    What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
+    D128.
+    """
+    spare = not (facts.traits.positional or facts.traits.drops)  # registers
+    columns, value_columns = piecewise(widths.head_dim), columns_of(widths)[1]
+    if columns == 256 or value_columns == 256:
+        return HopperForm(2, 64, 2, lazy_rescale=True, output_in_query=columns == value_columns)
+    if columns > 128:
+        in_place = value_columns == 128  # as many as of the query's left piece
+        return HopperForm(
+            2, 128, 2, lazy_rescale=True, output_in_query=in_place, overlap_edges=facts.score_reads_positions
+        )
+    if max(columns, value_columns) <= 64:
+        return HopperForm(3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True)
+    return HopperForm(
+        2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
+    )  # fmt: skip
+
+
+def with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterator[HopperForm | HopperBackwardForm]:
+    """The form with tiles of what pairs read in SRAM, then others that take less of it."""
+    if isinstance(best, HopperBackwardForm):
+        for stages in (3, 2):
+            yield replace(best, stages=stages, pair_bytes=pair_bytes)
+        return
+    for block_kv in dict.fromkeys((best.block_kv, 64)):
+        for in_place in dict.fromkeys((best.output_in_query, True)):
+            for stages in range(best.stages, 1, -1):
+                yield replace(
+                    best, block_kv=block_kv, output_in_query=in_place, stages=stages, pair_bytes=pair_bytes,
+                    lazy_rescale=True,
+                )  # fmt: skip
+
+
+def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:
+    """The form that measured best for tiles of these widths (docs/performance.md).
+
+    What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
+    summed: gradients of the score's operands are wanted, for which the same holds.
+    """
+    width = max(columns_of(widths))
+    busy = facts.loads_at_positions or facts.traits.drops
+    spare = facts.linear_scale is not None and not busy  # registers
+    if width == 256:
+        if kernel.name == "flash_dquery":
+            return HopperBackwardForm(128, 32 if columns_of(widths)[1] == 256 else 64)
+        if not fits_by_rows(widths):
+            return HopperBackwardForm(64, 64, by_columns=True)
+        return HopperBackwardForm(32 if piecewise(widths.head_dim) == 192 else 64)  # or scores spill beside the sums
+    if kernel.name == "flash_dquery":
+        wide = spare or (width <= 64 and not facts.loads_at_positions)
+        return HopperBackwardForm(128, 128 if wide and not summed else 64)
+    if width > 64 or not spare:
+        return HopperBackwardForm(64)
+    return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")

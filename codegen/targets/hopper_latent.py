@@ -1,0 +1,101 @@
+"""What target hopper has of latent caches: which calls and forms its split_kv takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from ...compiler.analysis.facts import Facts
+from ...compiler.planning.cost import sram_bytes
+from ...compiler.planning.forms import HopperLatentForm
+from ...compiler.planning.hardware import Hardware
+from ...compiler.planning.kernels import SPLIT_KV, Kernel
+from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.quantities import ROTARY_COLUMNS
+from ...compiler.planning.records import Segment, Shape
+from ...compiler.planning.segments import Segments
+from ...compiler.planning.signature import PAGED, Signature
+from ...compiler.planning.target import CallTensors, Context
+from .hopper_forms import alternatives
+from .hopper_launcher import is_ragged_readable, is_readable
+from .hopper_tiles import ROWS
+from .triton import tiles_by_head
+
+RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
+LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
+
+
+def latent_context(code: CodePlan, facts: Facts) -> Context:
+    form, widths = code.form(SPLIT_KV[0].name), code.signature.widths
+    assert isinstance(form, HopperLatentForm)
+    config = {
+        **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
+        "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
+        "loads_at_positions": facts.loads_at_positions,
+    }  # fmt: skip
+    return {"config": config, "tiles_by_head": False}
+
+
+def undivided(signature: Signature, facts: Facts) -> str | None:
+    """Why it does not divide the keys of such calls."""
+    widths, attention = signature.widths, facts.attention
+    rank, rope = widths.value_dim, widths.head_dim - widths.value_dim
+    if rank not in RANKS or rope > ROTARY_COLUMNS or rope % 8:
+        return (
+            f"hopper: latent caches have a rank of {alternatives(RANKS)} and a multiple of 8 rotary columns up to "
+            f"{ROTARY_COLUMNS}, got {rank} and {rope}; computed by the triton target"
+        )
+    if signature.sequences == "packed":
+        return "hopper: schedule split_kv has no packed keys; use schedule='flash'"
+    lacking = {
+        "dropout": attention.drops,
+        "a mask that reads tensors by position": facts.traits.measured is not None,
+        "a mask whose tiles differ by head": tiles_by_head(facts, facts.tile_source),
+    }
+    found = next((what for what, is_there in lacking.items() if is_there), None)
+    return None if found is None else f"hopper: latent caches with {found} are computed by the triton target"
+
+
+def latent_misfit(signature: Signature, call: CallTensors) -> str | None:
+    """Why a call's tensors are not brought by tiles."""
+    group = call.query.shape[1] // call.key.shape[1]
+    if ROWS % group and group % ROWS:
+        return (
+            f"hopper: of a latent cache the query heads of a key head must divide {ROWS} or be a multiple of it, got "
+            f"{group}"
+        )
+    if not is_readable(call.query):
+        return "hopper: query: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
+    ragged = signature.sequences != "dense"
+    if not (is_ragged_readable(call.key) if ragged else is_readable(call.key)):
+        return (
+            "hopper: key: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
+            + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
+        )
+    page = call.key.shape[2]
+    if signature.sequences in PAGED and page < LEAST_PAGE:
+        return small_pages(page)
+    return None
+
+
+def small_pages(page: int) -> str:
+    return (
+        f"hopper: pages of {page} rows are too small for the tensor memory accelerator, which wants "
+        f"{LEAST_PAGE} or more"
+    )
+
+
+def no_latent_form(kernel: Kernel, form: HopperLatentForm, signature: Signature, hardware: Hardware) -> str | None:
+    """Why the kernel of latent caches cannot have this form."""
+    widths = signature.widths
+    least = 2 * (widths.value_dim // form.piece)
+    if widths.value_dim % (2 * form.piece):
+        return f"expected +narrow: a rank of {widths.value_dim} has no even number of pieces of {form.piece} columns"
+    if form.slots < least:
+        return f"expected {least} slots or more, for two tiles of keys"
+    sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
+    parts = Segments((Segment(0, widths.value_dim, "key"), Segment(widths.value_dim, ROTARY_COLUMNS, "key")),
+                     (Segment(0, widths.value_dim, "value"),), value_is_key=True)  # fmt: skip
+    needed = sram_bytes(kernel, form, sizes, hardware, parts)
+    if needed > hardware.sram_per_block:
+        return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
+    return None
