@@ -250,7 +250,7 @@ class FunctionPrinter:
         return [self.elementwise("sink_logit", sink, f"The sink of a head, in natural units: {sink}", tile=False)]
 
     def _dropout_parts(self) -> list[str]:
-        """dropout_of: the seed, and how many of 65536 pairs are kept."""
+        """dropout_of: the seed, and how many of 32768 pairs are kept."""
         attention = self.facts.attention
         if not attention.drops:
             return []

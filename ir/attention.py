@@ -101,7 +101,7 @@ class Attention:
         belongs to ("attention is off by one", softmax1, is sink=0.0; one learned for each head: GPT-OSS, arXiv
         2508.10925; the sinks that StreamingLLM found, arXiv 2309.17453). The log-sum-exp has it too; -inf is none.
     dropout: share of the weights that a call in training drops, the others divided by what is kept (Srivastava et al.
-        2014): a number in [0, 1) or a float scalar operand, to the nearest 1/65536; ir/philox.py says which pairs.
+        2014): a number in [0, 1) or a float scalar operand, to the nearest 1/32768; ir/philox.py says which pairs.
     latent: how keys and values come from one latent vector a token.
     name: an identifier, for messages, kernels and cache entries.
     normalizer: what turns scores into weights, by the name of its record (ir/normalizer.py): "softmax", "sigmoid"

@@ -1,14 +1,18 @@
 """Which weights are dropped: random numbers that depend on nothing but the seed and the pair, in torch.
 
 Philox-4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3; 7 rounds pass
-all tests of BigCrush). A counter of four words gives four words of 32 bits, eight numbers of 16 bits: one for each of
-eight keys that one query sees. The keys that share a counter differ in bits 0, 3 and 4 of their position, because on a
-GPU one thread has those of a tile:
+all tests of BigCrush). A counter of four words gives four words of 32 bits, from which sixteen keys that one query sees
+take a number of 15 bits each. Of these the upper 7 are the pair's own; the lower 8, which decide where the upper ones
+do not, it shares with another pair: the share that is dropped is exact to 1/32768, and what falls to two pairs is
+correlated by at most 1/128. The keys that share a counter differ in bits 0, 3, 4 and 5 of their
+position, because on a GPU one thread has those of a tile:
 
-    counter  (kv_pos // 32 * 4 + kv_pos // 2 % 4, q_pos, head, batch)      key  (low, high word of the seed)
-    number   of word kv_pos // 8 % 4 the lower 16 bits where kv_pos is even, else the upper ones
+    counter  (kv_pos // 64 * 4 + kv_pos // 2 % 4, q_pos, head, batch)      key  (low, high word of the seed)
+    word     number kv_pos // 8 % 4 of the four, rotated left by 8 bits where kv_pos // 32 is odd
+    number   the lower 15 bits of the word's lower half where kv_pos is even, else of its upper half
 
-A pair is kept where its number is less than `pairs_kept(dropout)`. Kernels of every target compute the same bits.
+A pair is dropped where its number is less than OF_PAIRS - `pairs_kept(dropout)`. Kernels of every target compute the
+same bits.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-OF_PAIRS = 65536  # in which shares of pairs are counted
+OF_PAIRS = 32768  # in which shares of pairs are counted
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 INCREMENTS = 0x9E3779B9, 0xBB67AE85  # of the key, from round to round
-TOGETHER = 32  # keys in a row whose counters are the next four
+TOGETHER = 64  # keys in a row whose counters are the next four
 _WORD = 0xFFFFFFFF
 
 
@@ -66,6 +70,8 @@ def kept_pairs(
     )
     by_block = torch.stack(torch.broadcast_tensors(*words), 1)  # [N, words, blocks * 4, ...]
     by_block = by_block.unflatten(2, (len(blocks), 4)).transpose(1, 2)  # [N, blocks, words, 4, ...]
-    numbers = torch.stack([by_block & 0xFFFF, by_block >> 16], 4)  # [N, blocks, words, 4, 2, ...]
+    rotated = (by_block << 8 | by_block >> 24) & _WORD
+    halves = torch.stack([by_block, rotated], 2)  # [N, blocks, 2, words, 4, ...]
+    numbers = torch.stack([halves, halves >> 16], 5) & OF_PAIRS - 1  # [N, blocks, 2, words, 4, 2, ...]
     skipped = first % TOGETHER
-    return numbers.flatten(1, 4)[:, skipped : skipped + end - first] < kept
+    return numbers.flatten(1, 5)[:, skipped : skipped + end - first] >= OF_PAIRS - kept

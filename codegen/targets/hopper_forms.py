@@ -124,7 +124,10 @@ def best_form(widths: Widths, facts: Facts) -> HopperForm:
             2, 128, 2, lazy_rescale=True, output_in_query=in_place, overlap_edges=facts.score_reads_positions
         )
     if max(columns, value_columns) <= 64:
-        return HopperForm(3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True)
+        return HopperForm(
+            3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True,
+            lazy_rescale=facts.traits.drops,
+        )  # fmt: skip
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
     )  # fmt: skip

@@ -18,7 +18,7 @@ THREADS = 128  # of a warpgroup; kernels have w4 or w8
 
 @pytest.mark.parametrize(("direction", "width"), [("forward", 64), ("backward", 128)])
 def test_no_number_crosses_threads(direction: str, width: int) -> None:
-    """As much SRAM as without dropout, as many exchanges, and one counter for eight or two pairs of a thread."""
+    """As much SRAM as without dropout, as many exchanges, and one counter for sixteen or two pairs of a thread."""
     made = compiled(DROPPED, direction, width, target="triton")
     forms = "/".join(["flash", *(f"{n}=triton:{plan.form}" for n, plan in made.plans.items())])
     plain = compiled(PLAIN, direction, width, target="triton", schedule=forms)
@@ -33,7 +33,7 @@ def test_no_number_crosses_threads(direction: str, width: int) -> None:
             continue
         form = made.plans[name].form
         pairs = form.block_q * form.block_kv // (form.num_warps * 32)
-        counters = pairs // (2 if name == "flash_dkey_dvalue" else 8)
+        counters = pairs // (2 if name == "flash_dkey_dvalue" else 16)
         loops = 2  # over edge tiles and over full ones
         # two products of 64 bits a round; those of head and batch are the same in all counters of a thread
         assert (
@@ -77,7 +77,7 @@ def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("variant", "width"), [(DROPPED, 128), (CAPPED, 64), (DROPPED, 80)])
 def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
-    """Drawers compute a counter once for eight pairs; consumers look at bits, five instructions a pair at the most."""
+    """Drawers compute a counter once for sixteen pairs; consumers look at bits, few instructions for each pair."""
     kernel = compiled(variant, "backward", width, target="hopper").kernels["flash_backward"]
     form = "flash/flash_backward=hopper:64x128s2"
     plain = compiled(variant.replace(dropout=0.0), "backward", width, target="hopper", schedule=form)
@@ -88,9 +88,11 @@ def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
     assert len(consumers) == len(before) == 2
     for ours, theirs in zip(consumers, before):
         assert len(ours) <= len(theirs) + 5.5 * pairs
-    drawers = [loop for loop in kernel._inner_loops() if count_opcode(r"IMAD\.WIDE", loop) >= 2 * (ROUNDS - 2)]
+    drawers = [loop for loop in kernel._inner_loops() if count_opcode(r"IMAD\.WIDE", loop) >= 4 * (ROUNDS - 2)]
     assert len(drawers) == 64 // 32  # one for 32 queries
     for loop in drawers:
         assert not count_opcode("(?:LDL|STL)", loop)
-        assert len(loop) <= 48
-        assert count_opcode(r"(?:SHF|ISETP|SEL)", loop) <= 2  # a pair's bit is a carry
+        assert len(loop) <= 104  # of two counters
+        assert (
+            count_opcode(r"(?:ISETP|SEL)", loop) <= 2
+        )  # a comparison is one of two pairs, whose bits stay where they are

@@ -11,10 +11,10 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 def kept(seed: int, dropout: float, batch: Tensor, head: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
     """What the weight of each pair is multiplied by, float64: 0, or 1 over the share that is kept."""
-    of_pairs = max(1, min(65536, int(np.floor((np.float32(1.0) - np.float32(dropout)) * np.float32(65536.0) + 0.5))))
+    of_pairs = max(1, min(32768, int(np.floor((np.float32(1.0) - np.float32(dropout)) * np.float32(32768.0) + 0.5))))
     kv = _words(kv_pos)
     counter = [
-        kv // np.uint64(32) * np.uint64(4) + kv // np.uint64(2) % np.uint64(4),
+        kv // np.uint64(64) * np.uint64(4) + kv // np.uint64(2) % np.uint64(4),
         _words(q_pos),
         _words(head),
         _words(batch),
@@ -28,8 +28,11 @@ def kept(seed: int, dropout: float, batch: Tensor, head: Tensor, q_pos: Tensor, 
         ]  # fmt: skip
         keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
     word = np.choose((kv // np.uint64(8) % np.uint64(4)).astype(np.int64), counter)
-    number = np.where(kv % np.uint64(2) == 1, word >> np.uint64(16), word & np.uint64(0xFFFF))
-    return torch.from_numpy(np.where(number < of_pairs, 65536.0 / of_pairs, 0.0)).to(batch.device)
+    first = np.where(kv // np.uint64(32) % np.uint64(2) == 1, 24, 0) + np.where(kv % np.uint64(2) == 1, 16, 0)
+    twice = word | word << np.uint64(32)  # so that a number that goes round the word's end is in one piece
+    number = twice >> first.astype(np.uint64) & np.uint64(0x7FFF)
+    dropped = number < np.uint64(32768 - of_pairs)
+    return torch.from_numpy(np.where(dropped, 0.0, 32768.0 / of_pairs)).to(batch.device)
 
 
 def _words(numbers: Tensor) -> np.ndarray:

@@ -76,6 +76,11 @@ class Shared:
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
         return Shared(self.tile.narrow(dim, int(start), length))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
+        """The bytes of words, whose upper halves are not there."""
+        assert (dtype, self.dtype) == (torch.uint8, Language.uint32) and shape[-1] == 4
+        return Shared(self.tile.view(dtype).view(*shape[:-1], 8)[..., :4])
+
     def load(self, layout: object) -> Tensor:
         return self.tile.clone()
 
@@ -331,9 +336,11 @@ class Language:
     """`gl`, and `tl` of the kernel that joins parts."""
 
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
-    float16, uint32 = torch.float16, torch.int64  # words, as `_words_of` has them
+    float16, uint8, uint32 = torch.float16, torch.uint8, torch.int64  # words, as `_words_of` has them
     tensor = shared_memory_descriptor = object
-    NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = Layout
+    NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = (
+        DistributedLinearLayout
+    ) = Layout
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
     static_range, load, store, atomic_add = range, staticmethod(_load), staticmethod(_store), staticmethod(_add)
 
@@ -451,8 +458,17 @@ def _words_of(groups: Tensor, q_pos: Tensor, batch: Any, head: Any, seed: Any, *
     return philox(torch.broadcast_tensors(*counter), (_of(seed) & _WORD, _of(seed) >> 32 & _WORD))  # type: ignore[arg-type]
 
 
-def _noted(bits: Tensor, number: Tensor, threshold: Tensor) -> Tensor:
-    return 2 * bits + ((number & _WORD) + threshold >> 32)
+def _halves_below(words: Tensor, bound: Tensor) -> Tensor:
+    """What abs.f16x2 and set.lt.u32.f16x2 find, in torch's float16."""
+    found = 0
+    for first in (0, 16):
+        one, other = ((x >> first & 0x7FFF).to(torch.int16).view(torch.float16) for x in (words, bound))
+        found |= (one < other).long() * (0xFFFF << first)
+    return _of(found)
+
+
+def _where_kept(weights: Tensor, masks: Tensor) -> Tensor:
+    return weights * torch.stack([masks & 1, masks >> 16 & 1], -1).flatten(-2)
 
 
 def _masked(weights: Tensor, even: Tensor, odd: Tensor, byte: Tensor) -> Tensor:
@@ -569,7 +585,9 @@ class Kernels:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
         if "words_of" in self.space:
-            self.space |= {"words_of": _words_of, "noted": _noted, "masked": _masked}
+            self.space |= {
+                "words_of": _words_of, "halves_below": _halves_below, "where_kept": _where_kept, "masked": _masked,
+            }  # fmt: skip
 
     def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
         """Run all programs, one after the other; tensors stand for their addresses."""

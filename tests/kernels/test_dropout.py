@@ -325,9 +325,11 @@ def test_the_hopper_kernel_takes_tiles_apart_as_it_should(tmp_path: Path) -> Non
     source = CAUSAL.source(weft.shape(heads=2, q_len=256, head_dim=128), device="h100", target="hopper")
     part = source[source.index("@gluon.jit\ndef philox(") :]
     part = part[: part.index("\n\n\n# ----")]
-    assert "def undropped(" in part and "gl.convert_layout(tile, SCORE, assert_trivial=True)" in part
-    part = part.replace("gl.convert_layout(tile, SCORE, assert_trivial=True)", "tile")
-    part = re.sub(r", gl\.SliceLayout\(\d, layout\)|    layout: gl\.constexpr = .*\n", "", part)
+    assert "def kept_pairs(" in part and "gl.convert_layout(masks, layout, assert_trivial=True)" in part
+    part = part.replace("gl.convert_layout(masks, layout, assert_trivial=True)", "masks")
+    part = re.sub(r", gl\.SliceLayout\(\d, COUNTERS\)|, layout(?=\))|    layout: gl\.constexpr = .*\n", "", part)
+    part = re.sub(r"# Where counters of .*?\n\)\)\n", "", part, flags=re.DOTALL)
+    part = re.sub(r"    return gl\.inline_asm_elementwise\(.*\n.*\n", "    return below(words, bound)\n", part)
     head = """import triton
 import triton.language as tl
 
@@ -341,14 +343,21 @@ def product(word, factor):
     return (both >> 32).to(tl.uint32), both.to(tl.uint32)
 
 
+@triton.jit
+def below(words, bound):
+    lower = (words & 0x7FFF) < (bound & 0x7FFF)
+    upper = (words >> 16 & 0x7FFF) < (bound >> 16)
+    return (tl.where(lower, 0xFFFF, 0) + tl.where(upper, 0xFFFF, 0) * 65536).to(tl.uint32)
+
+
 """
     kernel = """
 
 @triton.jit
 def run(out, seed, first_position, kv_first, batch, head, of_pairs):
-    p = tl.full([ROWS, BLOCK_KV], 1.0, tl.float32)
-    p = undropped(p, first_position, kv_first, batch, head, tl.load(seed), of_pairs)
-    tl.store(out + tl.arange(0, ROWS)[:, None] * BLOCK_KV + tl.arange(0, BLOCK_KV)[None, :], p)
+    pairs = tl.full([ROWS, BLOCK_KV // 2], 0x30003, tl.int32)
+    pairs = where_kept(pairs, kept_pairs(first_position, kv_first, batch, head, tl.load(seed), of_pairs))
+    tl.store(out + tl.arange(0, ROWS)[:, None] * (BLOCK_KV // 2) + tl.arange(0, BLOCK_KV // 2)[None, :], pairs)
 """
     module = load(
         tmp_path / "taken_apart.py",
@@ -356,8 +365,9 @@ def run(out, seed, first_position, kv_first, batch, head, of_pairs):
         source=head + part.replace("gluon.jit", "triton.jit").replace("gl.", "tl.") + kernel,
     )
     for first_position, kv_first, seed in ((0, 0, 3), (-17, 384, -1), (70000, 128, 1 << 62)):
-        out, given = torch.zeros(64, 128), torch.tensor([seed])
-        module.run[(1,)](out, given, first_position, kv_first, 5, 2, 40000)
-        rows = torch.arange(64) + first_position
-        expected = kept_pairs(given, 5, torch.full((1, 1, 1, 1), 2), rows, kv_first, kv_first + 128, 40000)
-        assert torch.equal(out.T > 0, expected[0, :, 0])
+        for kept in (1, 9000, 16384, 20000, 32768):
+            out, given = torch.zeros(64, 128, dtype=torch.int16), torch.tensor([seed])
+            module.run[(1,)](out.view(torch.int32), given, first_position, kv_first, 5, 2, kept)
+            rows = torch.arange(64) + first_position
+            expected = kept_pairs(given, 5, torch.full((1, 1, 1, 1), 2), rows, kv_first, kv_first + 128, kept)
+            assert torch.equal(out.T == 3, expected[0, :, 0])
