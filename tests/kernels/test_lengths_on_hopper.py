@@ -349,6 +349,15 @@ def test_gradients_of_biases(name, kind):
     assert not found["dbias"][given.isnan()].any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_operands_beside_keys_in_two_tensors(kind):
+    """Of measured tiles, too."""
+    given = {"slopes": torch.randn(NUMBER, 4, generator=torch.Generator().manual_seed(6))}
+    given |= operands_of(MEASURED["documents"])
+    wanted = (*ALL, "slopes")
+    check(SUMMED["documents"], kind, 192, 128, 4, 4, wanted=wanted, operands=given, rope_dim=64)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_keys_without_queries_have_no_weights(deterministic):
     """However large a score would be of what is not there."""
