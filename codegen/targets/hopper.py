@@ -333,8 +333,6 @@ def _no_shared_key(kernel: Kernel, signature: Signature, facts: Facts) -> str | 
         )
     if kernel.direction == "forward":
         return None
-    if signature.sequences != "dense":
-        return "needs sequences of one length for gradients of expanded latent attention"
     if not fits_by_rows(widths):
         return f"needs Dv of 128 or less for gradients of expanded latent attention, got {widths.value_dim}"
     return None

@@ -249,7 +249,8 @@ class HopperLauncher(TritonLauncher):
     def _rows(self, aligned: bool) -> dict[str, str]:
         rows = {f"{n}_step": f"{n}_sb // {n}_sl" for n in self._tiled_names()}
         if self._apart:
-            rows["rope_step"] = f"key{self._apart}_sb // key{self._apart}_sl"
+            sides = ("", "d") if self.backward else ("",)
+            rows |= {f"{side}rope_step": f"{side}key{self._apart}_sb // {side}key{self._apart}_sl" for side in sides}
         return super()._rows(aligned) | rows | {n: found.text for n, found in self._described().items()}
 
     @property

@@ -47,6 +47,10 @@ class Piece:
         """The head of a tensor that has these columns."""
         return "0" if self.is_apart(tensor) else head
 
+    def rows(self, tensor: str) -> str:
+        """The tensor in whose rows they lie, as starts of sequences are named: the rotary key where it is apart."""
+        return tensor.replace("key", "rope") if self.is_apart(tensor) else tensor
+
     def column(self, tensor: str) -> int:
         """Where they begin in a tensor."""
         return 0 if self.is_apart(tensor) else self.first

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.tiles import Environment
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device
@@ -84,7 +85,7 @@ class SplitLauncher(TritonLauncher):
         mode = self._of_group(mode, heads // kv_heads, q_len)
         offset = None if call.ragged is not None else call.q_offset
         known = offset if isinstance(offset, int) else None
-        parts = self._divide(batches, heads, kv_heads, q_len, call.kv_rows, known, call.operands)
+        parts = self._divide(batches, heads, kv_heads, q_len, call.kv_rows, known, call.head_dim, call.operands)
         return Partition(parts.parts, mode, parts.tiles)
 
     def _of_group(self, mode: Mode, group: int, q_len: int) -> Mode:
@@ -116,29 +117,29 @@ class SplitLauncher(TritonLauncher):
         return for_device("cpu" if self.interprets else torch.device("cuda", self.device))
 
     def _divide(
-        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | None,
+        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | None, head_dim: int,
         operands: Mapping[str, Any],
     ) -> Parts:  # fmt: skip
         """By sizes and scalars that the host knows. Lengths count up to a 32nd, so that a cache that grows by a token
-        does not ask anew."""
+        does not ask anew. head_dim: what a mask reads, which is not the width of an absorbed query."""
         step = 1 << max(kv_len.bit_length() - 6, 4)
         rounded = -(-kv_len // step) * step
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
         numbers = tuple([operands[name] for name in self._numbers]) if self._numbers else ()
-        key = (batches, heads, kv_heads, q_len, rounded, short, *numbers)
+        key = (batches, heads, kv_heads, q_len, rounded, short, head_dim, *numbers)
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MOST_DIVISIONS:
                 self._known.clear()
-            found = self._known[key] = self._parts(batches, heads, kv_heads, q_len, rounded, short, numbers)
+            env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
+            found = self._known[key] = self._parts(batches, heads, kv_heads, q_len, rounded, short, env)
         return found
 
     def _parts(
-        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, numbers: Sequence[float]
+        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, env: Environment
     ) -> Parts:
-        machine, form, head_dim = self._machine(), self.form(SPLIT, True), self.code.signature.widths.head_dim
+        machine, form = self._machine(), self.form(SPLIT, True)
         offset = kv_len - q_len - short
-        env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
         longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
         narrow = form.of_rows(heads // kv_heads * q_len)
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, kv_len))
@@ -207,7 +208,7 @@ class SplitLauncher(TritonLauncher):
         kv_len = "table.shape[1] * kv_len" if self.sequences in PAGED else "kv_len"
         number = "n_sequences" if self.sequences in PACKED else "batches"
         offset = "q_offset" if self.sequences == "dense" and self._has_number(mode) else "None"
-        sizes = f"{number}, heads, kv_heads, {self._queries}, {kv_len}, {offset}"
+        sizes = f"{number}, heads, kv_heads, {self._queries}, {kv_len}, {offset}, {mode.head_dim}"
         # a cache that is not dense has room for as many keys at every step, so that they need not be rounded first
         kept = self.sequences != "dense" and not self._numbers
         return super()._made(mode) | {

@@ -17,7 +17,7 @@ from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import mostly
-from .ahead import compile_ahead, count_opcode
+from .ahead import compile_ahead, count_opcode, stale_addresses
 from .ahead import compiled as compiled_of_widths
 from .test_ahead import PLAN_SLACK, check_full_loops, check_wgmma
 
@@ -132,6 +132,35 @@ def test_gradients_of_keys_in_two_tensors_fit_and_overlap(name, head_dim, value_
             check_wgmma(kernel)
     added = module.kernels[main].count(r"cp\.reduce\.async\.bulk\.tensor")
     assert bool(added) != deterministic
+
+
+OF_LENGTHS = [
+    ("causal", 192, 128, "packed", False), ("causal", 192, 128, "lengths", True), ("narrow", 96, 64, "packed", False),
+    ("narrow", 96, 64, "lengths", True), ("softcap", 192, 128, "packed", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "value_dim", "sequences", "deterministic"), mostly(OF_LENGTHS[:1], OF_LENGTHS)
+)
+def test_lengths_cost_gradients_of_keys_in_two_tensors_nothing(name, head_dim, value_dim, sequences, deterministic):
+    """Loops are those of dense calls; a rotary key and the sum of its gradient lie where the sequence does."""
+    dense, made = (
+        compiled_of_widths(
+            EXPANDED[name], "backward", head_dim, value_dim=value_dim, target="hopper", wanted=MAIN,
+            deterministic=deterministic, sequences=kind,
+        ).kernels
+        for kind in ("dense", sequences)
+    )  # fmt: skip
+    assert dense.keys() == made.keys() - {"query_work", "key_work"}
+    for name, kernel in dense.items():
+        own = made[name]
+        assert own.sram <= kernel.sram + 256 and not own.serialised and not stale_addresses(own), name
+        assert own.spills_in_loops() == 0 and own.spilled <= kernel.spilled + 16, name
+        for pattern in ("wgmma.mma_async", "cp.async.bulk.tensor", r"cp\.reduce\.async\.bulk\.tensor"):
+            assert own.count(pattern) == kernel.count(pattern), f"{name}: {pattern}"
+        for ours, theirs in zip(own.product_loops(), kernel.product_loops(), strict=True):
+            assert len(ours) <= 1.06 * len(theirs), name
 
 
 def test_tiles_of_queries_see_no_padding_of_keys():

@@ -9,6 +9,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 
 from ..support import check_errors
+from .test_lengths import PACKED, PADDED, cumulated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,23 +133,105 @@ def test_targets_agree_where_columns_of_a_cache_lie_at_odd_addresses():
         mla(query, odd, **more, form="expanded", target="hopper")
 
 
-@pytest.mark.parametrize("kind", ["lengths", "packed"])
-def test_sequences_of_their_own_lengths(kind):
-    """A forward on hopper, gradients on triton."""
-    lens = torch.tensor([190, 5, 129], device="cuda", dtype=torch.int32)
-    batch, total = (3, 200) if kind == "lengths" else (1, 324)
-    tensors, own = operands_of("causal", 4, total, total, batch=batch)
-    starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    options = (
-        {"q_lens": lens, "kv_lens": lens} if kind == "lengths" else {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
-    )
-    dout = torch.randn(batch, 4, total, 128, device="cuda")
-    given = (tensors, own, torch.bfloat16, dout, torch.zeros(batch, 4, total, device="cuda"))
-    found = gradients(declared("causal"), *given, target="hopper", form="expanded", **options)
-    usual = gradients(declared("causal").reference, *given, **options)
-    exact = gradients(declared("causal").reference, *given[:2], torch.float64, *given[3:], **options)
+# -- sequences of their own lengths ------------------------------------------------------------------------------------
+def with_lengths(name, kind, lens, heads=4, **sizes):
+    """Operands with garbage behind lengths, the gradient of the output too, and the options of the call."""
+    q_lens, kv_lens = lens
+    padded = kind == "padded"
+    rows = (max(q_lens) + 3, max(kv_lens) + 5) if padded else (sum(q_lens) + 20, sum(kv_lens) + 9)
+    tensors, own = operands_of(name, heads, *rows, batch=len(q_lens) if padded else 1, **sizes)
+    dout = torch.randn(*tensors["query"].shape[:3], tensors["uv"].shape[2], device="cuda").to(tensors["query"].dtype)
+    garbage = {tensors["query"]: (q_lens, torch.nan), tensors["cache"]: (kv_lens, torch.inf), dout: (q_lens, torch.nan)}
+    for tensor, (of_rows, fill) in garbage.items():
+        for b, length in enumerate(of_rows if padded else [sum(of_rows)]):
+            tensor[b, :, length:] = fill
+    if padded:
+        return tensors, own, dout, dict(zip(("q_lens", "kv_lens"), (torch.tensor(n, device="cuda") for n in lens)))
+    return tensors, own, dout, dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), map(cumulated, lens)))
+
+
+def check_lengths(name, kind, lens, deterministic=None, offset=None, **sizes):
+    tensors, own, dout, lengths = with_lengths(name, kind, lens, **sizes)
+    mla = declared(name, sizes.get("rope", 64))
+    dlse = torch.randn(dout.shape[:3], device="cuda")
+    lengths |= {"q_offset": offset}
+    options = {"target": "hopper", "deterministic": deterministic, "form": "expanded"}
+    found = gradients(mla, tensors, own, dout.dtype, dout, dlse, **options, **lengths)
+    known = torch.nan_to_num(dout)  # the definition has no gradient for rows of nobody
+    dlse = torch.where(found["lse"].isinf(), 0.0, dlse)
+    given = tensors, {n: t.float() for n, t in own.items()}
+    usual = gradients(mla.reference, *given, dout.dtype, known, dlse, **lengths)
+    exact = gradients(mla.reference, *given, torch.float64, known, dlse, **lengths)
     for label in found:
-        check_errors(found[label], exact[label], usual[label], f"{kind} {label}")
+        check_errors(found[label], exact[label], usual[label], f"{name} {kind} {label}")
+    return found
+
+
+KINDS = {"padded": PADDED, "packed": PACKED}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SCORES)
+def test_masks_and_scores_of_sequences(name, kind, deterministic):
+    heads = 16 if name == "sunk" else 4  # of few sums of many roundings plain torch may be lucky with all
+    check_lengths(name, kind, KINDS[kind], deterministic, heads=heads)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128)])
+def test_widths_of_sequences(nope, rope, value_dim, kind, deterministic):
+    check_lengths("causal", kind, KINDS[kind], deterministic, nope=nope, rope=rope, value_dim=value_dim)
+
+
+@pytest.mark.parametrize("nope", [128, 64])
+def test_lengths_of_sequences_at_the_edges_of_tiles(nope):
+    generator = torch.Generator().manual_seed(nope)
+    edges = torch.tensor([0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
+    for turn in range(8):
+        lens = [edges[torch.randint(0, len(edges), (9,), generator=generator)].tolist() for _ in range(2)]
+        kind = "padded" if turn % 2 else "packed"
+        check_lengths("dense" if turn > 5 else "causal", kind, lens, turn % 4 > 1, heads=2, nope=nope, rope=nope // 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_of_sequences(kind):
+    for offset in (5, torch.arange(len(KINDS[kind][0]), dtype=torch.int32, device="cuda") * 9 - 4):
+        check_lengths("window", kind, KINDS[kind], offset=offset)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("nope", "rope"), [(128, 64), (64, 32)])
+def test_gradients_of_sequences_repeat_bit_for_bit(nope, rope, kind):
+    tensors, own, dout, lengths = with_lengths("causal", kind, KINDS[kind], heads=16, nope=nope, rope=rope)
+    mla, found = declared("causal", rope), []
+    for _ in range(20):
+        given = tensors, own, dout.dtype, dout, torch.zeros(dout.shape[:3], device="cuda")
+        found.append(gradients(mla, *given, target="hopper", deterministic=True, form="expanded", **lengths))
+    assert all(torch.equal(again[n], found[0][n]) for again in found[1:] for n in again)
+
+
+def test_a_graph_of_gradients_is_replayed_with_other_lengths(captured):
+    """Nothing waits for the device, and sums over heads begin at 0 in each replay."""
+    tensors, _, dout, lengths = with_lengths("causal", "packed", PACKED)
+    leaves = [torch.nan_to_num(t, 0.0, 0.0, 0.0).requires_grad_() for t in tensors.values()]
+    mla, dout = declared("causal"), torch.nan_to_num(dout)
+
+    def step():
+        query, cache, uk, uv = leaves
+        out = mla(query, cache, uk=uk, uv=uv, target="hopper", form="expanded", **lengths)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    graph, found = captured(step)
+    for shift in (0, 3, 60):
+        for starts in lengths.values():
+            starts[2:] = torch.minimum(starts[2:] + shift, starts[-1])
+        graph.replay()
+        for replayed, usual in zip(found, step()):
+            assert (replayed - usual).float().norm() <= 1e-2 * usual.float().norm()
 
 
 def test_a_layer_trains_under_torch_compile():

@@ -168,7 +168,7 @@ def test_gradients_that_nobody_wants_are_left_out(left_out):
 
 @pytest.mark.parametrize("kind", ["lengths", "packed"])
 def test_sequences_of_their_own_lengths(kind):
-    """Forwards only: gradients of these are another target's."""
+    """Forwards; gradients are in test_lengths_on_hopper.py."""
     tensors = operands_of(2, 2, 330, 330, 128, 64, 128, batch=3 if kind == "lengths" else 1)
     lens = [330, 5, 129] if kind == "lengths" else [190, 5, 129]
     starts = torch.tensor([0, 190, 195, 324], dtype=torch.int32)

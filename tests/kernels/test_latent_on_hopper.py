@@ -196,6 +196,21 @@ def test_the_head_dimension_is_that_of_the_query_before_its_projection(sink):
             check_errors(*three, label)
 
 
+def test_keys_are_divided_by_the_head_dimension_that_a_mask_reads():
+    """That of the call, as plans do: a window of 192 times 8 keys is a third of one of 576 times 8."""
+    window = variant("latent_by_width", mask=masks.causal & (q_pos - kv_pos < 8 * weft.head_dim))
+    launcher, rows = launcher_of(window, "dense"), 1 << 16
+    query, key = (torch.empty(1, heads, n, 576, device="meta") for heads, n in ((128, 1), (1, rows)))
+    parts = {}
+    for head_dim in (192, 576):
+        shape = weft.shape(batch=1, heads=128, q_len=1, kv_len=rows, head_dim=head_dim, value_dim=128)
+        planned = window.plan(shape, device="h200").kernels[0].letters["S"]
+        call = Call(query, key, None, None, {}, Dense(rows - 1), Options(), head_dim)
+        parts[head_dim] = launcher.partition(call, {"out": query}).splits
+        assert parts[head_dim] == planned
+    assert 1 < parts[192] < parts[576]
+
+
 @pytest.mark.parametrize("name", ["sink", "far and a sink"])
 def test_rows_past_the_queries_have_no_sink(name):
     check(VARIANTS[name], 16, 2, [330, 330], [1, 0], parts=2)
@@ -286,7 +301,7 @@ def divided(lens, heads, q_len=1, room=0):
     launcher = launcher_of(CAUSAL, "lengths")
     launcher.processors = 132
     batch, room, units = len(lens), room or max(lens), max(1, heads * q_len // 64)
-    parts = launcher._divide(batch, heads, 1, q_len, room, None, {})
+    parts = launcher._divide(batch, heads, 1, q_len, room, None, 192, {})
     even = launcher._even_shares(batch, units)
     shares = max(parts.parts * batch, even)
     space = Kernels(launcher.text).space

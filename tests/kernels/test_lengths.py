@@ -454,10 +454,6 @@ def test_other_schedules_and_targets_say_what_they_lack():
     allowed = CAUSAL.replace(mask=weft.tensor("allowed", 3, bool)[batch, q_pos, kv_pos], name="allowed")
     said = allowed.explain(sizes, device="h100", q_lens=lens)
     assert "hopper: lists of tiles" in said and "flash_forward=triton" in said
-    latent = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=512, rope=64), name="latent_of_lengths")
-    rotary = weft.shape(batch=2, heads=2, q_len=80, head_dim=192, value_dim=128)
-    said = " ".join(latent.explain(rotary, device="h100", q_lens=lens, form="expanded").split())
-    assert "hopper: needs sequences of one length for gradients of expanded latent attention" in said
 
 
 def test_what_hopper_computes_of_lengths():

@@ -15,7 +15,7 @@ from weft.runtime.call import Call, Lengths, Options, Packed, Paged
 
 from ..support import check_errors, mostly, poisoned
 from .gluon import portable_module
-from .test_flash_on_hopper import launch
+from .test_flash_on_hopper import joined, launch
 
 pytest.importorskip("triton")
 
@@ -76,14 +76,19 @@ def made(kind, heads, side, dim, seed, fill=torch.nan):
 
 def check(
     variant, kind, dim=64, value_dim=None, heads=2, kv_heads=1, deterministic=True, wanted=MAIN, offset=None,
-    operands=None, seed=0,
+    operands=None, seed=0, rope_dim=0,
 ):  # fmt: skip
-    """Gradients of one call; its output and log-sum-exp are those of the definition. NaN behind lengths everywhere."""
+    """Gradients of one call; its output and log-sum-exp are those of the definition. NaN behind lengths everywhere.
+
+    rope_dim: the last columns of all heads' keys are those of a tensor of their own.
+    """
     operands = operands_of(variant) if operands is None else operands
     sequences, lengths = sequences_of(kind, offset)
     query, of_queries = made(kind, heads, 0, dim, 0)
-    key, value = (made(kind, kv_heads, 1, d, n)[0] for n, d in ((1, dim), (2, value_dim or dim)))
+    key, value = (made(kind, kv_heads, 1, d, n)[0] for n, d in ((1, dim - rope_dim), (2, value_dim or dim)))
     tensors = dict(zip(MAIN, (query, key, value)))
+    if rope_dim:
+        tensors["rope"] = made(kind, 1, 1, rope_dim, 4)[0]
     dout, _ = made(kind, heads, 0, value_dim or dim, 3)
     exact, usual = (
         of_definition(variant, tensors, operands, lengths, offset, dout, dtype, wanted)
@@ -94,11 +99,12 @@ def check(
     if facts_of(variant).scores_lie_far:
         lse = torch.stack([lse, torch.zeros_like(lse)])
     out = torch.where(exists[..., None], exact["out"].to(DTYPE), torch.nan)
-    call = Call(*tensors.values(), None, operands, sequences, Options(), dim)
-    found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in MAIN}
+    call = Call(query, key, value, tensors.get("rope"), operands, sequences, Options(), dim)
+    found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in tensors}
     results = {"out": out, "lse": lse, "dout": dout, "dlse": None, **found}
     kind_of_offset = "bottom_right" if offset is None else "per_row" if isinstance(offset, torch.Tensor) else "number"
-    sums = launch(variant, call, results, wanted, deterministic, seed, kind_of_offset)
+    launched = variant.replace(latent=weft.Latent(16, rope_dim)) if rope_dim else variant
+    sums = launch(launched, call, results, wanted, deterministic, seed, kind_of_offset)
     if sums:
         own = variant._variant._operand_gradients(call, frozenset(wanted), sums)
         found |= {f"d{n}": g for n, g in own.items()}
@@ -115,8 +121,10 @@ def of_definition(variant, tensors, operands, lengths, offset, dout, dtype, want
     for n in wanted:
         leaves[n] = leaves[n].detach().clone().requires_grad_()
     given = {n: leaves[n] for n in own}
-    main = [leaves[n] for n in MAIN]
-    out, lse = variant.reference(*main, **given, **lengths, q_offset=offset, return_lse=True)
+    key = joined(leaves["key"], leaves.get("rope"))
+    out, lse = variant.reference(
+        leaves["query"], key, leaves["value"], **given, **lengths, q_offset=offset, return_lse=True
+    )
     found = torch.autograd.grad(out, [leaves[n] for n in wanted], torch.nan_to_num(dout).to(dtype))
     return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, found)}}
 
@@ -172,6 +180,56 @@ def test_queries_before_the_first_key_have_positions_of_their_own(kind, determin
     near = weft.Attention(score + columns[batch, kv_pos] - 1e-3 * (kv_pos - q_pos) * (kv_pos - q_pos), name="near")
     operands = {"columns": torch.randn(NUMBER, 200, generator=torch.Generator().manual_seed(4))}
     check(near, kind, 32, deterministic=deterministic, operands=operands)
+
+
+# -- keys in two tensors, of which all heads share the second: expanded latent attention ------------------------------
+ALL = (*MAIN, "rope")
+# two passes, and one
+APART = [(192, 128, 64), (136, 64, 8), (96, 64, 32), (80, 128, 16)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "value_dim", "rope_dim"), mostly([APART[0], APART[2]], APART))
+def test_rotary_columns_of_keys_are_a_tensor_of_their_own(dim, value_dim, rope_dim, kind, deterministic):
+    check(CAUSAL, kind, dim, value_dim, 3, 3, deterministic, ALL, rope_dim=rope_dim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "deterministic"),
+    mostly(
+        [("window", False), ("cap", False), ("sunk", True)],
+        [(name, how) for name in ("dense", "window", "cap", "lengths", "sunk", "far") for how in (False, True)],
+    ),
+)
+def test_masks_and_scores_of_keys_in_two_tensors(name, deterministic, kind):
+    wanted = (*ALL, "sinks_of") if name == "sunk" else ALL
+    heads = 4 if name == "sunk" else 2
+    check(VARIANTS[name], kind, 96, 64, heads, heads, deterministic, wanted, rope_dim=32)
+
+
+SOME = ["rope", "query key value", "key", "query", "query rope", "value rope", "key value"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", mostly(SOME[:2], SOME))
+def test_gradients_of_keys_in_two_tensors_that_nobody_wants_are_left_out(wanted, kind):
+    check(CAUSAL, kind, 192, 128, 2, 2, False, wanted.split(), rope_dim=64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [192, 96])
+def test_groups_of_heads_and_offsets_of_keys_in_two_tensors(dim, kind):
+    """Heads that share keys are visited by one program, and programs of all key heads add to one gradient."""
+    offset = torch.tensor([3, 5, -2, 40, 0, 20], dtype=torch.int32) if dim == 192 else 3
+    check(CAUSAL, kind, dim, 64, 4, 2, False, ALL, offset, rope_dim=dim // 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_rotary_columns_have_one_order(kind):
+    first, second = (check(CAUSAL, kind, 192, 128, 3, 3, True, ALL, rope_dim=64, seed=seed) for seed in (0, 7))
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 # -- masks that read tensors by position: tiles are measured ---------------------------------------------------------
@@ -289,6 +347,15 @@ def test_gradients_of_biases(name, kind):
     options = {"wanted": (*MAIN, "bias"), "operands": {"bias": given}}
     found = check(BIASED[name], kind, 64, heads=heads, deterministic=False, offset=0, **options)
     assert not found["dbias"][given.isnan()].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_operands_beside_keys_in_two_tensors(kind):
+    """Of measured tiles, too."""
+    given = {"slopes": torch.randn(NUMBER, 4, generator=torch.Generator().manual_seed(6))}
+    given |= operands_of(MEASURED["documents"])
+    wanted = (*ALL, "slopes")
+    check(SUMMED["documents"], kind, 192, 128, 4, 4, wanted=wanted, operands=given, rope_dim=64)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

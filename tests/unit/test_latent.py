@@ -132,11 +132,9 @@ def test_widths_of_two_tensors_that_are_left_to_triton(head_dim, value_dim, rope
     assert tuple(found) == targets and any(reason in note for note in notes), notes
 
 
-def test_gradients_of_sequences_with_lengths_are_left_to_triton():
-    *found, _, notes = expanded(kv_lens=torch.full((2,), 9), q_lens=torch.full((2,), 9))
-    assert found == ["hopper", "triton"] and any(
-        "needs sequences of one length for gradients" in note for note in notes
-    )
+def test_keys_in_two_tensors_of_sequences_with_lengths_train_on_hopper():
+    forward, backward, kernels, notes = expanded(kv_lens=torch.full((2,), 9), q_lens=torch.full((2,), 9))
+    assert (forward, backward, kernels) == ("hopper", "hopper", TWO_PASSES) and not any("triton" in n for n in notes)
 
 
 def test_what_is_said_of_keys_in_two_tensors():
