@@ -1,11 +1,13 @@
 """When a call is like the last one that was looked at closely (codegen/repeating.py), and when to look at one again.
 
 A closer look takes as long as half a call. It is worth it where calls of one layout follow each other, as those of
-layers do and of steps, and not where each has another layout, as those of one layer while its cache grows.
+layers do and of steps, and not where each has another layout. Of layouts that differ in the number of keys alone, as
+those of one layer while its cache grows, one look finds what serves all of them, though each not as fast as its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +25,19 @@ class Known:
     launch: Any
     measures: bool  # which tiles to visit, by kernels of its own
     recorded: bool  # whether autograd records such calls, where it is on
+    look: Callable[..., Again | None] | None = None  # closer, at a call of those whose numbers of keys differ
     kind: Any = None  # what ops keep for them, once autograd recorded one
 
 
 class Repeats:
     """The layout of calls that repeat, if they do. Threads may count a call too few: no result depends on it."""
 
-    __slots__ = ("_patience", "_waited", "hits", "known")
+    __slots__ = ("_patience", "_waited", "growing", "hits", "known", "looks")
 
     def __init__(self) -> None:
         self.known: Known | None = None
-        self.hits = 0
+        self.growing: Known | None = None  # of layouts that differ in the number of keys
+        self.hits = self.looks = 0
         self._patience, self._waited = 1, 0
 
     def wants(self) -> bool:
@@ -47,6 +51,7 @@ class Repeats:
 
     def learn(self, found: Again | None, measures: bool, recorded: bool) -> None:
         """found: None for a call that cannot be repeated so."""
+        self.looks += 1
         if found is None:
             self._patience, self._waited = MOST_PATIENCE, 0
         else:

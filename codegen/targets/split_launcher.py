@@ -64,7 +64,7 @@ class SplitLauncher(TritonLauncher):
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
         self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
-        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of repeated calls
+        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of calls like the last one
         self._known: dict[tuple[object, ...], Parts] = {}
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
@@ -165,9 +165,9 @@ class SplitLauncher(TritonLauncher):
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _go_directly(self, mode: Mode, ready: Any) -> None:
         super()._go_directly(mode, ready)
-        self._ways[mode] = self.direct, self.repeated
+        self._ways[mode] = self.direct, self.repeated, self.growing
         if len(self._ways) > 1:
-            self.direct, self.repeated = map(_first_of, zip(*self._ways.values()))
+            self.direct, self.repeated, self.growing = map(_first_of, zip(*self._ways.values()))
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         return super()._conditions(mode, lengths) + self._group_conditions(mode)
