@@ -156,13 +156,17 @@ class _Divided(ast.NodeTransformer):
         return self._kept(node) or self.generic_visit(node)
 
     def _kept(self, node: ast.expr) -> ast.expr | None:
-        """Descriptors that are kept by address, sizes and strides: the latter are settled."""
+        """Descriptors that are kept by address, sizes and strides: the latter are settled, or all but a size."""
         match node:
             case ast.Subscript(ast.Name(kept), ast.Tuple([address, *numbers])) if kept.startswith("kept_"):
-                if all(map(self._is_settled, numbers)):
-                    text = f"{kept}.of({', '.join(map(ast.unparse, numbers))})"
-                    self.settled.append(f"of_{kept} = {text}")
-                    return ast.Subscript(ast.Name(f"of_{kept}", ast.Load()), address, ast.Load())
+                texts, found = [*map(ast.unparse, numbers)], ast.Name(f"of_{kept}", ast.Load())
+                free = [n for n, number in enumerate(numbers) if not self._is_settled(number)]
+                if not free:
+                    self.settled.append(f"of_{kept} = {kept}.of({', '.join(texts)})")
+                    return ast.Subscript(found, address, ast.Load())
+                if len(free) == 1 and isinstance(numbers[free[0]], ast.Name):
+                    self.settled.append(f"of_{kept} = {kept}.along({free[0]}, {', '.join(texts)})")
+                    return ast.Call(found, [address, numbers[free[0]]], [])
         return None
 
     def _is_settled(self, node: ast.AST) -> bool:

@@ -34,7 +34,7 @@ _TOO_MANY = "schedule split_kv: expected up to 2**30 packed queries times heads;
 
 
 class _Divisions(dict[tuple[Any, ...], Parts]):
-    """How keys are divided, by sizes of a call."""
+    """How keys are divided, by sizes of a call and what follows from them."""
 
     def __init__(self, divide: Callable[..., Parts]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Divisions(dict[tuple[Any, ...], Parts]):
     def __missing__(self, sizes: tuple[Any, ...]) -> Parts:
         if len(self) >= MOST_DIVISIONS:
             self.clear()
-        found = self[sizes] = self._divide(*sizes, {})
+        found = self[sizes] = self._divide(*sizes)
         return found
 
 
@@ -63,9 +63,9 @@ class SplitLauncher(TritonLauncher):
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
-        self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
+        self.tools = {"divide": self._divide, "divisions": _Divisions(lambda *sizes: self._divide(*sizes, {}))}
         self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of calls like the last one
-        self._known: dict[tuple[object, ...], Parts] = {}
+        self._of_lengths, self._of_tiles = _Divisions(self._by_lengths), _Divisions(self._by_tiles)
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
 
@@ -124,24 +124,26 @@ class SplitLauncher(TritonLauncher):
         step = 1 << max(kv_len.bit_length() - 6, 4)
         rounded = -(-kv_len // step) * step
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
-        numbers = tuple([operands[name] for name in self._numbers]) if self._numbers else ()
-        key = (batches, heads, kv_heads, q_len, rounded, short, *numbers)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= MOST_DIVISIONS:
-                self._known.clear()
-            found = self._known[key] = self._parts(batches, heads, kv_heads, q_len, rounded, short, numbers)
-        return found
+        if not self._numbers:
+            return self._of_lengths[batches, heads, kv_heads, q_len, rounded, short]
+        return self._of_lengths[
+            batches, heads, kv_heads, q_len, rounded, short, *[operands[name] for name in self._numbers]
+        ]
 
-    def _parts(
-        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, numbers: Sequence[float]
+    def _by_lengths(
+        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, *numbers: float
     ) -> Parts:
-        machine, form, head_dim = self._machine(), self.form(SPLIT, True), self.code.signature.widths.head_dim
+        form = self.form(SPLIT, True)
         offset = kv_len - q_len - short
-        env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
+        env = {"head_dim": self.code.signature.widths.head_dim, **dict(zip(self._numbers, numbers))}
         longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
+        return self._of_tiles[batches, heads, kv_heads, q_len, longest]
+
+    def _by_tiles(self, batches: int, heads: int, kv_heads: int, q_len: int, longest: int) -> Parts:
+        """By the tiles of keys that the longest unit visits: beyond them a division asks nothing of lengths."""
+        machine, form = self._machine(), self.form(SPLIT, True)
         narrow = form.of_rows(heads // kv_heads * q_len)
-        sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, kv_len))
+        sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, longest * form.block_kv))
         uneven = self.sequences != "dense"
         return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven)
 
