@@ -32,13 +32,14 @@ class Known:
 class Repeats:
     """The layout of calls that repeat, if they do. Threads may count a call too few: no result depends on it."""
 
-    __slots__ = ("_patience", "_waited", "growing", "hits", "known", "looks")
+    __slots__ = ("_looks", "_patience", "_served", "_waited", "growing", "hits", "known")
 
     def __init__(self) -> None:
         self.known: Known | None = None
         self.growing: Known | None = None  # of layouts that differ in the number of keys
-        self.hits = self.looks = 0
+        self.hits = self._looks = 0
         self._patience, self._waited = 1, 0
+        self._served = False  # the growing ones, since the last look
 
     def wants(self) -> bool:
         """Count a call of another layout: whether it should be looked at closely."""
@@ -49,9 +50,19 @@ class Repeats:
         self._waited += 1
         return self._waited >= self._patience
 
+    def wants_of_grown(self) -> bool:
+        """The same of a call that was served as one of the growing ones."""
+        self._served = True
+        return self.wants()
+
+    def wants_growing(self) -> bool:
+        """Whether a look should find the growing ones anew: where layouts differ, and those that are known serve none."""
+        served, self._served = self._served, False
+        return self._looks > 1 and not served
+
     def learn(self, found: Again | None, measures: bool, recorded: bool) -> None:
         """found: None for a call that cannot be repeated so."""
-        self.looks += 1
+        self._looks += 1
         if found is None:
             self._patience, self._waited = MOST_PATIENCE, 0
         else:

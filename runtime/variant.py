@@ -128,7 +128,7 @@ class Variant:
             if found is not None:
                 if known.look is None:
                     repeats.hits += 1
-                elif repeats.growing is known and repeats.wants():
+                elif repeats.growing is known and repeats.wants_of_grown():
                     repeats.learn(known.look(call), known.measures, known.recorded)
                 return found
         return self.forward(call)
@@ -388,7 +388,7 @@ def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
     look = partial(_repeated, ready)
     repeats.learn(look(call), ready.measures, recorded)
     growing: Callable[..., Again | None] | None = getattr(ready.launcher, "growing", None)
-    if growing is not None and repeats.looks > 1 and (found := growing(call)) is not None:
+    if growing is not None and repeats.wants_growing() and (found := growing(call)) is not None:
         repeats.growing = Known(found.fits, found.launch, ready.measures, recorded, look)
 
 

@@ -65,7 +65,7 @@ class SplitLauncher(TritonLauncher):
         super().__init__(modules, code, facts, device, interprets)
         self.tools = {"divide": self._divide, "divisions": _Divisions(lambda *sizes: self._divide(*sizes, {}))}
         self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of calls like the last one
-        self._of_lengths, self._of_tiles = _Divisions(self._by_lengths), _Divisions(self._by_tiles)
+        self._of_lengths, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
 
@@ -130,7 +130,7 @@ class SplitLauncher(TritonLauncher):
             batches, heads, kv_heads, q_len, rounded, short, *[operands[name] for name in self._numbers]
         ]
 
-    def _by_lengths(
+    def _parts(
         self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, *numbers: float
     ) -> Parts:
         form = self.form(SPLIT, True)
