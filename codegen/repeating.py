@@ -89,7 +89,8 @@ def _text(
     lines = [
         *way.checked, f"if not ({' and '.join(way.conditions)}): return None",
         *(f"{name} = {expression}" for name, expression in tensors.items() if name != expression),
-        *(f"{pin.name} = {pin.expression}" for pin in pins), *divided.settled, f"alike = guard({', '.join(tensors)}{_freedom(tensors, free)})",
+        *(f"{pin.name} = {pin.expression}" for pin in pins), *divided.settled,
+        f"alike = guard({', '.join(tensors)}{_freedom(tensors, free)})",
         f"def fits({way.given}):", f"    return {' and '.join(fitting)}",
         f"def launch({way.given}):", *(indent(line, "    ") for line in launch if line), "return Again(fits, launch)",
     ]  # fmt: skip
@@ -123,8 +124,9 @@ class _Divided(ast.NodeTransformer):
             return ""
         match statement.value:
             case ast.Attribute(ast.Name(tensor), "shape") if tensor in self._free:
-                assert text in self._checked, "where all sizes of the first call were given names"
-                size, dimension = SHAPES[tensor][self._free[tensor]], self._free[tensor]
+                assert text in self._checked, "there all sizes of the first call have names"
+                dimension = self._free[tensor]
+                size = SHAPES[tensor][dimension]
                 self._known = (self._known | names) - {size}
                 return f"{size} = {tensor}.shape[{dimension}]"
         if self._is_settled(statement.value):
@@ -176,7 +178,8 @@ class _Divided(ast.NodeTransformer):
             case ast.Name(name):
                 return name in self._known
             case ast.Attribute(ast.Name(tensor), attribute):
-                return tensor in self._tensors and attribute in _SETTLED - (_OF_SIZES if tensor in self._free else set())
+                free = attribute in _OF_SIZES and tensor in self._free
+                return tensor in self._tensors and attribute in _SETTLED and not free
             case ast.Attribute():
                 return False
             case ast.Call(called, arguments, []):

@@ -56,7 +56,7 @@ class Repeats:
         return self.wants()
 
     def wants_growing(self) -> bool:
-        """Whether a look should find the growing ones anew: where layouts differ, and those that are known serve none."""
+        """Whether a look should find the growing ones anew: where layouts differ, and those known served none."""
         served, self._served = self._served, False
         return self._looks > 1 and not served
 

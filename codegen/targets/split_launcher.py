@@ -64,7 +64,8 @@ class SplitLauncher(TritonLauncher):
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
         self.tools = {"divide": self._divide, "divisions": _Divisions(lambda *sizes: self._divide(*sizes, {}))}
-        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of calls like the last one
+        # the shortest ways, and those of calls like the last one
+        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}
         self._of_lengths, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]

@@ -385,5 +385,6 @@ def _evenly(tiles: int) -> Iterable[int]:
 @lru_cache(maxsize=256)
 def _runnable(body: tuple[Assign, ...]) -> tuple[list[tuple[str, _Compiled]], dict[str, str]]:
     """The lines of a program, and the operands that they read: names by keys."""
-    read = {s.name for line in body for s in scalars(line.value)} | {t.name for line in body for t in tensors(line.value)}
+    read = {s.name for line in body for s in scalars(line.value)}
+    read |= {t.name for line in body for t in tensors(line.value)}
     return [(line.name, _function(line.value)) for line in body], {_operand(n): n for n in sorted(read)}

@@ -457,7 +457,9 @@ def test_every_field_of_a_call_is_asked_for(name: str, launches: _Launches) -> N
 # -- keys that grow ----------------------------------------------------------------------------------------------------
 CACHES = [torch.randn(2, 2, 4200, 64).to(torch.bfloat16) for _ in range(2)]
 ROOMY = weft.Attention(score + bias[batch, head, q_pos, kv_pos], masks.causal, name="repeated_roomy")
-LENGTHS = sorted({n + by for n in (1, 2, 16, 32, 64, 128, 256, 384, 512, 640, 1024, 1536, 2048, 4096) for by in (-1, 0, 1)})
+LENGTHS = sorted(
+    {n + by for n in (1, 2, 16, 32, 64, 128, 256, 384, 512, 640, 1024, 1536, 2048, 4096) for by in (-1, 0, 1)}
+)
 # variant, rows of the query, options
 GROWING: dict[str, tuple[weft.Attention, int, dict[str, Any]]] = {
     "one token": (CAUSAL, 1, {}),
@@ -524,6 +526,33 @@ def test_keys_that_grow_launch_what_is_launched_for_them_alone(
     assert calls.of(query, 777, **given)
 
 
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (1, 128), (2, 16)])
+def test_a_latent_cache_that_grows(rows: int, heads: int, target: str, growing: Callable[..., _Growing]) -> None:
+    variant = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=512, rope=64), scale=0.07, name="grown_latent")
+    calls, query, cache = growing(variant, target), normal(2, heads, rows, 576), normal(2, 1, 4200, 576)
+    lengths = [n for n in LENGTHS if n > 0]
+    for _ in range(2):
+        served = [calls([query, cache[:, :, :n]], False) for n in lengths]
+    assert all(served[4:])
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_keys_that_grow_beyond_an_axis_that_other_kernels_measure(
+    target: str, growing: Callable[..., _Growing]
+) -> None:
+    document = weft.tensor("document", 1, int)
+    variant = weft.Attention(mask=masks.causal & masks.document(document), name="grown_documents")
+    calls, query, cache = growing(variant, target), normal(1, 4, 40, 64), normal(1, 2, 20_000, 64)
+    documents = torch.zeros(20_000, dtype=torch.int32)
+    for _ in range(2):
+        for first in (100, 16_380, 19_000):
+            served = [
+                calls([query, *[cache[:, :, :n]] * 2], False, document=documents) for n in range(first, first + 9)
+            ]
+    assert all(served)
+
+
 def test_keys_that_grow_are_served_where_a_gradient_is_wanted(growing: Callable[..., _Growing]) -> None:
     for target in ("triton", "hopper"):
         calls, query = growing(CAUSAL, target), normal(2, 4, 40, 64).requires_grad_()
@@ -546,7 +575,11 @@ GROWN_OTHERWISE: dict[str, Any] = {
     "negated keys": lambda q, k, v: (q, torch._neg_view(k), v),
     "a gradient of keys": lambda q, k, v: (q, k.detach().requires_grad_(), v),
     "other memory": lambda q, k, v: (q.clone(), CACHES[1][:, :, : k.shape[2]], CACHES[0][:, :, : k.shape[2]]),
-    "rows from the middle on": lambda q, k, v: (q, CACHES[0][:, :, 7 : 7 + k.shape[2]], CACHES[1][:, :, 9 : 9 + k.shape[2]]),
+    "rows from the middle on": lambda q, k, v: (
+        q,
+        CACHES[0][:, :, 7 : 7 + k.shape[2]],
+        CACHES[1][:, :, 9 : 9 + k.shape[2]],
+    ),
 }
 
 
@@ -584,7 +617,9 @@ def test_options_of_keys_that_grow_are_seen(option: int, target: str, growing: C
 def test_keys_may_not_grow_beyond_what_kernels_count(target: str, growing: Callable[..., _Growing]) -> None:
     calls, query = growing(CAUSAL, target), normal(2, 4, 40, 64)
     row = [cache[:, :, :1] for cache in CACHES]
-    served = [calls([query, *(t.expand(2, 2, n, 64) for t in row)], False) for n in (*range(60, 66), 2**20 + 1, 2**30 - 1)]
+    served = [
+        calls([query, *(t.expand(2, 2, n, 64) for t in row)], False) for n in (*range(60, 66), 2**20 + 1, 2**30 - 1)
+    ]
     assert served[4:] == [True] * 4
     for n in (2**30, 2**30 + 1):
         assert not calls([query, *(t.expand(2, 2, n, 64) for t in row)], False)
