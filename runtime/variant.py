@@ -109,12 +109,12 @@ class Variant:
                     _look(repeats, ready, call)
                 return found
         ready = self._found("forward", call, self._forwards, key)
-        direct = ready.launcher.direct
+        way = ready.launcher.direct
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if _is_empty(call):
             return out.zero_(), self._lse_of_nothing(call, lse)
         _run(ready, call, {"out": out, "lse": lse}, keeps=ready.measures and keeps_tiles())
-        if ready.launcher.direct != direct:  # more kernels are compiled: what is known does without them
+        if ready.launcher.direct != way:  # more kernels are compiled: what is known does without them
             self.repeats = Repeats()
         return out, lse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class SplitLauncher(TritonLauncher):
         self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: int, interprets: bool
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
-        self.tools = {"divide": self._divide, "divisions": _Divisions(lambda *sizes: self._divide(*sizes, {}))}
+        self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
         # the shortest ways, and those of calls like the last one
         self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}
         self._of_lengths, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
@@ -118,7 +118,7 @@ class SplitLauncher(TritonLauncher):
 
     def _divide(
         self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | None,
-        operands: Mapping[str, Any],
+        operands: Mapping[str, Any] = MappingProxyType({}),
     ) -> Parts:  # fmt: skip
         """By sizes and scalars that the host knows. Lengths count up to a 32nd, so that a cache that grows by a token
         does not ask anew."""
