@@ -13,6 +13,7 @@ it in all that was made use of, and `launch`, which does the rest for such a cal
 
 Nothing is asked less than by the way itself: conditions on sizes and strides held for the call that the factory took,
 and `fits` asks torch in one step for all tensors whether type, device, dtype, sizes, strides and views are the same.
+Where a size is free, as that of a cache that grows, the lines and conditions that depend on it stay in `launch`.
 """
 
 from __future__ import annotations

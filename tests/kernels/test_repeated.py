@@ -672,4 +672,4 @@ def test_what_keys_that_grow_cost_the_host(target: str, launches: _Launches) -> 
     repeated = calls_of(lambda: step(3001))
     for _ in range(20):
         step()
-    assert sorted(calls_of(step) for _ in range(31))[15] <= repeated + 22
+    assert sorted(calls_of(step) for _ in range(31))[15] <= repeated + 10
