@@ -648,6 +648,19 @@ def test_keys_that_grow_are_forgotten_with_all_else(growing: Callable[..., _Grow
     assert not calls.of(query, 110)
 
 
+def test_no_cache_is_kept(growing: Callable[..., _Growing]) -> None:
+    import gc
+    import weakref
+
+    for target in ("triton", "hopper"):
+        calls, tensors = growing(CAUSAL, target), [normal(2, heads, 80, 64) for heads in (4, 2, 2)]
+        assert [calls([tensors[0], *(t[:, :, :n] for t in tensors[1:])], False) for n in range(40, 60)][-1]
+        references = [weakref.ref(t) for t in tensors]
+        calls.launches.addresses, tensors = {}, []
+        gc.collect()
+        assert not any(reference() is not None for reference in references)
+
+
 def test_settings_count_for_keys_that_grow(growing: Callable[..., _Growing]) -> None:
     calls, query, lens = growing(CAUSAL, "triton"), normal(2, 4, 1, 64), {"kv_lens": ints(5, 7)}
     assert [calls.of(query, n, **lens) for n in range(100, 110)][-1]
