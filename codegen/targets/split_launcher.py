@@ -66,7 +66,7 @@ class SplitLauncher(TritonLauncher):
         self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
         # the shortest ways, and those of calls like the last one
         self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}
-        self._of_lengths, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
+        self._known, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
 
@@ -126,8 +126,8 @@ class SplitLauncher(TritonLauncher):
         rounded = -(-kv_len // step) * step
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
         if not self._numbers:
-            return self._of_lengths[batches, heads, kv_heads, q_len, rounded, short]
-        return self._of_lengths[
+            return self._known[batches, heads, kv_heads, q_len, rounded, short]
+        return self._known[
             batches, heads, kv_heads, q_len, rounded, short, *[operands[name] for name in self._numbers]
         ]
 
