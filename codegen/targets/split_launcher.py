@@ -127,9 +127,7 @@ class SplitLauncher(TritonLauncher):
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
         if not self._numbers:
             return self._known[batches, heads, kv_heads, q_len, rounded, short]
-        return self._known[
-            batches, heads, kv_heads, q_len, rounded, short, *[operands[name] for name in self._numbers]
-        ]
+        return self._known[batches, heads, kv_heads, q_len, rounded, short, *[operands[name] for name in self._numbers]]
 
     def _parts(
         self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, *numbers: float
