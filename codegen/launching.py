@@ -192,6 +192,12 @@ class Descriptors(dict[tuple[int, ...], tuple[object, ...]]):
         """The same of one place, by address alone."""
         return _OfOnePlace(self, numbers)
 
+    def along(self, at: int, *numbers: int) -> Callable[[int, int], tuple[object, ...]]:
+        """The same of places that differ in the number at `at`, by address and this number: for those that never
+        return, which nothing is kept of."""
+        encode, places, before, after = self._encode, self._places, numbers[:at], numbers[at + 1 :]
+        return lambda address, number: encode(address, places(*before, number, *after))
+
 
 class _OfOnePlace(dict[int, tuple[object, ...]]):
     def __init__(self, kept: Descriptors, numbers: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ it in all that was made use of, and `launch`, which does the rest for such a cal
 
 Nothing is asked less than by the way itself: conditions on sizes and strides held for the call that the factory took,
 and `fits` asks torch in one step for all tensors whether type, device, dtype, sizes, strides and views are the same.
+Where a size is free, as that of a cache that grows, the lines and conditions that depend on it stay in `launch`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import indent
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .binding import CURRENT_STREAM, ShortestWay, function
+from .binding import CURRENT_STREAM, SHAPES, ShortestWay, function
 
-# methods and attributes of a tensor that a guard of it settles
+# methods and attributes of a tensor that a guard of it settles, and those of them that follow from its sizes
 _SETTLED = frozenset({"shape", "dtype", "stride", "numel", "dim", "get_device", "is_neg", "is_contiguous"})
+_OF_SIZES = frozenset({"shape", "numel", "is_contiguous"})
 # what differs from call to call, among the tools of a way
 _CHANGING = frozenset({"empty", "counter", "is_heard", "current_device", "current_stream"})
 
-Guard = Callable[..., Callable[..., bool]]  # of tensors: whether as many others are like them but for their addresses
+# of tensors: whether as many others are like them but for their addresses, and for sizes of dimensions that are `free`
+Guard = Callable[..., Callable[..., bool]]
 
 
 class Pin(NamedTuple):
@@ -49,19 +53,25 @@ class Again(NamedTuple):
 
 
 def repeated(
-    way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard
-) -> Callable[..., Again | None]:
+    way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard,
+    free: Mapping[str, int] = MappingProxyType({}),
+) -> Callable[..., Again | None]:  # fmt: skip
     """The factory of a way: from a call to what serves all calls like it; None for one that the way turns away.
 
     tensors: those that the call brings, as expressions by name; what is known of them is settled by a guard.
-    conditions: what else must hold, as expressions.
+    conditions: what else must hold, as expressions. free: of tensors that have names for their sizes, a dimension whose
+    size may be another one in each call: what follows from it is asked for and computed in each, as by the way itself.
     """
-    return function(_text(way, tensors, pins, conditions), "repeated", {**way.scope, "guard": guard, "Again": Again})
+    text = _text(way, tensors, pins, conditions, free)
+    return function(text, "repeated", {**way.scope, "guard": guard, "Again": Again})
 
 
-def _text(way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str]) -> str:
+def _text(
+    way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str],
+    free: Mapping[str, int],
+) -> str:  # fmt: skip
     pinned = {pin.name for pin in pins}
-    divided = _Divided(way, frozenset(tensors), pinned)
+    divided = _Divided(way, frozenset(tensors), pinned, free)
     launch = [divided.line(line) for line in way.checked]
     asked = [text for condition in way.conditions if (text := divided.expression(condition)) is not None]
     launch += [f"if not ({' and '.join(asked)}): return None"] if asked else []
@@ -80,19 +90,28 @@ def _text(way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], con
     lines = [
         *way.checked, f"if not ({' and '.join(way.conditions)}): return None",
         *(f"{name} = {expression}" for name, expression in tensors.items() if name != expression),
-        *(f"{pin.name} = {pin.expression}" for pin in pins), *divided.settled, f"alike = guard({', '.join(tensors)})",
+        *(f"{pin.name} = {pin.expression}" for pin in pins), *divided.settled,
+        f"alike = guard({', '.join(tensors)}{_freedom(tensors, free)})",
         f"def fits({way.given}):", f"    return {' and '.join(fitting)}",
         f"def launch({way.given}):", *(indent(line, "    ") for line in launch if line), "return Again(fits, launch)",
     ]  # fmt: skip
     return "\n".join([f"def repeated({way.given}):", *(indent(line, "    ") for line in lines)])
 
 
+def _freedom(tensors: Iterable[str], free: Mapping[str, int]) -> str:
+    """What a guard is told of the dimensions of these tensors."""
+    return f", free={[free.get(name) for name in tensors]}" if free else ""
+
+
 class _Divided(ast.NodeTransformer):
     """Lines of a way without what is settled by the sizes, strides and numbers of a call, which `settled` has."""
 
-    def __init__(self, way: ShortestWay, tensors: frozenset[str], pinned: set[str]) -> None:
+    def __init__(
+        self, way: ShortestWay, tensors: frozenset[str], pinned: set[str], free: Mapping[str, int]
+    ) -> None:  # fmt: skip
         self.settled: list[str] = []
         self._tensors, self._pinned, self._checked = tensors, pinned, frozenset(way.checked)
+        self._free = free
         tools = {n for n in way.scope if not n.startswith(("kept_", "launch_"))} - _CHANGING
         self._known = tools | pinned | {"int", "min", "max"}
         self._names: dict[str, str] = {}  # of settled expressions
@@ -104,6 +123,13 @@ class _Divided(ast.NodeTransformer):
         names = {node.id for node in ast.walk(statement.targets[0]) if isinstance(node, ast.Name)}
         if names <= self._pinned or ast.unparse(statement.targets[0]) == ast.unparse(statement.value):
             return ""
+        match statement.value:
+            case ast.Attribute(ast.Name(tensor), "shape") if tensor in self._free:
+                assert text in self._checked, "there all sizes of the first call have names"
+                dimension = self._free[tensor]
+                size = SHAPES[tensor][dimension]
+                self._known = (self._known | names) - {size}
+                return f"{size} = {tensor}.shape[{dimension}]"
         if self._is_settled(statement.value):
             self._known |= names
             self.settled += [] if text in self._checked else [text]
@@ -133,13 +159,17 @@ class _Divided(ast.NodeTransformer):
         return self._kept(node) or self.generic_visit(node)
 
     def _kept(self, node: ast.expr) -> ast.expr | None:
-        """Descriptors that are kept by address, sizes and strides: the latter are settled."""
+        """Descriptors that are kept by address, sizes and strides: the latter are settled, or all but a size."""
         match node:
             case ast.Subscript(ast.Name(kept), ast.Tuple([address, *numbers])) if kept.startswith("kept_"):
-                if all(map(self._is_settled, numbers)):
-                    text = f"{kept}.of({', '.join(map(ast.unparse, numbers))})"
-                    self.settled.append(f"of_{kept} = {text}")
-                    return ast.Subscript(ast.Name(f"of_{kept}", ast.Load()), address, ast.Load())
+                texts, found = [*map(ast.unparse, numbers)], ast.Name(f"of_{kept}", ast.Load())
+                free = [n for n, number in enumerate(numbers) if not self._is_settled(number)]
+                if not free:
+                    self.settled.append(f"of_{kept} = {kept}.of({', '.join(texts)})")
+                    return ast.Subscript(found, address, ast.Load())
+                if len(free) == 1 and isinstance(numbers[free[0]], ast.Name):
+                    self.settled.append(f"of_{kept} = {kept}.along({free[0]}, {', '.join(texts)})")
+                    return ast.Call(found, [address, numbers[free[0]]], [])
         return None
 
     def _is_settled(self, node: ast.AST) -> bool:
@@ -149,7 +179,8 @@ class _Divided(ast.NodeTransformer):
             case ast.Name(name):
                 return name in self._known
             case ast.Attribute(ast.Name(tensor), attribute):
-                return tensor in self._tensors and attribute in _SETTLED
+                free = attribute in _OF_SIZES and tensor in self._free
+                return tensor in self._tensors and attribute in _SETTLED and not free
             case ast.Attribute():
                 return False
             case ast.Call(called, arguments, []):

@@ -4,7 +4,7 @@ Philox-4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy
 all tests of BigCrush). A counter of four words gives four words of 32 bits, from which sixteen keys that one query sees
 take a number of 15 bits each. Of these the upper 7 are the pair's own; the lower 8, which decide where the upper ones
 do not, it shares with another pair: the share that is dropped is exact to 1/32768, and what falls to two pairs is
-correlated by at most 1/128. The keys that share a counter differ in bits 0, 3, 4 and 5 of their
+correlated by less than 1/250. The keys that share a counter differ in bits 0, 3, 4 and 5 of their
 position, because on a GPU one thread has those of a tile:
 
     counter  (kv_pos // 64 * 4 + kv_pos // 2 % 4, q_pos, head, batch)      key  (low, high word of the seed)

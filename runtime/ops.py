@@ -60,8 +60,13 @@ _LIBRARY.define(
 # -- a call, past the dispatcher or through it -----------------------------------------------------------------------
 def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse of a call, recorded for autograd where gradients are wanted."""
-    query, known = call.query, variant.repeats.known
-    if known is not None and known.fits(call) and unwatched():
+    query, repeats = call.query, variant.repeats
+    known = repeats.known
+    if known is None or not known.fits(call):
+        known = repeats.growing
+        if known is not None and not known.fits(call):
+            known = None
+    if known is not None and unwatched():
         if not (known.recorded and torch.is_grad_enabled()):
             return variant.forward_again(call, known)
         own = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -53,15 +53,21 @@ PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
 
 
-def _guard(*tensors: Tensor) -> Callable[..., bool]:
+def _guard(*tensors: Tensor, free: Sequence[int | None] = ()) -> Callable[..., bool]:
     """Whether as many others are tensors of the same types, devices, dtypes, sizes, strides and flags (of a gradient to
-    be computed, of a view that is negated, of inference mode), under the same modes. It does not keep the tensors."""
+    be computed, of a view that is negated, of inference mode), under the same modes. It does not keep the tensors.
+
+    free: for each tensor, the dimension whose size does not count.
+    """
+    free = free or [None] * len(tensors)
     first = {id(t): n for n, t in reversed(list(enumerate(tensors)))}
     if len(first) < len(tensors):  # torch's own says no where one is in two places: it must be in the same ones
         own, twins = sorted(first.values()), [(n, first[id(t)]) for n, t in enumerate(tensors) if first[id(t)] != n]
-        alike = _guard(*[tensors[n] for n in own])
+        alike = _guard(*[tensors[n] for n in own], free=[free[n] for n in own])
         return lambda *others: alike(*[others[n] for n in own]) and all([others[a] is others[b] for a, b in twins])
-    found: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    sizes = [[None if d == which else size for d, size in enumerate(t.shape)] for t, which in zip(tensors, free)]
+    strides = [list(t.stride()) for t in tensors]
+    found: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return found
 
 
@@ -82,7 +88,9 @@ def _has_guards() -> bool:
             ]
             others += [whole[:, :2].requires_grad_(), torch.nn.Parameter(left), left[0], None]
             alike, right = _guard(left, whole), whole[:, 2:]
-            return alike(right, whole) is True and not any(alike(t, whole) for t in others)
+            of_any_rows = _guard(left, whole, free=(0, None))  # what differs in nothing else comes first
+            any_rows = of_any_rows(left[:1], whole) and not any(of_any_rows(t, whole) for t in (whole, *others[2:]))
+            return any_rows and alike(right, whole) is True and not any(alike(t, whole) for t in others)
     except Exception:  # another torch may take, or raise, anything
         return False
 

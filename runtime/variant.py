@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -105,27 +106,30 @@ class Variant:
             found = ready.launcher.direct(call) if direct and not (ready.measures and keeps_tiles()) else None
             if found is not None:
                 if repeats.wants():
-                    given = (query, call.key, call.value, *call.operands.values())
-                    tensors = [t for t in given if isinstance(t, Tensor)]
-                    if are_plain(tensors):  # else a call like it has to go through torch's dispatcher, as it did
-                        recorded = any([t.requires_grad for t in tensors])
-                        repeats.learn(_repeated(ready, call), ready.measures, recorded)
+                    _look(repeats, ready, call)
                 return found
         ready = self._found("forward", call, self._forwards, key)
+        way = ready.launcher.direct
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if _is_empty(call):
             return out.zero_(), self._lse_of_nothing(call, lse)
         _run(ready, call, {"out": out, "lse": lse}, keeps=ready.measures and keeps_tiles())
+        if ready.launcher.direct != way:  # more kernels are compiled: what is known does without them
+            self.repeats = Repeats()
         return out, lse
 
     def forward_again(self, call: Call, known: Known) -> tuple[Tensor, Tensor]:
         """The same of a call that fits what is known."""
+        repeats = self.repeats  # before anything is launched, against `forget`
         if self._sizes.needed:
             self._sizes.check(call)
         if (type(call.sequences) is Dense or not checks_values()) and not (known.measures and keeps_tiles()):
             found: tuple[Tensor, Tensor] | None = known.launch(call)
             if found is not None:
-                self.repeats.hits += 1
+                if known.look is None:
+                    repeats.hits += 1
+                elif repeats.growing is known and repeats.wants_of_grown():
+                    repeats.learn(known.look(call), known.measures, known.recorded)
                 return found
         return self.forward(call)
 
@@ -373,6 +377,19 @@ class Variant:
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
+
+
+def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
+    """Learn what serves calls like this one; where there were others before, also what serves those of more keys."""
+    tensors = [t for t in (call.query, call.key, call.value, *call.operands.values()) if isinstance(t, Tensor)]
+    if not are_plain(tensors):  # a call like it has to go through torch's dispatcher, as it did
+        return
+    recorded = any([t.requires_grad for t in tensors])
+    look = partial(_repeated, ready)
+    repeats.learn(look(call), ready.measures, recorded)
+    growing: Callable[..., Again | None] | None = getattr(ready.launcher, "growing", None)
+    if growing is not None and repeats.wants_growing() and (found := growing(call)) is not None:
+        repeats.growing = Known(found.fits, found.launch, ready.measures, recorded, look)
 
 
 def _repeated(ready: _Ready, *given: Any) -> Again | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,8 @@ class RaggedBox(Box):
 
 def sharing_l2(batch_heads: int, kv_bytes: float) -> int:
     """Query heads whose K and V fit L2 together, of as many equal groups as it takes."""
+    if batch_heads * kv_bytes <= L2_BYTES:
+        return batch_heads
     groups = -(-batch_heads // max(1, int(L2_BYTES / max(1.0, kv_bytes))))
     return -(-batch_heads // groups)
 
@@ -169,8 +171,10 @@ class Described(NamedTuple):
             return f"at_{name}, *{name}.shape, *{name}.stride()"
         return f"at_{name}, {_EXTENTS[name.removeprefix('d')]}, {name}_sb, {name}_sh, {name}_sl"
 
-    def places(self, *numbers: int) -> tuple[list[int], list[int]]:
-        return self.box.places(self.width, *numbers)
+    @property
+    def places(self) -> Callable[..., tuple[list[int], list[int]]]:
+        """Sizes and strides that the descriptor has, from the numbers that `key` has after the address."""
+        return partial(self.box.places, self.width)
 
 
 def _of_pairs(tensor: str, read: Load) -> Described:

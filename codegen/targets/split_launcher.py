@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _TOO_MANY = "schedule split_kv: expected up to 2**30 packed queries times heads;
 
 
 class _Divisions(dict[tuple[Any, ...], Parts]):
-    """How keys are divided, by sizes of a call."""
+    """How keys are divided, by sizes of a call and what follows from them."""
 
     def __init__(self, divide: Callable[..., Parts]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Divisions(dict[tuple[Any, ...], Parts]):
     def __missing__(self, sizes: tuple[Any, ...]) -> Parts:
         if len(self) >= MOST_DIVISIONS:
             self.clear()
-        found = self[sizes] = self._divide(*sizes, {})
+        found = self[sizes] = self._divide(*sizes)
         return found
 
 
@@ -65,8 +65,9 @@ class SplitLauncher(TritonLauncher):
     ) -> None:
         super().__init__(modules, code, facts, device, interprets)
         self.tools = {"divide": self._divide, "divisions": _Divisions(self._divide)}
-        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}  # the shortest ways, and those of repeated calls
-        self._known: dict[tuple[object, ...], Parts] = {}
+        # the shortest ways, and those of calls like the last one
+        self._ways: dict[Mode, tuple[Callable[..., Any], ...]] = {}
+        self._known, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
         read = {scalar.name for line in facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in facts.attention.parameters if p.name in read]
 
@@ -118,31 +119,31 @@ class SplitLauncher(TritonLauncher):
 
     def _divide(
         self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, q_offset: int | None, head_dim: int,
-        operands: Mapping[str, Any],
+        operands: Mapping[str, Any] = MappingProxyType({}),
     ) -> Parts:  # fmt: skip
         """By sizes and scalars that the host knows. Lengths count up to a 32nd, so that a cache that grows by a token
         does not ask anew. head_dim: what a mask reads, which is not the width of an absorbed query."""
         step = 1 << max(kv_len.bit_length() - 6, 4)
         rounded = -(-kv_len // step) * step
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
-        numbers = tuple([operands[name] for name in self._numbers]) if self._numbers else ()
-        key = (batches, heads, kv_heads, q_len, rounded, short, head_dim, *numbers)
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= MOST_DIVISIONS:
-                self._known.clear()
-            env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
-            found = self._known[key] = self._parts(batches, heads, kv_heads, q_len, rounded, short, env)
-        return found
+        key = (batches, heads, kv_heads, q_len, rounded, short, head_dim)
+        return self._known[(*key, *[operands[name] for name in self._numbers]) if self._numbers else key]
 
     def _parts(
-        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, env: Environment
-    ) -> Parts:
-        machine, form = self._machine(), self.form(SPLIT, True)
+        self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, head_dim: int,
+        *numbers: float,
+    ) -> Parts:  # fmt: skip
+        form = self.form(SPLIT, True)
         offset = kv_len - q_len - short
+        env = {"head_dim": head_dim, **dict(zip(self._numbers, numbers))}
         longest = longest_visits(self.facts.kv_tiles, q_len, kv_len, form.block_q, form.block_kv, offset, env)
+        return self._of_tiles[batches, heads, kv_heads, q_len, longest]
+
+    def _by_tiles(self, batches: int, heads: int, kv_heads: int, q_len: int, longest: int) -> Parts:
+        """By the tiles of keys that the longest unit visits: beyond them a division asks nothing of lengths."""
+        machine, form = self._machine(), self.form(SPLIT, True)
         narrow = form.of_rows(heads // kv_heads * q_len)
-        sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, kv_len))
+        sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, longest * form.block_kv))
         uneven = self.sequences != "dense"
         return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven)
 
@@ -166,9 +167,9 @@ class SplitLauncher(TritonLauncher):
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _go_directly(self, mode: Mode, ready: Any) -> None:
         super()._go_directly(mode, ready)
-        self._ways[mode] = self.direct, self.repeated
+        self._ways[mode] = self.direct, self.repeated, self.growing
         if len(self._ways) > 1:
-            self.direct, self.repeated = map(_first_of, zip(*self._ways.values()))
+            self.direct, self.repeated, self.growing = map(_first_of, zip(*self._ways.values()))
 
     def _conditions(self, mode: Mode, lengths: Sequence[str]) -> list[str]:
         return super()._conditions(mode, lengths) + self._group_conditions(mode)

@@ -15,7 +15,7 @@ from ...compiler.planning.measures import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH
 from ...compiler.planning.signature import PACKED, PAGED
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from ..binding import Packer, ShortestWay, direct, fitting, like, rows_of
+from ..binding import SHAPES, Packer, ShortestWay, direct, fitting, like, rows_of
 from ..repeating import Again, Guard, Pin, repeated
 from .triton_sums import SummingLauncher
 from .triton_workspace import WORK_SIDES
@@ -63,6 +63,7 @@ class DirectLauncher(SummingLauncher):
     direct: Callable[[Any], Any]
     backward_of: Callable[..., Any]  # `direct` of a backward, without the records of its call
     repeated: Callable[..., Again | None]  # for calls like one that the shortest way took
+    growing: Callable[..., Again | None]  # for those that have other numbers of keys, too
     guard: Guard | None  # of tensors; None: no call is known to be like another
     # both made by torch's public functions; quicker ones may take their places
     empty: Callable[..., Tensor]  # contiguous or not
@@ -127,25 +128,31 @@ class DirectLauncher(SummingLauncher):
         found = way.function()
         guarded = {n: sources[n] for n in (*names, *self.tensors, *lengths) if n not in absent}
         guarded |= {"q_offset_ptr": offset} if mode.per_row else {}
-        self._repeat(way, guarded, *self._unchanging(mode, record, offset, lengths))
+        pins, asked = self._unchanging(mode, record, offset, lengths)
+        self.repeated = self._factory(way, guarded, pins, asked)
+        if not self.backward and self.sequences in ("dense", "lengths"):
+            free = {n: SHAPES[n].index(f"{size}_len") for n, size in (("key", "kv"), ("value", "value")) if n in names}
+            pins = [pin for pin in pins if pin.name != "q_offset"]  # of a query at the end it follows from the keys
+            self.growing = self._factory(way, guarded, pins, asked, free)
         if not self.backward:
             self.direct = found
         else:
             self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
 
-    def _repeat(
-        self, way: ShortestWay, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str]
-    ) -> None:
+    def _factory(
+        self, way: ShortestWay, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str],
+        free: Mapping[str, int] = MappingProxyType({}),
+    ) -> Callable[..., Again | None]:  # fmt: skip
         guard = self.guard
         if guard is None:
-            return
+            return nothing_yet
 
         @cache
         def factory() -> Callable[..., Again | None]:
             with PARSING:
-                return repeated(way, guarded, pins, conditions, guard)
+                return repeated(way, guarded, pins, conditions, guard, free)
 
-        self.repeated = lambda *given: factory()(*given)  # made for the first call that repeats
+        return lambda *given: factory()(*given)  # made for the first call that repeats
 
     def _unchanging(
         self, mode: Mode, record: str, offset: str, lengths: Sequence[str]

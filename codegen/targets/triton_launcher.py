@@ -87,7 +87,7 @@ class TritonLauncher(DirectLauncher):
         self.backward = code.signature.direction == "backward"
         self.sequences = code.signature.sequences
         self.tensors = {f"arg_{p.name}": p.rank for p in facts.attention.parameters if isinstance(p, TensorOperand)}
-        self.direct = self.backward_of = self.repeated = nothing_yet
+        self.direct = self.backward_of = self.repeated = self.growing = nothing_yet
         self.guard = None
         self.empty, self.current_device = self._empty, torch.cuda.current_device
         names = self._operand_names()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 from ...ir.errors import InternalError, WeftError
@@ -356,9 +357,10 @@ def count_tiles(
     over_q = program.axis == "kv"
     rows, step, block, length = (q_len, block_q, block_kv, kv_len) if over_q else (kv_len, block_kv, block_q, q_len)
     values |= {"block": block, "length": length}
-    _check_given(program, values)
+    lines, needed = _runnable(program.body)
+    if missing := [name for key, name in needed.items() if key not in values]:
+        raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")
     first, last, base = ("q_first", "q_last", offset) if over_q else ("kv_first", "kv_last", 0)
-    lines = [(line.name, _function(line.value)) for line in program.body]
     tiles = -(-rows // step)
     chosen = _evenly(tiles)
     edge = full = 0
@@ -380,9 +382,9 @@ def _evenly(tiles: int) -> Iterable[int]:
     return [(2 * k + 1) * tiles // (2 * MOST_EXACT) for k in range(MOST_EXACT)]
 
 
-def _check_given(program: TileProgram, values: Mapping[str, object]) -> None:
-    needed = {s.name for line in program.body for s in scalars(line.value)}
-    needed |= {t.name for line in program.body for t in tensors(line.value)}
-    missing = sorted(n for n in needed if _operand(n) not in values)
-    if missing:
-        raise WeftError(f"the tiles depend on {', '.join(missing)}: give values for them to count tiles")
+@lru_cache(maxsize=256)
+def _runnable(body: tuple[Assign, ...]) -> tuple[list[tuple[str, _Compiled]], dict[str, str]]:
+    """The lines of a program, and the operands that they read: names by keys."""
+    read = {s.name for line in body for s in scalars(line.value)}
+    read |= {t.name for line in body for t in tensors(line.value)}
+    return [(line.name, _function(line.value)) for line in body], {_operand(n): n for n in sorted(read)}

@@ -233,6 +233,35 @@ def test_what_is_known_of_calls_that_repeat_changes_no_result(target, lengths, m
     assert [kind.repeats.hits for kind in known._variant.recorded.values()] >= [4]
 
 
+@pytest.mark.parametrize("lengths", [False, True], ids=["dense", "lengths"])
+@pytest.mark.parametrize(("target", "rows"), [("triton", 1), ("triton", 30), ("hopper", 30)])
+def test_keys_that_grow_are_computed_as_if_nothing_were_known(target, rows, lengths, monkeypatch):
+    """Nor is what lies behind them seen, where others will lie."""
+    q, *made = [normal(2, heads, n, 64, seed=n) for heads, n in ((4, rows), (2, 1200), (2, 1201))]
+    caches = [torch.full_like(m, torch.nan) for m in made]
+    lens = {"kv_lens": torch.tensor([20, 33], device="cuda", dtype=torch.int32)} if lengths else {}
+    known, unknown = (CAUSAL.replace(name=f"{name}_{target}_{rows}_{lengths}") for name in ("grown", "alone"))
+
+    def step(variant, length):
+        return variant(q, *(cache[:, :, :length] for cache in caches), **lens, target=target)
+
+    def served(length):
+        found = known._variant.repeats.growing
+        return found is not None and step(known, length) is not None and found is known._variant.repeats.growing
+
+    steps = [*range(33, 150), *range(250, 264), *range(380, 390), *range(1016, 1030), 1199]
+    for n in steps:
+        for cache, own in zip(caches, made):
+            cache[:, :, :n] = own[:, :, :n]
+        out = step(known, n)
+        assert error(out, exact(CAUSAL, q, *(cache[:, :, :n] for cache in caches), **lens)) < 6e-3, n
+        with monkeypatch.context() as without:
+            without.setattr("weft.runtime.variant.guard", None)
+            assert torch.equal(out, step(unknown, n)), n
+    assert served(1199) and served(40)
+    assert unknown._variant.repeats.growing is None
+
+
 def test_a_graph_needs_nothing_of_what_is_kept():
     q, k, v = qkv(2, 4, 300, 64)
     want = CAUSAL(q, k, v, target="hopper")
