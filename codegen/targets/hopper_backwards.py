@@ -68,8 +68,6 @@ def no_distances(signature: Signature, facts: Facts) -> str | None:
 
 def no_drawn(signature: Signature, facts: Facts) -> str | None:
     """Where it does not draw what a backward drops."""
-    if signature.sequences != "dense":
-        return "of sequences of their own lengths"
     if signature.widths.rope_dim:
         return "of expanded latent attention"
     if not is_one_pass(signature):

@@ -17,6 +17,7 @@ from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
 
 from ..support import check_errors, mostly
+from . import test_lengths_on_hopper as lengths
 from .test_flash_on_hopper import MAIN, launch, operands_of
 
 pytest.importorskip("triton")
@@ -32,12 +33,14 @@ VARIANTS = {
     "far": weft.Attention(score + 1000.0 * (kv_pos % 2), masks.causal, dropout=0.3, name="far"),
     "sink": weft.Attention(mask=masks.causal, sink=sinks[head], dropout=0.3, name="sunk"),
     "few_rows_see": weft.Attention(mask=kv_pos < q_pos - 70, dropout=0.3, name="few_rows_see"),
+    "documents": lengths.MEASURED["documents"].replace(dropout=0.3, name="dropped_documents"),
 }
 
 
 def operands(variant: weft.Attention, heads: int, seed: int = 1 << 40 | 7) -> dict[str, Any]:
     torch.manual_seed(5)
-    made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed])}
+    made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed]),
+            "doc": torch.stack([torch.arange(400) // n for n in (30, 50)])}  # fmt: skip
     return {operand.name: made[operand.name] for operand in variant.parameters}
 
 
@@ -111,12 +114,35 @@ def test_gradients_of_keys_do_not_depend_on_who_comes_first() -> None:
     assert all(torch.equal(first[n], second[n]) for n in ("dkey", "dvalue"))
 
 
+# -- sequences with lengths: positions are those within a sequence -----------------------------------------------------
+def check_sequences(name: str, kind: str, *widths: int, deterministic: bool = False, **options: Any) -> None:
+    variant = VARIANTS[name]
+    given = operands(variant, 4)
+    if name == "documents":
+        given |= lengths.operands_of(lengths.MEASURED["documents"])
+    lengths.check(variant, kind, *widths, heads=4, kv_heads=2, deterministic=deterministic, operands=given, **options)
+
+
+OF_SEQUENCES = ["causal", "window", "capped", "few_rows_see", "documents"]
+
+
+@pytest.mark.parametrize("kind", lengths.KINDS)
+@pytest.mark.parametrize("name", mostly(["causal", "documents"], OF_SEQUENCES))
+def test_sequences_of_their_own_lengths(name: str, kind: str) -> None:
+    check_sequences(name, kind, 64)
+
+
+@pytest.mark.parametrize("kind", lengths.KINDS)
+@pytest.mark.parametrize("offset", [3, torch.tensor([3, 5, -2, 40, 0, 20], dtype=torch.int32)], ids=["int", "tensor"])
+def test_positions_of_sequences(offset: Any, kind: str) -> None:
+    check_sequences("causal", kind, 128, offset=offset)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"deterministic": True}, "in two passes"),
         ({"wanted": frozenset({"key", "value"})}, "in two passes"),
-        ({"sequences": "packed", "offset": "bottom_right"}, "of sequences of their own lengths"),
         ({"widths": Widths(192, 192)}, "in two passes"),
     ],
 )
