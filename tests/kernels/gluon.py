@@ -568,8 +568,8 @@ class Kernels:
         if "unpacked" in self.space:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
-        if "words_of" in self.space:
-            self.space |= {"words_of": _words_of, "noted": _noted, "masked": _masked}
+        known = {"words_of": _words_of, "own_words_of": _words_of, "noted": _noted, "masked": _masked}
+        self.space |= {name: own for name, own in known.items() if name in self.space}
 
     def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
         """Run all programs, one after the other; tensors stand for their addresses."""
