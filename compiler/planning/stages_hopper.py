@@ -104,8 +104,8 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
     product = "asynchronous"
     stored = t.boxes and "pair" in t.sums
     shared = "; of columns that heads share, float32 sums of each head or of all" if t.wants_shared_dkey else ""
-    drawn = [computes("dropped", "which pairs are dropped, a bit each in SRAM, ahead, by a warp for 32 queries", EACH_Q)]
-    drawn = drawn if t.traits.drops else []
+    bits = "which pairs are dropped, a bit each in SRAM, ahead, by a warp for 32 queries"
+    drawn = [computes("dropped", bits, EACH_Q)] if t.traits.drops else []
     stages = [
         loads("key", t.key(), ONCE),
         loads("value", t.value(), ONCE),
