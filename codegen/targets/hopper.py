@@ -99,9 +99,11 @@ class HopperTarget:
         kernels: tuple[Kernel, ...] = FLASH[:1]
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
-            one_pass = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
-            whole = is_one_pass(signature) and not summed
-            kernels = one_pass if whole else two_passes(signature.wanted, summed, sums_of_keys(signature, facts))
+            if is_one_pass(signature) and not summed:
+                kernels = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
+            else:
+                by_keys = sums_of_keys(signature, facts)
+                kernels = two_passes(signature.wanted, summed, by_keys, facts.attention.drops)
             kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
         found = with_measuring(kernels, facts.traits.measured)
         found = with_work(found) if signature.sequences in PACKED else found

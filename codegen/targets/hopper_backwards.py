@@ -10,6 +10,7 @@ from ...compiler.analysis.places import read_once
 from ...compiler.planning.distances import levels_of, tables_of
 from ...compiler.planning.kernels import (
     DRAWN_BACKWARD,
+    DRAWN_KEYS,
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
@@ -68,12 +69,10 @@ def no_distances(signature: Signature, facts: Facts) -> str | None:
 
 def no_drawn(signature: Signature, facts: Facts) -> str | None:
     """Where it does not draw what a backward drops."""
-    if signature.sequences != "dense":
-        return "of sequences of their own lengths"
     if signature.widths.rope_dim:
         return "of expanded latent attention"
-    if not is_one_pass(signature):
-        return "in two passes"
+    if not fits_by_rows(signature.widths):
+        return "with D above 192 or Dv above 128"
     if _wanted_kinds(signature, facts):
         return "with gradients of operands"
     return None if facts.boxed_read is None else "beside what each pair reads"  # which has no tiles there
@@ -113,13 +112,17 @@ def stores_boxes(signature: Signature, facts: Facts) -> bool:
     return alone and read_once(read) and facts.scale_beside_box is not None
 
 
-def two_passes(wanted: frozenset[str], summed: bool = False, by_keys: bool = False) -> tuple[Kernel, ...]:
+def two_passes(
+    wanted: frozenset[str], summed: bool = False, by_keys: bool = False, drops: bool = False
+) -> tuple[Kernel, ...]:
     """The kernels of wanted gradients, each sum with one owner; of both sides where only a sink has one.
 
     Statistics are as the keys' pass wants them, if it runs. summed, by_keys: gradients of the score's operands, which
     the queries' or the keys' pass sums, are wanted too.
     """
     _, _, dquery, dkey_dvalue = FLASH
+    if drops:
+        dkey_dvalue = DRAWN_KEYS
     owns_queries, owns_keys = "query" in wanted or summed, bool(wanted & OWNED_BY_KEYS) or by_keys
     passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if owns_keys else [])]
     passes = passes or [dquery, dkey_dvalue]

@@ -9,7 +9,7 @@ import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
-from ...compiler.planning.kernels import DRAWN_BACKWARD, Kernel
+from ...compiler.planning.kernels import DRAWN_BACKWARD, DRAWN_KEYS, Kernel
 from ...compiler.planning.signature import Signature, Widths
 from ...ir.expr import Call, Const, Expr, Symbol
 from ...ir.reference import evaluate
@@ -63,6 +63,8 @@ def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -
     """Why a kernel of the backward cannot have this form."""
     if kernel == DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.pair_bytes):
         return "with dropout, expected 64 queries, whose bits two warps draw"
+    if kernel == DRAWN_KEYS and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
+        return "with dropout, expected 32 or 64 queries, whose bits a warp draws or two, and 128 keys"
     if form.pair_bytes and (kernel.name != "flash_backward" or form.block_q != 64 or form.next_scores):
         return "tiles of what pairs read are brought in one pass, with 64 queries"
     if kernel.name == "flash_dquery":

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.tiles import Environment
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
 from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device

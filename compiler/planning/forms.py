@@ -20,6 +20,7 @@ from .quantities import (
     PIECE_COLUMNS,
     Formula,
     Sizes,
+    flash_dkey_dvalue_sram,
     hopper_by_columns_sram,
     hopper_forward_sram,
     hopper_forward_sram_in_place,
@@ -200,7 +201,7 @@ class HopperBackwardForm:
 
     def sram(self, kernel: Kernel) -> Formula:
         found = kernel.sram
-        if kernel.name == "flash_dkey_dvalue":
+        if kernel.sram is flash_dkey_dvalue_sram:
             found = hopper_by_columns_sram if self.by_columns else hopper_loaded_sram
         return _with_boxes(found, self.pair_bytes) if self.pair_bytes and not kernel.follows else found
 

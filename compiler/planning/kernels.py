@@ -32,6 +32,7 @@ from .quantities import (
     head_running_gradient,
     hopper_backward_sram,
     hopper_backward_written,
+    hopper_drawn_keys_sram,
     hopper_drawn_sram,
     hopper_statistics_and_zeros_sram,
     joined_written,
@@ -277,6 +278,7 @@ HOPPER_BACKWARD = Kernel(
     flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, QUERIES_AGAIN,
 )  # fmt: skip
 DRAWN_BACKWARD = replace(HOPPER_BACKWARD, sram=hopper_drawn_sram)  # where weights are dropped
+DRAWN_KEYS = replace(FLASH[3], sram=hopper_drawn_keys_sram)  # likewise, in two passes
 ROUND_DQUERY = Kernel(
     "round_dquery", "backward", "backward_q", "kv", _ROWS, query_programs, round_dquery_sram,
     sums_of_dquery, query_bytes, none, none, KEYS_AGAIN, "flash_backward",

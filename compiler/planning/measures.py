@@ -28,7 +28,7 @@ FEW = 1 << 14  # positions of an axis above which it is long: ends of its tiles 
 STRETCH = 128  # tiles that are looked at as one before they are looked at each
 CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
 LIST_HEAD = 4  # numbers before the tiles of a list
-_VISITORS = (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)
+_VISITORS = {k.name for k in (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)}
 _ONCE_EACH = Again(lambda x: 1, none)
 _OF_A_STRETCH = f"{STRETCH} tiles, many at a time"
 _A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
@@ -180,7 +180,7 @@ def with_measuring(
     queries over pages, whose tiles of queries have places as packed ones, and those of keys as padded ones.
     """
     lists = measuring is not None and measuring.source == "lists"
-    if measuring is None or (lists and SPLIT_KV[0] in kernels) or not any(kernel in _VISITORS for kernel in kernels):
+    if measuring is None or (lists and SPLIT_KV[0] in kernels) or all(k.name not in _VISITORS for k in kernels):
         return list(kernels)
     if sequences == "packed_paged":
         return list(kernels)
@@ -188,7 +188,7 @@ def with_measuring(
     if measuring.by_pair and sequences != "packed":
         found.append(cells_kernel(kernels[0].direction, measuring))
     for kernel in kernels:
-        if kernel in _VISITORS:
+        if kernel.name in _VISITORS:
             made = [lists_kernel] if lists else [spans_kernel, long_spans_kernel]
             made[1:1] = [ends_kernel] if f"{kernel.axis}_ends" in ends_of(measuring) else []
             found += [make(kernel.axis, kernel.direction, kernel.slot, measuring) for make in made]
@@ -231,10 +231,12 @@ def with_work(kernels: Sequence[Kernel]) -> list[Kernel]:
     The kernels around the hopper backward own tiles of queries, as large as those that it visits; its statistics of
     rows have the list of the kernel that owns queries, where there is one.
     """
-    if HOPPER_BACKWARD in kernels:
+    names = [k.name for k in kernels]
+    if HOPPER_BACKWARD.name in names:
         return [work_kernel(HOPPER_BACKWARD.name, side) for side in ("q", "kv")] + list(kernels)
-    found = [work_kernel(k.name) for k in kernels if k in FLASH and k != ROW_STATISTICS]
+    owners = [k.name for k in FLASH if k != ROW_STATISTICS]
+    found = [work_kernel(name) for name in names if name in owners]
     of_tiles = any(k.name == ROW_STATISTICS.name and k.follows is not None for k in kernels)
-    if of_tiles and FLASH[2] not in kernels:
+    if of_tiles and FLASH[2].name not in names:
         found.insert(0, work_kernel(FLASH[3].name, "q"))
     return [*found, *kernels]

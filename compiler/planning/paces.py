@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...ir.normalizer import RELU, SIGMOID
 from ..analysis.records import Traits, Work
 from .forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
-from .kernels import Kernel
+from .kernels import DRAWN_KEYS, Kernel
 from .measures import ENDS, LONG_SPANS, SPANS
 from .quantities import Sizes
 
@@ -126,7 +126,8 @@ def instructions_of(kernel: Kernel, traits: Traits) -> Instructions:
     weight = _WEIGHT.get(traits.normalizer, Work(1, 0))
     score = traits.score_work
     slope = traits.slope_work if kernel.direction == "backward" else Work()
-    dropped = _DROPPED.get(kernel.name, _DROPPED_ELSEWHERE) if traits.drops else 0.0
+    drawn_as = "flash_backward" if kernel == DRAWN_KEYS else kernel.name
+    dropped = _DROPPED.get(drawn_as, _DROPPED_ELSEWHERE) if traits.drops else 0.0
     mask = traits.mask_work
     return Instructions(
         special=weight.special + score.special + slope.special,

@@ -404,9 +404,19 @@ def hopper_backward_sram(x: Sizes) -> float:
     return hopper_loaded_sram(x) + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
 
 
+def drawn_sram(x: Sizes) -> float:
+    """A bit for each pair of visited tiles, whether it is dropped."""
+    return x.s * x.bq * x.bkv / 8
+
+
 def hopper_drawn_sram(x: Sizes) -> float:
-    """The same, and a bit for each pair of a visited tile, whether it is dropped."""
-    return hopper_backward_sram(x) + x.s * x.bq * x.bkv / 8
+    """Of one pass that drops weights."""
+    return hopper_backward_sram(x) + drawn_sram(x)
+
+
+def hopper_drawn_keys_sram(x: Sizes) -> float:
+    """Of the pass that owns keys."""
+    return hopper_loaded_sram(x) + drawn_sram(x)
 
 
 def hopper_by_columns_sram(x: Sizes) -> float:

@@ -104,8 +104,8 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
     product = "asynchronous"
     stored = t.boxes and "pair" in t.sums
     shared = "; of columns that heads share, float32 sums of each head or of all" if t.wants_shared_dkey else ""
-    drawn = [computes("dropped", "which pairs are dropped, a bit each in SRAM, ahead, by two warps", EACH_Q)]
-    drawn = drawn if t.traits.drops else []
+    bits = "which pairs are dropped, a bit each in SRAM, ahead, by a warp for 32 queries"
+    drawn = [computes("dropped", bits, EACH_Q)] if t.traits.drops else []
     stages = [
         loads("key", t.key(), ONCE),
         loads("value", t.value(), ONCE),
@@ -151,7 +151,7 @@ def hopper_flash_dquery(t: Tiles) -> list[Stage]:
         loads("value", f"{t.value()}, {slot}", EACH_KV, AHEAD),
         keeps("dquery", f"{', '.join(results)} float32, by {consumers}; {', '.join(t.saved('lse', 'delta'))}"),
         computes("scores", f"{t.scores()} = Q K^T, asynchronous", EACH_KV),
-        computes("dweights", f"{t.scores('dP')} = dO V^T, asynchronous", EACH_KV),
+        computes("dweights", f"{t.scores('dP')} = {t.kept('dO V^T')}, asynchronous", EACH_KV),
         computes("weights", f"{weights_text(t)}{t.mask_text}", EACH_KV),
         computes("dscores", f"dS = {dscore(t)}", EACH_KV),
         *product,

@@ -6,9 +6,10 @@ import pytest
 
 import weft
 from weft import masks
+from weft.compiler.planning.signature import SequenceKind
 
 pytest.importorskip("triton")
-from .ahead import compiled, count_opcode
+from .ahead import Kernel, compiled, count_opcode
 
 PLAIN = weft.Attention(mask=masks.causal, name="causal")
 DROPPED = PLAIN.replace(dropout=0.1, name="dropped")
@@ -74,6 +75,52 @@ def test_hardly_anything_is_spilled_in_loops(variant: weft.Attention, width: int
             assert kernel.spills_in_loops() * 200 <= of_loops, f"{direction} {name}"
 
 
+def drawing_loops(kernel: Kernel) -> list[list[str]]:
+    """Of the drawers, one for 32 queries of a tile: loops of counters without matrix products."""
+    loops = [loop for loop in kernel._inner_loops() if not count_opcode("HGMMA", loop)]
+    return [loop for loop in loops if count_opcode(r"IMAD\.WIDE", loop) >= 2 * (ROUNDS - 2)]
+
+
+SPILLED_KEYS = 3  # keys of rounds, which a drawer of sequences with lengths may load anew for each counter
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_hopper_backward_of_sequences(width: int, sequences: SequenceKind) -> None:
+    """Its loops are those of the dense kernel."""
+    dense, own = (
+        compiled(DROPPED, "backward", width, target="hopper", sequences=s).kernels["flash_backward"]
+        for s in ("dense", sequences)
+    )
+    assert not own.serialised and own.spills_in_loops() <= dense.spills_in_loops() + 16
+    for ours, theirs in zip(own.product_loops(), dense.product_loops(), strict=True):
+        assert len(ours) <= len(theirs) * 1.15
+    assert len(drawing_loops(own)) == 64 // 32
+    for loop in drawing_loops(own):
+        assert count_opcode("(?:LDL|STL)", loop) <= SPILLED_KEYS
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sequences", ["dense", "packed"])
+@pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128)])
+def test_the_hopper_backward_in_two_passes(width: int, value_dim: int, sequences: SequenceKind) -> None:
+    """Nothing is spilled: numbers of a consumer's own pairs cost six instructions each, bits of drawers five."""
+    given = {"target": "hopper", "value_dim": value_dim, "sequences": sequences, "deterministic": True}
+    made = compiled(DROPPED, "backward", width, **given)
+    forms = "/".join(f"{n}=hopper:{made.plans[n].form}" for n in ("flash_dquery", "flash_dkey_dvalue"))
+    plain = compiled(DROPPED.replace(dropout=0.0), "backward", width, schedule=f"flash/{forms}", **given)
+    for name, most in (("flash_dquery", 6.2), ("flash_dkey_dvalue", 5.0)):
+        kernel, form = made.kernels[name], made.plans[name].form
+        assert not kernel.serialised and not kernel.spills_in_loops(), name
+        pairs = 64 * (form.block_kv if name == "flash_dquery" else form.block_q) // THREADS
+        for ours, theirs in zip(kernel.product_loops(), plain.kernels[name].product_loops(), strict=True):
+            assert len(ours) <= len(theirs) + most * pairs, name
+    drawn = drawing_loops(made.kernels["flash_dkey_dvalue"])
+    assert len(drawn) == made.plans["flash_dkey_dvalue"].form.block_q // 32
+    assert not any(count_opcode("(?:LDL|STL)", loop) for loop in drawn)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("variant", "width"), [(DROPPED, 128), (CAPPED, 64), (DROPPED, 80)])
 def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
@@ -88,11 +135,8 @@ def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
     assert len(consumers) == len(before) == 2
     for ours, theirs in zip(consumers, before):
         assert len(ours) <= len(theirs) + 5.5 * pairs
-    drawers = [loop for loop in kernel._inner_loops() if count_opcode(r"IMAD\.WIDE", loop) >= 4 * (ROUNDS - 2)]
-    assert len(drawers) == 64 // 32  # one for 32 queries
-    for loop in drawers:
+    assert len(drawing_loops(kernel)) == 64 // 32
+    for loop in drawing_loops(kernel):
         assert not count_opcode("(?:LDL|STL)", loop)
         assert len(loop) <= 104  # of two counters
-        assert (
-            count_opcode(r"(?:ISETP|SEL)", loop) <= 2
-        )  # a comparison is one of two pairs, whose bits stay where they are
+        assert count_opcode(r"(?:ISETP|SEL)", loop) <= 2  # a comparison is one of two pairs and leaves their bits

@@ -13,6 +13,8 @@ import weft
 
 from ..kernels.test_dropout import ALL, CAUSAL, VARIANTS, operands_of
 from ..support import check_variant, poisoned
+from .test_lengths import given
+from .test_lengths_on_hopper import DOCUMENTS, documents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -100,6 +102,49 @@ def test_gradients_repeat_and_a_checkpoint_drops_the_same() -> None:
     for x, y in zip(*found):  # in one pass those of queries are added to in any order
         torch.testing.assert_close(x, y, atol=1e-2, rtol=2e-2)
     assert torch.equal(found[0][2], found[1][2])
+
+
+# -- on hopper: in two passes, and of sequences with lengths ----------------------------------------------------------
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("target", ["hopper"])
+@pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128), (144, 80), (192, 192)])
+@pytest.mark.parametrize("length", [65, 300, 513])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_passes(name: str, length: int, width: int, value_dim: int, target: str) -> None:
+    shapes = ((2, 4, length, width), (2, 2, length + 6, width), (2, 2, length + 6, value_dim))
+    tensors = [poisoned(shape, torch.bfloat16, "cuda", seed=n) for n, shape in enumerate(shapes)]
+    operands = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in operands_of(VARIANTS[name], length + 6).items()}
+    check_variant(VARIANTS[name], *tensors, operands=operands, target=target, deterministic=True)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("target", ["hopper"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (80, 80), (192, 128)])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "capped", "few_rows_see", "documents"])
+def test_sequences_on_hopper(
+    name: str, width: int, value_dim: int, kind: str, deterministic: bool, target: str
+) -> None:
+    made, lengths = given(kind, width, value_dim=value_dim)
+    variant = DOCUMENTS.replace(dropout=0.2) if name == "documents" else VARIANTS[name]
+    operands = lengths | {"seed": 1 << 40 | 7} | ({"doc": documents()} if name == "documents" else {})
+    check_variant(variant, *made, operands=operands, target=target, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("kind", ["dense", "padded", "packed"])
+@pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("target", ["hopper"])
+def test_two_passes_repeat_bit_for_bit(target: str, width: int, value_dim: int, kind: str) -> None:
+    made, lengths = given("padded" if kind == "dense" else kind, width, value_dim=value_dim)
+    if kind == "dense":
+        made, lengths = [t.nan_to_num() for t in made], {}
+    leaves = [t.requires_grad_() for t in made]
+    out = CAUSAL(*leaves, **lengths, seed=5, target=target, deterministic=True)
+    dout = torch.randn_like(out)
+    runs = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(30)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0]))
+    assert not any(t.isnan().any() for t in runs[0])
 
 
 @pytest.mark.parametrize("width", [64, 128])

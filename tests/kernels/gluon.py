@@ -467,7 +467,7 @@ def _halves_below(words: Tensor, bound: Tensor) -> Tensor:
     return _of(found)
 
 
-def _where_kept(weights: Tensor, masks: Tensor) -> Tensor:
+def _where_packed_kept(weights: Tensor, masks: Tensor) -> Tensor:
     return weights * torch.stack([masks & 1, masks >> 16 & 1], -1).flatten(-2)
 
 
@@ -584,10 +584,10 @@ class Kernels:
         if "unpacked" in self.space:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
-        if "words_of" in self.space:
-            self.space |= {
-                "words_of": _words_of, "halves_below": _halves_below, "where_kept": _where_kept, "masked": _masked,
-            }  # fmt: skip
+        known = {
+            "words_of": _words_of, "halves_below": _halves_below, "where_packed_kept": _where_packed_kept, "masked": _masked,
+        }  # fmt: skip
+        self.space |= {name: own for name, own in known.items() if name in self.space}
 
     def launch(self, name: str, programs: int, arguments: Sequence[Any]) -> None:
         """Run all programs, one after the other; tensors stand for their addresses."""

@@ -356,7 +356,7 @@ def below(words, bound):
 @triton.jit
 def run(out, seed, first_position, kv_first, batch, head, of_pairs):
     pairs = tl.full([ROWS, BLOCK_KV // 2], 0x30003, tl.int32)
-    pairs = where_kept(pairs, kept_pairs(first_position, kv_first, batch, head, tl.load(seed), of_pairs))
+    pairs = where_packed_kept(pairs, kept_pairs(first_position, kv_first, batch, head, tl.load(seed), of_pairs))
     tl.store(out + tl.arange(0, ROWS)[:, None] * (BLOCK_KV // 2) + tl.arange(0, BLOCK_KV // 2)[None, :], pairs)
 """
     module = load(

@@ -17,6 +17,7 @@ from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
 
 from ..support import check_errors, mostly
+from . import test_lengths_on_hopper as lengths
 from .test_flash_on_hopper import MAIN, launch, operands_of
 
 pytest.importorskip("triton")
@@ -32,20 +33,23 @@ VARIANTS = {
     "far": weft.Attention(score + 1000.0 * (kv_pos % 2), masks.causal, dropout=0.3, name="far"),
     "sink": weft.Attention(mask=masks.causal, sink=sinks[head], dropout=0.3, name="sunk"),
     "few_rows_see": weft.Attention(mask=kv_pos < q_pos - 70, dropout=0.3, name="few_rows_see"),
+    "documents": lengths.MEASURED["documents"].replace(dropout=0.3, name="dropped_documents"),
 }
 
 
 def operands(variant: weft.Attention, heads: int, seed: int = 1 << 40 | 7) -> dict[str, Any]:
     torch.manual_seed(5)
-    made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed])}
+    made = {"slopes": torch.rand(heads), "sinks": torch.randn(heads), "p": 0.25, "seed": torch.tensor([seed]),
+            "doc": torch.stack([torch.arange(400) // n for n in (30, 50)])}  # fmt: skip
     return {operand.name: made[operand.name] for operand in variant.parameters}
 
 
 def check(
     name: str, width: int, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 2), q_len: int = 130,
     kv_len: int = 200, value_dim: int | None = None, seed: int = 0, offset: int | None = None,
+    deterministic: bool = False, wanted: tuple[str, ...] = MAIN[:3],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """A forward, and a backward of all gradients, on what holds NaN where nobody has written."""
+    """A forward, and a backward, on what holds NaN where nobody has written."""
     variant, (query_heads, key_heads) = VARIANTS[name], heads
     tensors = operands_of(query_heads, key_heads, q_len, kv_len, width, 0, value_dim or width, batch=2, dtype=dtype)
     given = operands(variant, query_heads)
@@ -57,8 +61,8 @@ def check(
     far = facts_of(variant).scores_lie_far
     results = {"out": torch.full_like(dout, float("nan")), "lse": torch.full((2, *rows) if far else rows, float("nan"))}
     launch(variant, call, results, seed=seed)
-    gradients = {f"d{n}": torch.full_like(t, float("nan")) for n, t in tensors.items() if t is not None}
-    launch(variant, call, {**results, "dout": dout, "dlse": dlse, **gradients}, list(MAIN[:3]), seed=seed)
+    gradients = {f"d{n}": torch.full_like(t, float("nan")) for n, t in tensors.items() if n in wanted}
+    launch(variant, call, {**results, "dout": dout, "dlse": dlse, **gradients}, wanted, deterministic, seed)
     if far:
         results["lse"] = results["lse"].sum(0)
     for label, found in {**results, **gradients}.items():
@@ -111,13 +115,67 @@ def test_gradients_of_keys_do_not_depend_on_who_comes_first() -> None:
     assert all(torch.equal(first[n], second[n]) for n in ("dkey", "dvalue"))
 
 
+# -- in two passes: drawers beside that of keys, numbers of a consumer's own pairs in that of queries -----------------
+@pytest.mark.parametrize("name", mostly(["given", "window", "capped", "far"], VARIANTS))
+def test_every_variant_in_two_passes(name: str) -> None:
+    check(name, 64, deterministic=True)
+
+
+APART = [(128, 128, torch.bfloat16), (192, 128, torch.bfloat16), (144, 80, torch.float16), (40, 40, torch.float16)]
+
+
+@pytest.mark.parametrize(("width", "value_dim", "dtype"), mostly(APART[:2], APART))
+def test_widths_in_two_passes(width: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Visited tiles have 32 queries, which one warp draws, above D 128."""
+    lengths = {"q_len": 150, "kv_len": 330}  # slots are given back, and filled again
+    check("causal", width, dtype, heads=(2, 1), value_dim=value_dim, deterministic=True, **lengths)
+
+
+@pytest.mark.parametrize("wanted", [("query",), ("key",), ("value",), ("key", "value")], ids=" ".join)
+def test_gradients_that_nobody_wants_are_left_out(wanted: tuple[str, ...]) -> None:
+    check("causal", 64, heads=(2, 1), wanted=wanted)
+
+
+def test_two_passes_repeat_bit_for_bit() -> None:
+    first, second = (check("window", 64, heads=(2, 1), seed=seed, deterministic=True) for seed in (0, 7))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+# -- sequences with lengths: positions are those within a sequence ----------------------------------------------------
+def check_sequences(name: str, kind: str, *widths: int, deterministic: bool = False, **options: Any) -> None:
+    variant = VARIANTS[name]
+    given = operands(variant, 4)
+    if name == "documents":
+        given |= lengths.operands_of(lengths.MEASURED["documents"])
+    lengths.check(variant, kind, *widths, heads=4, kv_heads=2, deterministic=deterministic, operands=given, **options)
+
+
+OF_SEQUENCES = ["causal", "window", "capped", "few_rows_see", "documents"]
+
+
+@pytest.mark.parametrize("kind", lengths.KINDS)
+@pytest.mark.parametrize("name", mostly(["causal", "documents"], OF_SEQUENCES))
+def test_sequences_of_their_own_lengths(name: str, kind: str) -> None:
+    check_sequences(name, kind, 64)
+
+
+@pytest.mark.parametrize("kind", lengths.KINDS)
+@pytest.mark.parametrize(("name", "widths"), [("causal", (192, 128)), ("documents", (64,))])
+def test_sequences_in_two_passes(name: str, widths: tuple[int, ...], kind: str) -> None:
+    check_sequences(name, kind, *widths, deterministic=True)
+
+
+@pytest.mark.parametrize("kind", lengths.KINDS)
+@pytest.mark.parametrize("offset", [3, torch.tensor([3, 5, -2, 40, 0, 20], dtype=torch.int32)], ids=["int", "tensor"])
+def test_positions_of_sequences(offset: Any, kind: str) -> None:
+    check_sequences("causal", kind, 128, offset=offset)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"deterministic": True}, "in two passes"),
-        ({"wanted": frozenset({"key", "value"})}, "in two passes"),
-        ({"sequences": "packed", "offset": "bottom_right"}, "of sequences of their own lengths"),
-        ({"widths": Widths(192, 192)}, "in two passes"),
+        ({"widths": Widths(192, 192)}, "with D above 192 or Dv above 128"),
+        ({"widths": Widths(256, 256)}, "with D above 192 or Dv above 128"),
     ],
 )
 def test_what_is_left_to_triton(changes: dict[str, Any], reason: str) -> None:
