@@ -43,7 +43,7 @@ from .runtime.checks import (
 )
 from .runtime.lengths import TABLE
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, offset_kind
+from .runtime.variant import boxed_of, has_doubles, offset_kind
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -242,6 +242,7 @@ def request_of(
             few=has_few(direction, kind, sizes.q_len, number), share=share_of(direction, kind, sizes.q_len, number),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
+            doubles=machine.kind == "cuda" and has_doubles(options),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
         )  # fmt: skip
 
