@@ -160,9 +160,21 @@ def fits(call: Call) -> bool:
             return False
     elif not _rows_fit(call):
         return False
+    if _without_memory(call):
+        return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
     return _fit(call.query, call.key, call.value, isinstance(sequences, Pages))
+
+
+def _without_memory(call: Call) -> list[str]:
+    """The tensors whose storage was given back, as by `x.untyped_storage().resize_(0)`: kernels would read from 0 on."""
+    given = {**call.tensors, **call.operands}
+    return [
+        n for n, t in given.items()
+        if isinstance(t, Tensor) and not t.is_meta and t.numel()
+        and t.data_ptr() == t.storage_offset() * t.element_size()
+    ]  # fmt: skip
 
 
 def _rows_fit(call: Call) -> bool:
@@ -219,6 +231,11 @@ def check_call(attention: Attention, call: Call) -> None:
     problems = check_operand_kinds(attention, call.operands, call.query.device)
     if problems:
         raise collected(name, problems)
+    if empty := _without_memory(call):
+        raise WeftError(
+            f"{name}: {', '.join(empty)}: expected a tensor with memory, got one whose storage was resized to 0 bytes, "
+            "as sharding frees parameters; call before it is freed, or after it is filled again"
+        )
 
 
 def check_operand_kinds(

@@ -451,3 +451,16 @@ def test_every_field_of_a_call_is_asked_for(name: str, launches: _Launches) -> N
     found = {f"call.{field.name}" for field in fields(Call)} - ({"call.operands"} if not variant.parameters else set())
     found |= {f"call.sequences.{field.name}" for field in fields(sequences)} - {"call.sequences.page"}  # key's rows
     assert not [field for field in found if field not in asked], asked
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_memory_that_was_given_back_is_seen(target: str, launches: _Launches) -> None:
+    calls = _Calls(launches, weft.Attention(mask=masks.causal, name="given_back"), target)
+    tensors = dense()
+    for _ in range(4):
+        calls(tensors, backward=False)
+    assert calls.hits
+    freed = tensors[1].clone()
+    freed.untyped_storage().resize_(0)
+    assert not calls([tensors[0], freed, tensors[2]], backward=False)
+    assert not launches.found
