@@ -39,6 +39,7 @@ from .runtime.checks import (
     check_tensors,
     length_problems,
     range_problems,
+    refuse_tracing,
     tensor_problems,
 )
 from .runtime.lengths import TABLE
@@ -75,6 +76,7 @@ def _shape_of(
     attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
 ) -> tuple[Shape, str | None]:
     """The sizes that the arguments stand for, and the device that tensors are on."""
+    refuse_tracing(str(attention.name))
     if len(operands) == 1 and isinstance(operands[0], Shape):
         _check_sizes(attention, operands[0])
         return operands[0], None

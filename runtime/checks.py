@@ -13,13 +13,14 @@ from ..codegen.binding import function
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.attention import Attention
-from ..ir.errors import WeftError, collected, shown
+from ..ir.errors import UnavailableError, WeftError, collected, shown
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from ..ir.operators import Range
 from ..ir.sequences import Rows
 from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages, Ragged
 from .settings import checks_values
+from .torch_private import is_traced
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
 MAX_HEAD_DIM = 256
@@ -212,6 +213,12 @@ def _latent_fits(call: Call) -> bool:
         and query.shape[2] <= MAX_LENGTH
         and kv_len <= MAX_LENGTH
     )
+
+
+def refuse_tracing(name: str) -> None:
+    """Sizes are tensors there, and a trace would keep the numbers of one call."""
+    if is_traced():
+        raise UnavailableError(f"{name}: torch.jit.trace is not available; use torch.export or torch.compile")
 
 
 def check_call(attention: Attention, call: Call) -> None:
