@@ -169,7 +169,7 @@ def fits(call: Call) -> bool:
 
 
 def _without_memory(call: Call) -> list[str]:
-    """The tensors whose storage was given back, as by `x.untyped_storage().resize_(0)`: kernels would read from 0 on."""
+    """The tensors whose storage was given back, `x.untyped_storage().resize_(0)`: kernels would read from 0 on."""
     given = {**call.tensors, **call.operands}
     return [
         n for n, t in given.items()

@@ -236,7 +236,8 @@ def _schedule(
             raise WeftError(
                 f"schedule: {kernel.name} is for target {choice.target}, the call's target is {target.name}; "
                 + (
-                    f"pass target={choice.target!r}" if owner == target.name
+                    f"pass target={choice.target!r}"
+                    if owner == target.name
                     else f"it is a kernel that {target.name} borrows: write {kernel.name}={owner}:{choice.form}"
                 )
             )

@@ -187,7 +187,7 @@ def sram_bytes(
 
 
 def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: Hardware) -> float:
-    """SRAM of what a variant reads for each pair, or key or query, of a tile: Triton loads it ahead, as keys and values."""
+    """SRAM of what a tile reads of operands for each pair, key or query: Triton loads it ahead, as keys and values."""
     if hardware.kind != "cuda" or not kernel.reads_pairs or not isinstance(form, Tiling):
         return 0
     of_heads = traits.head_bytes

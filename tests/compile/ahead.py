@@ -170,7 +170,11 @@ def compiled(
 
 
 def launched(
-    made: Compiled, variant: Attention, sizes: Shape, q_offset: int | Tensor = 0, page: int = 16,
+    made: Compiled,
+    variant: Attention,
+    sizes: Shape,
+    q_offset: int | Tensor = 0,
+    page: int = 16,
     floats: torch.dtype = torch.float32,
 ) -> list[Compilation]:
     """The kernels of one call, in order."""

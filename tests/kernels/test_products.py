@@ -345,7 +345,8 @@ def test_threads_write_what_is_made_in_any_mode(mode, threads):
     expected = by_head.reference(q, k, k, q_offset=2)
     with mode():
         made = torch.zeros(4)
-        products.in_threads(lambda part, *_: made[part[0] : part[-1] + 1].add_(1.0), [[0], [1], [2], [3]], 1, by_tiles=False)
+        for_all = [[0], [1], [2], [3]]
+        products.in_threads(lambda part, *_: made[part[0] : part[-1] + 1].add_(1.0), for_all, 1, by_tiles=False)
         out = by_head(q, k, k, q_offset=2, target="cpu")
         torch.testing.assert_close(out, expected)
     assert made.eq(1.0).all()
