@@ -187,7 +187,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
             "share; its arithmetic is not in the times above",
         )
     tables = tables_in(r.forward.code, facts)
-    traits = facts.traits_with(tables)
+    traits = facts.traits_with(tables, r.forward.code.signature.doubles)
     for table in tables:
         notes = (*notes, f"read by distance, q_pos - kv_pos, from a table that is made in each call: {table.part}")
     notes = (*notes, *_boxes(facts, r.forward.code))

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .attention import Attention
 
 
+MOST_TILES = 1 << 26  # of a picture: half a gigabyte while it is drawn
+
+
 def show_mask(
     attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
@@ -40,6 +43,12 @@ def show_mask(
     counts = {"q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_kv": block_kv}
     _check_counts(name, {**counts, **{n: size for n, size in sizes.items() if size is not None}}, least=1)
     _check_counts(name, {"head": head, "batch": batch}, least=0)
+    tiles = -(-q_len // block_q) * -(-kv_len // block_kv)
+    if tiles > MOST_TILES:
+        raise WeftError(
+            f"{name}: expected up to {MOST_TILES} tiles to draw, got {tiles}: {q_len} x {kv_len} pairs in tiles of "
+            f"{block_q} x {block_kv}; pass a larger block_q and block_kv, or shorter lengths"
+        )
     if path is not None:
         if not isinstance(path, (str, Path)):
             raise WeftError(f"{name}: path: expected the name of a picture such as 'mask.png', got {path!r}")

@@ -39,11 +39,12 @@ from .runtime.checks import (
     check_tensors,
     length_problems,
     range_problems,
+    refuse_tracing,
     tensor_problems,
 )
 from .runtime.lengths import TABLE
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, offset_kind
+from .runtime.variant import boxed_of, has_doubles, offset_kind
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -75,6 +76,7 @@ def _shape_of(
     attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
 ) -> tuple[Shape, str | None]:
     """The sizes that the arguments stand for, and the device that tensors are on."""
+    refuse_tracing(str(attention.name))
     if len(operands) == 1 and isinstance(operands[0], Shape):
         _check_sizes(attention, operands[0])
         return operands[0], None
@@ -242,6 +244,7 @@ def request_of(
             few=has_few(direction, kind, sizes.q_len, number), share=share_of(direction, kind, sizes.q_len, number),
             deterministic=direction == "backward" and repeats,
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
+            doubles=machine.kind == "cuda" and has_doubles(options),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
         )  # fmt: skip
 

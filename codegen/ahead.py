@@ -26,7 +26,7 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Partition, Target
 from ..ir.errors import UnavailableError
 from .binding import Binding
-from .launching import AnyRun
+from .launching import AnyRun, assembled
 from .targets.triton_launcher import TritonLauncher
 
 TYPE_NAMES = {
@@ -50,7 +50,11 @@ class Compilation:
 
     def compile(self, hardware: Hardware) -> Any:
         """Triton's compiled kernel for this machine; found again in Triton's cache by whoever compiles the same."""
-        return triton.compile(self._source(), target=gpu_target(hardware), options=dict(self.options))
+
+        def made(options: Mapping[str, int]) -> Any:
+            return triton.compile(self._source(), target=gpu_target(hardware), options=dict(options))
+
+        return assembled(self.name, made, self.options)
 
     def _source(self) -> ASTSource:
         signature, constants = {}, {}

@@ -6,12 +6,14 @@ then handed its arguments as they are.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -102,15 +104,47 @@ def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> An
 def compiled(kernel: Any, binding: Binding, arguments: Sequence[Any], options: Mapping[str, int]) -> Run:
     """A kernel compiled for arguments of these types on the current device. A dtype stands for a tensor of it.
 
-    Raises UnavailableError where the device has less shared memory than the kernel needs.
+    Raises UnavailableError where the device has less shared memory than the kernel needs, or ptxas fails.
     """
-    made = kernel.warmup(*arguments[: len(binding.parameters)], grid=(1,), **binding.constants, **options)
+    given = arguments[: len(binding.parameters)]
+
+    def warmup(options: Mapping[str, int]) -> Any:
+        return kernel.warmup(*given, grid=(1,), **binding.constants, **options)
+
+    made = assembled(binding.name, warmup, options)
     try:
         return Run(made.run, made.function, made.packed_metadata, made)
     except triton.runtime.errors.OutOfResources as error:
         raise UnavailableError(
             f"{binding.name}: {error}; pass schedule= with smaller tiles or fewer stages for this kernel"
         ) from error
+
+
+Made = TypeVar("Made")
+
+
+def assembled(name: str, compilation: Callable[[Mapping[str, int]], Made], options: Mapping[str, int]) -> Made:
+    """What a compilation with these options gives. ptxas has crashed where it moves loads of constant work: without
+    loads ahead it has less to move.
+
+    Raises UnavailableError where it fails then too.
+    """
+    try:
+        return compilation(options)
+    except triton.runtime.errors.PTXASError as error:
+        first, (reason, *_) = error, [*str(error).strip().splitlines(), ""]
+    if options.get("num_stages", 1) > 1:
+        with contextlib.suppress(triton.runtime.errors.PTXASError):
+            made = compilation({**options, "num_stages": 1})
+            warnings.warn(
+                f"{name}: {reason}; it was compiled with one stage in place of {options['num_stages']}, which is "
+                "slower: pass schedule= with other tiles for this kernel",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+            return made
+    raise UnavailableError(
+        f"{name}: {reason}; pass schedule= with other tiles or warps for this kernel, or target='cpu'"
+    ) from first
 
 
 Asked = tuple[Any, Binding, Sequence[Any], Mapping[str, int]]  # arguments of `compiled`

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -127,8 +128,8 @@ def in_threads(
     if threads == 1 or at_once > 1:
         work([part for unit in units for part in unit], 0, 1)
         return
-    pool = _pools.of(threads)
-    for done in [pool.submit(_quietly, work, *piece) for piece in _pieces(units, threads, by_tiles)]:
+    pool, mode = _pools.of(threads), torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
+    for done in [pool.submit(_quietly, mode, work, *piece) for piece in _pieces(units, threads, by_tiles)]:
         done.result()
 
 
@@ -141,8 +142,8 @@ def _pieces(units: Sequence[Sequence[Any]], threads: int, by_tiles: bool) -> lis
     return [(part, k, ways) for part in parts for k in range(ways)]
 
 
-def _quietly(work: Callable[..., None], *arguments: Any) -> None:
-    with torch.no_grad():  # a thread begins with gradients on
+def _quietly(mode: Callable[[], AbstractContextManager[Any]], work: Callable[..., None], *arguments: Any) -> None:
+    with mode():  # a thread begins with gradients on, and what is made in inference mode is written in it alone
         work(*arguments)
 
 

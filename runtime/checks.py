@@ -13,13 +13,14 @@ from ..codegen.binding import function
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.attention import Attention
-from ..ir.errors import WeftError, collected, shown
+from ..ir.errors import UnavailableError, WeftError, collected, shown
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from ..ir.operators import Range
 from ..ir.sequences import Rows
 from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages, Ragged
 from .settings import checks_values
+from .torch_private import is_traced
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
 MAX_HEAD_DIM = 256
@@ -160,9 +161,21 @@ def fits(call: Call) -> bool:
             return False
     elif not _rows_fit(call):
         return False
+    if _without_memory(call):
+        return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
     return _fit(call.query, call.key, call.value, isinstance(sequences, Pages))
+
+
+def _without_memory(call: Call) -> list[str]:
+    """The tensors whose storage was given back, `x.untyped_storage().resize_(0)`: kernels would read from 0 on."""
+    given = {**call.tensors, **call.operands}
+    return [
+        n for n, t in given.items()
+        if isinstance(t, Tensor) and not t.is_meta and t.numel()
+        and t.data_ptr() == t.storage_offset() * t.element_size()
+    ]  # fmt: skip
 
 
 def _rows_fit(call: Call) -> bool:
@@ -202,6 +215,12 @@ def _latent_fits(call: Call) -> bool:
     )
 
 
+def refuse_tracing(name: str) -> None:
+    """Sizes are tensors there, and a trace would keep the numbers of one call."""
+    if is_traced():
+        raise UnavailableError(f"{name}: torch.jit.trace is not available; use torch.export or torch.compile")
+
+
 def check_call(attention: Attention, call: Call) -> None:
     """Raise WeftError where the tensors of a call do not fit, or an operand is of another kind than declared.
 
@@ -219,6 +238,11 @@ def check_call(attention: Attention, call: Call) -> None:
     problems = check_operand_kinds(attention, call.operands, call.query.device)
     if problems:
         raise collected(name, problems)
+    if empty := _without_memory(call):
+        raise WeftError(
+            f"{name}: {', '.join(empty)}: expected a tensor with memory, got one whose storage was resized to 0 bytes, "
+            "as sharding frees parameters; call before it is freed, or after it is filled again"
+        )
 
 
 def check_operand_kinds(

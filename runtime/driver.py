@@ -185,12 +185,13 @@ def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: 
 
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
     """The target that a schedule's text names for kernels of this direction."""
+    found: list[tuple[bool, str]] = []
     for target in targets():
         kernels = _kernels(target, given.algorithm, signature, facts)
         names = {k.name for k in kernels if not k.follows}
-        if any(choice.target == target.name and kernel in names for kernel, choice in given.kernels.items()):
-            return target.name
-    return None
+        named = {kernel for kernel, choice in given.kernels.items() if choice.target == target.name} & names
+        found += [(named == {DDIAGONALS}, target.name)] if named else []
+    return min(found, key=lambda each: each[0])[1] if found else None  # others borrow that one
 
 
 def why_not(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> str | None:
@@ -224,16 +225,21 @@ def _schedule(
         if kernel.name in BESIDE or kernel.follows:
             continue
         choice = given.kernels.get(kernel.name)
+        owner = target.measured_by if kernel.name == DDIAGONALS else target.name
         if choice is None:
             kept = remembered.kernels.get(kernel.name)
             form = kept.form if kept else target.forms(kernel, signature, hardware, facts)[0]
-            choices[kernel.name] = Choice(target.name, form)
+            choices[kernel.name] = Choice(owner, form)
             continue
-        if choice.target != target.name:
+        if choice.target != owner:
             target_named(choice.target)
             raise WeftError(
                 f"schedule: {kernel.name} is for target {choice.target}, the call's target is {target.name}; "
-                f"pass target={choice.target!r}"
+                + (
+                    f"pass target={choice.target!r}"
+                    if owner == target.name
+                    else f"it is a kernel that {target.name} borrows: write {kernel.name}={owner}:{choice.form}"
+                )
             )
         target.check(kernel, choice.form, signature, hardware, facts)
         choices[kernel.name] = choice

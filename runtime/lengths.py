@@ -258,7 +258,7 @@ def _problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor]) -> Iterat
                 f"{list(operand.shape)}; pass padded ones with q_lens= and kv_lens="
             )
     sizes = {n: t.shape[0] for n, t in given.items() if isinstance(t, Tensor) and t.dim() == 1}
-    if len(set(sizes.values())) > 1:
+    if any(size != other for size, other in pairwise(sizes.values())):  # tensors while torch.jit.trace watches
         got = ", ".join(f"{size} in {n}" for n, size in sizes.items())
         yield f"cu_seqlens_kv: expected as many entries as in cu_seqlens_q, one a sequence and the end, got {got}"
 

@@ -25,7 +25,7 @@ from ..compiler.planning.signature import PAGED
 from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
-from .checks import check_operand_kinds, check_q_offset
+from .checks import check_operand_kinds, check_q_offset, refuse_tracing
 from .lengths import check_ragged
 from .repeated import Known, Repeats
 from .settings import default_target
@@ -35,7 +35,6 @@ from .torch_private import (
     below_autograd,
     called_by_the_engine,
     has_tangent,
-    is_traced,
     named,
     stands_for_many,
     under_transform,
@@ -107,8 +106,7 @@ def _negated(tensors: Iterable[Tensor | None]) -> bool:
 
 def _refuse_forward_mode(name: str, tensors: Sequence[Tensor]) -> None:
     """What torch would drop or refuse in its own words: forward mode and torch.jit.trace."""
-    if is_traced():
-        raise UnavailableError(f"{name}: torch.jit.trace is not available; use torch.export or torch.compile")
+    refuse_tracing(name)
     if has_tangent(tensors):
         raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
 

@@ -375,6 +375,7 @@ class Variant:
             few=has_few(direction, kind, rows, number),
             share=share_of(direction, kind, rows, number),
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
+            doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
         )
 
@@ -469,6 +470,11 @@ def kinds_of(operands: Mapping[str, Any]) -> tuple[object, ...]:
         else:
             found.append(type(operand))
     return tuple(found)
+
+
+def has_doubles(operands: Mapping[str, Any]) -> bool:
+    """Whether one is a tensor of float64."""
+    return torch.float64 in [v.dtype for v in operands.values() if isinstance(v, Tensor)]
 
 
 def boxed_of(facts: Facts, operands: Mapping[str, Any], otherwise: int = 0) -> int:

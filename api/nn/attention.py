@@ -74,12 +74,10 @@ class Attention(nn.Module):
         layers. positions: of the rows, [B, L] or [L]; those of the step, or from 0 on, where not given. options:
         operands of the variant, and options of its call.
         """
-        batch, length, _ = x.shape
+        check_rows("nn.Attention", x, self.width)
         if cache is not None:
-            check_cache(cache, batch, options)
-        query, key, value = (
-            p(x).view(batch, length, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+            check_cache(cache, x.shape[0], options)
+        query, key, value = (p(x).unflatten(2, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = normed(self.q_norm, query), normed(self.k_norm, key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -180,6 +178,13 @@ def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:
     """The norm in the dtype of its weight: under autocast rows have another, and keep it."""
     found: Tensor = norm(rows.to(norm.weight.dtype))
     return found.to(rows.dtype)
+
+
+def check_rows(name: str, x: Tensor, width: int) -> None:
+    """Raise for what is no x [B, L, width]."""
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != width:
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise WeftError(f"{name}: x: expected [batch, length, {width}], got {got}")
 
 
 def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ..kv import Step
 from .attention import (
     assigned,
     check_cache,
+    check_rows,
     check_shard,
     normed,
     positive,
@@ -91,11 +92,11 @@ class LatentAttention(nn.Module):
         positions: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """x [B, L, width] -> [B, L, width]; the arguments are those of `nn.Attention`. cache: of `latent=`."""
-        batch, length, _ = x.shape
+        check_rows("nn.LatentAttention", x, self.width)
         if cache is not None:
-            check_cache(cache, batch, options)
+            check_cache(cache, x.shape[0], options)
         query = self.q_proj(x) if self.q_lora is None else self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
-        query = query.view(batch, length, self.heads, -1).transpose(1, 2)
+        query = query.unflatten(2, (self.heads, -1)).transpose(1, 2)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.kv_lora, self.rope_dim], dim=-1)
         if rotation is None:
             rotation = rotation_of(self.rope, x, cache, positions, options)

@@ -175,8 +175,9 @@ class TritonTarget:
         if kernel in SPLIT_KV:
             return split_tilings(kernel, sizes, hardware, parts, traits, signature.sequences == "dense")
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, traits)
+        has_tables = traits != facts.traits_with((), signature.doubles)
         of_pairs = any(
-            (kind == "pair" or (kind == "diagonal" and traits == facts.traits)) and load.tensor.name in signature.wanted
+            (kind == "pair" or (kind == "diagonal" and not has_tables)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
         if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
@@ -271,7 +272,7 @@ def tiles_by_head(facts: Facts, source: TileSource) -> bool:
 def traits_of(kernel: Kernel, signature: Signature, facts: Facts) -> Traits:
     """Those of a variant in a kernel of such calls."""
     algorithm: Algorithm = "flash" if kernel in PAIR_SUMS else _algorithm(kernel)
-    return facts.traits_with(tables_of(facts, algorithm, signature))
+    return facts.traits_with(tables_of(facts, algorithm, signature), signature.doubles)
 
 
 def _algorithm(kernel: Kernel) -> Algorithm:

@@ -233,6 +233,7 @@ class DirectLauncher(SummingLauncher):
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in given)
         size = _DTYPES[self.code.signature.dtype].itemsize
+        conditions += [f"at_{n}" for n in given]  # a tensor without memory is told of where there is time
         conditions += [f"({addresses}) & 15 == 0", f"({strides}) * {size} & 15 == 0"]
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]
         return conditions

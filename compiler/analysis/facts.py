@@ -240,31 +240,38 @@ class Facts:
         reads = loads(self.attention.folded_score) + loads(self.attention.folded_mask)
         return any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index)
 
-    @cached_property
-    def pair_bytes(self) -> int:
-        """Bytes that score and mask read for each pair, each element as wide as its kind can be in SRAM."""
-        return self._pair_bytes(())
+    def _reading(self, traits: Traits, tables: Sequence[ByDistance] = (), doubles: bool = False) -> Traits:
+        """With the bytes that score and mask read for each pair, head and key, key, and query.
 
-    def _pair_bytes(self, tables: Sequence[ByDistance]) -> int:
-        widths = {"float": 4, "int": 8, "bool": 1}
+        Each element is as wide as its kind can be in SRAM. doubles: floats may have 64 bits.
+        """
+        widths = {"float": 8 if doubles else 4, "int": 8, "bool": 1}
         score = with_tables(self.attention.folded_score, tables)
-        reads = {load.text: load for load in loads(score) + loads(self.attention.folded_mask)}
-        both = {"q_pos", "kv_pos"}
-        return sum(widths[r.dtype] for r in reads.values() if both <= set().union(*(symbols(i) for i in r.index)))
+        found = dict.fromkeys(("pair", "head", "key", "query"), 0)
+        for load in {load.text: load for load in loads(score) + loads(self.attention.folded_mask)}.values():
+            read_at = frozenset[str]().union(*(symbols(index) for index in load.index))
+            if "kv_pos" in read_at:
+                other = "pair" if "q_pos" in read_at else "head" if "head" in read_at else "key"
+                found[other] += widths[load.dtype]
+            elif "q_pos" in read_at:
+                found["query"] += widths[load.dtype]
+        return replace(
+            traits, pair_bytes=found["pair"], head_bytes=found["head"], key_bytes=found["key"],
+            query_bytes=found["query"],
+        )  # fmt: skip
 
-    def traits_with(self, tables: Sequence[ByDistance]) -> Traits:
-        """The traits of kernels that read these tables: nothing of them passes through SRAM."""
-        return replace(self.traits, pair_bytes=self._pair_bytes(tables)) if tables else self.traits
+    def traits_with(self, tables: Sequence[ByDistance], doubles: bool = False) -> Traits:
+        """The traits of kernels that read these tables: nothing of them passes through SRAM. doubles: as above."""
+        return self._reading(self.traits, tables, doubles) if tables or doubles else self.traits
 
     @cached_property
     def traits(self) -> Traits:
         """What the scheduler and the cost model need to know."""
-        return Traits(
+        made = Traits(
             linear=self.linear_scale is not None,
             masked=self.attention.is_masked,
             operand_gradients=len(self.attention.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,
-            pair_bytes=self.pair_bytes,
             normalizer=self.attention.weighs,
             sink=self.attention.folded_sink is not None,
             drops=self.attention.drops,
@@ -273,6 +280,7 @@ class Facts:
             slope_work=self._works[1],
             mask_work=self._works[2],
         )
+        return self._reading(made)
 
     @cached_property
     def _works(self) -> tuple[Work, Work, Work]:

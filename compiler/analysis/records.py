@@ -126,6 +126,9 @@ class Traits:
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions
     pair_bytes: int = 0  # of what score and mask read for each pair of a query and a key
+    head_bytes: int = 0  # of what they read for each head and key: for each pair where a tile has rows of several heads
+    key_bytes: int = 0  # of what they read for each key, whatever the head
+    query_bytes: int = 0  # of what they read for each query
     normalizer: Normalizer = SOFTMAX
     sink: bool = False  # each row has one more logit, without a value
     drops: bool = False  # some weights are dropped

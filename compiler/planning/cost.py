@@ -187,10 +187,14 @@ def sram_bytes(
 
 
 def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: Hardware) -> float:
-    """SRAM of what a variant reads for each pair of a tile: Triton loads it ahead, as it does keys and values."""
+    """SRAM of what a tile reads of operands for each pair, key or query: Triton loads it ahead, as keys and values."""
     if hardware.kind != "cuda" or not kernel.reads_pairs or not isinstance(form, Tiling):
         return 0
-    return traits.pair_bytes * x.bq * x.bkv * x.s
+    of_heads = traits.head_bytes
+    of_pairs = traits.pair_bytes + (of_heads if kernel in SPLIT_KV else 0)
+    of_keys = traits.key_bytes + (0 if kernel in SPLIT_KV else of_heads)
+    of_rows = of_keys * x.bkv if kernel.axis == "kv" else traits.query_bytes * x.bq
+    return (of_pairs * x.bq * x.bkv + of_rows) * x.s
 
 
 @lru_cache(maxsize=256)

@@ -81,6 +81,7 @@ class Signature:
     atomics: bool = False  # of a backward: gradients of operands may be summed in any order
     few: bool = False  # of a forward: few queries a sequence (has_few), for which keys are divided where a target can
     wide: bool = False  # places in a tensor operand lie 2**31 elements apart, so that offsets need 64 bits
+    doubles: bool = False  # a float operand has 64 bits, which tiles of what pairs read then have room for
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
     share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
 
@@ -100,6 +101,7 @@ class Signature:
         w = self.widths
         latent = f" rope {w.rope_dim}" if w.rope_dim else " value is key" if w.value_is_key else ""
         wide = (" few" if self.few else "") + (" wide" if self.wide else "")
+        wide += " doubles" if self.doubles else ""
         wide += f" boxed {self.boxed}" if self.boxed else ""
         wide += f" {self.share}" if self.share != "all" else ""
         repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""

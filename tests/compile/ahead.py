@@ -139,12 +139,13 @@ def compiled(
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
     sequences: SequenceKind = "dense", page: int = 16, q_len: int = 256, heads: int = 2, share: Share = "all",
+    floats: torch.dtype = torch.float32,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
 
     wanted: the gradients; all of them where None. deterministic: of a backward, as of a call.
     sequences: of the call; others than "dense" ones are bottom right, and those in pages have pages of `page` rows.
-    share: which sequences the module computes.
+    share: which sequences the module computes. floats: dtype of float operands.
     """
     widths = {"head_dim": head_dim, "value_dim": value_dim or head_dim}
     sizes = weft.shape(heads=heads, kv_heads=2, q_len=q_len, dtype=dtype, **widths)
@@ -159,14 +160,22 @@ def compiled(
     if sequences != "dense":
         few = has_few(direction, sequences, q_len)
         signature = replace(signature, sequences=sequences, offset="bottom_right", few=few, share=share)
+    planned = wanted is None and floats == torch.float32
+    signature = replace(signature, doubles=floats == torch.float64)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if wanted is None else schedule)
-        kernels = {seen.name: compile_ahead(seen, machine) for seen in launched(made, variant, sizes, q_offset, page)}
+        made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if planned else schedule)
+        found = launched(made, variant, sizes, q_offset, page, floats)
+        kernels = {seen.name: compile_ahead(seen, machine) for seen in found}
     return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels)
 
 
 def launched(
-    made: Compiled, variant: Attention, sizes: Shape, q_offset: int | Tensor = 0, page: int = 16
+    made: Compiled,
+    variant: Attention,
+    sizes: Shape,
+    q_offset: int | Tensor = 0,
+    page: int = 16,
+    floats: torch.dtype = torch.float32,
 ) -> list[Compilation]:
     """The kernels of one call, in order."""
     query, out, dout = _rows(sizes, 3)
@@ -185,7 +194,7 @@ def launched(
     nope, rope = sizes.head_dim - made.resolved.code.signature.widths.rope_dim, None
     if nope < sizes.head_dim:
         key, rope = key[..., :nope], key[:, :1, :, nope:]
-    call = Call(query, key, value, rope, _operands(variant, sizes), sequences, Options(), sizes.head_dim)
+    call = Call(query, key, value, rope, _operands(variant, sizes, floats), sequences, Options(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":
         gradients = {f"d{n}": torch.empty_like(t) for n, t in call.tensors.items() if n in code.signature.wanted}
@@ -199,14 +208,14 @@ def _rows(sizes: Shape, number: int) -> list[Tensor]:
     return [torch.empty(memory, dtype=DTYPES[sizes.dtype]).transpose(1, 2) for _ in range(number)]
 
 
-def _operands(variant: Attention, sizes: Shape) -> dict[str, Operand]:
-    """One value for each operand of a variant: int scalars, and tensors of float32 or int64.
+def _operands(variant: Attention, sizes: Shape, floats: torch.dtype) -> dict[str, Operand]:
+    """One value for each operand of a variant: int scalars, and tensors of `floats`, int64 or bool.
 
     What is brought by tiles has the call's dtype and rows of 16 bytes.
     """
-    dtypes = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
+    dtypes = {"float": floats, "int": torch.int64, "bool": torch.bool}
     tensors = {t.name: torch.empty([2] * t.rank, dtype=dtypes[t.dtype]) for t in variant.tensors}
-    if (read := facts_of(variant).boxed_read) is not None:
+    if (read := facts_of(variant).boxed_read) is not None and floats == torch.float32:
         tensors[read.tensor.name] = torch.empty([8] * read.tensor.rank, dtype=DTYPES[sizes.dtype])
     return {p.name: tensors.get(p.name, 64) for p in variant.parameters}
 

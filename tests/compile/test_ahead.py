@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import weft
 from weft import head, kv_pos, q_pos, score
@@ -363,3 +364,20 @@ def test_kernels_of_long_axes_are_built_ahead(tmp_path: Path) -> None:
     with weft.settings(cache_dir=tmp_path):
         (job,) = jobs_of([VARIANTS["documents"]], device="h200", head_dims=[64], directions=["forward"])
         assert build_one(job).kernels == ("kv_spans", "kv_ends", "kv_long_spans", "flash_forward")
+
+
+IDS = weft.tensor("ids", 2, int)
+COLUMNS = [weft.tensor(name, 2)[head, kv_pos] for name in "abcd"]
+# the variant, how many queries, and what a tile of keys and values has no room beside
+CROWDED = {
+    "heads": (weft.Attention(mask=IDS[head, q_pos] == IDS[head, kv_pos]), 16),  # rows of a tile: of several heads
+    "pairs": (weft.Attention(score + weft.tensor("bias", 3)[head, q_pos, kv_pos]), 256),
+    "columns": (weft.Attention(score + COLUMNS[0] + COLUMNS[1] + COLUMNS[2] + COLUMNS[3]), 256),
+}
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("heads", 64), ("pairs", 128), ("columns", 128)])
+def test_tiles_have_room_for_operands_of_64_bits(name: str, head_dim: int) -> None:
+    variant, q_len = CROWDED[name]
+    found = compiled(variant, "forward", head_dim, q_len=q_len, heads=16, floats=torch.float64)
+    assert max(kernel.sram for kernel in found.kernels.values()) <= by_name("h200").sram_per_block

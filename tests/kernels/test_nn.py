@@ -376,3 +376,16 @@ def test_calls_that_do_not_fit():
                 call()
     with pytest.raises(weft.WeftError, match="a cache keeps no gradients"):
         module(x, cache=step)
+
+
+@pytest.mark.parametrize("kind", ["plain", "latent", "absorbed"])
+def test_rows_of_another_shape_are_refused_and_none_give_none(kind: str) -> None:
+    layer = weft.nn.Attention(64, heads=4, kv_heads=2, rope=weft.nn.Rotary(16), variant=weft.Attention(name="rows"))
+    if kind != "plain":
+        layer = weft.nn.LatentAttention(64, heads=4, kv_lora=32, nope=16, rope_dim=8)
+    layer = layer.absorb() if kind == "absorbed" else layer
+    for wrong in (torch.randn(3, 64), torch.randn(1, 3, 63), torch.randn(1, 1, 3, 64), None):
+        with pytest.raises(weft.WeftError, match=r"Attention: x: expected \[batch, length, 64\], got"):
+            layer(wrong)
+    for batch, length in ((1, 0), (0, 3)):
+        assert layer(torch.randn(batch, length, 64)).shape == (batch, length, 64)

@@ -679,3 +679,19 @@ def test_gradients_of_a_call_that_is_ready_are_those_of_the_op() -> None:
     (first,) = torch.autograd.grad(attended(*leaves), leaves[0], create_graph=True)
     with pytest.raises(weft.WeftError, match="second derivatives are not available"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+def test_tensors_whose_memory_was_given_back_are_refused(target: str) -> None:
+    q, k, v = three(8)
+    pair, gain = torch.randn(2, *k.shape), torch.ones(2)
+    SCALED(q, k, v, gain=gain, target=target)
+    views = pair[0], pair[1]  # one begins where its storage does, and one behind it
+    pair.untyped_storage().resize_(0)
+    for freed in views:
+        with pytest.raises(weft.WeftError, match="key: expected a tensor with memory.*resized to 0 bytes"):
+            SCALED(q, freed, v, gain=gain, target=target)
+    gain.untyped_storage().resize_(0)
+    with pytest.raises(weft.WeftError, match="gain: expected a tensor with memory"):
+        SCALED(q, k, v, gain=gain, target=target)
+    SCALED(q, k, v, gain=torch.ones(2), target=target)

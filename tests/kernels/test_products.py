@@ -335,3 +335,18 @@ def test_long_documents_cost_what_they_see(monkeypatch):
         VARIANTS["documents"](q, q, q, doc=torch.arange(length)[None] // 512, target="cpu")
         found.append(count[0])
     assert 0 < found[0] and 1.9 <= found[1] / found[0] <= 2.1
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_threads_write_what_is_made_in_any_mode(mode, threads):
+    threads(2)
+    by_head = weft.Attention(mask=(kv_pos % 2 == q_pos % 2) ^ (weft.head % 2 == 1), name="by_head")
+    q, k = torch.randn(3, 6, 1, 16), torch.randn(3, 3, 33, 16)
+    expected = by_head.reference(q, k, k, q_offset=2)
+    with mode():
+        made = torch.zeros(4)
+        for_all = [[0], [1], [2], [3]]
+        products.in_threads(lambda part, *_: made[part[0] : part[-1] + 1].add_(1.0), for_all, 1, by_tiles=False)
+        out = by_head(q, k, k, q_offset=2, target="cpu")
+        torch.testing.assert_close(out, expected)
+    assert made.eq(1.0).all()

@@ -686,3 +686,16 @@ def test_what_keys_that_grow_cost_the_host(target: str, launches: _Launches) -> 
     for _ in range(20):
         step()
     assert sorted(calls_of(step) for _ in range(31))[15] <= repeated + 10
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_memory_that_was_given_back_is_seen(target: str, launches: _Launches) -> None:
+    calls = _Calls(launches, weft.Attention(mask=masks.causal, name="given_back"), target)
+    tensors = dense()
+    for _ in range(4):
+        calls(tensors, backward=False)
+    assert calls.hits
+    freed = tensors[1].clone()
+    freed.untyped_storage().resize_(0)
+    assert not calls([tensors[0], freed, tensors[2]], backward=False)
+    assert not launches.found

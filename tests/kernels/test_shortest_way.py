@@ -128,6 +128,21 @@ def test_both_ways_launch_the_same(
                 assert isinstance(got, int) and got > 0, where
 
 
+def test_nothing_is_launched_on_memory_that_was_given_back(launched: tuple[Launched, Launched]) -> None:
+    variant, shortest = weft.Attention(mask=masks.causal, name="given_back"), launched[1]
+    query, *keys = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    for _ in range(4):
+        variant(query, *keys, target="interpret")
+    assert shortest
+    shortest.clear()
+    freed = torch.randn(1, 2, 40, 16)
+    freed.untyped_storage().resize_(0)
+    for given in ([freed, *keys], [query, freed, keys[1]], [query, keys[0], freed]):
+        with pytest.raises(weft.WeftError, match="expected a tensor with memory"):
+            variant(*given, target="interpret")
+    assert not shortest
+
+
 @pytest.mark.parametrize("kind", DECODES)
 def test_what_a_step_of_a_decode_costs_the_host(kind: str, launched: tuple[Launched, Launched]) -> None:
     longer, shortest = launched

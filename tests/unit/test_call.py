@@ -193,6 +193,20 @@ def test_tracing_by_torch_jit_is_refused():
         torch.jit.trace(lambda q: CAUSAL(q, k, v), (q,))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("number", range(3))
+def test_so_is_tracing_of_what_looks_at_sizes(number: int) -> None:
+    q, _, _ = qkv(kv_len=8, q_len=8)
+    starts = torch.tensor([0, q.shape[2]])
+    calls = (
+        lambda q: CAUSAL(q[:1], q[:1], q[:1], cu_seqlens_q=starts, cu_seqlens_kv=starts),
+        lambda q: CAUSAL.plan(q, q, q),
+        lambda q: CAUSAL.explain(q, q, q),
+    )
+    with pytest.raises(UnavailableError, match=r"torch.jit.trace is not available; use torch.export or torch.compile"):
+        torch.jit.trace(calls[number], (q,))
+
+
 def test_empty_operands():
     q, k, v = qkv(kv_len=0)
     out, lse = CAUSAL(q, k, v, return_lse=True)

@@ -363,3 +363,10 @@ def test_show_mask_asks_for_tensors_that_its_bounds_read() -> None:
     with pytest.raises(weft.WeftError, match="lengths: show_mask: missing the operand limits; pass limits=..."):
         variant.show_mask(64, 64)
     assert "2 empty, 2 edge ▒, 0 full" in variant.show_mask(64, 64, block_q=32, block_kv=32, limits=torch.tensor([20]))
+
+
+def test_a_picture_of_more_tiles_than_memory_has_room_for_is_refused() -> None:
+    causal = weft.Attention(mask=weft.masks.causal, name="causal")
+    with pytest.raises(weft.WeftError, match="show_mask: expected up to 67108864 tiles to draw, got .*larger block_q"):
+        causal.show_mask(10**14, 10**14)
+    assert "tiles a character" in causal.show_mask(1 << 20, 1 << 20, block_q=1 << 14, block_kv=1 << 12)

@@ -108,3 +108,24 @@ def test_threads_that_want_different_kernels_leave_a_shortest_way_of_all_of_them
     launcher._compile_these([1], ready, mode, "ab")  # type: ignore[arg-type]
     first.join()
     assert launcher.direct == {0, 1}  # type: ignore[comparison-overlap]
+
+
+def _crashing(most_stages: int):
+    """A compilation that ptxas fails at with more stages."""
+
+    def made(options) -> int:
+        if options["num_stages"] > most_stages:
+            raise launching.triton.runtime.errors.PTXASError("`ptxas` failed with error code -11\nRepro command: ...")
+        return options["num_stages"]
+
+    return made
+
+
+def test_where_ptxas_crashes_a_kernel_is_compiled_without_loads_ahead() -> None:
+    options = {"num_stages": 3, "num_warps": 8}
+    assert launching.assembled("kernel", _crashing(3), options) == 3
+    with pytest.warns(RuntimeWarning, match="kernel: .*error code -11; it was compiled with one stage in place of 3"):
+        assert launching.assembled("kernel", _crashing(1), options) == 1
+    for stages in (3, 1):
+        with pytest.raises(weft.UnavailableError, match="kernel: .*error code -11; pass schedule= with other tiles"):
+            launching.assembled("kernel", _crashing(0), options | {"num_stages": stages})

@@ -350,8 +350,14 @@ def test_a_backward_by_distance_borrows_the_kernel_that_sums_along_diagonals() -
     assert [k.target for k in found.code.kernels] == ["triton", *["hopper"] * 3, "triton"]
     assert found.code.borrows_diagonals and [k.name for k in found.code.own] == kernels[1:4]
     assert driver.resolve(t5, kind, H200, schedule=str(found.code.schedule)).code == found.code
+    own = "flash/flash_backward=hopper:64x128s2"
     with pytest.raises(WeftError, match="expected as many queries as keys, of which it has diagonals"):
-        driver.resolve(t5, kind, H200, schedule="flash/flash_ddiagonals=hopper:64x32w4s2")
+        driver.resolve(t5, kind, H200, schedule=f"{own}/flash_ddiagonals=triton:64x32w4s2")
+    with pytest.raises(WeftError, match="that hopper borrows: write flash_ddiagonals=triton:64x64w4s2"):
+        driver.resolve(t5, kind, H200, schedule=f"{own}/flash_ddiagonals=hopper:64x64w4s2")
+    assert {k: c.target for k, c in found.code.schedule.kernels.items()} == {
+        "flash_backward": "hopper", "flash_ddiagonals": "triton",
+    }  # fmt: skip
     frozen = driver.resolve(t5, replace(kind, wanted=kind.wanted - {"table"}), H200)
     assert not frozen.code.borrows_diagonals and frozen.target.name == "hopper"
     wide = replace(kind, widths=replace(kind.widths, head_dim=192))

@@ -9,9 +9,11 @@ import time
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import weft
 from tests.planned import DENSE, chosen, resolved, signature
 from weft.codegen.targets import target_named, targets
 from weft.codegen.targets.hopper_forms import best_form
@@ -28,7 +30,7 @@ from weft.compiler.planning.forms import (
     parse_form,
 )
 from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
-from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, SPLIT_KV
+from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, SPLIT_KV, Kernel
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, EXAMPLE, Schedule, asked, parse_schedule
 from weft.compiler.planning.segments import for_heads, for_latent
@@ -230,6 +232,42 @@ def test_tiles_of_what_is_read_by_pair_take_sram() -> None:
     biased, dense = (chosen(sizes, H200, "triton", attention=a) for a in (facts.attention, DENSE))
     assert biased.form("flash_forward") == tilings(FLASH[0], "flash", sizes, H200, parts, facts.traits)[0]
     assert _area(biased.form("flash_forward")) < _area(dense.form("flash_forward"))
+
+
+def test_sram_is_counted_of_what_rows_of_a_tile_read() -> None:
+    head, bias = symbol("head"), tensor("bias", 3)
+    split, pairs = SPLIT_KV[0], Attention(SCORE + bias[head, Q_POS, KV_POS])
+    for variant, doubles, wanted in (
+        (pairs, False, Traits(pair_bytes=4)),
+        (pairs, True, Traits(pair_bytes=8)),
+        (Attention(SCORE + tensor("bias", 2)[head, KV_POS]), True, Traits(head_bytes=8)),
+        (Attention(mask=tensor("seen", 1, bool)[KV_POS]), True, Traits(key_bytes=1)),
+        (Attention(mask=tensor("seen", 1, int)[Q_POS] == 0), False, Traits(query_bytes=8)),
+    ):
+        found = facts_of(variant).traits_with((), doubles)
+        names = ("pair_bytes", "head_bytes", "key_bytes", "query_bytes")
+        assert [getattr(found, n) for n in names] == [getattr(wanted, n) for n in names]
+    form, sizes, parts = Tiling(64, 128, 4, 3), replace(shape(64), q_len=64), for_heads(64, 64)
+    ahead = form.residence(split, H200, 2).ahead
+
+    def extra(kernel: Kernel, traits: Traits) -> int:
+        return sram_bytes(kernel, form, sizes, H200, parts, traits) - sram_bytes(kernel, form, sizes, H200, parts)
+
+    assert extra(split, Traits(head_bytes=8)) == 8 * 64 * 128 * ahead  # rows of a tile are of several heads
+    assert extra(FLASH[0], Traits(head_bytes=8)) == extra(FLASH[0], Traits(key_bytes=8)) == 8 * 128 * ahead
+    own = next(k for k in FLASH if k.axis == "q" and k.reads_pairs)
+    assert extra(own, Traits(query_bytes=8, key_bytes=8)) == 8 * 64 * form.residence(own, H200, 2).ahead
+
+
+def test_a_plan_counts_operands_of_64_bits() -> None:
+    biased = weft.Attention(weft.score + weft.tensor("bias", 3)[weft.head, weft.q_pos, weft.kv_pos], name="biased")
+    q = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16)
+    found = [
+        biased.plan(q, q, q, bias=torch.empty(2, 256, 256, dtype=dtype), device="h200", target="triton")
+        for dtype in (torch.float32, torch.float64)
+    ]
+    forms = [plan.code("forward").form("flash_forward") for plan in found]
+    assert forms[0] != forms[1] and all(k.sram_bytes.value <= H200.sram_per_block for k in found[1].kernels)
 
 
 def _area(form: Form) -> int:
