@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
@@ -41,6 +41,7 @@ from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
+from .loader import compiled
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
 from .targets import target_named
@@ -217,12 +218,12 @@ def _normalizer_texts(
 def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
     """Raise InternalError unless the text parses and defines these kernels."""
     try:
-        tree = ast.parse(text)
+        code = compiled(text)
     except SyntaxError as error:
         lines = [f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines())]
         around = "\n".join(lines[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
         raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    defined = {part.co_name for part in code.co_consts if isinstance(part, CodeType)}
     missing = sorted(set(kernels) - defined)
     if missing:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")

@@ -80,6 +80,11 @@ def _torch_version() -> str:
     return _version("torch")
 
 
+@functools.cache
+def _own_version() -> str:
+    return _version("weft")
+
+
 @dataclass(frozen=True)
 class Key:
     """Everything that a generated module depends on. Equal keys mean equal source."""
@@ -270,7 +275,7 @@ def _publish(root: Path, key: Key, source: str) -> None:
     staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=root))
     try:
         content = source.encode()
-        meta = {"weft": _version("weft"), "sha256": hashlib.sha256(content).hexdigest(), "key": asdict(key)}
+        meta = {"weft": _own_version(), "sha256": hashlib.sha256(content).hexdigest(), "key": asdict(key)}
         _write(staging / SOURCE, content)
         _write(staging / META, json.dumps(meta, indent=1).encode())
         _rename_over(staging, root / key.folder)

@@ -185,7 +185,10 @@ def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: 
 
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
     """The target that a schedule's text names for kernels of this direction."""
+    named = {choice.target for choice in given.kernels.values()}
     for target in targets():
+        if target.name not in named:
+            continue
         kernels = _kernels(target, given.algorithm, signature, facts)
         names = {k.name for k in kernels if not k.follows}
         if any(choice.target == target.name and kernel in names for kernel, choice in given.kernels.items()):
@@ -237,9 +240,10 @@ def _schedule(
             )
         target.check(kernel, choice.form, signature, hardware, facts)
         choices[kernel.name] = choice
-    otherwise = target.kernels(given.algorithm, replace(signature, deterministic=not signature.deterministic), facts)
-    _check_used(given, target, kernels, otherwise, signature.deterministic)
-    _check_names(given, signature, facts)
+    if given.kernels:
+        other = replace(signature, deterministic=not signature.deterministic)
+        _check_used(given, target, kernels, target.kernels(given.algorithm, other, facts), signature.deterministic)
+        _check_names(given, signature, facts)
     return Schedule(given.algorithm, choices)
 
 

@@ -267,9 +267,9 @@ def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None
 
 
 def test_a_formula_leaves_out_what_does_not_apply() -> None:
-    sizes = replace(letters(), e=2, k=0)
+    sizes = letters()._replace(e=2, k=0)
     assert formula_text(FLASH[0].read, sizes) == "2*B*D*Hq*L + 2*B*Hkv*T*(D + Dv)"
-    assert "k" in formula_text(FLASH[0].read, replace(sizes, k=0.5))
+    assert "k" in formula_text(FLASH[0].read, sizes._replace(k=0.5))
 
 
 def test_a_cpu_is_a_machine_too() -> None:
