@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
@@ -124,7 +123,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         **(beside or {}),
     }
     name = target.template(code)
-    text = _tidy(_environment().get_template(name).render(context))
+    text = _tidy(_template(name).render(context))
     stages.check()
     _verify(text, name, [k.name for k in code.own] if target.language.is_gpu else [])
     return text
@@ -264,7 +263,7 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
     stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in kernels})
-    text = _tidy(_environment().get_template(name).render(context, stage=stages))
+    text = _tidy(_template(name).render(context, stage=stages))
     stages.check()
     _verify(text, name, kernels)
     return text
@@ -306,7 +305,7 @@ def generate_tables(facts: Facts, code: CodePlan) -> str:
     }
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name == DISTANCE_TABLES})
     name = "triton/distance_tables.py.jinja"
-    text = _tidy(_environment().get_template(name).render(context, stage=stages))
+    text = _tidy(_template(name).render(context, stage=stages))
     stages.check()
     _verify(text, name, [DISTANCE_TABLES])
     return text
@@ -394,18 +393,10 @@ def _segment_context(segments: Segments) -> Context:
             "value_is_key": segments.value_is_key}  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
-    import jinja2
+def _template(name: str) -> jinja2.Template:
+    from .templates import environment  # lazy: imports jinja2
 
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
+    return environment(TEMPLATES).get_template(name)
 
 
 def _tidy(text: str) -> str:

@@ -25,7 +25,7 @@ from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
-from . import cache, calibrated, settings, tuned  # noqa: F401  tells planning what was measured here
+from . import cache, calibrated, settings, shelf, tuned  # noqa: F401  says what was measured here, and where templates lie
 
 _built = 0
 

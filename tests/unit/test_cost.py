@@ -253,13 +253,9 @@ def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
 # -- formulas --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kernel", PRINTED.values(), ids=list(PRINTED))
 def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None:
-    sizes = replace(
-        sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333),
-        k=0.25,
-        j=1,
-        w=1,
-    )
-    values = {sympy.Symbol(name, positive=True): value for name, value in vars(sizes).items()}
+    sizes = sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333)
+    sizes = sizes._replace(k=0.25, j=1, w=1)
+    values = {sympy.Symbol(name, positive=True): value for name, value in sizes._asdict().items()}
     for formula in (kernel.sram, kernel.read, kernel.written, kernel.flops, kernel.exps, kernel.programs):
         names = {str(symbol): symbol for symbol in values}
         printed = sympy.sympify(formula_text(formula, sizes), locals=names)
