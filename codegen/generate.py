@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.planning.kernels import Algorithm
 from ..compiler.planning.measures import (
     DISTANCE_TABLES,
     FEW,
@@ -78,7 +80,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "name": facts.attention.name,
         "title": facts.attention.name,
         "attention_text": str(facts.attention),
-        "functions": printer.backward(gradients, algorithm, elsewhere) if backward else printer.forward(algorithm),
+        "functions": _functions(printer, algorithm, gradients if backward else None, elsewhere),
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
         "tables": bool(tables),
@@ -127,6 +129,15 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
     stages.check()
     _verify(text, name, [k.name for k in code.own] if target.language.is_gpu else [])
     return text
+
+
+@lru_cache(maxsize=256)
+def _functions(
+    printer: FunctionPrinter, algorithm: Algorithm, gradients: tuple[OperandGradient, ...] | None,
+    elsewhere: frozenset[int],
+) -> str:  # fmt: skip
+    """The variant's functions: of kinds of calls that differ by widths, lengths or where rows lie they are the same."""
+    return printer.forward(algorithm) if gradients is None else printer.backward(gradients, algorithm, elsewhere)
 
 
 def generate_all(facts: Facts, code: CodePlan, target: Target) -> str:

@@ -1,5 +1,5 @@
-"""Where templates lie compiled: compiling them is most of the time of a first call. Imports nothing, so that the runtime
-can say where without what it takes to generate."""
+"""Where templates lie compiled, as compiling them is most of the time of a first call. It imports nothing, so that the
+runtime can say where without what generating takes."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -268,18 +269,25 @@ def _check_used(
 
 def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
+    known: set[str] = set()
+    for kernels in _every_kernel(given, signature, facts):
+        known |= {k.name for k in kernels if k.name not in BESIDE and not k.follows}
+        if given.kernels.keys() <= known:
+            return
+    unknown = [name for name in given.kernels if name not in known]
+    raise WeftError(f"schedule: expected kernels among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+
+
+def _every_kernel(given: Schedule, signature: Signature, facts: Facts) -> Iterator[Sequence[Kernel]]:
+    """The kernels of all targets for both directions; first those of targets that the schedule names."""
     operands = {operand.name for operand in facts.attention.tensors}
     everything = replace(signature, wanted=signature.wanted | operands | {"query", "key", "value", "rope"})
     algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
-    known = {
-        k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
-        for algorithm in algorithms
-        for k in target.kernels(algorithm, replace(everything, direction=direction, deterministic=repeats), facts)
-        if k.name not in BESIDE and not k.follows
-    }  # fmt: skip
-    unknown = [name for name in given.kernels if name not in known]
-    if unknown:
-        raise WeftError(f"schedule: expected kernels among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+    named = {choice.target for choice in given.kernels.values()}
+    for target in sorted(targets(), key=lambda target: target.name not in named):
+        for direction, repeats in product(("forward", "backward"), (False, True)):
+            own = replace(everything, direction=direction, deterministic=repeats)
+            yield from (target.kernels(algorithm, own, facts) for algorithm in algorithms)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ..codegen import shelf
@@ -41,7 +42,8 @@ class _Folder:
             os.replace(staging, folder / name)
         except OSError as error:
             trace(CACHE, f"cache keeps no compiled template: {error}")
-            staging.unlink(missing_ok=True)
+            with suppress(OSError):
+                staging.unlink()
 
 
 def _folder() -> Path | None:
