@@ -21,7 +21,7 @@ from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
-from ..compiler.planning.signature import Dtypes, Signature, Widths
+from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
@@ -284,8 +284,9 @@ def _every_kernel(given: Schedule, signature: Signature, facts: Facts) -> Iterat
     everything = replace(signature, wanted=signature.wanted | operands | {"query", "key", "value", "rope"})
     algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
     named = {choice.target for choice in given.kernels.values()}
+    directions: tuple[Direction, ...] = ("forward", "backward")
     for target in sorted(targets(), key=lambda target: target.name not in named):
-        for direction, repeats in product(("forward", "backward"), (False, True)):
+        for direction, repeats in product(directions, (False, True)):
             own = replace(everything, direction=direction, deterministic=repeats)
             yield from (target.kernels(algorithm, own, facts) for algorithm in algorithms)
 
