@@ -23,7 +23,7 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
     uses: Counter[str] = Counter()
     for expr in exprs:
         _count(expr, uses)
-    fresh = _fresh_names("t", exprs)
+    fresh = _fresh_names(exprs)
     named: dict[str, Symbol] = {}
     assignments: list[tuple[str, Expr]] = []
 
@@ -56,7 +56,7 @@ def of_positions(exprs: Sequence[Expr]) -> tuple[list[tuple[Symbol, Expr]], list
     >>> of_positions([parse("score + 0.5 * (kv_pos - q_pos)")])
     ([(part0, 0.5 * (kv_pos - q_pos))], [score + part0])
     """
-    fresh = _fresh_names("part", exprs)
+    fresh = _unused("part", exprs)
     parts: dict[tuple[str, str], tuple[Symbol, Expr]] = {}
 
     def visit(node: Expr, among_floats: bool) -> Expr:
@@ -85,6 +85,10 @@ def _count(node: Expr, uses: Counter[str]) -> None:
             _count(child, uses)
 
 
-def _fresh_names(prefix: str, exprs: Sequence[Expr]) -> Iterator[str]:
+def _fresh_names(exprs: Sequence[Expr]) -> Iterator[str]:
+    return _unused("t", exprs)
+
+
+def _unused(prefix: str, exprs: Sequence[Expr]) -> Iterator[str]:
     taken = frozenset().union(*map(names, exprs))
     return (name for i in count() if (name := f"{prefix}{i}") not in taken)
