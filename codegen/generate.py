@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
@@ -18,6 +18,7 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.planning.kernels import Algorithm
 from ..compiler.planning.measures import (
     DISTANCE_TABLES,
     FEW,
@@ -41,6 +42,7 @@ from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
+from .loader import compiled
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
 from .targets import target_named
@@ -78,7 +80,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "name": facts.attention.name,
         "title": facts.attention.name,
         "attention_text": str(facts.attention),
-        "functions": printer.backward(gradients, algorithm, elsewhere) if backward else printer.forward(algorithm),
+        "functions": _functions(printer, algorithm, gradients if backward else None, elsewhere),
         "env": printer.env,
         "params": ", ".join(parameter_names(facts.attention, target.language.is_gpu, tables)),
         "tables": bool(tables),
@@ -123,10 +125,19 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         **(beside or {}),
     }
     name = target.template(code)
-    text = _tidy(_environment().get_template(name).render(context))
+    text = _tidy(_template(name).render(context))
     stages.check()
     _verify(text, name, [k.name for k in code.own] if target.language.is_gpu else [])
     return text
+
+
+@lru_cache(maxsize=256)
+def _functions(
+    printer: FunctionPrinter, algorithm: Algorithm, gradients: tuple[OperandGradient, ...] | None,
+    elsewhere: frozenset[int],
+) -> str:  # fmt: skip
+    """The variant's functions: of kinds of calls that differ by widths, lengths or where rows lie they are the same."""
+    return printer.forward(algorithm) if gradients is None else printer.backward(gradients, algorithm, elsewhere)
 
 
 def generate_all(facts: Facts, code: CodePlan, target: Target) -> str:
@@ -217,12 +228,12 @@ def _normalizer_texts(
 def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
     """Raise InternalError unless the text parses and defines these kernels."""
     try:
-        tree = ast.parse(text)
+        code = compiled(text)
     except SyntaxError as error:
         lines = [f"{i + 1:4} {line}" for i, line in enumerate(text.splitlines())]
         around = "\n".join(lines[max(0, (error.lineno or 1) - 6) : (error.lineno or 1) + 3])
         raise InternalError(f"template {template} gave text that does not parse: {error.msg}\n{around}") from error
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    defined = {part.co_name for part in code.co_consts if isinstance(part, CodeType)}
     missing = sorted(set(kernels) - defined)
     if missing:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
@@ -263,7 +274,7 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
     stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in kernels})
-    text = _tidy(_environment().get_template(name).render(context, stage=stages))
+    text = _tidy(_template(name).render(context, stage=stages))
     stages.check()
     _verify(text, name, kernels)
     return text
@@ -305,7 +316,7 @@ def generate_tables(facts: Facts, code: CodePlan) -> str:
     }
     stages = StageComments({k.name: k.stages for k in code.kernels if k.name == DISTANCE_TABLES})
     name = "triton/distance_tables.py.jinja"
-    text = _tidy(_environment().get_template(name).render(context, stage=stages))
+    text = _tidy(_template(name).render(context, stage=stages))
     stages.check()
     _verify(text, name, [DISTANCE_TABLES])
     return text
@@ -393,18 +404,10 @@ def _segment_context(segments: Segments) -> Context:
             "value_is_key": segments.value_is_key}  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.Environment:
-    import jinja2
+def _template(name: str) -> jinja2.Template:
+    from .templates import environment  # lazy: imports jinja2
 
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
+    return environment(TEMPLATES).get_template(name)
 
 
 def _tidy(text: str) -> str:

@@ -5,8 +5,9 @@ import linecache
 import re
 import sys
 import threading
+from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from ..ir.errors import WeftError
 
@@ -32,6 +33,21 @@ def load(path: Path, interpret: bool = False, source: str | None = None) -> Modu
         return _modules[identity]
 
 
+@lru_cache(maxsize=8)
+def compiled(text: str) -> CodeType:
+    """The code of a module, of no file yet: what is checked before it is kept is what is loaded a moment later.
+
+    Raises SyntaxError.
+    """
+    return compile(text, "<generated>", "exec", dont_inherit=True)
+
+
+def _of_file(code: CodeType, path: str) -> CodeType:
+    """The same code, and that of its functions, as of this file."""
+    parts = tuple([_of_file(part, path) if isinstance(part, CodeType) else part for part in code.co_consts])
+    return code.replace(co_filename=path, co_consts=parts)
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -47,7 +63,7 @@ def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     sys.modules[module.__name__] = module  # dataclasses and Gluon's aggregates look their module up by name
     try:
-        code = compile(text, str(path), "exec")
+        code = _of_file(compiled(text), str(path))
         if interpret:
             from .interpret import execute_interpreted  # lazy: imports triton
 
@@ -56,6 +72,8 @@ def _execute(path: Path, text: str, digest: str, interpret: bool) -> ModuleType:
             exec(code, module.__dict__)
     except BaseException as error:
         del sys.modules[module.__name__]
+        if isinstance(error, SyntaxError) and error.filename == "<generated>":
+            error.filename = str(path)
         error.add_note(f"while loading the generated module {path}")
         raise
     return module

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from ..compiler.planning.records import Stage
 from ..ir.errors import InternalError
@@ -47,8 +48,10 @@ class StageComments:
 def wrapped(text: str) -> str:
     """Marked stages as comments, wrapped at the indentation of the line that they stand on."""
 
-    def comment(found: re.Match[str]) -> str:
-        lines = textwrap.wrap(found[2], WIDTH - len(found[1]) - 2, subsequent_indent="  ")
-        return "\n".join(f"{found[1]}# {line}" for line in lines)
+    return _MARKED.sub(lambda found: _comment(found[1], found[2]), text)
 
-    return _MARKED.sub(comment, text)
+
+@lru_cache(maxsize=1024)
+def _comment(indentation: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH - len(indentation) - 2, subsequent_indent="  ")
+    return "\n".join(f"{indentation}# {line}" for line in lines)

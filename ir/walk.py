@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_not
 from typing import TypeVar
 
 from .errors import InternalError
@@ -10,25 +11,26 @@ from .expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, _resul
 from .operators import OPERATORS
 
 T = TypeVar("T")
+_NONE: frozenset[str] = frozenset()
 
 
 def children(node: Expr) -> tuple[Expr, ...]:
-    match node:
-        case Call(_, args):
-            return args
-        case Load(_, index):
-            return index
-        case Const() | Symbol() | Scalar():
-            return ()
-        case _:
-            raise InternalError(f"unknown node {type(node).__name__}")
+    if isinstance(node, Call):
+        return node.args
+    if isinstance(node, Load):
+        return node.index
+    if isinstance(node, (Const, Symbol, Scalar)):
+        return ()
+    raise InternalError(f"unknown node {type(node).__name__}")
 
 
 def nodes(root: Expr) -> Iterator[Expr]:
     """Every node below and including `root`, parents first."""
-    yield root
-    for child in children(root):
-        yield from nodes(child)
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += children(node)[::-1]
 
 
 def extent(root: Expr) -> tuple[int, int]:
@@ -52,7 +54,17 @@ def extent(root: Expr) -> tuple[int, int]:
 
 def symbols(root: Expr) -> frozenset[str]:
     """Names of the symbols that occur in `root`, also inside indices."""
-    return frozenset(n.name for n in nodes(root) if isinstance(n, Symbol))
+    known: frozenset[str] | None = root.__dict__.get("_symbols")
+    if known is None:
+        known = frozenset([root.name]) if isinstance(root, Symbol) else _NONE.union(*map(symbols, children(root)))
+        root.__dict__["_symbols"] = known  # asked for again and again, and a node never changes
+    return known
+
+
+def names(root: Expr) -> frozenset[str]:
+    """Names of the symbols, scalars and tensors that occur in `root`."""
+    named = (n.tensor if isinstance(n, Load) else n for n in nodes(root))
+    return frozenset([n.name for n in named if isinstance(n, (Symbol, Scalar, TensorOperand))])
 
 
 def loads(root: Expr) -> tuple[Load, ...]:
@@ -87,9 +99,8 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 def rewrite(root: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Apply `rule` bottom-up; a rule returns None to leave a node as it is."""
     before = children(root)
-    after = tuple(rewrite(c, rule) for c in before)
-    changed = any(a is not b for a, b in zip(after, before, strict=True))
-    node = rebuild(root, after) if changed else root
+    after = tuple([rewrite(c, rule) for c in before])
+    node = rebuild(root, after) if any(map(is_not, after, before)) else root
     result = rule(node)
     return node if result is None else result
 
@@ -101,7 +112,11 @@ def substitute(root: Expr, mapping: Mapping[str, Expr]) -> Expr:
     >>> substitute(symbol("score") * 2, {"score": symbol("qk")})
     qk * 2
     """
-    return rewrite(root, lambda n: mapping.get(n.name) if isinstance(n, Symbol) else None)
+    if mapping.keys().isdisjoint(symbols(root)):
+        return root
+    if isinstance(root, Symbol):
+        return mapping[root.name]
+    return rebuild(root, tuple([substitute(c, mapping) for c in children(root)]))
 
 
 def fold(root: Expr, leaf: Callable[[Expr], T], apply: Callable[[str, list[T]], T]) -> T:

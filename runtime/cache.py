@@ -31,7 +31,7 @@ from ..ir.errors import WeftError
 from .settings import CACHE, DEFAULT_CACHE_SIZE, cache_max_size, current, edited_dir, trace
 
 SOURCE, META = "source.py", "meta.json"
-STAGING, LOCKS, STAMP = ".tmp-", ".locks", ".pruned"
+STAGING, LOCKS, STAMP, TEMPLATES = ".tmp-", ".locks", ".pruned", ".templates-"
 STALE_SECONDS = 3600  # a staging folder this old belongs to a process that died
 DAY = 86400  # between two automatic prunes, and how exact the time of an entry's last use is
 UNUSED_SECONDS = 30 * DAY  # a stale entry this old goes by itself; a younger one may belong to another environment
@@ -78,6 +78,11 @@ def _triton_version() -> str:
 @functools.cache
 def _torch_version() -> str:
     return _version("torch")
+
+
+@functools.cache
+def _own_version() -> str:
+    return _version("weft")
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def load_or_build(key: Key, build: Callable[[], str]) -> Entry:
     own = _edited(key)
     if own is not None:
         return own
-    root = _usable_root()
+    root = usable_root()
     if root is None:
         return _temporary(key, build())
     found = _find(root, key)
@@ -177,11 +182,11 @@ def _find(root: Path, key: Key) -> Entry | None:
     try:
         kept_key, source, used = _read_entry(folder)
         if kept_key != asdict(key):
-            raise _Unsound("belongs to another key")
+            raise Unsound("belongs to another key")
     except FileNotFoundError:
         trace(CACHE, f"cache miss {key.folder}")
         return None
-    except (OSError, ValueError, _Unsound) as error:
+    except (OSError, ValueError, Unsound) as error:
         trace(CACHE, f"cache entry {key.folder} is built again: {error}")
         return None
     _touch(folder / META, used)
@@ -222,25 +227,25 @@ def _one_process_at_a_time(root: Path, key: Key) -> Iterator[None]:
         lock.release()
 
 
-class _Unsound(Exception):
+class Unsound(Exception):
     """A cache entry that must not be loaded; the text says why."""
 
 
 def _read_entry(folder: Path) -> tuple[dict[str, str], str, float]:
     """Key, source and time of last use of an entry that is ours and whole.
 
-    Raises FileNotFoundError, OSError, ValueError or _Unsound.
+    Raises FileNotFoundError, OSError, ValueError or Unsound.
     """
     _require_ours(os.lstat(folder), stat.S_ISDIR)
-    content, used = _read_ours(folder / META)
-    source, _ = _read_ours(folder / SOURCE)
+    content, used = read_ours(folder / META)
+    source, _ = read_ours(folder / SOURCE)
     meta = json.loads(content)
     if not isinstance(meta, dict) or meta.get("sha256") != hashlib.sha256(source).hexdigest():
-        raise _Unsound("source and checksum do not match: torn or edited")
+        raise Unsound("source and checksum do not match: torn or edited")
     return meta.get("key", {}), source.decode(), used
 
 
-def _read_ours(path: Path) -> tuple[bytes, float]:
+def read_ours(path: Path) -> tuple[bytes, float]:
     """Content and time of change."""
     # O_NONBLOCK so that a pipe put here cannot hang the open
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -258,9 +263,9 @@ def _touch(meta: Path, used: float) -> None:
 
 def _require_ours(info: os.stat_result, right_kind: Callable[[int], bool]) -> None:
     if not right_kind(info.st_mode):
-        raise _Unsound("not a plain file in a plain folder")
+        raise Unsound("not a plain file in a plain folder")
     if info.st_uid != os.geteuid() or info.st_mode & _WRITABLE_BY_OTHERS:
-        raise _Unsound("others own it or may write to it")
+        raise Unsound("others own it or may write to it")
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -270,16 +275,16 @@ def _publish(root: Path, key: Key, source: str) -> None:
     staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=root))
     try:
         content = source.encode()
-        meta = {"weft": _version("weft"), "sha256": hashlib.sha256(content).hexdigest(), "key": asdict(key)}
-        _write(staging / SOURCE, content)
-        _write(staging / META, json.dumps(meta, indent=1).encode())
+        meta = {"weft": _own_version(), "sha256": hashlib.sha256(content).hexdigest(), "key": asdict(key)}
+        write(staging / SOURCE, content)
+        write(staging / META, json.dumps(meta, indent=1).encode())
         _rename_over(staging, root / key.folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(content)
 
@@ -376,7 +381,7 @@ def _made(path: Path) -> os.stat_result:
         raise WeftError(f"cache folder {str(path)!r}: cannot be made ({error})") from error
 
 
-def _usable_root() -> Path | None:
+def usable_root() -> Path | None:
     try:
         return cache_dir()
     except WeftError as error:
@@ -399,7 +404,7 @@ def _temporary(key: Key, source: str) -> Entry:
     """The source in a folder that ends with this process; on a full disk, in memory only, which the loader accepts."""
     try:
         path = Path(tempfile.mkdtemp(prefix=f"{key.folder}-", dir=_temporary_root().name)) / SOURCE
-        _write(path, source.encode())
+        write(path, source.encode())
     except OSError:
         path = Path(f"<weft {key.folder}>")
     return Entry(path, source, built=True)
@@ -473,7 +478,7 @@ def _last_used(folder: Path) -> float:
 def _problem(folder: Path) -> str:
     try:
         _read_entry(folder)
-    except (OSError, ValueError, _Unsound) as error:
+    except (OSError, ValueError, Unsound) as error:
         return str(error)
     return ""
 
@@ -481,9 +486,9 @@ def _problem(folder: Path) -> str:
 def _staleness(folder: Path) -> str:
     """Why nothing that runs today looks for this entry."""
     try:
-        key = Key(**json.loads(_read_ours(folder / META)[0])["key"])
+        key = Key(**json.loads(read_ours(folder / META)[0])["key"])
         name = key.folder
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, _Unsound):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, Unsound):
         return "it has no key that can be read"
     if key.generator != generator_digest():
         return "made by other code of weft"
@@ -525,7 +530,7 @@ def clear() -> int:
     root = cache_dir()
     with _writing(root):
         removed = sum(_take_away(root, folder) for folder in _entry_folders(root))
-        for path in (*root.glob(f"{STAGING}*"), root / LOCKS, root / STAMP):
+        for path in (*_named(root, STAGING), *_named(root, TEMPLATES), root / LOCKS, root / STAMP):
             _remove(path)
     return removed
 
@@ -542,7 +547,8 @@ def _prune(root: Path, infos: list[EntryInfo], unwanted: Callable[[EntryInfo], b
     stale = {info for info in infos if unwanted(info)}
     over = set() if max_size is None else _beyond(set(infos) - stale, max_size)
     removed = {info for info in stale | over if _retire(root, info)}
-    left_overs = _sweep(root.glob(f"{STAGING}*"), (root / LOCKS).glob("*.lock"))
+    left_overs = _sweep(_named(root, STAGING), (root / LOCKS).glob("*.lock"))
+    _sweep(_named(root, TEMPLATES), older_than=UNUSED_SECONDS)
     return Pruned(len(stale & removed), len(over & removed), sum(info.size for info in removed), left_overs)
 
 
@@ -577,12 +583,17 @@ def _take_away(root: Path, folder: Path) -> bool:
     return True
 
 
-def _sweep(*left_overs: Iterable[Path]) -> int:
+def _named(root: Path, prefix: str) -> list[Path]:
+    """What lies in the cache folder under such names. Asked after each publish: a glob takes ten times as long."""
+    return [root / name for name in os.listdir(root) if name.startswith(prefix)]
+
+
+def _sweep(*left_overs: Iterable[Path], older_than: float = STALE_SECONDS) -> int:
     """Remove those that are old enough to belong to a process that died; returns how many."""
     removed = 0
     for path in chain(*left_overs):
         with suppress(OSError):  # its own process, or another sweep, was faster
-            if _age(path) > STALE_SECONDS:
+            if _age(path) > older_than:
                 _remove(path)
                 removed += 1
     return removed
@@ -598,7 +609,7 @@ def _age(path: Path) -> float:
 def _tidy(root: Path) -> None:
     """Sweep, and once a day prune. It reads no sources and holds no lock; what fails here can wait for another day."""
     try:
-        _sweep(root.glob(f"{STAGING}*"))
+        _sweep(_named(root, STAGING))
         if _is_due(root / STAMP):
             (root / STAMP).touch(mode=0o600)  # first, so that processes that publish meanwhile do not prune too
             done = _prune(root, _survey(root), _is_long_unused, _size_limit())

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -20,12 +21,12 @@ from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
-from ..compiler.planning.signature import Dtypes, Signature, Widths
+from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
 from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
-from . import cache, calibrated, settings, tuned  # noqa: F401  tells planning what was measured here
+from . import cache, calibrated, settings, shelf, tuned  # noqa: F401  says what was measured here, and where templates lie
 
 _built = 0
 
@@ -185,12 +186,15 @@ def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: 
 
 def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str | None:
     """The target that a schedule's text names for kernels of this direction."""
+    named = {choice.target for choice in given.kernels.values()}
     found: list[tuple[bool, str]] = []
     for target in targets():
+        if target.name not in named:
+            continue
         kernels = _kernels(target, given.algorithm, signature, facts)
-        names = {k.name for k in kernels if not k.follows}
-        named = {kernel for kernel, choice in given.kernels.items() if choice.target == target.name} & names
-        found += [(named == {DDIAGONALS}, target.name)] if named else []
+        own = {k.name for k in kernels if not k.follows}
+        own &= {kernel for kernel, choice in given.kernels.items() if choice.target == target.name}
+        found += [(own == {DDIAGONALS}, target.name)] if own else []
     return min(found, key=lambda each: each[0])[1] if found else None  # others borrow that one
 
 
@@ -243,9 +247,10 @@ def _schedule(
             )
         target.check(kernel, choice.form, signature, hardware, facts)
         choices[kernel.name] = choice
-    otherwise = target.kernels(given.algorithm, replace(signature, deterministic=not signature.deterministic), facts)
-    _check_used(given, target, kernels, otherwise, signature.deterministic)
-    _check_names(given, signature, facts)
+    if given.kernels:
+        other = replace(signature, deterministic=not signature.deterministic)
+        _check_used(given, target, kernels, target.kernels(given.algorithm, other, facts), signature.deterministic)
+        _check_names(given, signature, facts)
     return Schedule(given.algorithm, choices)
 
 
@@ -270,18 +275,26 @@ def _check_used(
 
 def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
+    known: set[str] = set()
+    for kernels in _every_kernel(given, signature, facts):
+        known |= {k.name for k in kernels if k.name not in BESIDE and not k.follows}
+        if given.kernels.keys() <= known:
+            return
+    unknown = [name for name in given.kernels if name not in known]
+    raise WeftError(f"schedule: expected kernels among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+
+
+def _every_kernel(given: Schedule, signature: Signature, facts: Facts) -> Iterator[Sequence[Kernel]]:
+    """The kernels of all targets for both directions; first those of targets that the schedule names."""
     operands = {operand.name for operand in facts.attention.tensors}
     everything = replace(signature, wanted=signature.wanted | operands | {"query", "key", "value", "rope"})
     algorithms: set[Algorithm] = {given.algorithm, *(("flash",) if given.algorithm == "split_kv" else ())}
-    known = {
-        k.name for target in targets() for direction in ("forward", "backward") for repeats in (False, True)
-        for algorithm in algorithms
-        for k in target.kernels(algorithm, replace(everything, direction=direction, deterministic=repeats), facts)
-        if k.name not in BESIDE and not k.follows
-    }  # fmt: skip
-    unknown = [name for name in given.kernels if name not in known]
-    if unknown:
-        raise WeftError(f"schedule: expected kernels among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+    named = {choice.target for choice in given.kernels.values()}
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for target in sorted(targets(), key=lambda target: target.name not in named):
+        for direction, repeats in product(directions, (False, True)):
+            own = replace(everything, direction=direction, deterministic=repeats)
+            yield from (target.kernels(algorithm, own, facts) for algorithm in algorithms)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.walk import children, nodes, rebuild, symbols
+from ...ir.walk import children, names, rebuild, symbols
 
 
 def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
@@ -24,12 +24,12 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
     for expr in exprs:
         _count(expr, uses)
     fresh = _fresh_names(exprs)
-    names: dict[str, Symbol] = {}
+    named: dict[str, Symbol] = {}
     assignments: list[tuple[str, Expr]] = []
 
     def visit(node: Expr) -> Expr:
-        if node.text in names:
-            return names[node.text]
+        if node.text in named:
+            return named[node.text]
         before = children(node)
         after = tuple(visit(child) for child in before)
         result = rebuild(node, after) if any(a is not b for a, b in zip(after, before, strict=True)) else node
@@ -37,7 +37,7 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
             return result
         name = Symbol(next(fresh), node.dtype)
         assignments.append((name.name, result))
-        names[node.text] = name
+        named[node.text] = name
         return name
 
     return assignments, [visit(expr) for expr in exprs]
@@ -56,8 +56,7 @@ def of_positions(exprs: Sequence[Expr]) -> tuple[list[tuple[Symbol, Expr]], list
     >>> of_positions([parse("score + 0.5 * (kv_pos - q_pos)")])
     ([(part0, 0.5 * (kv_pos - q_pos))], [score + part0])
     """
-    taken = {n.tensor.name if isinstance(n, Load) else getattr(n, "name", "") for e in exprs for n in nodes(e)}
-    fresh = (name for i in count() if (name := f"part{i}") not in taken)
+    fresh = _unused("part", exprs)
     parts: dict[tuple[str, str], tuple[Symbol, Expr]] = {}
 
     def visit(node: Expr, among_floats: bool) -> Expr:
@@ -87,5 +86,9 @@ def _count(node: Expr, uses: Counter[str]) -> None:
 
 
 def _fresh_names(exprs: Sequence[Expr]) -> Iterator[str]:
-    taken = {n.tensor.name if isinstance(n, Load) else getattr(n, "name", "") for e in exprs for n in nodes(e)}
-    return (name for i in count() if (name := f"t{i}") not in taken)
+    return _unused("t", exprs)
+
+
+def _unused(prefix: str, exprs: Sequence[Expr]) -> Iterator[str]:
+    taken = frozenset().union(*map(names, exprs))
+    return (name for i in count() if (name := f"{prefix}{i}") not in taken)

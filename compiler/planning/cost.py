@@ -277,8 +277,8 @@ def cost_of(
             at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
         most = ceil(once.nkv) if longest is None else longest
         found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven)
-        once = replace(once, S=found.parts, d=int(found.parts > 1))
-    sizes = replace(once, k=share_from_hbm(kernel, once, at_once, hardware), j=0)
+        once = once._replace(S=found.parts, d=int(found.parts > 1))
+    sizes = once._replace(k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     reads = read_by(kernel, form)
     read, written = reads(sizes), kernel.written(sizes)
     moved = reads(once) + kernel.written(once)
@@ -289,7 +289,7 @@ def cost_of(
         exps = exps_of(kernel, instructions_of(kernel, traits).special)
         spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
         return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
-    sizes = replace(sizes, m=tiles.edge)
+    sizes = sizes._replace(m=tiles.edge)
     work = pair_work(kernel, form, sizes, parts, traits, hardware)
     pace, tail = work.pace, work.tail
     matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)

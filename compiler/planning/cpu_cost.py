@@ -7,7 +7,7 @@ no mask are one tile. What `weft calibrate` measured says how fast each of these
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
@@ -73,7 +73,7 @@ def with_joined(x: Sizes, form: CpuForm, tiles: TileCounts, masked: bool) -> Siz
     most = max(1, form.most_scores // int(rows * form.block_kv))
     # a run of neighbours ends anywhere, so that its last tile is half as long
     ends = x.B * x.Hq * x.nq * (0.5 if masked else 0.0)
-    return replace(x, m=edge, t=edge + min(full, ceil(full / most + ends)))
+    return x._replace(m=edge, t=edge + min(full, ceil(full / most + ends)))
 
 
 def pass_bytes(kernel: Kernel, linear: bool) -> Formula:

@@ -6,7 +6,7 @@ generate anything.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil
 
 from ..analysis.records import Axis, TileCounts, Traits
@@ -49,7 +49,7 @@ def _cpu_forms(
         one_dnn and dtype != "fp64" and any(r.library == "onednn" for r in hardware.cpu.products)
     )
     shape = Shape(1, max(8, hardware.sms), max(8, hardware.sms), _NOMINAL, _NOMINAL, head_dim, value_dim, dtype)
-    count = _counts(shape, traits)
+    count = cache(_counts(shape, traits))
 
     def cost(form: CpuForm) -> KernelCost:
         tiles = count(kernel.axis, form.block_q, form.block_kv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import lru_cache
 
 import sympy
@@ -41,7 +40,7 @@ def useful_text(formula: Formula, sizes: Sizes) -> str:
     '2*v*(D + Dv)'
     """
     letters = {name: sympy.Symbol(to, positive=True) if isinstance(to, str) else to for name, to in USEFUL.items()}
-    rest = {f.name: getattr(sizes, f.name) for f in fields(Sizes) if f.name not in letters}
+    rest = {name: value for name, value in sizes._asdict().items() if name not in letters}
     # A sympy symbol behaves like the number that it stands for, as below.
     return str(sympy.sstr(sympy.sympify(formula(Sizes(**letters, **rest)))))  # type: ignore[arg-type]
 
@@ -49,7 +48,7 @@ def useful_text(formula: Formula, sizes: Sizes) -> str:
 @lru_cache(maxsize=1024)
 def _text(formula: Formula, filled: tuple[tuple[str, float], ...], own_value: bool) -> str:
     numbers = dict(filled)
-    letters = {f.name: numbers.get(f.name, sympy.Symbol(f.name, positive=True)) for f in fields(Sizes)}
+    letters = {name: numbers.get(name, sympy.Symbol(name, positive=True)) for name in Sizes._fields}
     for stored, whole in (("Du", "Dv"), ("Cu", "Cv")):
         letters[stored] = letters[whole] if own_value else 0
     # A sympy symbol behaves like the number that it stands for, which is all that a formula relies on.

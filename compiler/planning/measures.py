@@ -4,7 +4,6 @@ them for packed sequences, each as formulas of what it moves (quantities.py)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -78,7 +77,7 @@ def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: M
         own_reads, values = measuring.kv_reads, measuring.q_values
 
     def programs(x: Sizes) -> float:
-        return x.r * by_tiles.programs(replace(x, r=0))
+        return x.r * by_tiles.programs(x._replace(r=0))
 
     def read(x: Sizes) -> float:
         own, tiles = (x.L, x.nkv) if axis == "kv" else (x.T, x.nq)
@@ -86,7 +85,7 @@ def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: M
         return READ * x.B * own_reads * own + LEAST_AND_GREATEST * values * ends
 
     def written(x: Sizes) -> float:
-        return by_tiles.written(replace(x, r=0))
+        return by_tiles.written(x._replace(r=0))
 
     name, loop = f"{axis}_long_spans", f"{by_tiles.loop}: in stretches"
     return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, by_tiles.again)

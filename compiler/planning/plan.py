@@ -8,7 +8,7 @@ Neither needs a GPU or tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from ...ir.errors import InternalError, WeftError
@@ -358,7 +358,7 @@ def _kernel_plan(
     kernel, letters = code.kernel, cost.sizes
     useful = None
     if visible is not None:
-        seen = replace(letters, n=visible.count, bq=1, bkv=1, C=letters.D, Cv=letters.Dv)
+        seen = letters._replace(n=visible.count, bq=1, bkv=1, C=letters.D, Cv=letters.Dv)
         useful = Quantity(useful_text(kernel.flops, letters), kernel.flops(seen))
 
     on_cpu = None
@@ -384,7 +384,7 @@ def _kernel_plan(
         sram_bytes=quantity(sram),
         hbm_read=quantity(read),
         hbm_written=quantity(kernel.written),
-        l2_traffic=quantity(moved, replace(letters, k=1, j=1)),
+        l2_traffic=quantity(moved, letters._replace(k=1, j=1)),
         flops=quantity(kernel.flops),
         useful=useful,
         exps=quantity(cost.exps),

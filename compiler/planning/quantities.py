@@ -14,8 +14,7 @@ With k = 1 the same formula gives the algorithmic traffic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
@@ -25,8 +24,7 @@ LEAST_AND_GREATEST = 16  # bytes of the ends of a value in a tile: two int64
 READ = 8  # bytes of what a mask reads at a position, at most
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclass takes ten times as long
     """The letters of the formulas: numbers, or sympy symbols of the same names."""
 
     B: float  # batch

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from ...ir.errors import WeftError
@@ -45,14 +46,7 @@ class CpuRates:
 
     def product_flops(self, library: Library, queries: int, keys: int) -> float | None:
         """FLOP/s of the measured tile that is nearest in both lengths; None where the library was not measured."""
-        found = [rate for rate in self.products if rate.library == library]
-        if not found:
-            return None
-
-        def distance(rate: ProductRate) -> float:
-            return abs(math.log(rate.queries / max(1, queries))) + abs(math.log(rate.keys / max(1, keys)))
-
-        return min(found, key=distance).flops
+        return _nearest(self.products, library, queries, keys)
 
     def attention_flops(self, dtype: str) -> float | None:
         return dict(self.attention).get(dtype)
@@ -73,6 +67,18 @@ class CpuRates:
     def pass_bytes_per_second(self, size: float, cores: int) -> float:
         """Of one core that goes over `size` bytes again and again."""
         return 1 / sum(share / rate for share, rate in zip(self.shares(size, cores), self.bandwidths, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _nearest(products: tuple[ProductRate, ...], library: Library, queries: int, keys: int) -> float | None:
+    found = [rate for rate in products if rate.library == library]
+    if not found:
+        return None
+
+    def distance(rate: ProductRate) -> float:
+        return abs(math.log(rate.queries / max(1, queries))) + abs(math.log(rate.keys / max(1, keys)))
+
+    return min(found, key=distance).flops
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,19 +51,19 @@ class Variant:
     def trees(self) -> tuple[Node, ...]:
         return tuple(tree for tree in (self.score, self.mask, self.scale, self.sink) if tree is not None)
 
-    @property
+    @cached_property
     def reads(self) -> tuple[Read, ...]:
         found = [n for tree in self.trees for n in nodes(tree) if isinstance(n, Read)]
         return tuple(dict.fromkeys(found))
 
-    @property
+    @cached_property
     def scalars(self) -> dict[str, Kind]:
         found = {n.name: n.kind for tree in self.trees for n in nodes(tree) if isinstance(n, Scalar)}
         if isinstance(self.dropout, Scalar):
             found[self.dropout.name] = self.dropout.kind
         return dict(sorted(found.items()))
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[Kind, int]]:
         """Kind and rank of tensor operands; those that index others come first."""
         found: dict[str, tuple[Kind, int]] = {}
@@ -219,9 +220,10 @@ def build(variant: Variant, call: Call, device: str = "cpu") -> Built:
     for name, given, shape in zip(names, call.main, main_shapes(variant, call)):
         _make(built, space, name, given, shape, call.dtype, device)
     tensors = dict(call.tensors)
+    read_in = _read_in(built) if tensors else []
     for name in _in_order(variant):
         given = tensors[name]
-        _make(built, space, name, given, _extents(variant, built, name, given.slack), given.dtype, device)
+        _make(built, space, name, given, _extents(built, name, given.slack, read_in), given.dtype, device)
     return built
 
 
@@ -276,19 +278,25 @@ def _behind_lengths(name: str, call: Call) -> list[str]:
     return [f"for b, n in enumerate({ends}): {name}[b, :, n:] = nan"]
 
 
-def _extents(variant: Variant, built: Built, name: str, slack: int) -> tuple[int, ...]:
-    """One more than the largest index that any pair has, visible or not: Weft proves indices for all of them."""
-    call = built.call  # Weft proves indices of empty calls too
-    env = environment(
-        replace(built, call=replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))), built.tensors
-    )
-    read_by = [(read, env) for read in variant.reads if read.name == name]
+ReadIn = list[tuple[tuple[Read, ...], Environment]]  # reads, and all places where they are read
+
+
+def _read_in(built: Built) -> ReadIn:
+    """Where reads are read; the tensors that indices read are those that `built` has when these are evaluated."""
+    variant, call = built.variant, built.call
+    some = replace(call, q_len=max(1, call.q_len), kv_len=max(1, call.kv_len))  # Weft proves indices of empty calls too
+    found = [(variant.reads, environment(replace(built, call=some), built.tensors))]
     if call.lens is not None and call.target in ON_A_GPU:
-        roomy = _roomy_environment(built)
-        read_by += [(read, roomy) for read, _ in read_by]
+        found.append((variant.reads, _roomy_environment(built)))
     if variant.sink is not None:  # which queries of sequences without keys see, too
         of_rows = row_environment(built, sink_rows(call, built.tensors["query"].device), built.tensors)
-        read_by += [(n, of_rows) for n in nodes(variant.sink) if isinstance(n, Read) and n.name == name]
+        found.append((tuple(n for n in nodes(variant.sink) if isinstance(n, Read)), of_rows))
+    return found
+
+
+def _extents(built: Built, name: str, slack: int, read_in: ReadIn) -> tuple[int, ...]:
+    """One more than the largest index that any pair has, visible or not: Weft proves indices for all of them."""
+    read_by = [(read, env) for reads, env in read_in for read in reads if read.name == name]
     highest: list[int] = []
     for read, own in read_by:
         highest = highest or [0] * len(read.index)

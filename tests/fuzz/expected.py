@@ -99,7 +99,8 @@ def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]
     call = built.call
     exact64 = {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in built.tensors.items()}
     pairs = visible_pairs(built, exact64)
-    exact = _dense(built, pairs, torch.float64, precision_of(call))
+    symbols = _symbols_of(built, pairs)
+    exact = _dense(built, pairs, symbols, torch.float64, precision_of(call))
     _refuse_wild(exact)
     _refuse_coarse(built, exact)
     _refuse_undecided(built, exact)
@@ -107,7 +108,7 @@ def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]
     # plain torch in float64 is what is expected: it has no error to compare with, but rounds as a kernel does
     plain = results
     if call.dtype != "float64":
-        plain = _results(_dense(built, pairs, torch.float32, None), call, dout, dlse)
+        plain = _results(_dense(built, pairs, symbols, torch.float32, None), call, dout, dlse)
     roundings = _roundings(built, exact, dout, dlse)
     _refuse_overflow(results, plain, roundings)
     if call.dtype == "float64":
@@ -115,7 +116,10 @@ def expected(built: Built, dout: Tensor, dlse: Tensor | None) -> dict[str, Want]
     return {name: _want(name, built, results[name], plain[name], roundings[name], exact) for name in results}
 
 
-def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precision: Precision | None) -> Dense:
+def _dense(
+    built: Built, pairs: tuple[Tensor, ...], symbols: dict[str, Tensor | int], dtype: torch.dtype,
+    precision: Precision | None,
+) -> Dense:  # fmt: skip
     call, latent = built.call, built.variant.latent
     leaves = {n: t.detach().to(dtype) if t.is_floating_point() else t for n, t in built.tensors.items()}
     for name in call.wanted:
@@ -129,7 +133,7 @@ def _dense(built: Built, pairs: tuple[Tensor, ...], dtype: torch.dtype, precisio
     b, h, i, j = pairs
     products = (query @ key.transpose(-1, -2))[b, h, i, j]
     sizes = 0.0 if precision is None else (query.abs() @ key.abs().transpose(-1, -2))[b, h, i, j]
-    env = _pair_environment(built, pairs, leaves, dtype, precision)
+    env = Environment(symbols, None, dict(call.scalars), leaves, len(b), dtype, precision)
     bound = None if precision is None else (4 * precision.eps * sizes + _of_rounded_keys(built, leaves, pairs)).detach()
     env.score = _scaled(built, Value(products, bound), env)
     scores = evaluate(built.variant.score, env)
@@ -238,15 +242,13 @@ def _refuse_coarse(built: Built, dense: Dense) -> None:
         raise Undefined("scores that 16 bits put far off")
 
 
-def _pair_environment(
-    built: Built, pairs: tuple[Tensor, ...], leaves: dict[str, Tensor], dtype: torch.dtype, precision: Precision | None
-) -> Environment:
+def _symbols_of(built: Built, pairs: tuple[Tensor, ...]) -> dict[str, Tensor | int]:
+    """Every symbol but the score, of these pairs."""
     call = built.call
     b, h, i, j = pairs
     flat = ((b * call.heads + h) * call.q_len + i) * call.kv_len + j
     symbols = symbol_values(built.variant, call, b.device)
-    seen = {n: v[flat] if isinstance(v, Tensor) else v for n, v in symbols.items()}
-    return Environment(seen, None, dict(call.scalars), leaves, len(b), dtype, precision)
+    return {n: v[flat] if isinstance(v, Tensor) else v for n, v in symbols.items()}
 
 
 def _scaled(built: Built, products: Value, env: Environment) -> Value:

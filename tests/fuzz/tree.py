@@ -62,9 +62,11 @@ def children(node: Node) -> tuple[Node, ...]:
 
 def nodes(node: Node) -> Iterator[Node]:
     """The node and all below it, from the root down."""
-    yield node
-    for child in children(node):
-        yield from nodes(child)
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        waiting += children(found)[::-1]
 
 
 def symbols(node: Node) -> set[str]:

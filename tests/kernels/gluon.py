@@ -585,7 +585,8 @@ class Kernels:
             self.space |= {"packed": lambda p, dtype: p.to(dtype), "unpacked": lambda pairs, dtype, operand: pairs}
 
         known = {
-            "words_of": _words_of, "halves_below": _halves_below, "where_packed_kept": _where_packed_kept, "masked": _masked,
+            "words_of": _words_of, "halves_below": _halves_below, "masked": _masked,
+            "where_packed_kept": _where_packed_kept,
         }  # fmt: skip
         self.space |= {name: own for name, own in known.items() if name in self.space}
 

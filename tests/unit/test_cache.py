@@ -246,7 +246,7 @@ def test_six_processes_build_once_and_all_get_the_text(root, tmp_path):
 
 def die_at(point: str) -> None:
     """Build in this process and die at the point named."""
-    write, rename, renames = cache._write, os.rename, []
+    write, rename, renames = cache.write, os.rename, []
 
     def torn_write(path: Path, content: bytes) -> None:
         if path.name == point:
@@ -262,7 +262,7 @@ def die_at(point: str) -> None:
         if point == "after rename":
             die()
 
-    cache._write, os.rename = torn_write, dying_rename
+    cache.write, os.rename = torn_write, dying_rename
     load_or_build(KEY, die if point == "build" else build)
 
 
@@ -366,14 +366,14 @@ def test_a_sound_entry_of_another_key_is_not_used(root):
 
 
 def test_a_full_disk_gives_one_warning_and_still_runs(root, monkeypatch):
-    write = cache._write
+    write = cache.write
 
     def full(path: Path, content: bytes) -> None:
         if root in path.parents:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(cache, "_write", full)
+    monkeypatch.setattr(cache, "write", full)
     with pytest.warns(RuntimeWarning, match="cannot be written .No space left on device.*WEFT_CACHE_DIR"):
         entry = load_or_build(KEY, build)
     assert entry.path.read_text() == entry.source == TEXT and root not in entry.path.parents
@@ -387,7 +387,7 @@ def test_with_every_disk_full_the_source_stays_in_memory(root, monkeypatch):
     def full(*_) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(cache, "_write", full)
+    monkeypatch.setattr(cache, "write", full)
     with pytest.warns(RuntimeWarning, match="Disk quota exceeded"):
         entry = load_or_build(KEY, build)
     assert entry.source == TEXT and not entry.path.exists()

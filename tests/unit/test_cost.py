@@ -253,13 +253,9 @@ def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
 # -- formulas --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kernel", PRINTED.values(), ids=list(PRINTED))
 def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None:
-    sizes = replace(
-        sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333),
-        k=0.25,
-        j=1,
-        w=1,
-    )
-    values = {sympy.Symbol(name, positive=True): value for name, value in vars(sizes).items()}
+    sizes = sizes_of(kernel, Tiling(64, 128, 4, 2), Shape(3, 8, 2, 250, 521, 80, 64), H200, for_heads(80, 64), 333)
+    sizes = sizes._replace(k=0.25, j=1, w=1)
+    values = {sympy.Symbol(name, positive=True): value for name, value in sizes._asdict().items()}
     for formula in (kernel.sram, kernel.read, kernel.written, kernel.flops, kernel.exps, kernel.programs):
         names = {str(symbol): symbol for symbol in values}
         printed = sympy.sympify(formula_text(formula, sizes), locals=names)
@@ -267,9 +263,9 @@ def test_the_printed_formula_has_the_value_of_the_number(kernel: Kernel) -> None
 
 
 def test_a_formula_leaves_out_what_does_not_apply() -> None:
-    sizes = replace(letters(), e=2, k=0)
+    sizes = letters()._replace(e=2, k=0)
     assert formula_text(FLASH[0].read, sizes) == "2*B*D*Hq*L + 2*B*Hkv*T*(D + Dv)"
-    assert "k" in formula_text(FLASH[0].read, replace(sizes, k=0.5))
+    assert "k" in formula_text(FLASH[0].read, sizes._replace(k=0.5))
 
 
 def test_a_cpu_is_a_machine_too() -> None:

@@ -157,6 +157,7 @@ def anew() -> Iterator[None]:
     def forget() -> None:
         facts_of.cache_clear()
         driver._resolve.cache_clear()
+        generate._functions.cache_clear()
         clear_cache()
 
     forget()

@@ -218,14 +218,14 @@ def test_an_unsound_entry_pruned_while_it_is_replaced_gives_no_warning(root, mon
 
 def test_an_entry_removed_while_it_is_read_is_built_again(root, monkeypatch):
     load_or_build(TODAY, build)
-    read = cache._read_ours
+    read = cache.read_ours
 
     def read_after_prune(path: Path):
         if path.name == "source.py":
             cache._take_away(root, path.parent)
         return read(path)
 
-    monkeypatch.setattr(cache, "_read_ours", read_after_prune)
+    monkeypatch.setattr(cache, "read_ours", read_after_prune)
     assert load_or_build(TODAY, build).source == TEXT
 
 

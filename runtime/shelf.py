@@ -1,0 +1,61 @@
+"""Compiled templates, kept in a folder of the cache: one for the code, the Python and the Jinja of this process.
+
+As entries of the cache, what lies there is believed only if it is ours and whole, since it is code. Nothing here may
+stop a calculation: what cannot be kept is compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from ..codegen import shelf
+from . import cache
+from .settings import CACHE, trace
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+class _Folder:
+    def read(self, name: str) -> bytes | None:
+        folder = _folder()
+        try:
+            content = b"" if folder is None else cache.read_ours(folder / name)[0]
+        except (OSError, cache.Unsound):
+            return None
+        digest, found = content[:_DIGEST], content[_DIGEST:]
+        return found if digest == hashlib.sha256(found).digest() else None
+
+    def write(self, name: str, content: bytes) -> None:
+        folder = _folder()
+        if folder is None:
+            return
+        staging = folder / f"{name}{os.urandom(6).hex()}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            cache.write(staging, hashlib.sha256(content).digest() + content)
+            os.replace(staging, folder / name)
+        except OSError as error:
+            trace(CACHE, f"cache keeps no compiled template: {error}")
+            with suppress(OSError):
+                staging.unlink()
+
+
+def _folder() -> Path | None:
+    root = cache.usable_root()
+    return None if root is None else root / f"{cache.TEMPLATES}{_kind()}"
+
+
+@functools.cache
+def _kind() -> str:
+    """What compiled templates depend on besides their text."""
+    made_by = (cache.generator_digest(), sys.implementation.cache_tag, importlib.metadata.version("jinja2"))
+    return hashlib.sha256(" ".join(map(str, made_by)).encode()).hexdigest()[:12]
+
+
+shelf.use(_Folder())
