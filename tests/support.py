@@ -74,7 +74,9 @@ def check_errors(actual: Tensor, exact: Tensor, plain: Tensor, label: str) -> No
     assert not torch.isnan(actual).any(), f"{label}: {int(torch.isnan(actual).sum())} NaN"
     error, allowed = (actual - exact).abs(), (plain - exact).abs()
     size = exact.abs().mean() if exact.numel() else torch.tensor(0.0)
-    limit = 2 * allowed.max() + 2 * eps * (exact.abs() + size) if exact.numel() else allowed
+    # the largest of few errors of plain torch may be small by luck
+    times = 4 if exact.numel() < FEW else 2
+    limit = times * allowed.max() + 2 * eps * (exact.abs() + size) if exact.numel() else allowed
     worst = (error - limit).max() if exact.numel() else torch.tensor(-1.0)
     assert worst <= 0, f"{label}: an element is off by {error.max():.3g}, plain torch by {allowed.max():.3g}"
     for tile_error, tile_allowed, tile in zip(_tiles(error), _tiles(allowed), _tiles(exact)):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 import weft
 from weft import batch, head, kv_pos, q_pos, score
@@ -93,8 +94,8 @@ def test_sequences(sequences: str) -> None:
 def test_operands_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ahead._operands
 
-    def wide(variant: weft.Attention, sizes: Shape) -> dict[str, Operand]:
-        return made(variant, replace(sizes, dtype="fp32"))
+    def wide(variant: weft.Attention, sizes: Shape, floats: torch.dtype) -> dict[str, Operand]:
+        return made(variant, replace(sizes, dtype="fp32"), floats)
 
     monkeypatch.setattr(ahead, "_operands", wide)
     monkeypatch.setattr("weft.request.boxed_of", lambda *given: 4)

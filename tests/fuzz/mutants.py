@@ -253,7 +253,7 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "diagonals_below_dropped": InText(r"tl\.where\(i \+ k >= BLOCK_KV, turned, 0\.0\)", "0.0 * turned"),
     "shared_by_one_batch_row": InText(r"n_steps = (\w+) \* batches", r"n_steps = \1"),
     "gradient_of_weights_not_dropped": InText(r"dp = tl\.where\(kept, dp \* ", "dp = tl.where(kept | True, dp * "),
-    "halves_of_words_swapped": InText(r"words & 0xFFFF, words >> 16", "words >> 16, words & 0xFFFF"),
+    "halves_of_words_swapped": InText(r"words << 17, words << 1\)", "words << 1, words << 17)"),
     "table_of_the_first_sequence": InText(
         r"tl\.cast\(batch, tl\.int64\) \* table_row", "tl.cast(batch * 0, tl.int64) * table_row"
     ),

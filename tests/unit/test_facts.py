@@ -108,8 +108,7 @@ SEEN, IDS = tensor("seen", 2, bool), tensor("ids", 2, int)
     ids=lambda value: str(value).splitlines()[-1] if isinstance(value, Attention) else None,
 )
 def test_bytes_that_are_read_for_each_pair(attention: Attention, size: int) -> None:
-    facts = facts_of(attention)
-    assert facts.pair_bytes == facts.traits.pair_bytes == size
+    assert facts_of(attention).traits.pair_bytes == size
 
 
 def test_traits_of_variants() -> None:
