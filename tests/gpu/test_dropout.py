@@ -127,7 +127,9 @@ def test_sequences_on_hopper(
     name: str, width: int, value_dim: int, kind: str, deterministic: bool, target: str
 ) -> None:
     made, lengths = given(kind, width, value_dim=value_dim)
-    variant = DOCUMENTS.replace(dropout=0.2) if name == "documents" else VARIANTS[name]
+    # Half, since sequences are short: the output of a row that sees one key is then not rounded, and its gradient 0, as
+    # plain torch has it.
+    variant = (DOCUMENTS if name == "documents" else VARIANTS[name]).replace(dropout=0.5)
     operands = lengths | {"seed": 1 << 40 | 7} | ({"doc": documents()} if name == "documents" else {})
     check_variant(variant, *made, operands=operands, target=target, deterministic=deterministic)
 
