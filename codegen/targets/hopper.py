@@ -127,18 +127,18 @@ class HopperTarget:
             return f"hopper: {lacking}"
         if kernel in SPLIT_KV:
             return undivided(signature, facts)
-        if facts.attention.drops and kernel.direction == "backward" and (lacking := no_drawn(signature, facts)):
-            return f"hopper: the backward of dropout {lacking} is computed by the triton target"
         if widths.value_is_key:
             return "hopper: absorbed latent attention is computed by the triton target, but for a few queries"
-        if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
-            return f"hopper: {lacking}; computed by the triton target"
         most = TILE_COLUMNS[-1]
         if not all(NARROWEST <= width <= most and width % 8 == 0 for width in (widths.head_dim, widths.value_dim)):
             return (
                 f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
+        if facts.attention.drops and kernel.direction == "backward" and (lacking := no_drawn(signature, facts)):
+            return f"hopper: the backward of dropout {lacking} is computed by the triton target"
+        if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
+            return f"hopper: {lacking}; computed by the triton target"
         if facts.tile_source == "lists":
             return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
         if signature.sequences == "packed_paged" and facts.traits.measured is not None:

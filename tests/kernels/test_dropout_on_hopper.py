@@ -26,6 +26,7 @@ share, slopes, sinks = weft.scalar("p", float), weft.tensor("slopes", 1), weft.t
 VARIANTS = {
     "plain": weft.Attention(dropout=0.5, name="plain"),
     "causal": weft.Attention(mask=masks.causal, dropout=0.2, name="dropped"),
+    "few_kept": weft.Attention(dropout=0.99, name="few_kept"),
     "given": weft.Attention(mask=masks.causal, dropout=share, name="given"),
     "window": weft.Attention(mask=masks.sliding_window(100), dropout=0.1, name="windowed"),
     "capped": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, dropout=0.3, name="capped"),
@@ -47,14 +48,14 @@ def operands(variant: weft.Attention, heads: int, seed: int = 1 << 40 | 7) -> di
 def check(
     name: str, width: int, dtype: torch.dtype = torch.bfloat16, heads: tuple[int, int] = (4, 2), q_len: int = 130,
     kv_len: int = 200, value_dim: int | None = None, seed: int = 0, offset: int | None = None,
-    deterministic: bool = False, wanted: tuple[str, ...] = MAIN[:3],
+    deterministic: bool = False, wanted: tuple[str, ...] = MAIN[:3], times: float = 1.0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """A forward, and a backward, on what holds NaN where nobody has written."""
+    """A forward, and a backward, on what holds NaN where nobody has written. times: of what comes back."""
     variant, (query_heads, key_heads) = VARIANTS[name], heads
     tensors = operands_of(query_heads, key_heads, q_len, kv_len, width, 0, value_dim or width, batch=2, dtype=dtype)
     given = operands(variant, query_heads)
     offset = kv_len - q_len if offset is None else offset
-    exact, usual = (reference(variant, tensors, given, offset, kind) for kind in (torch.float64, dtype))
+    exact, usual = (reference(variant, tensors, given, offset, kind, times) for kind in (torch.float64, dtype))
     call = Call(*tensors.values(), given, Dense(offset), Options(), width)
     dout, dlse = exact["dout"].to(dtype), exact["dlse"].float()
     rows = exact["lse"].shape
@@ -71,14 +72,19 @@ def check(
 
 
 def reference(
-    variant: weft.Attention, tensors: dict[str, Any], given: dict[str, Any], offset: int, dtype: torch.dtype
+    variant: weft.Attention,
+    tensors: dict[str, Any],
+    given: dict[str, Any],
+    offset: int,
+    dtype: torch.dtype,
+    times: float = 1.0,
 ) -> dict[str, Tensor]:
     leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items() if t is not None}
     given = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
     out, lse = variant.reference(*leaves.values(), return_lse=True, q_offset=offset, **given)
     generator = torch.Generator().manual_seed(3)
-    dout = torch.randn(out.shape, generator=generator).to(tensors["query"].dtype).to(dtype)
-    dlse = torch.randn(lse.shape, generator=generator).to(lse.dtype)
+    dout = (times * torch.randn(out.shape, generator=generator)).to(tensors["query"].dtype).to(dtype)
+    dlse = (times * torch.randn(lse.shape, generator=generator)).to(lse.dtype)
     found = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
     return {"out": out.detach(), "lse": lse.detach(), "dout": dout, "dlse": dlse,
             **{f"d{n}": g for n, g in zip(leaves, found)}}  # fmt: skip
@@ -95,6 +101,12 @@ WIDTHS = [(128, torch.bfloat16), (80, torch.float16), (128, torch.float16), (40,
 @pytest.mark.parametrize(("width", "dtype"), mostly(WIDTHS[:2], WIDTHS))
 def test_widths_and_types(width: int, dtype: torch.dtype) -> None:
     check("causal", width, dtype, heads=(2, 2), value_dim=64 if width == 40 else None)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_few_pairs_that_are_kept_leave_no_gradients_too_small_for_float16(deterministic: bool) -> None:
+    """Gradients of scores are as small as the share that is kept: a hundredth here, where float16 has few bits."""
+    check("few_kept", 64, torch.float16, q_len=70, kv_len=70, deterministic=deterministic, times=2.0**-17)
 
 
 EDGES = [(65, 129), (1, 70), (128, 128), (63, 257), (300, 64), (31, 33)]

@@ -123,6 +123,7 @@ def test_keys_in_two_tensors_train_on_hopper(head_dim, value_dim, rope, kernels)
     [
         (128, 128, 64, ("triton", "triton"), "keys of 64 or 128 columns and fewer rotary ones"),
         (256, 128, 64, ("triton", "triton"), "got 192 and 64"),
+        (260, 256, 4, ("triton", "triton"), "needs D and Dv to be multiples of 8 from 16 to 256"),
         (160, 128, 64, ("triton", "triton"), "got 96 and 64"),
         (192, 256, 64, ("hopper", "triton"), "needs Dv of 128 or less for gradients"),
     ],
