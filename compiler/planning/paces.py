@@ -96,7 +96,8 @@ def pace_of(family: str) -> Pace:
 # and rounding.
 _PLAIN = {"forward": 5.0, "backward": 4.0}
 _WEIGHT = {SIGMOID: Work(2, 2), RELU: Work(0, 1)}  # of a normalizer; the softmax has its exponential
-_DROPPED = {"flash_dkey_dvalue": 27.0, "flash_backward": 10.0}  # drawing and dropping a weight, by compiled loops
+# Drawing and dropping a weight, by measured times: products of words take as long as twice as many instructions.
+_DROPPED = {"flash_dkey_dvalue": 27.0, "flash_backward": 10.0}
 _DROPPED_ELSEWHERE = 8.0
 AT_HAND = 4.0  # of a pair whose bias lies in SRAM: its load, its type and its scale; by one row
 _EDGE = 2.0  # of a pair at the edge besides the mask: it is hidden, and the lengths are looked at

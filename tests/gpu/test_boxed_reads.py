@@ -54,7 +54,7 @@ def test_indices(name: str) -> None:
     check_variant(variant(name), *tensors, operands=operands, gradients=False)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("width", [40, 64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mask", [True, masks.causal])
@@ -65,7 +65,7 @@ def test_head_dimensions(width: int, dtype: torch.dtype, mask: Any) -> None:
         check_variant(variant("full", mask), *given(*lens, width), operands=operands, differentiate=differentiate)
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(51)
 @pytest.mark.parametrize("mask", [True, masks.causal, masks.sliding_window(50)])
 @pytest.mark.parametrize("length", [1, 17, 63, 64, 65, 127, 128, 129, 1000])
 @pytest.mark.parametrize("name", ONE_PASS)

@@ -87,7 +87,7 @@ def check(name, made, lens, page=0, *, rows_first=True, times=3, **options):
         assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_masks_scores_sinks_and_normalizers(name):
     check(name, operands(), {})
@@ -110,7 +110,7 @@ def test_pages(page):
 CHUNK = {"kv_lens": KV_LENS, "q_lens": [200, 5, 130, 0, 64]}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 64), (80, 64), (192, 128), (256, 256)])
 def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
@@ -123,7 +123,7 @@ def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
     check("causal", operands(200, 6, 3, dim, value_dim, torch.float16), {"kv_lens": KV_LENS}, page, target="hopper")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "documents" not in n and n != "sigmoid"])
 def test_variants_over_pages_on_hopper(name):
     check(name, operands(200), CHUNK, 16, target="hopper")
@@ -268,7 +268,7 @@ def test_forms_of_latent_decode(form):
     check_latent("causal", 16, 8, [5000, 17, 0, 3000, 4000], 64, form, rows=5000)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", LATENT)
 def test_variants_of_latent_decode(name):
     check_latent(name, 16, 3, KV_LENS, 16)

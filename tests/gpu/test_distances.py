@@ -23,7 +23,7 @@ def given(name: str, q_len: int, kv_len: int, dim: int = 64, dtype: torch.dtype 
     return attention, tensors, operands
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("rows", [(333, 333), (128, 1000), (1000, 129)])
 @pytest.mark.parametrize("name", SCORES)
@@ -44,7 +44,7 @@ def test_widths(dim: int) -> None:
     check_variant(attention, *tensors, operands=operands, differentiate=("tables",))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["t5", "of_a_batch", "of_lengths"])
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_lengths(name: str, target: str) -> None:

@@ -79,6 +79,7 @@ def test_masks_and_scores(name):
     check(name, 4, 300, 300)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 127, 128, 129, 191, 256, 521])
 def test_lengths_at_the_edges_of_tiles(length):
     check("causal", 2, length, length)
@@ -170,7 +171,7 @@ def check_lengths(name, kind, lens, deterministic=None, offset=None, **sizes):
 KINDS = {"padded": PADDED, "packed": PACKED}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCORES)
@@ -179,7 +180,7 @@ def test_masks_and_scores_of_sequences(name, kind, deterministic):
     check_lengths(name, kind, KINDS[kind], deterministic, heads=heads)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128)])
@@ -187,6 +188,7 @@ def test_widths_of_sequences(nope, rope, value_dim, kind, deterministic):
     check_lengths("causal", kind, KINDS[kind], deterministic, nope=nope, rope=rope, value_dim=value_dim)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("nope", [128, 64])
 def test_lengths_of_sequences_at_the_edges_of_tiles(nope):
     generator = torch.Generator().manual_seed(nope)
@@ -197,6 +199,7 @@ def test_lengths_of_sequences_at_the_edges_of_tiles(nope):
         check_lengths("dense" if turn > 5 else "causal", kind, lens, turn % 4 > 1, heads=2, nope=nope, rope=nope // 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_offsets_of_sequences(kind):
     for offset in (5, torch.arange(len(KINDS[kind][0]), dtype=torch.int32, device="cuda") * 9 - 4):

@@ -53,7 +53,7 @@ def uses_hopper(declared: weft.Attention, tensors: list[Tensor], operands: dict[
 
 
 # -- by one position --------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128, 192])
 @pytest.mark.parametrize("name", SCORES)
@@ -66,6 +66,7 @@ def test_reads_by_one_position(name: str, dim: int, deterministic: bool) -> None
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("name", ["of_keys", "of_queries", "of_both"])
 def test_lengths(name: str, length: int) -> None:
@@ -75,7 +76,7 @@ def test_lengths(name: str, length: int) -> None:
         check_variant(variant(name), *tensors, operands=operands, differentiate=learned(operands), target="hopper")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["of_keys", "looked_up", "of_queries", "of_both"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -97,7 +98,7 @@ def test_sequences(name: str, kind: str, deterministic: bool) -> None:
 
 
 # -- by distance ------------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("name", LEVELS)
@@ -111,6 +112,7 @@ def test_tables_by_distance(name: str, dim: int, deterministic: bool) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 191, 320])
 def test_lengths_of_tables(length: int) -> None:
     for more in (0, 5, 200):

@@ -95,7 +95,7 @@ def check(
     )  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -108,7 +108,7 @@ def test_every_variant(name, dim, target):
         check(name, (1, 2, 257, 128), 1, 257, target=target, gradients=target == "hopper")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize(
     "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
@@ -140,7 +140,7 @@ def test_head_dims(dim):
     check("softcap", (1, 2, 130, dim), 2, 130, value_dim=64, dtype=torch.float16)
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(39)
 @pytest.mark.parametrize(
     "name, given",
     [("causal", {}), ("softcap", {"dtype": torch.float16}), ("documents_of_batch", {}),
@@ -157,7 +157,7 @@ def test_head_dimensions_of_tiles_in_pieces_and_filled_up(dim, value_dim, name, 
     check(name, *sizes, value_dim=value_dim, target="hopper", **given)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", ["dense", "causal", "prefix", "softcap", "temperature", "nothing", "alibi"])
 def test_gradients_in_two_passes(name, dim):
@@ -165,7 +165,7 @@ def test_gradients_in_two_passes(name, dim):
     check(name, (1, 2, 65, dim), 1, 129, target="hopper", deterministic=True, dtype=torch.float16)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(
     "name", ["documents_of_batch", "documents_or_prefix", "documents_two_ranges", "unsorted_by_head"]
 )
@@ -188,6 +188,7 @@ def test_transposed_views_and_offsets(target):
     check("causal", (2, 4, 100, 64), 2, 300, target=target, q_offset=37)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, dim",
     mostly(
@@ -201,7 +202,7 @@ def test_an_offset_of_each_batch_row(target, name, dim):
     check(name, (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets, deterministic=name == "window")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("target", ["triton", "hopper"])
@@ -238,7 +239,7 @@ def test_determinism_is_as_torch_is_set():
     assert not all(torch.equal(a, b) for a, b in zip(asked, chosen))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_wanted_gradients_alone(wanted, dim):

@@ -45,7 +45,7 @@ def wanted(operands: dict[str, Tensor]) -> tuple[str, ...]:
 SHORT = ("shaw", "distance", "swin")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
 def test_every_read(name: str, dtype: torch.dtype) -> None:
@@ -64,6 +64,7 @@ def test_head_dimensions(name: str, width: int) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("name", ["full", "pairs", "t5", "graphormer"])
 def test_lengths(name: str, length: int) -> None:
@@ -72,7 +73,7 @@ def test_lengths(name: str, length: int) -> None:
         check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["full", "t5", "clamped"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_sequences(name: str, kind: str) -> None:

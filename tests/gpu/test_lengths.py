@@ -78,7 +78,7 @@ def target(request):
     return request.param
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -87,6 +87,7 @@ def test_every_variant(name, dim, kind, target):
     check_variant(VARIANTS[name], *made, operands=operands_of(name) | lengths, target=target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_dtypes(dtype, kind):
@@ -102,7 +103,7 @@ def test_widths(dim, value_dim, kind):
     check_variant(CAUSAL, *made, operands=lengths)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 1), (6, 3)])
 @pytest.mark.parametrize("offset", [0, 7, -5, "tensor"])
@@ -113,7 +114,7 @@ def test_heads_and_offsets(heads, kv_heads, offset, kind, target):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=given_offset, target=target)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_wanted_gradients_alone(wanted, kind):

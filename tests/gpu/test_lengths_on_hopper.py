@@ -33,7 +33,7 @@ def documents(rows=1000, each=70):
     return (torch.arange(rows, device="cuda") // each).repeat(6, 1)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(192, 128), (256, 256), (144, 144), (192, 192), (64, 256), (128, 128), (64, 64)]
@@ -44,7 +44,7 @@ def test_two_passes(name, dim, value_dim, kind):
     check_variant(VARIANTS[name], *made, operands=operands_of(name) | lengths, target="hopper", deterministic=True)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [None, 7, -5, "tensor"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (6, 3)])
@@ -55,7 +55,7 @@ def test_offsets_and_groups_of_heads(heads, kv_heads, offset, kind):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=offset, target="hopper", deterministic=True)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -67,6 +67,7 @@ def test_measured_tiles(name, deterministic, dim, kind):
     check_variant(variant, *made, operands={"doc": ids} | lengths, target="hopper", deterministic=deterministic)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 192])
 def test_gradients_of_operands(dim, kind):
@@ -87,7 +88,7 @@ def test_gradients_of_biases(kind):
     check_variant(variant, *made, operands=operands, differentiate=("bias",), q_offset=0, target="hopper")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("variant", [CAUSAL, DOCUMENTS], ids=["causal", "documents"])

@@ -29,7 +29,7 @@ def check(
     check_variant(attention, *tensors, operands={**operands, **more}, differentiate=learned, target="triton")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
 def test_every_index(name: str, dtype: torch.dtype) -> None:
@@ -41,7 +41,7 @@ def test_masks(mask: str) -> None:
     check("t5", mask)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dim", [64, 128, 80, 256])
 def test_widths(dim: int) -> None:
     check("t5_causal", dim=dim)

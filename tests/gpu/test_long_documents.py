@@ -79,7 +79,7 @@ def skip_without(target: str) -> None:
         pytest.skip("the hopper target needs compute capability 9.0")
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("order", ["sorted", "any order", "parts"])

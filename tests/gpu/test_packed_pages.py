@@ -75,7 +75,7 @@ def check(name, made, q_lens=MIXED, kv_lens=KV_LENS, page=16, rows_first=True, *
         assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_long_and_short_sequences_of_one_call(name):
     for q_lens, kv_lens in ((MIXED, KV_LENS), (AROUND, [ROWS, 70, 500, 640, 1025])):
@@ -83,7 +83,7 @@ def test_long_and_short_sequences_of_one_call(name):
             check(name, operands(q_lens), q_lens, kv_lens, target=target)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 1, 128), (6, 2, 80), (32, 8, 128)])
 def test_shares_of_groups(heads, kv_heads, dim):
     for q_lens in (AROUND, [MOST_SHORT] * 5, [700, 0, 0, 0, 0], [MOST_SHORT + 1] * 5, [0, 0, 0, 0, 90]):
@@ -94,7 +94,7 @@ def of_hopper(name):
     return "documents" not in name and name != "sigmoid"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_masks_scores_sinks_and_normalizers(name):
     for target, schedule in KINDS:
@@ -103,7 +103,7 @@ def test_masks_scores_sinks_and_normalizers(name):
     check(name, operands(BATCHES[2]), BATCHES[2])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("page", [1, 8, 16, 64, 256])
 def test_pages_and_batches(page):
     for q_lens in BATCHES:
@@ -112,7 +112,7 @@ def test_pages_and_batches(page):
         check("causal", operands(q_lens, behind=0), q_lens, page=page, rows_first=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (80, 64), (192, 128), (256, 256)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (6, 2)])
 def test_widths_and_groups(dim, value_dim, heads, kv_heads):
@@ -136,7 +136,7 @@ def test_offsets(offset):
             check_errors(*three, f"{label} {target} {schedule}")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize(("heads", "page"), [(16, 16), (64, 64), (128, 128)])
 def test_latent_caches(name, heads, page):

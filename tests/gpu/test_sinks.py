@@ -36,7 +36,7 @@ def check(
     check_variant(variant, *tensors, operands=operands, differentiate=wanted, target=target, **options)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
@@ -45,7 +45,7 @@ def test_every_variant(name: str, width: int, deterministic: bool, target: str) 
     check(VARIANTS[name], target, 300, width, deterministic=deterministic)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 250])
 def test_lengths(length: int, target: str) -> None:
@@ -67,7 +67,7 @@ def test_other_head_dimensions(width: int) -> None:
         check(LEARNED, target, 150, width)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
 def test_portable_schedules(schedule: str, dtype: torch.dtype) -> None:

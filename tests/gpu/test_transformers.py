@@ -74,7 +74,7 @@ def test_t5_is_as_exact_as_eager() -> None:
     as_exact_as_eager(t5, None, input_ids=ids, attention_mask=long("right"), decoder_input_ids=answer)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", SIZES)
 def test_the_same_logits_are_generated(name: str, cache: str) -> None:
