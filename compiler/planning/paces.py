@@ -96,7 +96,7 @@ def pace_of(family: str) -> Pace:
 # and rounding.
 _PLAIN = {"forward": 5.0, "backward": 4.0}
 _WEIGHT = {SIGMOID: Work(2, 2), RELU: Work(0, 1)}  # of a normalizer; the softmax has its exponential
-# Drawing and dropping a weight, by measured times: products of words take as long as twice as many instructions.
+# Drawing and dropping a weight, by measured times: forwards have half as many instructions for it, which take as long.
 _DROPPED = {"flash_dkey_dvalue": 27.0, "flash_backward": 10.0}
 _DROPPED_ELSEWHERE = 8.0
 AT_HAND = 4.0  # of a pair whose bias lies in SRAM: its load, its type and its scale; by one row

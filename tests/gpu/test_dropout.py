@@ -51,7 +51,8 @@ def test_every_variant(name: str, width: int, dtype: torch.dtype, target: str) -
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_full_precision(name: str) -> None:
-    check(VARIANTS[name], 300, 64, torch.float32)
+    # four sums of slopes: over twelve seeds 0.6e-4 to 4e-4 off, those of plain torch 0.2e-4 to 13e-4
+    check(VARIANTS[name], 300, 64, torch.float32, of_few=4.0)
 
 
 @BOTH
