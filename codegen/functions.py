@@ -521,7 +521,8 @@ class FunctionPrinter:
             helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
         if "as_int(" in text:
             helpers.append(_AS_INT.format(jit=self.language.decorator, m=self.language.module))
-        return [*helpers, *_called([self._helper(op) for op in OPERATORS.values() if op.helper], text)]
+        of_operators = dict.fromkeys(self._helper(op) for op in OPERATORS.values() if op.helper)  # some share one
+        return [*helpers, *_called(list(of_operators), text)]
 
     def _helper(self, operator: Operator) -> str:
         fast = self.approximate_tanh and operator.fast_helper

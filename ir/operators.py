@@ -181,6 +181,19 @@ def tanh(x):
     """The hardware's tanh: relative error up to 2**-11, about that of the 16-bit operands."""
     return {m}.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], {m}.float32, is_pure=True, pack=1)
 '''
+_SINE = '''{jit}
+def sine(x, quarters):
+    """sin(x + quarters * pi / 2), x up to 2**40 in size: quarter turns are counted in float64, then polynomials."""
+    turned = {m}.cast(x, {m}.float64) * 0.6366197723675814
+    counted = turned + 6755399441055744.0  # 1.5 * 2**52, beside which only whole numbers are kept, in its last bits
+    angle = {m}.cast((turned - (counted - 6755399441055744.0)) * 1.5707963267948966, {m}.float32)
+    square = angle * angle
+    odd = angle + angle * square * (-0.16666655 + square * (0.00833216 + square * -0.00019515))
+    even = 1.0 - 0.5 * square + square * square * (0.041666647 + square * (-0.0013887361 + square * 2.4437728e-05))
+    quadrant = counted.to({m}.int64, bitcast=True).to({m}.int32) + quarters
+    value = {m}.where((quadrant & 1) != 0, even, odd)
+    return {m}.where((quadrant & 2) != 0, -value, value)
+'''
 
 LARGEST_FLOOR = 2**30 - 64  # a float32; ints that are made of floats stay within it, so that a sum of two has 32 bits
 
@@ -300,11 +313,13 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator(
             "sin", _ONE, "number", "float", math.sin, "sin", ("cos(x)",), doc="Sine of an angle in radians.",
-            gpu="{m}.sin({0})", tile="torch.sin({0})", number="math.sin({0})",
+            gpu="sine({0}, 0)", tile="torch.sin({0})", number="math.sin({0})",
+            helper=_SINE,
         ),
         Operator(
             "cos", _ONE, "number", "float", math.cos, "cos", ("-sin(x)",), doc="Cosine of an angle in radians.",
-            gpu="{m}.cos({0})", tile="torch.cos({0})", number="math.cos({0})",
+            gpu="sine({0}, 1)", tile="torch.cos({0})", number="math.cos({0})",
+            helper=_SINE,
         ),
     )
 }  # fmt: skip

@@ -129,6 +129,19 @@ def test_numbers_in_masks(case: str, target: str) -> None:
     check_variant(weft.Attention(mask=mask), *tensors(length), target=target, operands=operands, label=case)
 
 
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_sines_of_angles_of_any_size(name: str, target: str) -> None:
+    angles, size = weft.tensor("angles", 1), 10.0 ** torch.arange(-6, 10).repeat_interleave(16)
+    given = torch.randn(len(size), generator=torch.Generator().manual_seed(1)) * size
+    given = torch.cat([given, torch.arange(-16, 17) * math.pi / 4, torch.tensor([2.0**24 + 2, -(2.0**31), 105615.0])])
+    turned = weft.Attention(0.0 * score + getattr(weft, name)(angles[q_pos]), kv_pos == q_pos, name="turned")
+    query = torch.zeros(1, 1, len(given), 16)
+    _, lse = turned(query, query, query, angles=given, target=target, return_lse=True)
+    torch.testing.assert_close(lse[0, 0].double(), getattr(torch, name)(given.double()), rtol=0, atol=5e-7)
+    _, lse = turned(query, query, query, angles=given / 0.0, target=target, return_lse=True)
+    assert lse.isnan().all()  # as torch has the sine of what is infinite, or no number
+
+
 def test_a_float_tensor_that_only_the_mask_reads_gets_a_gradient_of_0(target: str) -> None:
     variant = weft.Attention(mask=w[kv_pos] > 0.0)
     read = torch.randn(40, generator=torch.Generator().manual_seed(1))
