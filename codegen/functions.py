@@ -21,7 +21,7 @@ from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, Til
 from ..compiler.analysis.survey import Cells, Survey
 from ..compiler.analysis.tiles import lookups
 from ..ir.attention import SEED, Attention
-from ..ir.expr import Const, Expr, Load, Scalar, Symbol, TensorOperand, call, symbol
+from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, expression, symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
 from ..ir.walk import loads, nodes, rewrite, symbols
@@ -75,7 +75,7 @@ class FunctionPrinter:
 
     facts: Facts
     language: Language
-    approximate_tanh: bool = False  # NVIDIA's tanh.approx.f32: for 16-bit operands only
+    approximate: bool = False  # by NVIDIA's tanh.approx.f32, sin.approx.f32: for 16-bit operands only
     source: TileSource = "program"  # of tiles: the functions of `survey` leave runs or lists of them in memory
     wide: bool = False  # places in a tensor operand may lie 2**31 elements apart
     floats: str = "torch.float32"  # torch: the type that floats are computed in
@@ -525,8 +525,18 @@ class FunctionPrinter:
         return [*helpers, *_called(list(of_operators), text)]
 
     def _helper(self, operator: Operator) -> str:
-        fast = self.approximate_tanh and operator.fast_helper
+        fast = (
+            operator.fast_helper if self.approximate and operator.helper not in _deciding(self.facts.attention) else ""
+        )
         return (fast or operator.helper).format(jit=self.language.decorator, m=self.language.module)
+
+
+def _deciding(attention: Attention) -> frozenset[str]:
+    """Helpers of functions whose value decides something, as what is compared or made an int does."""
+    roots = [expression(e) for e in (attention.score, attention.mask, attention.scale, attention.sink) if e is not None]
+    calls = [n for root in roots for n in nodes(root) if isinstance(n, Call)]
+    deciding = [n for n in calls if n.dtype == "bool" or OPERATORS[n.op].makes_ints]
+    return frozenset(OPERATORS[n.op].helper for root in deciding for n in nodes(root) if isinstance(n, Call))
 
 
 def _last(load: Load, dimension: int) -> str:

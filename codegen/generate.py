@@ -66,7 +66,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
     levels = levels_in(code, facts)
     apart = _apart(target.family) if tables else ""
     printer = FunctionPrinter(
-        facts, target.language, approximate_tanh=_has_fast_tanh(signature), source=code.tile_source,
+        facts, target.language, approximate=_may_approximate(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
         tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
         boxed=facts.boxed_read if code.brings_boxes else None,
@@ -384,7 +384,7 @@ def _measured(axis: str, values: tuple[Expr, ...]) -> list[dict[str, object]]:
     return [{"i": i, "measured": own, "name": f"{axis}{i}" if own else f"{axis}_pos"} for i, own in known]
 
 
-def _has_fast_tanh(signature: Signature) -> bool:
+def _may_approximate(signature: Signature) -> bool:
     return signature.arch.startswith("sm_") and signature.dtype in ("bf16", "fp16")
 
 

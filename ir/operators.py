@@ -58,7 +58,7 @@ class Operator:
     tile_and_number: str = ""  # torch, on a tile {0} and a plain number {1}, where that is written in another way
     number: str = ""  # plain Python numbers, beside `import math`
     helper: str = ""  # function that the gpu text calls; {jit} and {m} stand for decorator and module
-    fast_helper: str = ""  # in place of helper on NVIDIA GPUs, where the call's operands have 16 bits
+    fast_helper: str = ""  # instead on NVIDIA GPUs, of 16-bit operands, but where the value is compared
 
     def __post_init__(self) -> None:
         problems = [*_name_problems(self), *_slope_problems(self), *_text_problems(self)]
@@ -194,6 +194,14 @@ def sine(x, quarters):
     value = {m}.where((quadrant & 1) != 0, even, odd)
     return {m}.where((quadrant & 2) != 0, -value, value)
 '''
+_SINE_APPROXIMATE = '''{jit}
+def sine(x, quarters):
+    """The hardware's sin(x + quarters * pi / 2), to 2**-20, of what is left of whole turns; x up to 2**24 in size."""
+    turned = {m}.fma(x, 0.15915494, quarters * 0.25)
+    turns = (turned + 12582912.0) - 12582912.0  # beside 1.5 * 2**23 only whole numbers are kept
+    part = {m}.fma(x, 6.4206384e-09, {m}.fma(x, 0.15915494, quarters * 0.25 - turns))  # 1 / (2 pi) to 48 bits
+    return {m}.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [part * 6.2831853], {m}.float32, True, 1)
+'''
 
 LARGEST_FLOOR = 2**30 - 64  # a float32; ints that are made of floats stay within it, so that a sum of two has 32 bits
 
@@ -312,14 +320,16 @@ OPERATORS: dict[str, Operator] = {
             gpu="{m}.rsqrt({0})", tile="torch.rsqrt({0})", number="(1.0 / math.sqrt({0}))",
         ),
         Operator(
-            "sin", _ONE, "number", "float", math.sin, "sin", ("cos(x)",), doc="Sine of an angle in radians.",
+            "sin", _ONE, "number", "float", math.sin, "sin", ("cos(x)",),
+            doc="Sine of an angle in radians; GPU kernels of 16-bit operands use the hardware's (error about 2**-20).",
             gpu="sine({0}, 0)", tile="torch.sin({0})", number="math.sin({0})",
-            helper=_SINE,
+            helper=_SINE, fast_helper=_SINE_APPROXIMATE,
         ),
         Operator(
-            "cos", _ONE, "number", "float", math.cos, "cos", ("-sin(x)",), doc="Cosine of an angle in radians.",
+            "cos", _ONE, "number", "float", math.cos, "cos", ("-sin(x)",),
+            doc="Cosine of an angle in radians, as precise as `sin`.",
             gpu="sine({0}, 1)", tile="torch.cos({0})", number="math.cos({0})",
-            helper=_SINE,
+            helper=_SINE, fast_helper=_SINE_APPROXIMATE,
         ),
     )
 }  # fmt: skip

@@ -330,9 +330,9 @@ def test_other_machines(device: str, direction: Direction) -> None:
 def test_a_sine_takes_no_branches(target: str) -> None:
     """Those of CUDA's own library are for angles above 105615: 48,000 instructions of a tile, a minute of ptxas."""
     waves = weft.Attention(score + weft.sin(score), causal, name="waves")
-    for variant, limit in ((waves, 21_000), (VARIANTS["causal"], 7_000)):
+    for variant, limit in ((waves, 13_000), (VARIANTS["causal"], 7_000)):
         kernel = compiled(variant, "forward", 128, target=target).kernels["flash_forward"]
-        assert len(kernel.sass) < limit
+        assert len(kernel.sass) < limit and not kernel.spills_in_loops()
         assert kernel.count(r"\bbra\b") < 200
 
 

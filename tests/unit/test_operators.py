@@ -387,6 +387,24 @@ def test_a_record_lists_all_that_it_lacks() -> None:
         dataclasses.replace(ERF, doc="", slopes=(), gpu="")
 
 
+@pytest.mark.parametrize(
+    ("variant", "approximate"),
+    [
+        (weft.Attention(cap * weft.tanh(score / cap), name="capped"), True),
+        (weft.Attention(score + weft.sin(score), weft.cos(0.1 * q_pos) > 0.5, name="waves_masked"), False),
+        (weft.Attention(score * weft.where(weft.tanh(score) < 0.5, 1.0, 2.0), name="chosen"), False),
+        (weft.Attention(score + table[head, weft.floor(4.0 * weft.sin(q_pos)) + 4, 0], name="indexed"), False),
+    ],
+    ids=lambda given: given.name if isinstance(given, weft.Attention) else "",
+)
+def test_no_decision_is_made_by_an_approximation(variant: weft.Attention, approximate: bool) -> None:
+    """The two sides of a comparison would meet or not as the hardware rounds."""
+    for dtype, wanted in ((torch.bfloat16, approximate), (torch.float32, False)):
+        operands = [torch.empty(1, 4, 64, 64, dtype=dtype, device="meta")] * 3
+        source = variant.source(*operands, device="h200", target="triton")
+        assert (".approx.f32" in source.replace("ex2.approx", "")) == wanted
+
+
 def test_modules_say_what_they_cannot_find() -> None:
     with pytest.raises(InternalError, match="torch has no special.errf"):
         _torch_function("special.errf")
