@@ -35,6 +35,7 @@ from weft.compiler.planning.quantities import Sizes, score_count
 from weft.compiler.planning.segments import Segments
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+TRIALS = PAGE.with_name("experiments.md")  # has the table of tilings
 DEVICE = "h200"
 # Names of rows in the tables that are not those of bench_rows.
 RENAMED = {
@@ -86,7 +87,7 @@ def measured(text: str) -> list[Measured]:
     def add(name: str, row: Row, direction: str, target: str, rate: str, repeats: bool | None = None) -> None:
         if number := re.match(r"(\d+)", rate):
             seconds = row.flops(direction) / (float(number[1]) * 1e12)
-            # of rows in several tables the first holds: it is the latest
+            # of rows in several tables the first holds
             found.setdefault(
                 (row.name, direction, target, repeats), Measured(name, row, direction, target, seconds, repeats)
             )
@@ -98,18 +99,10 @@ def measured(text: str) -> list[Measured]:
                 if row is not None and title in ("Weft hopper", "Weft triton"):
                     target = title.removeprefix("Weft ")
                     for direction, rate in zip(("forward", "backward"), cell.split("/")):
-                        # in one run the backward behind hopper was triton's
-                        old = (
-                            "Weft triton" in titles
-                            and target == "hopper"
-                            and direction == "backward"
-                            and "plain torch" in titles
-                        )
-                        if not old:
-                            add(cells[0], row, direction, target, rate.strip())
+                        add(cells[0], row, direction, target, rate.strip())
                 if row is not None and title == "two passes":
                     add(cells[0], row, "backward", "hopper", cell, True)
-        if rows and titles[0] == "" and titles[1:2] == ["D40"]:  # kernels alone, causal, S4096, B4
+        if rows and titles[1:2] == ["D40"]:  # kernels alone, causal, S4096, B4
             for cells in rows:
                 for title, cell in zip(titles[1:], cells[1:]):
                     dims = [int(n) for n in re.findall(r"\d+", title)]
@@ -314,7 +307,7 @@ def main() -> None:
         print(f"{each!s:72} {times}", flush=True)
     print(f"{len(errors)} rows, median error {median(errors):.1%}, worst {max(errors):.1%}")
     if options.fit:
-        for family, pace in fitted([*examples, *alone(page)]).items():
+        for family, pace in fitted([*examples, *alone(TRIALS.read_text())]).items():
             print(f'    "{family}": Pace({text_of(pace)}),')
 
 

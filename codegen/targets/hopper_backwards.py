@@ -31,7 +31,7 @@ def is_one_pass(signature: Signature) -> bool:
     """Whether one kernel for all gradients is right, and faster.
 
     A query's gradient alone has three products without it, others have four. Beside the sums of more than 128 columns
-    there is no room for dQ on its way out, and two passes are the faster (docs/performance.md).
+    there is no room for dQ on its way out, and two passes are the faster (docs/experiments.md).
     """
     wanted, widths = signature.wanted, signature.widths
     both = "query" in wanted and bool(wanted & OWNED_BY_KEYS)

@@ -111,7 +111,7 @@ def is_plain(scale: Expr) -> bool:
 
 
 def best_form(widths: Widths, facts: Facts) -> HopperForm:
-    """The form that measured best for tiles of these widths (docs/performance.md).
+    """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
     D128.
@@ -151,7 +151,7 @@ def with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterat
 
 
 def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:
-    """The form that measured best for tiles of these widths (docs/performance.md).
+    """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
     summed: gradients of the score's operands are wanted, for which the same holds.

@@ -28,7 +28,7 @@ from .work import slope_work_of, work_of
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one variant; see DESIGN of the symbolic border in docs/design.md."""
+    """Facts about one variant; see "The symbolic border" in docs/design.md."""
 
     attention: Attention
 

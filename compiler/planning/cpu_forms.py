@@ -17,7 +17,7 @@ from .kernels import Kernel
 from .records import Shape
 from .segments import Segments
 
-USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/performance.md)
+USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/experiments.md)
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
 TIMED = (CpuForm(64, 64), CpuForm(128, 256))  # whatever is predicted
 PREDICTED = 2  # forms besides that are worth timing
