@@ -98,7 +98,7 @@ _Terms = list[_Term]  # their disjunction; [] is never, [_Term()] is always
 
 
 def _bounds(mask: Expr, axis: Axis) -> Bounds:
-    solver = _Solver(axis, _narrow(mask, axis))
+    solver = _Solver(axis, _checked(mask, axis))
     terms = _absorbed(solver.terms(mask, True))
     intervals = _intervals(terms, solver)
     if len(terms) > 1 and any(_reads_other(t) for t in terms):
@@ -112,10 +112,12 @@ def _bounds(mask: Expr, axis: Axis) -> Bounds:
     return Bounds(axis.name, tuple(intervals), tuple(dict.fromkeys(solver.notes)))
 
 
-def _narrow(mask: Expr, axis: Axis) -> frozenset[str]:
-    """Texts of what the mask computes at the ends of a tile of the other axis: a call is checked for 32 bits there."""
+def _checked(mask: Expr, axis: Axis) -> frozenset[str]:
+    """Texts of what a call is checked for: ints of 32 bits at the ends of a tile, and conditions without positions."""
     found = set()
     for node in nodes(mask):
+        if node.dtype == "bool" and not symbols(node) & _POSITIONS:
+            found |= {node.text, _negated(node).text}
         computed = isinstance(node, Call) and node.dtype == "int" and not OPERATORS[node.op].makes_ints
         if computed and not has_64_bits(node) and axis.position not in symbols(node):
             for end in (axis.first, axis.last):
@@ -130,11 +132,11 @@ class _Solver:
     """Turns conditions into terms; collects what it could not solve."""
 
     axis: Axis
-    narrow: frozenset[str]  # texts of ints of 32 bits
+    checked: frozenset[str]  # texts of what fits in any case
     notes: list[str] = field(default_factory=list)
 
     def fits(self, *values: Expr) -> bool:
-        return all(fits_64_bits(value, self.narrow) for value in values)
+        return all(fits_64_bits(value, self.checked) for value in values)
 
     def terms(self, node: Expr, wanted: bool) -> _Terms:
         """`node`, or its negation where it is not wanted, as a disjunction of terms."""
@@ -271,7 +273,7 @@ class _Solver:
             case Call("floordiv", (a, d)) if position not in symbols(d):
                 # a // d <= u  is  a < d * (u + 1);  a // d >= v  is  a >= d * v   (d > 0). Where that may leave 64
                 # bits the limit is cut: beyond all that a // d can be, which has 32, any limit says the same.
-                if not (has_64_bits(a) or fits_64_bits((limit * Sum.of(d)).expr, self.narrow)):
+                if not (has_64_bits(a) or fits_64_bits((limit * Sum.of(d)).expr, self.checked)):
                     limit = Sum.of(minimum(maximum(limit.expr, const(-_FAR - 1)), const(_FAR)))
                 scaled = limit.shifted(1 if upper else 0) * Sum.of(d)
                 gap = Sum.of(a) - scaled.shifted(-1) if upper else scaled - Sum.of(a)
@@ -572,7 +574,7 @@ def _with_complement(intervals: list[Interval], mask: Expr, axis: Axis) -> list[
     Terms that speak of different rows of a tile prove nothing full one by one, where together they do. Done only where
     the hidden part has a closed form and few intervals.
     """
-    solver = _Solver(axis, _narrow(mask, axis))
+    solver = _Solver(axis, _checked(mask, axis))
     terms = _absorbed(solver.terms(mask, False))
     if solver.notes or any(t.loose for t in terms):
         return intervals

@@ -87,15 +87,23 @@ _CUT_READ = (-(2**31) - 1, 2**31)  # as tile programs of GPU kernels cut what th
 _ROOM = 2**32  # for a few positions that are added
 
 
-def fits_64_bits(node: Expr, narrow: frozenset[str] = frozenset()) -> bool:
-    """Whether no int in it leaves 64 bits in a tile program of any call. narrow: texts of ints of 32 bits."""
+@lru_cache(maxsize=16384)
+def fits_64_bits(node: Expr, known: frozenset[str] = frozenset()) -> bool:
+    """Whether no int in it leaves 64 bits in a tile program of any call.
+
+    known: texts of ints of 32 bits, and of conditions that a call is checked for.
+    """
     most = 2**63 - _ROOM
-    return all(-most <= end <= most for n in nodes(node) if n.dtype == "int" for end in _widest(n, narrow))
+    if node.text in known:
+        return True
+    if node.dtype == "int" and not all(-most <= end <= most for end in _widest(node, known)):
+        return False
+    return all(fits_64_bits(child, known) for child in children(node))
 
 
 @lru_cache(maxsize=16384)
-def _widest(node: Expr, narrow: frozenset[str]) -> Range:
-    if node.text in narrow:
+def _widest(node: Expr, known: frozenset[str]) -> Range:
+    if node.text in known:
         return _WHOLE
     match node:
         case Const(value):
@@ -105,14 +113,14 @@ def _widest(node: Expr, narrow: frozenset[str]) -> Range:
         case Load():
             return _CUT_READ
         case Call("mul", (Call("floordiv", (x, d)), other)) if d.text == other.text:  # x - x % d, or 0
-            (low, high), size = _widest(x, narrow), max(map(abs, _widest(d, narrow)))
+            (low, high), size = _widest(x, known), max(map(abs, _widest(d, known)))
             return min(low - size, 0), max(high + size, 0)
         case Call("where", (_, a, b)):
-            (a_low, a_high), (b_low, b_high) = _widest(a, narrow), _widest(b, narrow)
+            (a_low, a_high), (b_low, b_high) = _widest(a, known), _widest(b, known)
             return min(a_low, b_low), max(a_high, b_high)
         case Call(op, args) if not OPERATORS[op].makes_ints:
             rule = OPERATORS[op].int_range
-            return rule(*(_widest(a, narrow) for a in args)) if rule else _WHOLE
+            return rule(*(_widest(a, known) for a in args)) if rule else _WHOLE
         case _:
             return _WHOLE
 
