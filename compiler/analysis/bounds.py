@@ -17,7 +17,8 @@ from typing import Literal as Choice
 
 from ...ir.errors import InternalError
 from ...ir.expr import Call, Const, Expr, Symbol, symbol
-from ...ir.walk import nodes, rewrite, symbols
+from ...ir.operators import OPERATORS
+from ...ir.walk import nodes, rewrite, substitute, symbols
 from .affine import (
     Sum,
     all_of,
@@ -35,12 +36,15 @@ from .affine import (
 )  # fmt: skip
 from .interval_arithmetic import Range, Tile, range_over
 from .intervals import MAX_INTERVALS, Axis, few, limit, merged, without
+from .ranges import fits_64_bits, has_64_bits
 from .records import Bounds, Interval
 
 _MAX_TERMS = 16
 _MAX_HIDDEN = 3
+_FAR = 2**31  # one more than the largest int of a mask
 _LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
 _HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one that may hold empty tiles"
+_TOO_FAR = "ends of an interval might not fit in 64 bits: they skip no tile"
 _POSITIONS = frozenset({"q_pos", "kv_pos"})
 
 
@@ -94,7 +98,7 @@ _Terms = list[_Term]  # their disjunction; [] is never, [_Term()] is always
 
 
 def _bounds(mask: Expr, axis: Axis) -> Bounds:
-    solver = _Solver(axis)
+    solver = _Solver(axis, _checked(mask, axis))
     terms = _absorbed(solver.terms(mask, True))
     intervals = _intervals(terms, solver)
     if len(terms) > 1 and any(_reads_other(t) for t in terms):
@@ -104,7 +108,22 @@ def _bounds(mask: Expr, axis: Axis) -> Bounds:
         intervals = few(intervals, axis)
     if not intervals:
         intervals = [Interval(axis.start, axis.start, axis.start, axis.start)]
+    intervals = [_held(i, solver) for i in intervals]
     return Bounds(axis.name, tuple(intervals), tuple(dict.fromkeys(solver.notes)))
+
+
+def _checked(mask: Expr, axis: Axis) -> frozenset[str]:
+    """Texts of what a call is checked for: ints of 32 bits at the ends of a tile, and conditions without positions."""
+    found = set()
+    for node in nodes(mask):
+        if node.dtype == "bool" and not symbols(node) & _POSITIONS:
+            found |= {node.text, _negated(node).text}
+        computed = isinstance(node, Call) and node.dtype == "int" and not OPERATORS[node.op].makes_ints
+        if computed and not has_64_bits(node) and axis.position not in symbols(node):
+            for end in (axis.first, axis.last):
+                at_end = simplified(substitute(node, {axis.other: end}))
+                found |= {at_end.text, simplified(make("neg", at_end)).text}
+    return frozenset(found)
 
 
 # -- the mask as terms ------------------------------------------------------------------------------------------------
@@ -113,7 +132,11 @@ class _Solver:
     """Turns conditions into terms; collects what it could not solve."""
 
     axis: Axis
+    checked: frozenset[str]  # texts of what fits in any case
     notes: list[str] = field(default_factory=list)
+
+    def fits(self, *values: Expr) -> bool:
+        return all(fits_64_bits(value, self.checked) for value in values)
 
     def terms(self, node: Expr, wanted: bool) -> _Terms:
         """`node`, or its negation where it is not wanted, as a disjunction of terms."""
@@ -248,7 +271,10 @@ class _Solver:
                 value = limit.shifted(1) if upper else limit
                 return [_Term((_Literal(kind, value.expr, assume),))]  # type: ignore[arg-type]
             case Call("floordiv", (a, d)) if position not in symbols(d):
-                # a // d <= u  is  a < d * (u + 1);  a // d >= v  is  a >= d * v   (d > 0)
+                # a // d <= u  is  a < d * (u + 1);  a // d >= v  is  a >= d * v   (d > 0). Where that may leave 64
+                # bits the limit is cut: beyond all that a // d can be, which has 32, any limit says the same.
+                if not (has_64_bits(a) or fits_64_bits((limit * Sum.of(d)).expr, self.checked)):
+                    limit = Sum.of(minimum(maximum(limit.expr, const(-_FAR - 1)), const(_FAR)))
                 scaled = limit.shifted(1 if upper else 0) * Sum.of(d)
                 gap = Sum.of(a) - scaled.shifted(-1) if upper else scaled - Sum.of(a)
                 return self.at_most_zero(gap, assume, node)
@@ -403,13 +429,14 @@ def _impossible(term: _Term) -> bool:
 def _piece(term: _Term, solver: _Solver) -> Interval | None:
     """The interval of one term; None where it is surely empty."""
     axis = solver.axis
-    part, conditions = _tile_part(term, axis)
+    part, conditions = _tile_part(term, solver)
     whole = Tile(axis.other, axis.first, axis.last)
     found = _Piece(axis, visible=conditions, certain=not term.loose)
     for literal in term.literals:
         some, every = (range_over(literal.value, tile.assuming(literal.assume)) for tile in (part, whole))
-        if literal.kind != "open" and some is not None and every is not None:
-            found.add(literal, some, every)
+        sure = literal.kind == "run_time" or (every is not None and solver.fits(*every))
+        if literal.kind != "open" and some is not None and every is not None and sure:
+            found.add(literal, some if solver.fits(*some) else every, every)
             continue
         found.certain = False
         if literal.kind != "open":
@@ -497,12 +524,13 @@ def _assumption(literal: _Literal) -> Expr:
     return all_of(make("lt", const(0), a) for a in literal.assume)
 
 
-def _tile_part(term: _Term, axis: Axis) -> tuple[Tile, list[Expr]]:
+def _tile_part(term: _Term, solver: _Solver) -> tuple[Tile, list[Expr]]:
     """The part of the other axis' tile that a term speaks of, and when it is not empty."""
+    axis = solver.axis
     first, last = axis.first, axis.last
     conditions: list[Expr] = []
-    froms = [l for l in term.literals if l.kind == "other_from"]
-    untils = [l for l in term.literals if l.kind == "other_until"]
+    froms = [l for l in term.literals if l.kind == "other_from" and solver.fits(l.value)]
+    untils = [l for l in term.literals if l.kind == "other_until" and solver.fits(l.value)]
     for l in froms:
         first = maximum(first, _assumed(l, l.value, axis.first))
         conditions.append(_possibly(l, not_above(l.value, axis.last)))
@@ -513,7 +541,7 @@ def _tile_part(term: _Term, axis: Axis) -> tuple[Tile, list[Expr]]:
         for b in untils:
             both = _Literal("run_time", a.value, (*a.assume, *b.assume))
             conditions.append(_possibly(both, not_above(plus(a.value, 1), b.value)))
-    return Tile(axis.other, first, last), conditions
+    return Tile(axis.other, first, last), [c for c in conditions if solver.fits(c)]
 
 
 def _assumed(literal: _Literal, value: Expr, default: Expr) -> Expr:
@@ -530,13 +558,23 @@ def _reads_other(term: _Term) -> bool:
     return any(literal.kind.startswith("other") for literal in term.literals)
 
 
+def _held(interval: Interval, solver: _Solver) -> Interval:
+    """Without ends that may leave 64 bits, as those that compare sums of ends: what they leave out is visited."""
+    start, end = solver.axis.start, solver.axis.end
+    if solver.fits(interval.lo, interval.hi, interval.full_lo, interval.full_hi):
+        return interval
+    solver.notes.append(_TOO_FAR)
+    lo = interval.lo if solver.fits(interval.lo) else start
+    return Interval(lo, interval.hi if solver.fits(interval.hi) else end, start, start)
+
+
 def _with_complement(intervals: list[Interval], mask: Expr, axis: Axis) -> list[Interval]:
     """Full parts as what is left when everything that may be hidden is taken away.
 
     Terms that speak of different rows of a tile prove nothing full one by one, where together they do. Done only where
     the hidden part has a closed form and few intervals.
     """
-    solver = _Solver(axis)
+    solver = _Solver(axis, _checked(mask, axis))
     terms = _absorbed(solver.terms(mask, False))
     if solver.notes or any(t.loose for t in terms):
         return intervals

@@ -76,6 +76,55 @@ def has_64_bits(node: Expr) -> bool:
     return node.dtype == "int" and any(has_64_bits(operand) for operand in operands)
 
 
+# -- whatever the call ------------------------------------------------------------------------------------------------
+_LONGEST = 2**30
+_SIZES: Ranges = {
+    "q_len": (0, _LONGEST), "kv_len": (0, _LONGEST), "q_offset": (-_LONGEST, _LONGEST), "length": (0, _LONGEST),
+    **{name: (0, INT32_MAX) for name in ("head", "kv_head", "batch", "group", "head_dim")},
+    **{end: (-_LONGEST, INT32_MAX) for end in ("q_first", "q_last", "kv_first", "kv_last")},
+}  # fmt: skip
+_CUT_READ = (-(2**31) - 1, 2**31)  # as tile programs of GPU kernels cut what they read
+_ROOM = 2**32  # for a few positions that are added
+
+
+@lru_cache(maxsize=16384)
+def fits_64_bits(node: Expr, known: frozenset[str] = frozenset()) -> bool:
+    """Whether no int in it leaves 64 bits in a tile program of any call.
+
+    known: texts of ints of 32 bits, and of conditions that a call is checked for.
+    """
+    most = 2**63 - _ROOM
+    if node.text in known:
+        return True
+    if node.dtype == "int" and not all(-most <= end <= most for end in _widest(node, known)):
+        return False
+    return all(fits_64_bits(child, known) for child in children(node))
+
+
+@lru_cache(maxsize=16384)
+def _widest(node: Expr, known: frozenset[str]) -> Range:
+    if node.text in known:
+        return _WHOLE
+    match node:
+        case Const(value):
+            return int(value), int(value)
+        case Symbol(name):
+            return _SIZES.get(name, _WHOLE)
+        case Load():
+            return _CUT_READ
+        case Call("mul", (Call("floordiv", (x, d)), other)) if d.text == other.text:  # x - x % d, or 0
+            (low, high), size = _widest(x, known), max(map(abs, _widest(d, known)))
+            return min(low - size, 0), max(high + size, 0)
+        case Call("where", (_, a, b)):
+            (a_low, a_high), (b_low, b_high) = _widest(a, known), _widest(b, known)
+            return min(a_low, b_low), max(a_high, b_high)
+        case Call(op, args) if not OPERATORS[op].makes_ints:
+            rule = OPERATORS[op].int_range
+            return rule(*(_widest(a, known) for a in args)) if rule else _WHOLE
+        case _:
+            return _WHOLE
+
+
 # -- intervals ---------------------------------------------------------------------------------------------------------
 class _Evaluation:
     """Ranges of the parts of an expression, each found once; `limits` are known besides, by the text of the part."""

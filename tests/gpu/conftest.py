@@ -1,22 +1,51 @@
 """Many workers share the machine: what they compute on its CPU takes one core each."""
 
+from __future__ import annotations
+
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch  # not in the process that starts workers, which wait for it
+
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes for each test of torch.compile
+
+
+@pytest.hookimpl(trylast=True)  # when -m has chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The share of every worker begins with its part of the tests that are marked slow: none of them is the last one.
+
+    Shares of --dist worksteal lie one after the other. All other tests stay in order: neighbours launch the same
+    kernels, which a worker compiles once.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    if workers == 1 or len(slow) > len(others) or not all(item.get_closest_marker("gpu") for item in items):
+        return
+    number = len(items)
+    items.clear()
+    for worker in range(workers):
+        share = (number - len(items)) // (workers - worker)
+        first = slow[worker::workers]
+        items += first + others[: share - len(first)]
+        del others[: share - len(first)]
 
 
 @pytest.fixture
 def no_waiting() -> Callable[[], AbstractContextManager[None]]:
     """A block in which waiting for the device raises. Torch's mode is off again after it, however it ends."""
+    import torch
 
     @contextmanager
     def block() -> Iterator[None]:
@@ -40,6 +69,7 @@ def captured(
     no_waiting: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[Callable[[], Results]], tuple[torch.cuda.CUDAGraph, Results]]:
     """The graph of a call, and what it returns there, after calls of which the first alone may wait for the device."""
+    import torch
 
     def capture(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
         stream = torch.cuda.Stream()

@@ -74,19 +74,19 @@ def test_alignment_may_change_from_call_to_call(target):
             assert error(ALIBI(query, k, v, slopes=mine, **given), exact(ALIBI, q, k, v, slopes=mine)) < 6e-3
 
 
-@pytest.mark.sampled(5)
+FACTORED = {"causal": {"mask": masks.causal}, "documents": {"mask": masks.causal & masks.document(doc)}, "dense": {}}
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("mask", FACTORED)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_factor_of_scores_may_be_negative_or_zero(target, dim):
+def test_a_factor_of_scores_may_be_negative_or_zero(target, dim, mask):
     """The maximum of scaled scores is then that of the least ones: no sign of the factor is known when generating."""
-    documents = (torch.arange(300, device="cuda") // 70).to(torch.int64)
+    given = {"doc": torch.arange(300, device="cuda") // 70} if mask == "documents" else {}
     values = torch.tensor([1.5, -1.5, 0.0, -80.0], device="cuda")
-    for mask, given in ((masks.causal, {}), (masks.causal & masks.document(doc), {"doc": documents}), (None, {})):
-        variant = weft.Attention(score * factor[head], **({} if mask is None else {"mask": mask}), name="by_head")
-        check_variant(
-            variant, *qkv(2, 4, 300, dim), target=target, operands={"factor": values, **given},
-            label=f"factor {target} D{dim} {mask}",
-        )  # fmt: skip
+    variant = weft.Attention(score * factor[head], **FACTORED[mask], name="by_head")
+    check_variant(variant, *qkv(2, 4, 300, dim), target=target, operands={"factor": values, **given})
 
 
 def test_offsets_may_be_a_column_of_a_table():
@@ -144,7 +144,7 @@ def views_of_one_address(dim):
 
 
 @pytest.mark.parametrize("most", [2, 1024])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", mostly([64], [64, 128]))
 def test_what_lies_at_an_address_may_change_from_call_to_call(dim, most, monkeypatch):
     """The hopper target keeps tensor descriptors by address, sizes and strides."""
     monkeypatch.setattr(launching, "MOST_DESCRIPTORS", most)
@@ -373,6 +373,7 @@ CALLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly(["alibi"], ["causal", "alibi"]))
 def test_what_was_built_ahead_compiles_nothing_at_its_first_call(name, tmp_path):
     targets = TARGETS if torch.cuda.get_device_capability() == (9, 0) else ["triton"]

@@ -9,7 +9,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.runtime.variant import variant_of
 
-from ..support import check_errors, check_variant, mostly, poisoned
+from ..support import check_errors, check_variant, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -110,29 +110,38 @@ def test_pages(page):
 CHUNK = {"kv_lens": KV_LENS, "q_lens": [200, 5, 130, 0, 64]}
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(61)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (64, 64), (80, 64), (192, 128), (256, 256)])
-def test_chunks_of_prompts_on_hopper(dim, value_dim, page):
+def test_chunks_of_prompts_on_hopper(dim, value_dim, page, dtype):
     """Pages by TMA: a tile of keys is several blocks, or a part of one; NaN lies behind lengths."""
+    if dtype == torch.float16:
+        made = operands(200, 6, 3, dim, value_dim, dtype)
+        return check("causal", made, {"kv_lens": KV_LENS}, page, target="hopper")
     made = operands(200, dim=dim, value_dim=value_dim)
     for b, q_len in enumerate(CHUNK["q_lens"]):
         made[0][b, :, q_len:] = torch.nan
     for rows_first in (True, False):
         check("causal", made, CHUNK, page, rows_first=rows_first, target="hopper")
-    check("causal", operands(200, 6, 3, dim, value_dim, torch.float16), {"kv_lens": KV_LENS}, page, target="hopper")
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(19)
+@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "documents" not in n and n != "sigmoid"])
-def test_variants_over_pages_on_hopper(name):
-    check(name, operands(200), CHUNK, 16, target="hopper")
-    check(name, operands(70, dim=64), {"kv_lens": KV_LENS}, 64, target="hopper")
+def test_variants_over_pages_on_hopper(name, page):
+    if page == 16:
+        check(name, operands(200), CHUNK, page, target="hopper")
+    else:
+        check(name, operands(70, dim=64), {"kv_lens": KV_LENS}, page, target="hopper")
 
 
-def test_pages_that_hopper_leaves_to_triton():
-    check("documents", operands(200), CHUNK, 16)
-    check("causal", operands(200), CHUNK, 4)
+@pytest.mark.parametrize(("name", "page"), [("documents", 16), ("causal", 4)])
+def test_pages_that_hopper_leaves_to_triton(name, page):
+    check(name, operands(200), CHUNK, page)
+
+
+def test_pages_that_are_too_small_for_hopper_are_refused():
     with pytest.raises(weft.UnavailableError, match="pages of 4 rows are too small for the tensor memory accelerator"):
         check("causal", operands(200), CHUNK, 4, target="hopper")
 
@@ -202,6 +211,13 @@ LATENT = {
     ),
 }  # fmt: skip
 FORMS = [f"64x64p11{a}{b}" for a in ("", "+ordered") for b in ("", "+prefetch")]
+SHAPES = {
+    "whole sequences": {"heads": 128, "q_len": 1, "lens": None},
+    "pages": {"heads": 64, "q_len": 2, "lens": KV_LENS, "page": 64},
+    "pages below a tile": {"heads": 16, "q_len": 4, "lens": KV_LENS, "page": 16},
+    "many parts": {"heads": 128, "q_len": 1, "lens": [5000, 17, 0, 4999, 64], "rows": 5000},
+    "many parts of pages": {"heads": 16, "q_len": 8, "lens": [5000, 17, 0, 3000, 4000], "page": 64, "rows": 5000},
+}
 
 
 def reference_in_parts(variant, query, known, more, own, dtype):
@@ -258,31 +274,31 @@ def test_latent_caches(page, q_len, heads):
     check_latent("causal", heads, q_len, KV_LENS, page)
 
 
-@pytest.mark.parametrize("form", mostly([FORMS[0], FORMS[-1]], FORMS))
-def test_forms_of_latent_decode(form):
-    """Whole sequences, many parts, and of pages that are smaller than a tile."""
-    check_latent("causal", 128, 1, None, form=form)
-    check_latent("causal", 64, 2, KV_LENS, 64, form)
-    check_latent("causal", 16, 4, KV_LENS, 16, form)
-    check_latent("causal", 128, 1, [5000, 17, 0, 4999, 64], 0, form, rows=5000)
-    check_latent("causal", 16, 8, [5000, 17, 0, 3000, 4000], 64, form, rows=5000)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_latent_decode(form, shape):
+    check_latent("causal", form=form, **SHAPES[shape])
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(19)
+@pytest.mark.parametrize(
+    "call", [(16, 3, KV_LENS, 16), (128, 1, None), (64, 1, KV_LENS, 128, None, torch.float16)],
+    ids=["paged", "dense", "half"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", LATENT)
-def test_variants_of_latent_decode(name):
-    check_latent(name, 16, 3, KV_LENS, 16)
-    check_latent(name, 128, 1, None)
-    check_latent(name, 64, 1, KV_LENS, 128, dtype=torch.float16)
+def test_variants_of_latent_decode(name, call):
+    check_latent(name, *call)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("heads", "page"), [(1, 64), (8, 32), (192, 64), (64, 256), (32, 0), (16, 8)])
 def test_rows_of_latent_decode(heads, page):
     for q_len in (1, 5, 16):
         check_latent("causal", heads, q_len, KV_LENS, page)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "page"), [(24, 0), (48, 64), (16, 4)])
 def test_latent_decode_that_is_left_to_triton(heads, page):
     check_latent("causal", heads, 2, KV_LENS, page, target="triton")

@@ -23,7 +23,7 @@ def given(name: str, q_len: int, kv_len: int, dim: int = 64, dtype: torch.dtype 
     return attention, tensors, operands
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("rows", [(333, 333), (128, 1000), (1000, 129)])
 @pytest.mark.parametrize("name", SCORES)
@@ -32,13 +32,13 @@ def test_out_and_all_gradients(name: str, rows: tuple[int, int], target: str) ->
     check_variant(attention, *tensors, operands=operands, differentiate=floats_of(attention), target=target)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", mostly([torch.float32], [torch.float32, torch.float16]))
 def test_dtypes(dtype: torch.dtype) -> None:
     attention, tensors, operands = given("t5", 200, 260, dtype=dtype)
     check_variant(attention, *tensors, operands=operands, differentiate=("tables",), target="triton")
 
 
-@pytest.mark.parametrize("dim", mostly([40, 256], [40, 128, 192, 256]))
+@pytest.mark.parametrize("dim", mostly([40], [40, 128, 192, 256]))
 def test_widths(dim: int) -> None:
     attention, tensors, operands = given("t5", 300, 300, dim)
     check_variant(attention, *tensors, operands=operands, differentiate=("tables",))

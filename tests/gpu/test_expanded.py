@@ -8,7 +8,7 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 
-from ..support import check_errors
+from ..support import check_errors, mostly
 from .test_lengths import PACKED, PADDED, cumulated
 
 pytestmark = [
@@ -73,7 +73,7 @@ def check(name, heads, q_len, kv_len, wanted=NAMES, target="hopper", determinist
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", SCORES)
 def test_masks_and_scores(name):
     check(name, 4, 300, 300)
@@ -92,20 +92,22 @@ def test_heads(heads):
     check("causal", heads, 200, 260, batch=1)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     ("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128), (64, 24, 80)]
 )
-def test_widths(nope, rope, value_dim):
-    for deterministic in (False, True):
-        check("causal", 4, 300, 333, nope=nope, rope=rope, value_dim=value_dim, deterministic=deterministic)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_widths(nope, rope, value_dim, deterministic):
+    check("causal", 4, 300, 333, nope=nope, rope=rope, value_dim=value_dim, deterministic=deterministic)
 
 
-def test_half_precision():
-    check("causal", 4, 300, 300, dtype=torch.float16)
-    check("cap", 4, 300, 300, nope=64, rope=32, value_dim=64, dtype=torch.float16)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name, nope, rope, value_dim", [("cap", 64, 32, 64), ("causal", 128, 64, 128)])
+def test_half_precision(name, nope, rope, value_dim):
+    check(name, 4, 300, 300, nope=nope, rope=rope, value_dim=value_dim, dtype=torch.float16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wanted", [("cache",), ("uk",), ("query",), ("query", "uv"), ("uk", "uv"), ("query", "cache")])
 def test_gradients_that_nobody_wants_are_left_out(wanted):
     check("causal", 4, 200, 200, wanted)
@@ -171,7 +173,7 @@ def check_lengths(name, kind, lens, deterministic=None, offset=None, **sizes):
 KINDS = {"padded": PADDED, "packed": PACKED}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCORES)
@@ -180,7 +182,7 @@ def test_masks_and_scores_of_sequences(name, kind, deterministic):
     check_lengths(name, kind, KINDS[kind], deterministic, heads=heads)
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("nope", "rope", "value_dim"), [(128, 32, 64), (128, 8, 128), (64, 32, 64), (64, 16, 128)])
@@ -188,26 +190,33 @@ def test_widths_of_sequences(nope, rope, value_dim, kind, deterministic):
     check_lengths("causal", kind, KINDS[kind], deterministic, nope=nope, rope=rope, value_dim=value_dim)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("turn", range(8))
 @pytest.mark.parametrize("nope", [128, 64])
-def test_lengths_of_sequences_at_the_edges_of_tiles(nope):
-    generator = torch.Generator().manual_seed(nope)
+def test_lengths_of_sequences_at_the_edges_of_tiles(nope, turn):
+    generator = torch.Generator().manual_seed(8 * nope + turn)
     edges = torch.tensor([0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
-    for turn in range(8):
+    kind, name = "padded" if turn % 2 else "packed", "dense" if turn > 5 else "causal"
+    for _ in range(2):
         lens = [edges[torch.randint(0, len(edges), (9,), generator=generator)].tolist() for _ in range(2)]
-        kind = "padded" if turn % 2 else "packed"
-        check_lengths("dense" if turn > 5 else "causal", kind, lens, turn % 4 > 1, heads=2, nope=nope, rope=nope // 2)
+        check_lengths(name, kind, lens, turn % 4 > 1, heads=2, nope=nope, rope=nope // 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("offset", ["tensor", "number"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_offsets_of_sequences(kind):
-    for offset in (5, torch.arange(len(KINDS[kind][0]), dtype=torch.int32, device="cuda") * 9 - 4):
-        check_lengths("window", kind, KINDS[kind], offset=offset)
+def test_offsets_of_sequences(kind, offset):
+    of_rows = torch.arange(len(KINDS[kind][0]), dtype=torch.int32, device="cuda") * 9 - 4
+    check_lengths("window", kind, KINDS[kind], offset=5 if offset == "number" else of_rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("nope", "rope"), [(128, 64), (64, 32)])
+@pytest.mark.parametrize(
+    ("nope", "rope", "kind"),
+    mostly(
+        [(128, 64, "padded"), (128, 64, "packed"), (64, 32, "packed")],
+        [(nope, rope, kind) for nope, rope in ((128, 64), (64, 32)) for kind in KINDS],
+    ),
+)
 def test_gradients_of_sequences_repeat_bit_for_bit(nope, rope, kind):
     tensors, own, dout, lengths = with_lengths("causal", kind, KINDS[kind], heads=16, nope=nope, rope=rope)
     mla, found = declared("causal", rope), []
@@ -237,10 +246,12 @@ def test_a_graph_of_gradients_is_replayed_with_other_lengths(captured):
             assert (replayed - usual).float().norm() <= 1e-2 * usual.float().norm()
 
 
-def test_a_layer_trains_under_torch_compile():
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", mostly(["aot_eager"], ["aot_eager", "inductor"]))
+def test_a_layer_trains_under_torch_compile(backend):
     layer = weft.nn.LatentAttention(256, 4, kv_lora=RANK, nope=128, rope_dim=64, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2, 200, 256, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     plain = torch.autograd.grad(layer(x).float().square().mean(), list(layer.parameters()))
     found = torch.autograd.grad(compiled(x).float().square().mean(), list(layer.parameters()))
     for got, usual in zip(found, plain):

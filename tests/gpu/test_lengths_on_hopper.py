@@ -8,7 +8,7 @@ import torch
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 
-from ..support import check_variant
+from ..support import check_variant, mostly
 from .test_lengths import CAUSAL, VARIANTS, cumulated, given, operands_of
 
 pytestmark = [
@@ -33,7 +33,7 @@ def documents(rows=1000, each=70):
     return (torch.arange(rows, device="cuda") // each).repeat(6, 1)
 
 
-@pytest.mark.sampled(35)
+@pytest.mark.sampled(57)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(192, 128), (256, 256), (144, 144), (192, 192), (64, 256), (128, 128), (64, 64)]
@@ -67,19 +67,21 @@ def test_measured_tiles(name, deterministic, dim, kind):
     check_variant(variant, *made, operands={"doc": ids} | lengths, target="hopper", deterministic=deterministic)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("value", ["gain", "slope"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 192])
-def test_gradients_of_operands(dim, kind):
+def test_gradients_of_operands(dim, kind, value):
     made, lengths = given(kind, dim)
     gain = 1.0 + slopes[batch, head]
-    for value, mask in ((score * gain, masks.causal), (score + gain * kv_pos * 0.01, True)):
-        variant = weft.Attention(value, mask, sink=sinks_of[batch, head], name="summed")
-        operands = {n: torch.randn(6, 4, device="cuda") * 0.3 for n in ("slopes", "sinks_of")}
-        check_variant(variant, *made, operands=operands | lengths, differentiate=tuple(operands), target="hopper")
+    declared = (score * gain, masks.causal) if value == "gain" else (score + gain * kv_pos * 0.01, True)
+    variant = weft.Attention(*declared, sink=sinks_of[batch, head], name="summed")
+    operands = {n: torch.randn(6, 4, device="cuda") * 0.3 for n in ("slopes", "sinks_of")}
+    check_variant(variant, *made, operands=operands | lengths, differentiate=tuple(operands), target="hopper")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", mostly(["packed"], KINDS))
 def test_gradients_of_biases(kind):
     made, lengths = given(kind, 64)
     variant = weft.Attention(score + bias[batch, head, q_pos, kv_pos], masks.causal, name="biased")
@@ -88,7 +90,7 @@ def test_gradients_of_biases(kind):
     check_variant(variant, *made, operands=operands, differentiate=("bias",), q_offset=0, target="hopper")
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("variant", [CAUSAL, DOCUMENTS], ids=["causal", "documents"])
@@ -103,12 +105,14 @@ def test_two_passes_repeat_bit_for_bit(variant, dim, value_dim, kind):
     assert not any(t.isnan().any() for t in found[0])
 
 
-def test_lengths_at_the_edges_of_tiles():
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (256, 256)])
+def test_lengths_at_the_edges_of_tiles(dim, value_dim):
     generator = torch.Generator().manual_seed(5)
     edges = torch.tensor([0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
-    for turn in range(8):
+    for _ in range(4):
         q_lens, kv_lens = (edges[torch.randint(0, len(edges), (9,), generator=generator)].tolist() for _ in range(2))
-        dim, value_dim = (192, 128) if turn % 2 else (256, 256)
         sizes = (dim, q_lens), (dim, kv_lens), (value_dim, kv_lens)
         made = [torch.randn(1, 2, sum(lens) + 11, d, device="cuda", dtype=torch.bfloat16) for d, lens in sizes]
         for tensor, (_, lens) in zip(made, sizes):

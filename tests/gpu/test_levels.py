@@ -8,7 +8,7 @@ import torch
 import weft
 
 from ..kernels.test_levels import MASKS, SCORES, operands_of
-from ..support import check_variant, poisoned
+from ..support import check_variant, mostly, poisoned
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -36,7 +36,7 @@ def test_every_index(name: str, dtype: torch.dtype) -> None:
     check(name, dtype=dtype)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", mostly(["none", "causal", "documents"], [*MASKS]))
 def test_masks(mask: str) -> None:
     check("t5", mask)
 
@@ -80,6 +80,7 @@ def test_sequences(kind: str) -> None:
         check("t5", q_lens=lens[0], kv_lens=lens[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["t5_causal", "capped", "twice"])
 def test_gradients_repeat(name: str) -> None:
     attention = weft.Attention(SCORES[name], MASKS["causal"], name=name)

@@ -13,6 +13,8 @@ from weft.cli import main
 from weft.kv import DenseCache, PagedCache
 from weft.serving import Graphed, Server
 
+from ..support import mostly
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 WIDTH = 256
@@ -37,7 +39,7 @@ def cache_of(kind, module, dtype):
 @pytest.mark.parametrize("kind", ["plain", "latent"])
 @pytest.mark.parametrize("place", ["paged", "dense"])
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_prefill_and_decode_are_the_whole_forward(place, kind, dtype, limit):
     exact = module_of(kind).to(dtype).double()
     module = copy.deepcopy(exact).to("cuda", dtype)
@@ -113,11 +115,15 @@ def test_decode_in_a_graph(kind):
         torch.testing.assert_close(out[: len(chosen)], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["plain", "latent"])
-def test_compiled_in_one_graph(kind):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    mostly([("plain", "aot_eager")], [(k, b) for k in ("plain", "latent") for b in ("aot_eager", "inductor")]),
+)
+def test_compiled_in_one_graph(kind, backend):
     module = module_of(kind).cuda().bfloat16()
     module = module.absorb() if kind == "latent" else module
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
     outs = []
     x = torch.randn(2, 20, WIDTH, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -158,6 +164,7 @@ def test_the_server_decodes_by_graphs():
     assert len(asked) < server.totals.steps / 2  # captured once for some sizes, then replayed
 
 
+@pytest.mark.slow
 def test_the_server_runs():
     words = (
         "bench-serve --requests 12 --prompt-len 40:200 --shared 33 --blocks 40 --on cuda --head-dim 64 --new-tokens 40"

@@ -33,18 +33,29 @@ def test_widths_and_dtypes(normalizer, width, dtype):
     check_variant(toy(normalizer=normalizer), *tensors, lse=False)
 
 
+CAPPED = {"score": 5.0 * weft.tanh(score / 5.0)}
+DECLARED = {
+    "biased": {"score": score + slopes[head] * (kv_pos - q_pos) + rows[head, q_pos]},
+    "capped": {**CAPPED, "mask": True},
+    "window": {**CAPPED, "mask": masks.sliding_window(70)},
+    "documents": {**CAPPED, "mask": masks.causal & masks.document(doc)},
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", DECLARED)
 @pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
-def test_scores_masks_and_operands(normalizer):
+def test_scores_masks_and_operands(normalizer, name):
     tensors = [poisoned((2, heads, 300, 64), torch.bfloat16, "cuda", seed=n) for n, heads in enumerate((4, 2, 2))]
     given = {"slopes": torch.rand(4, device="cuda"), "rows": torch.randn(4, 300, device="cuda")}
-    biased = toy(score=score + slopes[head] * (kv_pos - q_pos) + rows[head, q_pos], normalizer=normalizer)
-    check_variant(biased, *tensors, operands=given, differentiate=tuple(given), lse=False)
-    for mask in (True, masks.sliding_window(70), masks.causal & masks.document(doc)):
-        capped = toy(score=5.0 * weft.tanh(score / 5.0), mask=mask, normalizer=normalizer)
-        ids = {"doc": (torch.arange(300, device="cuda") // 70).repeat(2, 1)}
-        check_variant(capped, *tensors, operands={p.name: ids[p.name] for p in capped.parameters}, lse=False)
+    given |= {"doc": (torch.arange(300, device="cuda") // 70).repeat(2, 1)}
+    variant = toy(**DECLARED[name], normalizer=normalizer)
+    operands = {p.name: given[p.name] for p in variant.parameters}
+    learned = tuple(n for n, t in operands.items() if t.is_floating_point())
+    check_variant(variant, *tensors, operands=operands, differentiate=learned, lse=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
 def test_lengths(normalizer, kind):

@@ -3,31 +3,44 @@ same tokens from caches that grow and from static ones, which transformers compi
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
-from ..kernels.test_transformers import SIZES, WIDTH, both, gradients, padding, t5, tokens  # noqa: E402
+if TYPE_CHECKING:
+    from ..kernels import test_transformers as small
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the extra weft[transformers]"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _imported() -> None:
+    """When a test begins: every worker collects this module, and few of them run it."""
+    global small
+    from ..kernels import test_transformers as small
+
 
 # heads that the hopper target takes, and a window that is more than a tile
 WIDER = {"hidden_size": 256, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 150,
          "attention_chunk_size": 90, "max_position_embeddings": 1024}  # fmt: skip
-DENSE = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3"]  # rounding sends tokens of the others to other experts
+DENSE = ["Llama", "Mistral", "Gemma2", "Gemma3", "Qwen3"]
+EXPERTS = ["GptOss", "DeepseekV3", "Llama4"]  # to others of which rounding sends tokens
 
 
 def wide(name: str) -> tuple[Any, Any]:
     text = "Text" if name in ("Gemma3", "Llama4") else ""
-    sizes = WIDTH | SIZES[name]
+    sizes = small.WIDTH | small.SIZES[name]
     sizes |= {key: value for key, value in WIDER.items() if key in sizes or key == "hidden_size"}
-    config = getattr(transformers, f"{name}{text}Config")(**sizes)
-    return both(lambda: getattr(transformers, f"{name}ForCausalLM")(config))
+    config = getattr(small.transformers, f"{name}{text}Config")(**sizes)
+    return small.both(lambda: getattr(small.transformers, f"{name}ForCausalLM")(config))
 
 
 def as_exact_as_eager(made: Callable[[], tuple[Any, Any]], seen: Tensor | None, **inputs: Any) -> None:
@@ -39,7 +52,7 @@ def as_exact_as_eager(made: Callable[[], tuple[Any, Any]], seen: Tensor | None, 
         logits = model(**inputs).logits
         logits = logits[seen.bool()] if seen is not None else logits
         weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).cuda()
-        grads = gradients(model, (logits.float() * weight).sum())
+        grads = small.gradients(model, (logits.float() * weight).sum())
         found.append({"logits": logits.detach().float(), **{name: grad.float() for name, grad in grads.items()}})
     wanted, theirs, got = found
     assert got.keys() == wanted.keys()
@@ -58,30 +71,36 @@ def long(side: str) -> Tensor:
     return seen
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
+@pytest.mark.sampled(11)
+@pytest.mark.parametrize("inputs", ["whole", "left", "right", "packed"])
 @pytest.mark.parametrize("name", DENSE)
-def test_a_decoder_is_as_exact_as_eager(name: str) -> None:
-    ids = tokens(2, 300).cuda()
-    as_exact_as_eager(lambda: wide(name), None, input_ids=ids)
-    for side in ("left", "right"):
-        as_exact_as_eager(lambda: wide(name), long(side), input_ids=ids, attention_mask=long(side))
-    packed = torch.cat([torch.arange(70), torch.arange(201), torch.arange(29)])[None].cuda()
-    as_exact_as_eager(lambda: wide(name), None, input_ids=ids[:1], position_ids=packed, use_cache=False)
+def test_a_decoder_is_as_exact_as_eager(name: str, inputs: str) -> None:
+    ids = small.tokens(2, 300).cuda()
+    if inputs in ("left", "right"):
+        as_exact_as_eager(lambda: wide(name), long(inputs), input_ids=ids, attention_mask=long(inputs))
+    elif inputs == "whole":
+        as_exact_as_eager(lambda: wide(name), None, input_ids=ids)
+    else:
+        packed = torch.cat([torch.arange(70), torch.arange(201), torch.arange(29)])[None].cuda()
+        as_exact_as_eager(lambda: wide(name), None, input_ids=ids[:1], position_ids=packed, use_cache=False)
 
 
+@pytest.mark.slow
 def test_t5_is_as_exact_as_eager() -> None:
-    ids, answer = tokens(2, 300).cuda(), tokens(2, 40).cuda()
-    as_exact_as_eager(t5, None, input_ids=ids, attention_mask=long("right"), decoder_input_ids=answer)
+    ids, answer = small.tokens(2, 300).cuda(), small.tokens(2, 40).cuda()
+    as_exact_as_eager(small.t5, None, input_ids=ids, attention_mask=long("right"), decoder_input_ids=answer)
 
 
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
 def test_the_same_logits_are_generated(name: str, cache: str) -> None:
     eager, ours = (model.cuda() for model in wide(name))
-    ids = tokens(2, 15).cuda()
+    assert {*small.SIZES} == {*DENSE, *EXPERTS}
+    ids = small.tokens(2, 15).cuda()
     options = {"max_new_tokens": 9, "do_sample": False, "output_logits": True, "return_dict_in_generate": True,
-               "attention_mask": padding("left").cuda(), "cache_implementation": cache}  # fmt: skip
+               "attention_mask": small.padding("left").cuda(), "cache_implementation": cache}  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, where it compiles
         expected, got = (model.generate(ids, **options) for model in (eager, ours))
@@ -90,15 +109,16 @@ def test_the_same_logits_are_generated(name: str, cache: str) -> None:
     torch.testing.assert_close(torch.stack(again.logits), torch.stack(got.logits), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # torch's advice, where it compiles
 def test_a_compiled_model_trains() -> None:
     eager, ours = (model.cuda() for model in wide("Gemma2"))
     compiled = torch.compile(ours, fullgraph=True)
-    ids, seen = tokens(2, 300).cuda(), long("left")
+    ids, seen = small.tokens(2, 300).cuda(), long("left")
     found = []
     for model, owner in ((eager, eager), (compiled, ours)):
         logits = model(ids, attention_mask=seen, use_cache=False).logits[seen.bool()]
-        found.append((logits.detach(), gradients(owner, logits.square().mean())))
+        found.append((logits.detach(), small.gradients(owner, logits.square().mean())))
     torch.testing.assert_close(found[1][0], found[0][0], atol=2e-3, rtol=2e-3)
     largest = max(grad.norm() for grad in found[0][1].values())
     for name, grad in found[0][1].items():
