@@ -84,9 +84,9 @@ class LatentLauncher(SplitLauncher):
 
     def _even_shares(self, batches: int, units: int) -> int:
         """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
-        as sequences have the same length, or programs are many."""
+        as sequences have the same length, or programs are many, or so many rows that their parts would take much memory."""
         at_once = self._processors()
-        if self.sequences == "dense" or batches * units >= MANY * at_once:
+        if self.sequences == "dense" or batches * units >= MANY * at_once or not self.code.signature.few:
             return 0
         few = -(-units // at_once)
         shares = {waves: waves * at_once // units for waves in range(few, few + 4)}

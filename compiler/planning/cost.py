@@ -29,7 +29,8 @@ from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_o
 from .quantities import Formula, Sizes, score_count
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
-from .splits import Parts, divided
+from .signature import FEW_QUERIES
+from .splits import MOST_PARTS, Parts, divided
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -444,12 +445,14 @@ def parts_of(
         slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
-    busy = 0.0
+    busy, most = 0.0, MOST_PARTS
     if isinstance(form, HopperLatentForm):  # as much to compute as to read
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops("bf16"))
         tile_bytes /= x.nq  # programs that share keys are neighbours
         uneven = False  # the kernel evens out lengths by itself
-    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy)
+        if x.L > FEW_QUERIES:  # parts of many queries take memory: those of two waves at the most
+            most = max(1, 2 * slots // units)
+    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy, most)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

@@ -46,12 +46,12 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all"):
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all", few=True):
     rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
         Widths(rank + rope, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
-        few=True, share=share,
+        few=few, share=share,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -70,11 +70,11 @@ def operands_of(declared, heads, batches, rows):
 
 def run(
     declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3,
-    head_dim=0,
+    head_dim=0, few=True,
 ):  # fmt: skip
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
-    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share)
+    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share, few)
     launcher.processors = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Options(), head_dim or width)
     nan = float("nan")
