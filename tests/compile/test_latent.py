@@ -35,13 +35,13 @@ RANK_384 = CAUSAL.replace(latent=weft.Latent(384, 32), name="latent_384")
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def compiled(variant, kind, heads, q_len, page, form):
+def compiled(variant, kind, heads, q_len, page, form, few=True):
     """The kernels of a call, compiled."""
     machine, rank = by_name("h200"), variant.latent.rank
     width = rank + variant.latent.rope
     offset = "number" if kind == "dense" else "bottom_right"
     signature = Signature(
-        "forward", "sm_90", Dtypes.all("bf16"), Widths(width, rank, 0, True), sequences=kind, offset=offset, few=True
+        "forward", "sm_90", Dtypes.all("bf16"), Widths(width, rank, 0, True), sequences=kind, offset=offset, few=few
     )
     query, out = (torch.empty(2, heads, q_len, n, dtype=torch.bfloat16) for n in (width, rank))
     if kind == "packed_paged":

@@ -17,6 +17,7 @@ from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import MOST_SHORT, Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
+from weft.runtime.variant import offset_kind
 
 from ..support import check_errors, mostly
 from .gluon import Deadlock, Kernels, OnACpu, Pointer
@@ -46,11 +47,11 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all", few=True):
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all", few=True, offset=None):
     rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + rope, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
+        Widths(rank + rope, rank, 0, True), sequences=kind, offset=offset or ("number" if kind == "dense" else "bottom_right"),
         few=few, share=share,
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
@@ -74,7 +75,7 @@ def run(
 ):  # fmt: skip
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
-    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share, few)
+    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share, few, offset_kind(sequences.q_offset))
     launcher.processors = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Options(), head_dim or width)
     nan = float("nan")
@@ -216,7 +217,7 @@ def test_rows_past_the_queries_have_no_sink(name):
     check(VARIANTS[name], 16, 2, [330, 330], [1, 0], parts=2)
 
 
-def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, **options):
+def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, q_offset=None, **options):
     """Queries one after the other, NaN behind them. Of share "short" long sequences are not to be written.
 
     -> how many rounds are in how many parts
@@ -233,12 +234,13 @@ def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all
     operands = operands_of(declared, heads, len(q_lens), rows)
     pool, table = in_pages(key, kv_lens, page)
     lens = {"q_lens": torch.tensor(q_lens, dtype=torch.int32), "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
-    sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, None)
+    sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, q_offset)
     out, lse, parts = run(declared, query, pool, sequences, operands=operands, share=share, **options)
     results = []
     for kind in (torch.float64, dtype):
         own = {n: t.to(kind) if kind == torch.float64 else t for n, t in operands.items()}
-        results.append(declared.reference(padded.to(kind), key.to(kind), **lens, **own, return_lse=True))
+        given = lens | ({} if q_offset is None else {"q_offset": q_offset})
+        results.append(declared.reference(padded.to(kind), key.to(kind), **given, **own, return_lse=True))
     for b, length in enumerate(q_lens):
         mine = slice(starts[b], starts[b + 1])
         if share == "short" and length > MOST_SHORT:
