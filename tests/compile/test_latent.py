@@ -12,7 +12,7 @@ from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen.ahead import compilations
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.compiler.planning.signature import FEW_QUERIES, Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 
@@ -76,9 +76,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "kind", "heads", "q_len", "page", "form"), mostly([CASES[3]], CASES))
+CHUNKS = [
+    (CAUSAL, "packed_paged", 128, 40, 64, ALL_SWITCHES),
+    (ALIBI, "packed_paged", 16, 40, 16, ALL_SWITCHES),
+    (FAR, "packed_paged", 64, 40, 64, ALL_SWITCHES),
+    (CAUSAL, "dense", 128, 40, 0, ALL_SWITCHES),
+    (CAUSAL, "paged", 16, 40, 16, ALL_SWITCHES),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "heads", "q_len", "page", "form"), mostly([CASES[3], CHUNKS[1]], [*CASES, *CHUNKS])
+)
 def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form):
-    kernels = compiled(variant, kind, heads, q_len, page, form)
+    kernels = compiled(variant, kind, heads, q_len, page, form, few=q_len <= FEW_QUERIES)
     assert kernels.keys() == {"split_forward", "join_parts"}
     split = kernels["split_forward"]
     assert split.sram <= by_name("h200").sram_per_block and not split.serialised
