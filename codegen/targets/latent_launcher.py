@@ -84,7 +84,7 @@ class LatentLauncher(SplitLauncher):
 
     def _even_shares(self, batches: int, units: int) -> int:
         """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
-        as sequences have the same length, or programs are many, or so many rows that their parts would take much memory."""
+        as sequences have the same length, programs are many, or rows, whose parts would take much memory."""
         at_once = self._processors()
         if self.sequences == "dense" or batches * units >= MANY * at_once or not self.code.signature.few:
             return 0
