@@ -95,7 +95,8 @@ def run(
     launcher(call, results, workspace, partition)
     joins = workspace["joins"]
     lse = results["lse"].sum(0) if launcher.shifts else results["lse"]
-    return results["out"], lse, (joins[3::2] if sequences.kind == "packed_paged" else joins[1:-1:2]).tolist()
+    places = slice(1, -1, 2) if sequences.kind != "packed_paged" else slice(3, None, 2) if few else slice(4, None, 4)
+    return results["out"], lse, joins[places].tolist()
 
 
 def in_pages(key, lens, page):
