@@ -20,7 +20,7 @@ from .compiler.planning.measures import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT
+from .compiler.planning.signature import MOST_SHORT, PACKED
 from .compiler.planning.splits import longest_visits
 from .ir import parse
 from .ir.errors import WeftError
@@ -173,7 +173,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
     if any(code.target == "interpret" for code in codes):
         notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
-    notes = (*notes, *_computed_whole(facts, r.forward))
+    notes = (*notes, *_computed_whole(facts, r.forward), *_many_rows(r.forward.code))
     if r.sequences is not None:
         notes = (*notes, parts.note(r.sequences))
     elif isinstance(options.get("q_offset"), Tensor):
@@ -273,6 +273,18 @@ def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
     seen += ", or all up to its own," if context["causal"] else ""
     whole = f"a forward in which every query sees {seen} is torch's own kernel, which is the faster one"
     return (f"{whole}; figures are of tiles",) if context["whole"] and not context["in_tiles"] else ()
+
+
+def _many_rows(code: CodePlan) -> tuple[str, ...]:
+    """How a schedule for few queries computes many, where the target has no other."""
+    if code.target != "hopper" or code.schedule.algorithm != "split_kv" or code.signature.few:
+        return ()
+    how = (
+        "programs that run at once have equal shares of the keys that all rows see"
+        if code.signature.sequences in PACKED
+        else "a program has all keys of a tile of rows, or a part of them where tiles of rows are few"
+    )
+    return (f"many queries of a latent cache are computed by split_kv too, which hopper has alone: {how}",)
 
 
 def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:

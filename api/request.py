@@ -248,25 +248,30 @@ def request_of(
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
         )  # fmt: skip
 
-    def resolved(signature: Signature) -> driver.Resolved:
-        made = driver.resolve(attention, signature, machine, target, schedule)
-        misfit = _misfit(made, signature, operands, sizes)
+    def modules(signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:
+        asked = (machine, target, schedule, unfit)
+        shares = driver.shared_out(attention, signature, *asked)
+        return [driver.resolve(attention, own, *asked) for own in shares]
+
+    def resolved(signature: Signature) -> list[driver.Resolved]:
+        made = modules(signature)
+        misfit = _misfit(made[0], signature, operands, sizes)
         if misfit is None:
             return made
-        if target == made.target.name:
+        if target == made[0].target.name:
             raise UnavailableError(f"{attention.name}: target {misfit}")
-        other = driver.resolve(attention, signature, machine, target, schedule, frozenset({made.target.name}))
-        return dataclasses.replace(other, notes=(*other.notes, misfit))
+        others = modules(signature, frozenset({made[0].target.name}))
+        return [dataclasses.replace(other, notes=(*other.notes, misfit)) for other in others]
 
-    signatures = driver.shared_out(attention, signature_of("forward", frozenset()), machine, target, schedule)
-    forward, short = resolved(signatures[0]), resolved(signatures[1]) if len(signatures) > 1 else None
+    forward, *rest = resolved(signature_of("forward", frozenset()))
+    short = rest[0] if rest else None
     if found is not None and found.sequences.kind == "packed_paged" and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking), short)
     given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
-    backward = resolved(signature_of("backward", _everything(attention, widths) - given))
+    (backward,) = resolved(signature_of("backward", _everything(attention, widths) - given))
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 

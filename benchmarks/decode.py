@@ -87,6 +87,9 @@ ROWS = [
     Row("chunk of 512 behind 32k", 1, 32768 + 512, queries=512),
     Row("chunks of 512 behind 8k, B8", 8, 8192 + 512, queries=512),
     Row("prompt of 8k", 1, 8192, queries=8192),
+    Row("MLA 128 heads chunk of 512 behind 4k", 1, 4096 + 512, 128, 1, MLA, queries=512),
+    Row("MLA 16 heads chunk of 512 behind 32k", 1, 32768 + 512, 16, 1, MLA, queries=512),
+    Row("MLA 128 heads prompt of 2k", 1, 2048, 128, 1, MLA, queries=2048),
 ]
 
 

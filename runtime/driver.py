@@ -106,33 +106,40 @@ def shared_out(
     schedule: str | Schedule | None = None, unfit: frozenset[str] = frozenset(),
 ) -> tuple[Signature, ...]:  # fmt: skip
     """The signatures of the modules that compute a call with this one: two, of its long sequences and its short ones,
-    where it may have both, no schedule is asked for, and keys of few queries are divided. Arguments as of `resolve`.
+    where it may have both, no schedule is asked for, and only keys of few queries are divided. Arguments as of
+    `resolve`.
     """
-    if signature.share == "all":
-        return (signature,)
+    both = replace(signature, share="all")
+    if signature.share == "all" or schedule is not None:
+        return (both,)
     short = replace(signature, share="short", few=True)
-    if schedule is None:
-        found = resolve(attention, short, hardware, target, None, unfit)
-        if found.code.schedule.algorithm == "split_kv":
-            return signature, short
-    return (replace(signature, share="all"),)
+    divided = [
+        resolve(attention, own, hardware, target, None, unfit).code.schedule.algorithm == "split_kv"
+        for own in (both, short)
+    ]
+    return (signature, short) if divided == [False, True] else (both,)
 
 
 def _algorithm(
     given: Schedule, text: str | None, facts: Facts, signature: Signature, name: str | None, unfit: frozenset[str]
 ) -> Schedule:  # fmt: skip
-    """What was asked for; unasked, keys of few queries are divided where a target of this device can.
+    """What was asked for; unasked, keys of few queries are divided where a target of this device can, and those of
+    many where the first target that computes them has no other schedule.
 
     A backward of calls whose forward divides keys is that of flash: both leave the same behind.
     """
     if signature.direction == "backward" and given.algorithm == "split_kv":
         names = {k.name for k in SPLIT_KV}
         return Schedule("flash", {kernel: choice for kernel, choice in given.kernels.items() if kernel not in names})
-    if text is not None or not signature.few:
+    if text is not None or signature.direction == "backward":
         return given
-    able = [t for t in targets() if (name is None and not t.by_name_only and t.name not in unfit) or t.name == name]
-    if any(why_not(target, "split_kv", signature, facts) is None for target in able):
-        return Schedule("split_kv", {})
+    for target in targets():
+        if target.name != name and (name is not None or target.by_name_only or target.name in unfit):
+            continue
+        if not signature.few and why_not(target, "flash", signature, facts) is None:
+            return given
+        if why_not(target, "split_kv", signature, facts) is None:
+            return Schedule("split_kv", {})
     return given
 
 

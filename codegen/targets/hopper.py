@@ -128,7 +128,7 @@ class HopperTarget:
         if kernel in SPLIT_KV:
             return undivided(signature, facts)
         if widths.value_is_key:
-            return "hopper: absorbed latent attention is computed by the triton target, but for a few queries"
+            return undivided(signature, facts) or "hopper: absorbed latent attention has schedule split_kv alone"
         most = TILE_COLUMNS[-1]
         if not all(NARROWEST <= width <= most and width % 8 == 0 for width in (widths.head_dim, widths.value_dim)):
             return (

@@ -32,7 +32,7 @@ def latent_context(code: CodePlan, facts: Facts) -> Context:
         "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
         "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
-    return {"config": config, "tiles_by_head": False}
+    return {"config": config, "tiles_by_head": False, "many": not code.signature.few}
 
 
 def undivided(signature: Signature, facts: Facts) -> str | None:
@@ -45,7 +45,7 @@ def undivided(signature: Signature, facts: Facts) -> str | None:
             f"{ROTARY_COLUMNS}, got {rank} and {rope}; computed by the triton target"
         )
     if signature.sequences == "packed":
-        return "hopper: schedule split_kv has no packed keys; use schedule='flash'"
+        return "hopper: packed keys of latent caches are computed by the triton target"
     lacking = {
         "dropout": attention.drops,
         "a mask that reads tensors by position": facts.traits.measured is not None,

@@ -67,8 +67,10 @@ class LatentLauncher(SplitLauncher):
         batches, heads, q_len, _ = call.query.shape
         kv_heads, block = call.key.shape[1], self._form.block_q
         if self.sequences in PACKED:
-            rows = 2 * block * self._together(heads, kv_heads)
+            programs = self._together(heads, kv_heads)
+            rows = 2 * block * programs
             joins = 2 * (heads // kv_heads * q_len // block + call.ragged.number(call.query) + 3)  # type: ignore[union-attr]
+            joins = joins if self.code.signature.few else 4 * programs + 4
         else:
             tiles = -(-(heads // kv_heads * q_len) // block)
             even, own = self._even_shares(batches, tiles * kv_heads), partition.splits * batches
@@ -84,9 +86,9 @@ class LatentLauncher(SplitLauncher):
 
     def _even_shares(self, batches: int, units: int) -> int:
         """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
-        as sequences have the same length, or programs are many."""
+        as sequences have the same length, programs are many, or rows, whose parts would take much memory."""
         at_once = self._processors()
-        if self.sequences == "dense" or batches * units >= MANY * at_once:
+        if self.sequences == "dense" or batches * units >= MANY * at_once or not self.code.signature.few:
             return 0
         few = -(-units // at_once)
         shares = {waves: waves * at_once // units for waves in range(few, few + 4)}
@@ -134,6 +136,8 @@ class LatentLauncher(SplitLauncher):
         if kernel.name == SPLIT:
             return "n_programs" if packed else "n_row_tiles * kv_heads * n_shares"
         rows, columns = constants["JOINED_ROWS"], self._width // int(str(constants["JOINED_COLUMNS"]))
+        if packed and not self.code.signature.few:  # a round of each share, at the most
+            return f"n_programs * {self._form.block_q * columns} // {rows}"
         of_each, number = ("heads // kv_heads", "q_len") if packed else ("heads // kv_heads * q_len", "batches")
         blocks = f"({of_each} + {rows} - 1) // {rows} * {number} * kv_heads * {columns}"
         condition = f" * ({found})" if (found := self._launched_if(kernel)) else ""
@@ -146,6 +150,7 @@ class LatentLauncher(SplitLauncher):
     def _made(self, mode: Mode) -> dict[str, str]:
         packed, rows = self.sequences in PACKED, self._form.block_q
         joins = f"2 * (heads // kv_heads * q_len // {rows} + n_sequences + 3)" if packed else "2 * batches + 1"
+        joins = "4 * n_programs + 4" if packed and not self.code.signature.few else joins
         return super()._made(mode) | {
             "rows": f"{2 * rows} * n_programs" if packed else "slots * heads * q_len",
             "statistics": f"({self._statistics} * rows + 3) // 4 * 4",  # a multiple of 16 bytes

@@ -143,8 +143,8 @@ class SplitLauncher(TritonLauncher):
         machine, form = self._machine(), self.form(SPLIT, True)
         narrow = form.of_rows(heads // kv_heads * q_len)
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, longest * form.block_kv))
-        uneven = self.sequences != "dense"
-        return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven)
+        uneven, few = self.sequences != "dense", self.code.signature.few
+        return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven, few)
 
     def _sizes(self, form: Tiling, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:
         """lengths: B, Hq, Hkv, L and T."""

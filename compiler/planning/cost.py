@@ -29,7 +29,7 @@ from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_o
 from .quantities import Formula, Sizes, score_count
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
-from .splits import Parts, divided
+from .splits import MOST_PARTS, Parts, divided
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -263,9 +263,10 @@ def cost_of(
     traits: Traits = Traits(),  # noqa: B008  frozen
     longest: int | None = None,
     uneven: bool = False,
+    few: bool = True,
 ) -> KernelCost:
     """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
-    sequences have lengths of their own."""
+    sequences have lengths of their own. few: queries a sequence (Signature.few), where keys are divided."""
     if kernel in SPLIT_KV:
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         form = _of_rows(form, shape.group * shape.q_len)
@@ -276,7 +277,7 @@ def cost_of(
         if kernel == SPLIT_KV[0]:
             at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
         most = ceil(once.nkv) if longest is None else longest
-        found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven)
+        found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven, few)
         once = once._replace(S=found.parts, d=int(found.parts > 1))
     sizes = once._replace(k=share_from_hbm(kernel, once, at_once, hardware), j=0)
     reads = read_by(kernel, form)
@@ -395,11 +396,12 @@ def predict(
     count: CountTiles | None = None,
     longest: CountLongest | None = None,
     uneven: bool = False,
+    few: bool = True,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
 
     count: tiles of the whole problem by class; where not given, every tile is visited. longest: those that a
-    tile of the last queries of a sequence with all rows visits; all where not given. uneven: as of cost_of.
+    tile of the last queries of a sequence with all rows visits; all where not given. uneven, few: as of cost_of.
     """
     every = dense_counts(shape)
     costs = []
@@ -409,7 +411,7 @@ def predict(
         visits = kernel.name not in _VISIT_NOTHING
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven))
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, few))
     return tuple(costs)
 
 
@@ -436,20 +438,23 @@ def split_programs_per_sm(kernel: Kernel, form: Form, x: Sizes, hardware: Hardwa
 
 
 def parts_of(
-    kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments, uneven: bool = False
-) -> Parts:
-    """Into how many parts a call's keys are divided; calls and plans ask here. longest, uneven: as of cost_of."""
+    kernel: Kernel, form: Form, x: Sizes, longest: int, hardware: Hardware, parts: Segments, uneven: bool = False,
+    few: bool = True,
+) -> Parts:  # fmt: skip
+    """Into how many parts a call's keys are divided; calls and plans ask here. longest, uneven, few: as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
     if hardware.kind == "cpu":
         slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
-    busy = 0.0
+    busy, most = 0.0, MOST_PARTS
     if isinstance(form, HopperLatentForm):  # as much to compute as to read
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops("bf16"))
         tile_bytes /= x.nq  # programs that share keys are neighbours
         uneven = False  # the kernel evens out lengths by itself
-    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy)
+        if not few:  # parts take memory: as many as programs that run at once, or twice as many
+            most = max(1, 2 * slots // units)
+    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy, most)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def make_plan(
         cost for code in codes
         for cost in predict(
             shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
-            code.signature.sequences != "dense",
+            code.signature.sequences != "dense", code.signature.few,
         )
     ]  # fmt: skip
     found = (_kernel_plan(code, cost, hardware, visible, traits) for code, cost in zip(kernels, costs))

@@ -53,14 +53,14 @@ def longest_visits(
 @lru_cache(maxsize=4096)
 def divided(
     units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float, uneven: bool = False,
-    busy: float = 0.0,
+    busy: float = 0.0, most: int = MOST_PARTS,
 ) -> Parts:  # fmt: skip
     """The division with the least predicted time.
 
     units: (sequence, key head, tile of rows). tiles: of keys that the longest of them visits. slots: programs that run
     together, which share the bandwidth. tile_bytes: of keys and values that a program reads for a tile. uneven:
     lengths lie on the device, where sequences may be as long as each other, or half as long on average. busy: seconds
-    that a program computes on a tile, at the least.
+    that a program computes on a tile, at the least. most: parts.
     """
 
     def seconds(size: int, programs: float) -> float:
@@ -70,7 +70,7 @@ def divided(
         return ceil(programs / slots) * (size * max(tile_bytes * sharing / bytes_per_second, busy) + alone)
 
     best, least = Parts(1, max(tiles, 1)), inf
-    for parts in range(1, min(MOST_PARTS, max(tiles, 1)) + 1):
+    for parts in range(1, min(most, max(tiles, 1)) + 1):
         size = -(-tiles // parts)
         if parts > 1 and -(-tiles // size) < parts:  # fewer parts are as short
             continue

@@ -149,7 +149,7 @@ def _draw_call(random: Random, variant: Variant, target: str, kind: str) -> Call
     if target == "cpu" and random.random() < LONG:
         q_len, kv_len = _lengths(random, batch * heads, MOST_LONG_PAIRS, LONG_LENGTHS)
     else:
-        decodes = variant.latent is not None and variant.latent.rank in CACHED_RANKS and random.random() < 0.8
+        decodes = variant.latent is not None and variant.latent.rank in CACHED_RANKS and random.random() < 0.5
         q_len, kv_len = _lengths(random, batch * heads, MOST_PAIRS[target], LENGTHS, decodes)
     chunked = packed and paged and target != "cpu" and random.random() < 0.4
     if chunked:  # a sequence that is long beside short ones, which are two modules by default

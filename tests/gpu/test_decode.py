@@ -304,6 +304,21 @@ def test_latent_decode_that_is_left_to_triton(heads, page):
     check_latent("causal", heads, 2, KV_LENS, page, target="triton")
 
 
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("name", ["causal", "window", "alibi", "rank 384", "sink", "far"])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 70), (64, 33), (128, 17)])
+def test_chunks_of_latent_caches(name, heads, q_len):
+    """Tiles of rows in parts, and whole; sequences of fewer keys than queries."""
+    check_latent(name, heads, q_len, None)
+    check_latent(name, heads, q_len, KV_LENS, 64)
+    check_latent(name, heads, q_len, KV_LENS)
+
+
+def test_a_chunk_of_a_prompt_behind_a_latent_cache():
+    check_latent("causal", 128, 200, [3000, 17, 0, 2999, 64], 64, rows=3000)
+    check_latent("causal", 16, 300, None, rows=3000)
+
+
 @pytest.mark.parametrize("paging", [False, True])
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, captured):

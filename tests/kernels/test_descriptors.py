@@ -137,6 +137,20 @@ def test_of_a_latent_cache(launches: _Launches) -> None:
     assert launches.made
 
 
+def test_of_chunks_over_latent_pages(launches: _Launches) -> None:
+    lens = torch.tensor([40, 60], dtype=torch.int32)
+    given = {"kv_lens": lens, "block_table": torch.arange(8, dtype=torch.int32).view(2, 4)}
+    for heads in (16, 128):
+        query, pool = (torch.zeros(*n, 576, dtype=torch.bfloat16) for n in ((1, heads, 70), (8, 1, 16)))
+        for short in (1, 5, 30):
+            starts = torch.tensor([0, short, 70], dtype=torch.int32)
+            with launches.by_the_longer_way():
+                LATENT(query, pool, cu_seqlens_q=starts, **given, target="hopper")
+            LATENT(query, pool, cu_seqlens_q=starts, **given, target="hopper")
+            _check(launches, {query.data_ptr(), pool.data_ptr()})
+    assert launches.made
+
+
 def _step(variant: weft.Attention, leaves: list[Tensor], options: dict[str, Any]) -> None:
     out = variant(*leaves, **options, target="hopper")
     torch.autograd.grad(out, leaves, torch.ones_like(out))

@@ -165,7 +165,8 @@ def test_latent_caches_of_models_are_drawn_for_a_gpu():
         if variant.latent is not None and variant.latent.rope == 64:
             call = draw_call(random, variant, "hopper")
             found |= {f"{kind_of(call)}, few: {has_few(call)}"}
-    assert found >= {"dense, few: True", "padded, few: True", "paged, few: True", "dense, few: False"}
+    kinds_of_sequences = ("dense", "padded", "paged", "packed paged")
+    assert found >= {f"{kind}, few: {few}" for kind in kinds_of_sequences for few in (True, False)}
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])

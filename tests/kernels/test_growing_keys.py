@@ -98,7 +98,7 @@ def test_keys_that_grow_launch_what_is_launched_for_them_alone(
 
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])
-@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (1, 128), (2, 16)])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (1, 128), (2, 16), (40, 16), (70, 128)])
 def test_a_latent_cache_that_grows(rows: int, heads: int, target: str, growing: Callable[..., _Growing]) -> None:
     variant = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=512, rope=64), scale=0.07, name="grown_latent")
     calls, query, cache = growing(variant, target), normal(2, heads, rows, 576), normal(2, 1, 4200, 576)

@@ -14,9 +14,10 @@ import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets import latent_launcher
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.signature import MOST_SHORT, Dtypes, Signature, Widths
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
+from weft.runtime.variant import offset_kind
 
 from ..support import check_errors, mostly
 from .gluon import Deadlock, Kernels, OnACpu, Pointer
@@ -46,12 +47,12 @@ VARIANTS = {
 ALL_SWITCHES = "64x64p11+ordered+prefetch"
 
 
-def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, share="all"):
+def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=None, few=True, offset=None):
     rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + rope, rank, 0, True), sequences=kind, offset="number" if kind == "dense" else "bottom_right",
-        few=True, share=share,
+        Widths(rank + rope, rank, 0, True), sequences=kind, few=few,
+        offset=offset or ("number" if kind == "dense" else "bottom_right"),
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -69,12 +70,13 @@ def operands_of(declared, heads, batches, rows):
 
 
 def run(
-    declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, share="all", at_once=3,
-    head_dim=0,
+    declared, query, key, sequences, form=None, parts=0, operands=None, edit=None, seed=0, at_once=3, head_dim=0,
+    few=True,
 ):  # fmt: skip
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
-    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, share)
+    offset = offset_kind(sequences.q_offset)
+    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, few, offset)
     launcher.processors = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Options(), head_dim or width)
     nan = float("nan")
@@ -93,7 +95,8 @@ def run(
     launcher(call, results, workspace, partition)
     joins = workspace["joins"]
     lse = results["lse"].sum(0) if launcher.shifts else results["lse"]
-    return results["out"], lse, (joins[3::2] if sequences.kind == "packed_paged" else joins[1:-1:2]).tolist()
+    places = slice(1, -1, 2) if sequences.kind != "packed_paged" else slice(3, None, 2) if few else slice(4, None, 4)
+    return results["out"], lse, joins[places].tolist()
 
 
 def in_pages(key, lens, page):
@@ -216,8 +219,10 @@ def test_rows_past_the_queries_have_no_sink(name):
     check(VARIANTS[name], 16, 2, [330, 330], [1, 0], parts=2)
 
 
-def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all", dtype=torch.bfloat16, **options):
-    """Queries one after the other, NaN behind them. Of share "short" long sequences are not to be written.
+def check_packed(
+    declared, heads, q_lens, kv_lens, page=16, behind=0, dtype=torch.bfloat16, q_offset=None, **options
+):  # fmt: skip
+    """Queries one after the other, NaN behind them.
 
     -> how many rounds are in how many parts
     """
@@ -233,42 +238,37 @@ def check_packed(declared, heads, q_lens, kv_lens, page=16, behind=0, share="all
     operands = operands_of(declared, heads, len(q_lens), rows)
     pool, table = in_pages(key, kv_lens, page)
     lens = {"q_lens": torch.tensor(q_lens, dtype=torch.int32), "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)}
-    sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, None)
-    out, lse, parts = run(declared, query, pool, sequences, operands=operands, share=share, **options)
+    sequences = PackedPaged(torch.tensor(starts, dtype=torch.int32), lens["kv_lens"], table, page, q_offset)
+    out, lse, parts = run(declared, query, pool, sequences, operands=operands, **options)
     results = []
     for kind in (torch.float64, dtype):
         own = {n: t.to(kind) if kind == torch.float64 else t for n, t in operands.items()}
-        results.append(declared.reference(padded.to(kind), key.to(kind), **lens, **own, return_lse=True))
+        given = lens | ({} if q_offset is None else {"q_offset": q_offset})
+        results.append(declared.reference(padded.to(kind), key.to(kind), **given, **own, return_lse=True))
     for b, length in enumerate(q_lens):
         mine = slice(starts[b], starts[b + 1])
-        if share == "short" and length > MOST_SHORT:
-            assert out[0, :, mine].isnan().all() and lse[0, :, mine].isnan().all()
-            continue
         for n, (label, found) in enumerate((("out", out), ("lse", lse)) if length else ()):
             check_errors(found[0, :, mine], results[0][n][b, :, :length], results[1][n][b, :, :length], label)
     last = slice(sum(q_lens), total)
-    if share == "short":
-        assert out[0, :, last].isnan().all() and lse[0, :, last].isnan().all()
-    else:
-        assert bool((out[0, :, last] == 0).all() and (lse[0, :, last] == -torch.inf).all())
+    assert bool((out[0, :, last] == 0).all() and (lse[0, :, last] == -torch.inf).all())
     return Counter(n for n in parts if n > 0)
 
 
 PACKED = [
-    # heads, lengths of queries and keys, page, rows behind, share, form
-    (128, [1, 2, 0, 1], [330, 129, 5, 40], 64, 0, "all", ALL_SWITCHES),
-    (16, [4, 1, 0, 9, 3], [330, 0, 64, 129, 3], 16, 5, "all", "64x64p11"),
-    (16, [1, 4, 65, 2, 66], [330, 70, 80, 129, 70], 16, 5, "short", "64x64p11"),
-    (64, [3, 3, 2], [330, 64, 200], 128, 70, "all", ALL_SWITCHES),
-    (2, [40, 1, 33], [90, 64, 200], 8, 1, "short", "64x64p11"),
-    (192, [1, 0, 2], [330, 64, 200], 64, 1, "all", "64x64p11+ordered"),
+    # heads, lengths of queries and keys, page, rows behind, form
+    (128, [1, 2, 0, 1], [330, 129, 5, 40], 64, 0, ALL_SWITCHES),
+    (16, [4, 1, 0, 9, 3], [330, 0, 64, 129, 3], 16, 5, "64x64p11"),
+    (16, [1, 4, 65, 2, 66], [330, 70, 80, 129, 70], 16, 5, "64x64p11"),
+    (64, [3, 3, 2], [330, 64, 200], 128, 70, ALL_SWITCHES),
+    (2, [40, 1, 33], [90, 64, 200], 8, 1, "64x64p11"),
+    (192, [1, 0, 2], [330, 64, 200], 64, 1, "64x64p11+ordered"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("heads", "q_lens", "kv_lens", "page", "behind", "share", "form"), mostly([PACKED[0], PACKED[2]], PACKED)
+    ("heads", "q_lens", "kv_lens", "page", "behind", "form"), mostly([PACKED[0], PACKED[2]], PACKED)
 )
-def test_packed_queries(heads, q_lens, kv_lens, page, behind, share, form):
+def test_packed_queries(heads, q_lens, kv_lens, page, behind, form):
     """Whole rounds, and parts of them as if they cost nothing."""
 
     def cut(text):
@@ -276,8 +276,8 @@ def test_packed_queries(heads, q_lens, kv_lens, page, behind, share, form):
         return text.replace("JOINING = gl.constexpr(8)", "JOINING = gl.constexpr(-9)")
 
     for edit in (None, cut):
-        parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, share, form=form, at_once=7, edit=edit)
-        assert sum(parts.values()) >= sum(0 < n <= MOST_SHORT for n in q_lens)
+        parts = check_packed(CAUSAL, heads, q_lens, kv_lens, page, behind, form=form, at_once=7, edit=edit)
+        assert sum(parts.values()) >= sum(n > 0 for n in q_lens)
         assert edit is None or max(parts) > 1
 
 

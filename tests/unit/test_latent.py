@@ -20,7 +20,8 @@ def sizes(heads=128, q_len=1, dtype="bf16"):
 
 
 def chosen(declared, shape, **options):
-    plan = declared.plan(shape, device=options.pop("device", "h200"), **options)
+    options = {"form": "absorbed", "device": "h200", **options}
+    plan = declared.plan(shape, **options)
     return plan.code("forward"), plan.notes
 
 
@@ -30,8 +31,52 @@ def test_few_queries_of_a_latent_cache_go_to_hopper():
             code, _ = chosen(variant(), sizes(heads, q_len))
             assert code.target == "hopper" and [k.name for k in code.kernels] == ["split_forward", "join_parts"]
     assert chosen(variant(rank=256), sizes(dtype="fp16"))[0].target == "hopper"
-    assert chosen(variant(), sizes(q_len=17))[0].target == "triton"
     assert chosen(variant(), sizes(), device="a100")[0].target == "triton"
+
+
+def test_many_queries_of_a_latent_cache_go_to_hopper_too():
+    for heads in (1, 16, 128):
+        for q_len in (17, 512):
+            code, notes = chosen(variant(), sizes(heads, q_len))
+            assert code.target == "hopper" and code.schedule.algorithm == "split_kv"
+            assert any("many queries of a latent cache are computed by split_kv too" in note for note in notes)
+    assert not any("many queries" in note for note in chosen(variant(), sizes())[1])
+    for options in ({"schedule": "flash"}, {"target": "triton"}, {"device": "a100"}):
+        code, _ = chosen(variant(), sizes(q_len=512), **options)
+        assert code.target == "triton" and code.schedule.algorithm == "flash"
+    with pytest.raises(weft.UnavailableError, match="absorbed latent attention has schedule split_kv alone"):
+        chosen(variant(), sizes(q_len=512), target="hopper", schedule="flash")
+
+
+def test_parts_of_many_queries_take_no_more_memory_than_two_waves_of_programs():
+    def parts(batch, heads, q_len):
+        shape = weft.shape(batch=batch, heads=heads, q_len=q_len, kv_len=4096, head_dim=192, value_dim=128)
+        return variant().plan(shape, device="h200", form="absorbed").kernels[0].letters["S"]
+
+    assert parts(1, 128, 512) == parts(1, 16, 2048) == parts(2, 128, 40) == parts(5, 16, 300) == 1
+    assert parts(1, 16, 65) > 4 and parts(1, 16, 300) == 3
+
+
+def packed(declared, q_lens, heads=128, **options):
+    """The plan of a call with these queries packed over pages of 64."""
+    number, table = len(q_lens), torch.zeros(len(q_lens), 4, dtype=torch.int32)
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
+    query, pool = (torch.empty(*n, 576, dtype=torch.bfloat16) for n in ((1, heads, sum(q_lens)), (9, 1, 64)))
+    given = {"cu_seqlens_q": starts, "kv_lens": torch.full((number,), 256), "block_table": table}
+    return declared.plan(query, pool, device="h200", **given, **options)
+
+
+def test_one_module_computes_chunks_beside_single_tokens():
+    plan = packed(variant(), [1, 200, 1])
+    assert [(code.target, code.signature.share) for code in plan.codes] == [("hopper", "all")]
+    assert any("equal shares of the keys" in note for note in plan.notes)
+
+
+def test_chunks_that_hopper_lacks_are_shared_out():
+    for options, reason in (({"heads": 24}, "must divide 64"), ({"target": "triton"}, "")):
+        plan = packed(variant(), [1, 200, 1], **options)
+        assert [(code.target, code.signature.share) for code in plan.codes] == [("triton", "long"), ("triton", "short")]
+        assert any(reason in note for note in plan.notes)
 
 
 slopes, pad, doc = weft.tensor("slopes", 1), weft.tensor("pad", 2), weft.tensor("doc", 2, int)

@@ -169,7 +169,7 @@ def test_a_score_that_reads_positions_gets_fewer_consumers() -> None:
 
 def test_latent_forms_get_a_schedule() -> None:
     parts, sizes = for_latent("absorbed", 512, 64, 128, 128), Shape(1, 128, 1, 1, 4096, 576, 512)
-    found = resolved(sizes, H200, attention=LATENT)
+    found = resolved(sizes, H200, "triton", attention=LATENT)
     assert found.target.name == "triton" and found.code.segments == parts
     assert sram_bytes(FLASH[0], found.code.form("flash_forward"), sizes, H200, parts) <= H200.sram_per_block
     expanded = chosen(Shape(1, 8, 8, 64, 64, 192, 128), H200, "triton", attention=LATENT)
