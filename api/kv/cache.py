@@ -119,13 +119,13 @@ class Cache:
 
     def keys(self, layer: int = 0) -> Tensor:
         """The keys of a layer, [blocks, Hkv, page, D]; of a latent cache its vectors [blocks, 1, page, rank + rope]."""
-        return self._keys[layer]
+        return self._keys[self._checked_layer("keys", layer)]
 
     def values(self, layer: int = 0) -> Tensor:
         """The values of a layer, [blocks, Hkv, page, Dv]."""
         if self.latent is not None:
             raise WeftError(f"{type(self).__name__}: a latent cache has no values; they come from keys(layer)")
-        return self._values[layer]
+        return self._values[self._checked_layer("values", layer)]
 
     @property
     def _pools(self) -> list[Tensor]:
@@ -472,9 +472,13 @@ class Cache:
         """Of a DenseCache: where the sequences lie."""
         return None
 
+    def _checked_layer(self, method: str, layer: int) -> int:
+        if not isinstance(layer, int) or not 0 <= layer < self.layers:
+            raise WeftError(f"{method}: layer: expected 0 to {self.layers - 1}, got {layer!r}")
+        return layer
+
     def _check_rows(self, batches: int, length: int, layer: int, key: Tensor, value: Tensor | None) -> None:
-        if not 0 <= layer < self.layers:
-            raise WeftError(f"append: layer: expected 0 to {self.layers - 1}, got {layer}")
+        self._checked_layer("append", layer)
         problems = self._problems("key", key, (batches, self.kv_heads, length, self.head_dim))
         if self.has_values:
             problems += self._problems("value", value, (batches, self.kv_heads, length, self.value_dim))
@@ -490,7 +494,10 @@ class Cache:
             return [f"{name}: expected {list(shape)}, got {list(rows.shape)}"]
         problems = []
         if rows.dtype != self.dtype:
-            problems.append(f"{name}: expected {self.dtype} as the cache has, got {rows.dtype}; cast it with .to(...)")
+            problems.append(
+                f"{name}: expected {self.dtype} as the cache has, got {rows.dtype}; cast it with .to(...), or "
+                f"make the cache with dtype={rows.dtype}"
+            )
         if rows.device != self.device:
             problems.append(f"{name}: expected device {self.device} as the cache has, got {rows.device}")
         if rows.shape[-1] > 1 and rows.stride(-1) != 1:
