@@ -241,8 +241,8 @@ def check_call(attention: Attention, call: Call) -> None:
     if empty := _without_memory(call):
         if shards := [n for n, t in {**call.tensors, **call.operands}.items() if hasattr(t, "to_local")]:
             raise WeftError(
-                f"{name}: {', '.join(shards)}: expected a plain tensor as query is, got a DTensor; distribute the query "
-                "too, or call on local tensors, x.to_local()"
+                f"{name}: {', '.join(shards)}: expected a plain tensor as query is, got a DTensor; distribute the "
+                "query too, or call on local tensors, x.to_local()"
             )
         raise WeftError(
             f"{name}: {', '.join(empty)}: expected a tensor with memory, got one whose storage was resized to 0 bytes, "

@@ -211,7 +211,7 @@ def options_of(x: Tensor, cache: Step | None, options: dict[str, Any]) -> dict[s
     if options.get("return_lse"):
         raise WeftError("nn: return_lse: a module gives its output alone; call its variant to have the log-sum-exp")
     if cache is not None:
-        check_cache(cache, *x.shape[:2], options)
+        check_cache(cache, x.shape[0], x.shape[1], options)
         return options
     given = [options[n] for n in ("q_lens", "kv_lens") if options.get(n) is not None]
     return {**options, "q_lens": given[0], "kv_lens": given[0]} if len(given) == 1 else options

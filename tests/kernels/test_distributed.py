@@ -110,8 +110,9 @@ def refusals() -> None:
     call(causal.replace(dropout=0.1), 0, "dropout: which weights are dropped follows from batch row and head")
     twice = weft.Attention(score + table[head, head], name="twice")
     call(twice, 1, "table: expected one dimension that is read at head", table=torch.ones(8, 8))
-    query, key, value = whole["query"].detach(), *(
-        distribute_tensor(whole[n].detach(), mesh, [Shard(0)]) for n in ("key", "value")
+    query, key, value = (
+        whole["query"].detach(),
+        *(distribute_tensor(whole[n].detach(), mesh, [Shard(0)]) for n in ("key", "value")),
     )
     with pytest.raises(weft.WeftError, match="key, value: expected a plain tensor as query is, got a DTensor; dist"):
         causal(query, key, value)
