@@ -138,7 +138,7 @@ class Cache:
         tokens: ids of its prompt. Full pages of the same ids that were committed before, in this order from the first
         token on, are shared in place of being computed again: `length(sequence)` tokens are there, at most all but one.
         """
-        prompt = None if tokens is None else _ids("allocate: tokens", tokens)
+        prompt = None if tokens is None else token_ids("allocate: tokens", tokens)
         with self._lock:
             found = self._blocks.find(prompt, self.page) if prompt and self._holds_pages else []
             made = _Sequence(self._table.take(), [block for block, _ in found], len(found) * self.page)
@@ -521,7 +521,7 @@ def _device(name: str, device: torch.device | str) -> torch.device:
     return found
 
 
-def _ids(what: str, tokens: Iterable[int]) -> list[int]:
+def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
     """Token ids as ints of Python."""
     if isinstance(tokens, Tensor):
         if not tokens.is_cpu:
@@ -538,7 +538,7 @@ def _checked_tokens(
 ) -> list[Sequence[int] | None]:
     if tokens is None:
         return [None] * len(lengths)
-    found: list[Sequence[int] | None] = [None if t is None else _ids("extend: tokens", t) for t in tokens]
+    found: list[Sequence[int] | None] = [None if t is None else token_ids("extend: tokens", t) for t in tokens]
     got = [None if t is None else len(t) for t in found]
     if len(got) != len(lengths) or any(g not in (None, n) for g, n in zip(got, lengths)):
         raise WeftError(f"extend: tokens: expected the ids of {list(lengths)} new tokens, got {got}")
