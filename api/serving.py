@@ -228,8 +228,8 @@ class Server:
             logits = self.model(rows, step, step.last)
             if logits.dim() != 2 or logits.shape[0] != len(fed):
                 raise WeftError(
-                    f"Server: model: expected logits [{len(fed)}, vocabulary], those after row `last` of each sequence, "
-                    f"got {list(logits.shape)}"
+                    f"Server: model: expected logits [{len(fed)}, vocabulary], those after row `last` of each "
+                    f"sequence, got {list(logits.shape)}"
                 )
             drawn = self._draw(logits)
         found = drawn.tolist()  # the one wait of a step
