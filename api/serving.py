@@ -20,6 +20,7 @@ from .graphed import Graphed as Graphed
 from .graphed import Model as Model
 from .ir.errors import InternalError, WeftError
 from .kv import OutOfBlocksError, PagedCache
+from .kv.cache import is_size, token_ids
 from .kv.step import on_device
 
 State = Literal["waiting", "running", "swapped", "done"]
@@ -97,9 +98,9 @@ class Server:
 
     def submit(self, prompt: Iterable[int], count: int, stop: Iterable[int] = ()) -> Request:
         """Queue a prompt, to be continued by `count` tokens, or up to one of `stop`."""
-        tokens = tuple(prompt)
-        if not tokens or count < 1:
-            raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count}")
+        tokens = tuple(token_ids("submit: prompt", prompt))
+        if not tokens or not is_size(count):
+            raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count!r}")
         pages, blocks = -(-(len(tokens) + count) // self.cache.page), self._blocks
         if pages > blocks:
             raise WeftError(
@@ -225,6 +226,11 @@ class Server:
                 shown = [[t for own in tokens for t in own]]
             (rows,) = on_device([torch.tensor(shown, dtype=torch.int32, device="cpu")], self.cache.device)
             logits = self.model(rows, step, step.last)
+            if logits.dim() != 2 or logits.shape[0] != len(fed):
+                raise WeftError(
+                    f"Server: model: expected logits [{len(fed)}, vocabulary], those after row `last` of each "
+                    f"sequence, got {list(logits.shape)}"
+                )
             drawn = self._draw(logits)
         found = drawn.tolist()  # the one wait of a step
         now = time.perf_counter()

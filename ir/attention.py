@@ -84,7 +84,7 @@ def _symbols() -> dict[str, Expr]:
 def _field(item: str, value: Operand) -> Expr:
     """The expression of score, mask or scale; what others take there is refused with how it is written here."""
     if not isinstance(value, (Node, TensorOperand)) and foreign.number_in(value) is None:
-        hint = foreign.field_hint(item, value, _symbols())
+        hint = foreign.field_hint(item, value, _symbols()) or foreign.nothing_hint(value)
         if hint is not None:
             fail(f"{item}: {hint}")
     return expression(value)

@@ -46,7 +46,8 @@ if taken := OPERATORS.keys() & (SYMBOLS.keys() | INTERNAL_SYMBOLS.keys() | CALL_
 
 NO_TRUTH = (
     "an expression has no truth value while it is being declared; write `a & b` for `and`, `a | b` for `or`, "
-    "`~a` for `not`, `weft.where(c, a, b)` for `if`, and `(a < b) & (b < c)` for `a < b < c`"
+    "`~a` for `not`, `weft.where(c, a, b)` for `if`, `(a < b) & (b < c)` for `a < b < c`, and `weft.maximum(a, b)` for "
+    "`max(a, b)`"
 )
 SMALLER = (
     "read what differs from a tensor operand that the call gives, such as seen = weft.tensor('seen', 1, bool) and "

@@ -105,11 +105,11 @@ def described(value: object) -> str:
     """What a value is that is no part of an expression, and how it is brought in."""
     if is_array(value):
         kind, shape = kind_of(value), list(value.shape)  # type: ignore[attr-defined]
-        rank = max(len(shape), 1)
-        index = ", ".join(["0"] if not shape else ["..."] * rank)
+        index = ", ".join(["..."] * len(shape))
+        read = f"x[{index}] at int expressions such as weft.head or weft.kv_pos" if shape else "x as it is"
         return (
-            f'{_article(value)} of shape {shape}; declare x = weft.tensor("x", {rank}, {kind}), read x[{index}] at int '
-            "expressions such as weft.head or weft.kv_pos, and give it at each call, x=..."
+            f'{_article(value)} of shape {shape}; declare x = weft.tensor("x", {len(shape)}, {kind}), read {read}, and '
+            "give it at each call, x=..."
         )
     if isinstance(value, str):
         return f"str; weft.parse({value!r}, ...) reads text of the language"
@@ -142,6 +142,18 @@ def field_hint(field: str, value: object, symbols: Mapping[str, Any]) -> str | N
     if is_array(value):
         return _tensor_hint(field, value)
     return _call_hint(field, value, symbols) if callable(value) and field in ("score", "mask") else None
+
+
+def nothing_hint(value: object) -> str | None:
+    """What to write for a score or mask that was given as None or as text; None for other values."""
+    if value is None:
+        return "expected an expression, got None; leave it out"
+    if isinstance(value, str):
+        return (
+            f"expected an expression, got str; weft.parse({value!r}, ...) reads text of the language, and weft.masks "
+            "and weft.scores have ready expressions, such as weft.masks.causal"
+        )
+    return None
 
 
 def _tensor_hint(field: str, value: Any) -> str:

@@ -184,7 +184,7 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
             return operands[name][tuple(_node(i, operands) for i in parts)]
         case ast.BoolOp() | ast.IfExp() | ast.Compare() | ast.UnaryOp(ast.Not()):
             raise WeftError(f"`{ast.unparse(tree)}`: {NO_TRUTH}")
-        case ast.Name(id=name):
+        case ast.Name(id=name) | ast.Subscript(ast.Name(id=name)) if name not in operands and name not in SYMBOLS:
             raise WeftError(f"unknown name {name!r}: expected a symbol ({', '.join(SYMBOLS)}) or a declared operand")
         case _:
             raise WeftError(f"not part of the language: {ast.unparse(tree)}")

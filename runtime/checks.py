@@ -239,6 +239,11 @@ def check_call(attention: Attention, call: Call) -> None:
     if problems:
         raise collected(name, problems)
     if empty := _without_memory(call):
+        if shards := [n for n, t in {**call.tensors, **call.operands}.items() if hasattr(t, "to_local")]:
+            raise WeftError(
+                f"{name}: {', '.join(shards)}: expected a plain tensor as query is, got a DTensor; distribute the "
+                "query too, or call on local tensors, x.to_local()"
+            )
         raise WeftError(
             f"{name}: {', '.join(empty)}: expected a tensor with memory, got one whose storage was resized to 0 bytes, "
             "as sharding frees parameters; call before it is freed, or after it is filled again"

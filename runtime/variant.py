@@ -6,6 +6,7 @@ by a token a step, or a scalar that is annealed, finds it again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -532,10 +533,8 @@ def rows_like(tensor: Tensor, heads: int, width: int) -> Place:
 
 
 def contiguous_like(tensor: Tensor) -> Place:
-    strides = [1]
-    for size in reversed(tensor.shape[1:]):
-        strides.append(strides[-1] * size)
-    return Place(tuple(tensor.shape), tuple(reversed(strides)), tensor.dtype)
+    strides = tuple([math.prod(tensor.shape[n + 1 :]) for n in range(tensor.dim())])
+    return Place(tuple(tensor.shape), strides, tensor.dtype)
 
 
 def _env(call: Call) -> dict[str, Any]:

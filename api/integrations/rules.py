@@ -50,6 +50,13 @@ class Mask(BlockMask):
     def shape(self) -> tuple[int, int, int, int]:
         return self.sizes
 
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    def dim(self) -> int:
+        return len(self.sizes)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)}, {self.text}{'' if self.seen is None else ', padding'})"
 

@@ -119,13 +119,13 @@ class Cache:
 
     def keys(self, layer: int = 0) -> Tensor:
         """The keys of a layer, [blocks, Hkv, page, D]; of a latent cache its vectors [blocks, 1, page, rank + rope]."""
-        return self._keys[layer]
+        return self._keys[self._checked_layer("keys", layer)]
 
     def values(self, layer: int = 0) -> Tensor:
         """The values of a layer, [blocks, Hkv, page, Dv]."""
         if self.latent is not None:
             raise WeftError(f"{type(self).__name__}: a latent cache has no values; they come from keys(layer)")
-        return self._values[layer]
+        return self._values[self._checked_layer("values", layer)]
 
     @property
     def _pools(self) -> list[Tensor]:
@@ -138,7 +138,7 @@ class Cache:
         tokens: ids of its prompt. Full pages of the same ids that were committed before, in this order from the first
         token on, are shared in place of being computed again: `length(sequence)` tokens are there, at most all but one.
         """
-        prompt = None if tokens is None else _ids("allocate: tokens", tokens)
+        prompt = None if tokens is None else token_ids("allocate: tokens", tokens)
         with self._lock:
             found = self._blocks.find(prompt, self.page) if prompt and self._holds_pages else []
             made = _Sequence(self._table.take(), [block for block, _ in found], len(found) * self.page)
@@ -472,9 +472,13 @@ class Cache:
         """Of a DenseCache: where the sequences lie."""
         return None
 
+    def _checked_layer(self, method: str, layer: int) -> int:
+        if not isinstance(layer, int) or not 0 <= layer < self.layers:
+            raise WeftError(f"{method}: layer: expected 0 to {self.layers - 1}, got {layer!r}")
+        return layer
+
     def _check_rows(self, batches: int, length: int, layer: int, key: Tensor, value: Tensor | None) -> None:
-        if not 0 <= layer < self.layers:
-            raise WeftError(f"append: layer: expected 0 to {self.layers - 1}, got {layer}")
+        self._checked_layer("append", layer)
         problems = self._problems("key", key, (batches, self.kv_heads, length, self.head_dim))
         if self.has_values:
             problems += self._problems("value", value, (batches, self.kv_heads, length, self.value_dim))
@@ -490,7 +494,10 @@ class Cache:
             return [f"{name}: expected {list(shape)}, got {list(rows.shape)}"]
         problems = []
         if rows.dtype != self.dtype:
-            problems.append(f"{name}: expected {self.dtype} as the cache has, got {rows.dtype}; cast it with .to(...)")
+            problems.append(
+                f"{name}: expected {self.dtype} as the cache has, got {rows.dtype}; cast it with .to(...), or "
+                f"make the cache with dtype={rows.dtype}"
+            )
         if rows.device != self.device:
             problems.append(f"{name}: expected device {self.device} as the cache has, got {rows.device}")
         if rows.shape[-1] > 1 and rows.stride(-1) != 1:
@@ -514,7 +521,7 @@ def _device(name: str, device: torch.device | str) -> torch.device:
     return found
 
 
-def _ids(what: str, tokens: Iterable[int]) -> list[int]:
+def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
     """Token ids as ints of Python."""
     if isinstance(tokens, Tensor):
         if not tokens.is_cpu:
@@ -531,7 +538,7 @@ def _checked_tokens(
 ) -> list[Sequence[int] | None]:
     if tokens is None:
         return [None] * len(lengths)
-    found: list[Sequence[int] | None] = [None if t is None else _ids("extend: tokens", t) for t in tokens]
+    found: list[Sequence[int] | None] = [None if t is None else token_ids("extend: tokens", t) for t in tokens]
     got = [None if t is None else len(t) for t in found]
     if len(got) != len(lengths) or any(g not in (None, n) for g, n in zip(got, lengths)):
         raise WeftError(f"extend: tokens: expected the ids of {list(lengths)} new tokens, got {got}")

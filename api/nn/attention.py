@@ -13,10 +13,12 @@ from ..ir.errors import WeftError, collected
 from ..ir.expr import Load, Symbol, symbol
 from ..ir.walk import children
 from ..kv import Step
+from ..runtime.checks import MAX_HEAD_DIM
 from .rotary import Rotary, Rotation
 
 CAUSAL = Variant(mask=symbol("kv_pos") <= symbol("q_pos"), name="causal")
 _PACKED = ("cu_seqlens_q", "cu_seqlens_kv")
+_LENGTHS = ("q_lens", "kv_lens", *_PACKED, "block_table")  # what a step brings
 
 
 class Attention(nn.Module):
@@ -46,9 +48,13 @@ class Attention(nn.Module):
             problems.append(f"kv_heads: expected a divisor of {heads} heads, got {kv_heads}")
         if not problems and head_dim is None and width % heads:
             problems.append(f"head_dim: missing; it is width / heads only where {heads} divides {width}")
-        problems += variant_problems(variant, latent=False)
+        if not isinstance(qk_norm, bool) and not (isinstance(qk_norm, float) and qk_norm > 0):
+            problems.append(f"qk_norm: expected True, False or the eps of the norms, a positive float, got {qk_norm!r}")
+        problems += layer_problems(layer) + variant_problems(variant, latent=False)
         if not problems:
             head_dim = width // heads if head_dim is None else head_dim
+            if head_dim > MAX_HEAD_DIM:
+                problems.append(f"head_dim: expected at most {MAX_HEAD_DIM}, as calls have it, got {head_dim}")
             problems += [] if rope is None else rope_problems(rope, head_dim)
         if problems or head_dim is None:
             raise collected("nn.Attention", problems)
@@ -75,8 +81,7 @@ class Attention(nn.Module):
         operands of the variant, and options of its call.
         """
         check_rows("nn.Attention", x, self.width)
-        if cache is not None:
-            check_cache(cache, x.shape[0], options)
+        options = options_of(x, cache, options)
         query, key, value = (p(x).unflatten(2, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = normed(self.q_norm, query), normed(self.k_norm, key)
@@ -144,6 +149,12 @@ def positive(sizes: Mapping[str, object]) -> list[str]:
     ]
 
 
+def layer_problems(layer: object) -> list[str]:
+    if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0:
+        return []
+    return [f"layer: expected the number of a cache's layer, an int from 0 on, got {layer!r}"]
+
+
 def variant_problems(variant: object, latent: bool) -> list[str]:
     if not isinstance(variant, Variant):
         return [f"variant: expected a weft.Attention, got {variant!r}"]
@@ -166,12 +177,17 @@ def rotation_of(
     """The rotation of the rows of x [B, L, width], where none was given."""
     if cache is not None:
         return rope(cache.positions if positions is None else positions, cache.kv_lens)
+    lengths = options.get("kv_lens")
+    starts = next((options[n] for n in _PACKED if options.get(n) is not None), None)
     if positions is None:
-        moved = [n for n in (*_PACKED, "q_offset", "q_lens") if options.get(n) is not None]
+        moved = [n for n in (*_PACKED, "q_offset") if options.get(n) is not None]
+        moved += ["q_lens"] if options.get("q_lens") is not lengths else []  # the last query stands at the last key
         if moved:
             raise WeftError(f"nn: positions: missing; with {', '.join(moved)} rows do not count from 0: give [B, L]")
         positions = torch.arange(x.shape[1], device=x.device)
-    return rope(positions, x.shape[1])
+    if starts is not None:
+        return rope(positions.view(1, -1), starts.diff())
+    return rope(positions, x.shape[1] if lengths is None else lengths)
 
 
 def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:
@@ -187,11 +203,25 @@ def check_rows(name: str, x: Tensor, width: int) -> None:
         raise WeftError(f"{name}: x: expected [batch, length, {width}], got {got}")
 
 
-def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:
+def options_of(x: Tensor, cache: Step | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a call whose queries and keys are the rows of x, or are appended to a cache; raises for others.
+
+    Of the lengths of queries and keys one alone stands for both: without a cache they are the same rows.
+    """
+    if options.get("return_lse"):
+        raise WeftError("nn: return_lse: a module gives its output alone; call its variant to have the log-sum-exp")
+    if cache is not None:
+        check_cache(cache, x.shape[0], x.shape[1], options)
+        return options
+    given = [options[n] for n in ("q_lens", "kv_lens") if options.get(n) is not None]
+    return {**options, "q_lens": given[0], "kv_lens": given[0]} if len(given) == 1 else options
+
+
+def check_cache(cache: Step, batch: int, length: int, options: Mapping[str, Any]) -> None:
     """Raise for what no step of a cache is called with."""
     if not isinstance(cache, Step):
         raise WeftError(f"nn: cache: expected a step of a cache, cache.extend(...), got {type(cache).__name__}")
-    taken = [n for n in (*cache.options, *_PACKED) if options.get(n) is not None]
+    taken = [n for n in _LENGTHS if options.get(n) is not None]
     if taken:
         raise WeftError(f"nn: {', '.join(taken)}: expected none beside cache=, which brings its own")
     number = cache.slots.shape[0]
@@ -199,6 +229,8 @@ def check_cache(cache: Step, batch: int, options: Mapping[str, Any]) -> None:
         raise WeftError(f"nn: x: expected [1, {cache.length}, width], as the step is packed, got {batch} rows")
     if number != batch:
         raise WeftError(f"nn: cache: expected a step of {batch} sequences, as x has rows, got {number}")
+    if length != cache.length:
+        raise WeftError(f"nn: x: expected [batch, {cache.length}, width], the new rows of the step, got {length}")
 
 
 def check_shard(name: str, variant: Variant, heads: int, rank: int, ranks: int) -> None:

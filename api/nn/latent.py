@@ -14,10 +14,11 @@ from ..ir.expr import symbol
 from ..kv import Step
 from .attention import (
     assigned,
-    check_cache,
     check_rows,
     check_shard,
+    layer_problems,
     normed,
+    options_of,
     positive,
     rope_problems,
     rotation_of,
@@ -51,7 +52,7 @@ class LatentAttention(nn.Module):
         value_dim = nope if value_dim is None else value_dim
         sizes = {"width": width, "heads": heads, "kv_lora": kv_lora, "nope": nope, "rope_dim": rope_dim,
                  "value_dim": value_dim}  # fmt: skip
-        problems = positive(sizes if q_lora is None else {**sizes, "q_lora": q_lora})
+        problems = positive(sizes if q_lora is None else {**sizes, "q_lora": q_lora}) + layer_problems(layer)
         if not problems:
             rope = Rotary(rope_dim, interleaved=True) if rope is None else rope
             problems += rope_problems(rope, rope_dim)
@@ -93,8 +94,7 @@ class LatentAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         """x [B, L, width] -> [B, L, width]; the arguments are those of `nn.Attention`. cache: of `latent=`."""
         check_rows("nn.LatentAttention", x, self.width)
-        if cache is not None:
-            check_cache(cache, x.shape[0], options)
+        options = options_of(x, cache, options)
         query = self.q_proj(x) if self.q_lora is None else self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
         query = query.unflatten(2, (self.heads, -1)).transpose(1, 2)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.kv_lora, self.rope_dim], dim=-1)

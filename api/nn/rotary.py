@@ -103,13 +103,13 @@ class Rotary:
         problems = []
         if not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
             problems.append(f"dim: expected an even int from 2 on, got {self.dim!r}")
-        if not self.base > 1:
+        if not _is_number(self.base) or not self.base > 1:
             problems.append(f"base: expected a number above 1, got {self.base!r}")
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             names = ", ".join(kind.__name__ for kind in Scaling.__args__)
             problems.append(f"scaling: expected None or one of {names}, got {self.scaling!r}")
-        elif self.scaling is not None and not self.scaling.factor >= 1:
-            problems.append(f"scaling: factor: expected a number from 1 on, got {self.scaling.factor!r}")
+        elif self.scaling is not None:
+            problems += _scaling_problems(self.scaling)
         if isinstance(self.scaling, (NtkScaling, DynamicNtkScaling)) and self.dim == 2:
             problems.append("dim: expected more than 2 columns, whose base could be changed")
         if problems:
@@ -157,6 +157,26 @@ class Rotary:
             pairs = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
         pairs = pairs.to(x.dtype)
         return pairs if x.shape[-1] == self.dim else torch.cat([pairs, x[..., self.dim :]], dim=-1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _scaling_problems(scaling: Scaling) -> list[str]:
+    problems = []
+    if not _is_number(scaling.factor) or not scaling.factor >= 1:
+        problems.append(f"scaling: factor: expected a number from 1 on, got {scaling.factor!r}")
+    if isinstance(scaling, (DynamicNtkScaling, YarnScaling, Llama3Scaling)):
+        length = scaling.original_length
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            problems.append(f"scaling: original_length: expected a positive int, got {length!r}")
+    if isinstance(scaling, (YarnScaling, Llama3Scaling)):
+        names = ("slow", "fast") if isinstance(scaling, YarnScaling) else ("low", "high")
+        few, many = (getattr(scaling, name) for name in names)
+        if not _is_number(few) or not _is_number(many) or not 0 < few < many:
+            problems.append(f"scaling: expected 0 < {names[0]} < {names[1]}, got {few!r} and {many!r}")
+    return problems
 
 
 def _frequencies(rotary: Rotary) -> tuple[float, ...]:

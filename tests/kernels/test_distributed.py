@@ -110,6 +110,12 @@ def refusals() -> None:
     call(causal.replace(dropout=0.1), 0, "dropout: which weights are dropped follows from batch row and head")
     twice = weft.Attention(score + table[head, head], name="twice")
     call(twice, 1, "table: expected one dimension that is read at head", table=torch.ones(8, 8))
+    query, key, value = (
+        whole["query"].detach(),
+        *(distribute_tensor(whole[n].detach(), mesh, [Shard(0)]) for n in ("key", "value")),
+    )
+    with pytest.raises(weft.WeftError, match="key, value: expected a plain tensor as query is, got a DTensor; dist"):
+        causal(query, key, value)
     wide = [distribute_tensor(torch.ones(4, h, 6, 16), mesh, [Shard(1) if h == 8 else Shard(0)]) for h in (8, 2, 2)]
     with pytest.raises(weft.WeftError, match="key: expected one head, or a number that 4 shards divide, got 2"):
         causal(*wide)

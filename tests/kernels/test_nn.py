@@ -22,7 +22,7 @@ ALIBI = weft.Attention(weft.score + slopes[head] * (kv_pos - q_pos), kv_pos <= q
 
 def attention(**more):
     torch.manual_seed(0)
-    return nn.Attention(WIDTH, HEADS, KV_HEADS, DIM, rope=nn.Rotary(DIM), **more)
+    return nn.Attention(WIDTH, HEADS, KV_HEADS, DIM, **{"rope": nn.Rotary(DIM), **more})
 
 
 def latent(**more):
@@ -332,6 +332,24 @@ def test_half_of_the_columns_and_low_precision():
     assert torch.equal(turned, exact.bfloat16())
 
 
+@pytest.mark.parametrize("make", [attention, latent])
+def test_rows_of_padded_and_packed_sequences_are_those_of_each_alone(make):
+    """Queries and keys are the same rows: one of their lengths stands for both, and positions count from 0."""
+    scaling = nn.DynamicNtkScaling(2.0, original_length=4)
+    module, x, lengths = make(rope=nn.Rotary(8, scaling=scaling)), torch.randn(2, 10, WIDTH), torch.tensor([10, 6])
+    wanted = [module(x[b : b + 1, :n])[0] for b, n in enumerate(lengths)]
+    for given in ({"kv_lens": lengths}, {"q_lens": lengths}, {"q_lens": lengths, "kv_lens": lengths}):
+        for row, alone in zip(module(x, **given), wanted):
+            torch.testing.assert_close(row[: len(alone)], alone)
+    packed, starts = torch.cat([x[0, :10], x[1, :6]])[None], torch.tensor([0, 10, 16])
+    positions = torch.cat([torch.arange(10), torch.arange(6)])
+    with pytest.raises(weft.WeftError, match="DynamicNtkScaling turns the rows of a packed step by lengths"):
+        module(packed, cu_seqlens_q=starts, positions=positions)  # not by the sum of their lengths
+    plain = make()
+    out = plain(packed, cu_seqlens_q=starts, positions=positions)
+    torch.testing.assert_close(out[0, 10:], plain(x[1:, :6])[0])
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("make", "words"),
@@ -347,6 +365,15 @@ def test_half_of_the_columns_and_low_precision():
         (lambda: nn.Rotary(7), "dim: expected an even int from 2 on, got 7"),
         (lambda: nn.Rotary(8, scaling="linear"), "scaling: expected None or one of LinearScaling, NtkScaling"),
         (lambda: nn.Rotary(8, scaling=nn.LinearScaling(0.5)), "factor: expected a number from 1 on, got 0.5"),
+        (lambda: nn.Rotary(8, base="1e4"), "base: expected a number above 1, got '1e4'"),
+        (lambda: nn.Rotary(8, scaling=nn.LinearScaling("2")), "factor: expected a number from 1 on, got '2'"),
+        (lambda: nn.Rotary(8, scaling=nn.YarnScaling(4.0, 0)), "original_length: expected a positive int, got 0"),
+        (lambda: nn.Rotary(8, scaling=nn.DynamicNtkScaling(4.0, 0)), "original_length: expected a positive int, got 0"),
+        (lambda: nn.Rotary(8, scaling=nn.Llama3Scaling(8.0, 64, 4.0, 4.0)), "expected 0 < low < high, got 4.0 and 4.0"),
+        (lambda: nn.Attention(48, 4, head_dim=512), "head_dim: expected at most 256, as calls have it, got 512"),
+        (lambda: nn.Attention(48, 4, qk_norm=1), "qk_norm: expected True, False or the eps of the norms, .* got 1"),
+        (lambda: nn.Attention(48, 4, layer=-1), "layer: expected the number of a cache's layer, .* got -1"),
+        (lambda: latent(layer="0"), "layer: expected the number of a cache's layer, .* got '0'"),
         (lambda: attention().shard(0, 3), "expected ranks that divide 4 heads and a rank below, got 0 of 3"),
         (lambda: nn.Attention(48, 6, 3).shard(0, 2), "that divide, or are a multiple of, 3 key heads, got 2"),
         (lambda: latent().absorb().shard(0, 2), "shard the module that it was made from, then absorb"),
@@ -370,7 +397,13 @@ def test_calls_that_do_not_fit():
             lambda: module(x, cache=cache): r"expected a step of a cache, cache.extend\(...\), got PagedCache",
             lambda: module(x.repeat(2, 1, 1), cache=step): "expected a step of 2 sequences, as x has rows, got 1",
             lambda: module(x, cache=step, kv_lens=torch.tensor([4])): "kv_lens: expected none beside cache=",
+            lambda: module(x, cache=step, q_lens=torch.tensor([4])): "q_lens: expected none beside cache=",
+            lambda: module(x[:, :3], cache=step): r"x: expected \[batch, 4, width\], the new rows of the step, got 3",
             lambda: module(x, cu_seqlens_q=torch.tensor([0, 4])): "positions: missing; with cu_seqlens_q rows do not",
+            lambda: module(x, q_lens=torch.tensor([3]), kv_lens=torch.tensor([4])): "positions: missing; with q_lens",
+            lambda: module(x, return_lse=True): "return_lse: a module gives its output alone",
+            lambda: cache.keys(3): "keys: layer: expected 0 to 0, got 3",
+            lambda: cache.values(-1): "values: layer: expected 0 to 0, got -1",
         }.items():
             with pytest.raises(weft.WeftError, match=words):
                 call()

@@ -130,6 +130,29 @@ def test_compile_whole_graphs(dynamic):
             torch.testing.assert_close(a, b)
 
 
+def test_one_number_trains_in_a_compiled_graph():
+    """The gradient of an operand of rank 0, as the graph foresees it, has no dimensions either."""
+    one = weft.tensor("one", 0)
+    warm = weft.Attention(score * weft.exp(one), masks.causal, name="warm")
+    query, number = torch.randn(1, 2, 8, 16), torch.tensor(0.3, requires_grad=True)
+
+    def call(number):
+        return warm(query, query, query, one=number).sum()
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    (found,), (wanted,) = (torch.autograd.grad(f(number), number) for f in (compiled, call))
+    assert found.shape == () and torch.equal(found, wanted)
+
+
+def test_no_operands_may_be_none():
+    """AOTInductor calls the op with None in place of an empty list."""
+    query, causal = torch.randn(1, 2, 8, 16), weft.Attention(mask=masks.causal, name="plain")
+    rest = (0, *[None] * 6, 16, causal.canonical_text, "")
+    with torch.no_grad():
+        out, _ = torch.ops.weft.attention(query, query, query, None, None, None, None, *rest)
+    assert torch.equal(out, causal(query, query, query))
+
+
 def test_compile_with_inductor():
     inputs = operands(requires_grad=False)
     compiled = torch.compile(lambda *x: attend(*x) * 2 + 1, fullgraph=True)

@@ -149,6 +149,17 @@ def test_requests_that_never_fit():
         server.submit([0] * 10, 7)
     with pytest.raises(weft.WeftError, match="expected a prompt and a count from 1 on, got 0 tokens, 3"):
         server.submit([], 3)
+    with pytest.raises(weft.WeftError, match="expected a prompt and a count from 1 on, got 2 tokens, 2.5"):
+        server.submit([3, 1], 2.5)
+    for prompt in ("a text", [3, 1.5]):  # a server that took it would stop at it for ever
+        with pytest.raises(weft.WeftError, match="submit: prompt: expected ints, got "):
+            server.submit(prompt, 3)
+    assert server.submit(torch.tensor([3, 1]), 2).prompt == (3, 1)
+    for shape in ((1, 2, 7), (3, 7)):
+        every = Server(lambda *_, shape=shape: torch.zeros(shape), server.cache)
+        every.submit([3, 1], 2)
+        with pytest.raises(weft.WeftError, match=r"model: expected logits \[1, vocabulary\], those after row `last`"):
+            every.run()
     with pytest.raises(weft.WeftError, match="chunk: expected a positive int, got 0"):
         Server(Model(), cache, chunk=0)
     with pytest.raises(weft.WeftError, match="cache: expected a weft.kv.PagedCache, got DenseCache"):

@@ -241,6 +241,16 @@ def test_chunks_of_a_prompt_behind_a_cache() -> None:
         torch.testing.assert_close(found[1], found[0], atol=2e-6, rtol=2e-5)
 
 
+def test_gpt2_asks_its_mask_of_a_static_cache_for_its_dimensions() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=None, pad_token_id=0
+    )
+    eager, ours = both(lambda: transformers.GPT2LMHeadModel(config))
+    tokens = torch.randint(2, 96, (2, 9))
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    assert torch.equal(ours.generate(tokens, **options), eager.generate(tokens, **options))
+
+
 def test_weights_that_are_asked_for_are_refused() -> None:
     _, ours = decoder("Llama")
     with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):

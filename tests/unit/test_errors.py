@@ -171,7 +171,7 @@ def test_declarations_of_operands(make: Callable[[], object], match: str) -> Non
         (lambda: Attention(mask=q_pos - kv_pos), "mask: expected a bool expression .* got int `q_pos - kv_pos`"),
         (lambda: Attention(mask=score > 0), r"mask: `score` cannot be used inside a mask; use where\(...\) in score="),
         (lambda: Attention(score=q_pos < kv_pos), "score: expected a number, got a bool; a mask goes into mask="),
-        (lambda: Attention(score="score"), "expected an expression or a number, got str"),
+        (lambda: Attention(score="score"), "score: expected an expression, got str"),
         (lambda: Attention(score=slopes), r"slopes is a tensor: index it"),
         (
             lambda: Attention(scale=score),
@@ -276,6 +276,8 @@ def test_latent_and_replace(make: Callable[[], object], match: str) -> None:
         ("q_pos\0", "not an expression of the language"),
         ("unknown + 1", r"unknown name 'unknown': expected a symbol \(q_pos, .*\) or a declared operand"),
         ("qk + 1", "unknown name 'qk'"),
+        ("table[head]", "unknown name 'table'"),
+        ("q_pos[head]", r"not part of the language: q_pos\[head\]"),
         ("q_pos < 1 and kv_pos < 1", "`q_pos < 1 and kv_pos < 1`: .* write `a & b` for `and`"),
         ("not q_pos < 1", "write .*`~a` for `not`"),
         ("0 < q_pos < 1", r"write .*`\(a < b\) & \(b < c\)` for `a < b < c`"),
