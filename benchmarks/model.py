@@ -125,7 +125,39 @@ def measured(text: str) -> list[Measured]:
                         add(f"{title} S4096 causal", row, direction, cells[0].removeprefix("Weft "), rate.strip())
     for name, direction, target, rate in _variants(text):
         add(name, BY_NAME[name], direction, target, rate)
+    for each in _milliseconds(text):
+        found.setdefault((each.row.name, each.direction, each.target, each.deterministic), each)
     return list(found.values())
+
+
+# Rows of tables of milliseconds, behind what stands before them: the words, and the row that they are.
+LEARNED = {
+    "a T5 table": ("t5", 32), "a bias of heads by key": ("bias_by_key", 0),
+    "a factor of heads by query": ("factor_by_query", 0), "plain": ("causal", 0),
+}  # fmt: skip
+
+
+def _milliseconds(text: str) -> Iterator[Measured]:
+    """The table of milliseconds of scores that read by one position or by distance; rows without sizes have those above."""
+    for titles, rows in tables(text):
+        if titles != ["bf16, H16", "Weft triton", "Weft hopper", "hopper, two passes"]:
+            continue
+        sizes: list[int] = []
+        for words, triton, hopper, repeats in rows:
+            sizes = [int(n) for n in re.findall(r"[DSB](\d+)", words)] or sizes
+            dim, length, batch = sizes
+            variant, parameter = next(v for name, v in LEARNED.items() if words.endswith(name))
+            row = Row(variant, batch, 16, length, dim, parameter)
+            yield from _both(row, "triton", None, triton)
+            yield from _both(row, "hopper", None, hopper)
+            yield from _both(row, "hopper", True, f"/ {repeats}")
+
+
+def _both(row: Row, target: str, repeats: bool | None, cell: str) -> Iterator[Measured]:
+    """Of a cell "forward / backward (rate)", milliseconds."""
+    for direction, number in zip(("forward", "backward"), cell.split("/")):
+        if found := re.match(r"\s*([\d.]+)", number):
+            yield Measured(row.name, row, direction, target, float(found[1]) * 1e-3, repeats)
 
 
 def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
@@ -154,9 +186,9 @@ def plan_of(each: Measured) -> Plan:
     row = each.row
     declared, operands = weft_variant(row, "cpu")
     options: dict[str, Any] = dict(operands)
-    options.pop("cu_seqlens_q", None)
     options.pop("seed", None)
-    lens = row.lens
+    if row.variant == "latent":
+        options["form"] = "expanded"
     batch, length = row.batch, row.length
     sizes = weft.shape(
         batch=batch,
@@ -167,8 +199,6 @@ def plan_of(each: Measured) -> Plan:
         value_dim=row.value_dim,
         dtype="bf16",
     )
-    if lens:
-        options["cu_seqlens_q"] = operands["cu_seqlens_q"]
     return declared.plan(sizes, device=DEVICE, target=each.target, deterministic=each.deterministic, **options)
 
 

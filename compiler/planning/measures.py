@@ -130,9 +130,12 @@ def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
     """
     spans = spans_kernel(axis, direction, slot, measuring)
 
+    def programs(x: Sizes) -> float:
+        return spans.programs(x._replace(r=0))  # of long axes too
+
     def pairs(x: Sizes) -> float:
         """Pairs of tiles of the problem, each once for heads that see the same."""
-        return spans.programs(x) * (x.nkv if axis == "kv" else x.nq)
+        return programs(x) * (x.nkv if axis == "kv" else x.nq)
 
     def read(x: Sizes) -> float:
         found = spans.read(x) + READ * measuring.cells * pairs(x)
@@ -140,10 +143,10 @@ def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
 
     def written(x: Sizes) -> float:
         """The numbers before each list, and a number a visited tile."""
-        return 4 * (LIST_HEAD * spans.programs(x) + x.n / (1 if measuring.by_head else x.Hq))
+        return 4 * (LIST_HEAD * programs(x) + x.n / (1 if measuring.by_head else x.Hq))
 
     name = f"{axis}_lists"
-    return Kernel(name, direction, slot, axis, spans.loop, spans.programs, none, read, written, none, none, spans.again)
+    return Kernel(name, direction, slot, axis, spans.loop, programs, none, read, written, none, none, spans.again)
 
 
 def cells_bytes(x: Sizes, measuring: Measuring) -> float:
