@@ -25,13 +25,13 @@ from bench_variants import weft_variant
 import weft
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
-from weft.compiler.planning.cost import instructions_per_second, pair_work
+from weft.compiler.planning.cost import has_level_steps, instructions_per_second, pair_work, sums_levels
 from weft.compiler.planning.forms import Form
 from weft.compiler.planning.hardware import Hardware
 from weft.compiler.planning.kernels import FLASH, Kernel
 from weft.compiler.planning.paces import Pace, instructions_of
 from weft.compiler.planning.plan import Plan
-from weft.compiler.planning.quantities import Sizes, score_count
+from weft.compiler.planning.quantities import Sizes, score_count, uneven_count
 from weft.compiler.planning.segments import Segments
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -231,13 +231,16 @@ def parts_of(
     """The family of a kernel, and what a second (or microsecond) of each constant of its pace stands for."""
     work = pair_work(kernel, form, x, segments, traits, hardware)
     one, pairs, edge = instructions_of(kernel, traits), score_count(x), x.m * x.bq * x.bkv
+    looked_up = uneven_count(x) if has_level_steps(kernel, form, traits) else pairs
     rate, sm = instructions_per_second(hardware), 1e-6 / hardware.sms
     found = {
         "matrix": kernel.flops(x) / hardware.matrix_flops(dtype),
         "exp": work.exps(x) / hardware.exp_per_second,
         "other": one.other * pairs / rate,
         "pair_reads": (one.pair_reads * pairs + one.mask_reads * edge) / rate,
-        "gathers": one.gathers * pairs / rate,
+        "gathers": one.gathers * looked_up / rate,
+        "row_reads": one.row_reads * pairs / rate,
+        "levels": one.levels * pairs / rate * sums_levels(kernel, form),
         "mask": one.mask * edge / rate,
         "tile": x.n * sm,
         "piece": (len(segments.qk) + len(segments.v) - 2) * x.n * sm,
@@ -248,6 +251,8 @@ def parts_of(
 
 def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
     rest, parts = each.seconds, {}
+    if plan.sums is not None and each.direction == "backward":
+        rest -= plan.sums.seconds
     for k in plan.kernels:
         if k.direction != each.direction:
             continue

@@ -26,10 +26,11 @@ from .hardware import Hardware
 from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPLIT_KV, Bound, Kernel
 from .measures import DISTANCE_TABLES, FEW, PAIR_CELLS, RUNS, WORK
 from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
-from .quantities import Formula, Sizes, score_count
+from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 from .splits import Parts, divided
+from .tables import DDIAGONALS, DQUERY
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -289,7 +290,7 @@ def cost_of(
         exps = exps_of(kernel, instructions_of(kernel, traits).special)
         spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
         return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
-    sizes = sizes._replace(m=tiles.edge)
+    sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
     work = pair_work(kernel, form, sizes, parts, traits, hardware)
     pace, tail = work.pace, work.tail
     matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
@@ -337,20 +338,43 @@ def pair_work(
     one = instructions_of(kernel, traits)
     if isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes:
         one = replace(one, pair_reads=max(0.0, one.pair_reads - 1), other=one.other + AT_HAND)
-    formulas = work_formulas(kernel, one, pace_of(family), pieces)
+    if not sums_levels(kernel, form):
+        one = replace(one, levels=0)
+    formulas = work_formulas(kernel, one, pace_of(family), pieces, has_level_steps(kernel, form, traits))
     return PairWork(family, pace_of(family), *formulas, longest, tail)
+
+
+def sums_levels(kernel: Kernel, form: Form) -> bool:
+    """Whether a kernel of a backward is the one that sums level pairs: it owns queries, but on `hopper` keys."""
+    return kernel.name != DQUERY if isinstance(form, HopperBackwardForm) else kernel.name == DQUERY
+
+
+def has_level_steps(kernel: Kernel, form: Form, traits: Traits) -> bool:
+    """Whether a kernel computes full tiles of level pairs without a look at tables by distance.
+
+    On `hopper` the pass that owns queries has no such loop.
+    """
+    in_loop = kernel.direction == "backward" and weighs_pairs(kernel) and kernel.name != DDIAGONALS
+    return traits.level_steps and in_loop and not (kernel.name == DQUERY and isinstance(form, HopperBackwardForm))
 
 
 @lru_cache(maxsize=256)
 def work_formulas(
-    kernel: Kernel, one: Instructions, pace: Pace, pieces: int
+    kernel: Kernel, one: Instructions, pace: Pace, pieces: int, level_steps: bool = False
 ) -> tuple[Formula, Formula, Formula, Formula]:  # fmt: skip
-    """Exponentials, other instructions, those of the mask, and microseconds of tiles and programs."""
-    each = pace.other * one.other + pace.pair_reads * one.pair_reads + pace.gathers * one.gathers
+    """Exponentials, other instructions, those of the mask, and microseconds of tiles and programs.
+
+    level_steps: as of has_level_steps.
+    """
+    each = pace.other * one.other + pace.pair_reads * one.pair_reads
+    each += pace.row_reads * one.row_reads + pace.levels * one.levels
+    looked_up = round(pace.gathers * one.gathers, 3)
     at_edge = pace.mask * one.mask + pace.pair_reads * one.mask_reads
 
     def other(x: Sizes) -> float:
-        return round(each, 3) * score_count(x)
+        if level_steps:
+            return round(each, 3) * score_count(x) + looked_up * uneven_count(x)
+        return round(each + pace.gathers * one.gathers, 3) * score_count(x)
 
     def mask(x: Sizes) -> float:
         return round(at_edge, 3) * x.m * x.bq * x.bkv
@@ -408,6 +432,7 @@ def predict(
         counter = every if count is None or kernel.name.startswith("standard_") else count
         visits = kernel.name not in _VISIT_NOTHING
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
+        tiles = tiles.uneven if kernel.name == DDIAGONALS else tiles
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
         costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven))
     return tuple(costs)
