@@ -210,8 +210,17 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     def made(visible: VisiblePairs | None = None) -> Plan:
         name = str(attention.name)
         return make_plan(
-            name, r.sizes, r.machine, codes, traits, count=count, longest=longest, notes=notes, visible=visible,
+            name,
+            r.sizes,
+            r.machine,
+            codes,
+            traits,
+            count=count,
+            longest=longest,
+            notes=notes,
+            visible=visible,
             sums=sums,
+            packed=parts.packed(r.sequences),
         )
 
     try:

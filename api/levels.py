@@ -21,7 +21,7 @@ Ends = tuple[int, int]  # pairs are level from the first of these distances on, 
 
 
 def watched_in(facts: Facts, code: CodePlan | None, options: Mapping[str, Any]) -> tuple[Expr, ...]:
-    """The expressions that tell where pairs of a backward are level; () where there is none, or an operand is missing."""
+    """The expressions that tell where pairs of a backward are level; () where none are, or an operand is missing."""
     levels = levels_in(code, facts) if code is not None else None
     if code is None or levels is None:
         return ()

@@ -129,6 +129,13 @@ def summed_pairs(found: Sequence[tuple[VisiblePairs | None, float]]) -> VisibleP
     )  # fmt: skip
 
 
+def packed(found: Described | None) -> int:
+    """How many sequences rows are packed of: 1 where they are not."""
+    if found is None or not isinstance(found.sequences, Packed):
+        return 1
+    return max(1, sum(r.q_len > 0 for r in found.rows))
+
+
 def ranges_of(found: Described) -> Ranges:
     """Of the symbols that lengths decide, where something is computed."""
     rows = [r for r in found.rows if r.q_len and r.kv_len] or [Rows(0, 0, 0, 1, 0, 1, 0)]

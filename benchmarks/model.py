@@ -29,7 +29,7 @@ from weft.compiler.planning.cost import has_level_steps, instructions_per_second
 from weft.compiler.planning.forms import Form
 from weft.compiler.planning.hardware import Hardware
 from weft.compiler.planning.kernels import FLASH, Kernel
-from weft.compiler.planning.paces import Pace, instructions_of
+from weft.compiler.planning.paces import PACKED_PROGRAM, Pace, instructions_of
 from weft.compiler.planning.plan import Plan
 from weft.compiler.planning.quantities import Sizes, score_count, uneven_count
 from weft.compiler.planning.segments import Segments
@@ -138,7 +138,7 @@ LEARNED = {
 
 
 def _milliseconds(text: str) -> Iterator[Measured]:
-    """The table of milliseconds of scores that read by one position or by distance; rows without sizes have those above."""
+    """The table of scores that read by one position or by distance; rows without sizes have those above."""
     for titles, rows in tables(text):
         if titles != ["bf16, H16", "Weft triton", "Weft hopper", "hopper, two passes"]:
             continue
@@ -260,7 +260,8 @@ def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
             family, found = parts_of(
                 k.code.kernel, k.form, k.sizes, plan.code(k.direction).segments, traits, plan.hardware, "bf16"
             )
-            parts[family], rest = found, rest - k.times.latency
+            beside = PACKED_PROGRAM * found["program"] if each.row.lens and each.target == "triton" else 0.0
+            parts[family], rest = found, rest - k.times.latency - beside
         else:
             rest -= k.seconds
     return Example(str(each), rest, parts)

@@ -70,8 +70,7 @@ def with_tables(expr: Expr, parts: Sequence[ByDistance]) -> Expr:
 
 
 def replaced(node: Expr, names: Mapping[str, Expr]) -> Expr:
-    """With other nodes in the place of some, by their text: largest first, so that a part within another one leaves that
-    one its name."""
+    """Some nodes replaced, by their text: largest first, so that a part within another one leaves that one its name."""
     if node.text in names:
         return names[node.text]
     before = children(node)

@@ -25,7 +25,18 @@ from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentFo
 from .hardware import Hardware
 from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPLIT_KV, Bound, Kernel
 from .measures import DISTANCE_TABLES, FEW, PAIR_CELLS, RUNS, WORK
-from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
+from .paces import (
+    AT_HAND,
+    LANES,
+    PACKED_PROGRAM,
+    Instructions,
+    Pace,
+    family_of,
+    instructions_of,
+    longest_of,
+    pace_of,
+    weighs_pairs,
+)
 from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
@@ -220,6 +231,13 @@ def programs_at_once(kernel: Kernel, form: Form, sram: float, hardware: Hardware
     return hardware.sms * (1 if hardware.kind == "cpu" else form.programs_per_sm(kernel, parts, sram, hardware))
 
 
+def of_sequences(x: Sizes, packed: int) -> Sizes:
+    """Rows of so many packed sequences as those of a batch: of equal ones, since lengths differ from call to call."""
+    if packed <= 1:
+        return x
+    return x._replace(B=x.B * packed, L=x.L / packed, T=x.T / packed, nq=x.nq / packed, nkv=x.nkv / packed)
+
+
 def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:
     """The letter k: which share of repeated reads and writes misses L2 when `at_once` programs run together."""
     visits = kernel.again.visits(sizes)
@@ -264,9 +282,10 @@ def cost_of(
     traits: Traits = Traits(),  # noqa: B008  frozen
     longest: int | None = None,
     uneven: bool = False,
+    packed: int = 1,
 ) -> KernelCost:
     """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
-    sequences have lengths of their own."""
+    sequences have lengths of their own. packed: how many sequences rows are packed of."""
     if kernel in SPLIT_KV:
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         form = _of_rows(form, shape.group * shape.q_len)
@@ -279,7 +298,7 @@ def cost_of(
         most = ceil(once.nkv) if longest is None else longest
         found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven)
         once = once._replace(S=found.parts, d=int(found.parts > 1))
-    sizes = once._replace(k=share_from_hbm(kernel, once, at_once, hardware), j=0)
+    sizes = once._replace(k=share_from_hbm(kernel, of_sequences(once, packed), at_once, hardware), j=0)
     reads = read_by(kernel, form)
     read, written = reads(sizes), kernel.written(sizes)
     moved = reads(once) + kernel.written(once)
@@ -291,12 +310,13 @@ def cost_of(
         spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
         return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
     sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
-    work = pair_work(kernel, form, sizes, parts, traits, hardware)
+    work = pair_work(kernel, form, sizes, parts, traits, hardware, packed > 1)
     pace, tail = work.pace, work.tail
     matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
     plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
     instructions = instructions_per_second(hardware)
-    latency = (hardware.launch_seconds + 1e-6 * pace.start) * (kernel.programs(sizes) > 0)
+    steps = pace.step * kernel.steps(sizes) * max(1.0, kernel.programs(sizes) / at_once) if pace.step else 0.0
+    latency = (hardware.launch_seconds + 1e-6 * (pace.start + steps)) * (kernel.programs(sizes) > 0)
     memory, l2 = (read + written) / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
     times = Times(
         matrix=pace.matrix * matrix * tail,
@@ -328,9 +348,9 @@ class PairWork:
 
 
 def pair_work(
-    kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware
+    kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware, packed: bool = False
 ) -> PairWork:  # fmt: skip
-    """x: the letters of the problem, of which n, m and the number of programs decide the tail."""
+    """x: the letters of the problem, of which n, m and the number of programs decide the tail. packed: rows are."""
     family = family_of(kernel, form, max(parts.qk_columns, parts.v_columns))
     longest = longest_of(kernel, x, traits.masked)
     tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
@@ -340,8 +360,11 @@ def pair_work(
         one = replace(one, pair_reads=max(0.0, one.pair_reads - 1), other=one.other + AT_HAND)
     if not sums_levels(kernel, form):
         one = replace(one, levels=0)
-    formulas = work_formulas(kernel, one, pace_of(family), pieces, has_level_steps(kernel, form, traits))
-    return PairWork(family, pace_of(family), *formulas, longest, tail)
+    pace = pace_of(family)
+    if packed and isinstance(form, Tiling) and weighs_pairs(kernel):
+        pace = replace(pace, program=pace.program + PACKED_PROGRAM)
+    formulas = work_formulas(kernel, one, pace, pieces, has_level_steps(kernel, form, traits))
+    return PairWork(family, pace, *formulas, longest, tail)
 
 
 def sums_levels(kernel: Kernel, form: Form) -> bool:
@@ -419,11 +442,12 @@ def predict(
     count: CountTiles | None = None,
     longest: CountLongest | None = None,
     uneven: bool = False,
+    packed: int = 1,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
 
     count: tiles of the whole problem by class; where not given, every tile is visited. longest: those that a
-    tile of the last queries of a sequence with all rows visits; all where not given. uneven: as of cost_of.
+    tile of the last queries of a sequence with all rows visits; all where not given. uneven, packed: as of cost_of.
     """
     every = dense_counts(shape)
     costs = []
@@ -434,7 +458,7 @@ def predict(
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
         tiles = tiles.uneven if kernel.name == DDIAGONALS else tiles
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven))
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, packed))
     return tuple(costs)
 
 

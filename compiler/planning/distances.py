@@ -86,7 +86,8 @@ def watched(levels: Levels, tables: Sequence[ByDistance]) -> tuple[Expr, ...]:
         entries = {load.text: load for load in loads(table.value)}
         for load in entries.values():
             found |= {index.text: index for index in load.index if DISTANCE in symbols(index)}
-        some = {text: Const(3 + n if entries[text].dtype == "int" else 0.3 + n) for n, text in enumerate(sorted(entries))}
+        named = enumerate(sorted(entries))
+        some = {text: Const(3 + n if entries[text].dtype == "int" else 0.3 + n) for n, text in named}
         beside = replaced(table.value, some)
         found |= {beside.text: beside} if DISTANCE in symbols(beside) else {}
     return tuple(found.values())

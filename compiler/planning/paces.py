@@ -14,12 +14,15 @@ from ...ir.normalizer import RELU, SIGMOID
 from ..analysis.records import Traits, Work
 from .forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from .kernels import DRAWN_KEYS, Kernel
-from .measures import ENDS, LONG_SPANS, SPANS
+from .measures import ENDS, LISTS, LONG_SPANS, SPANS
 from .quantities import Sizes
 from .tables import DDIAGONALS
 
 LANES = 8  # instructions that an SM issues for one result of its special units: 128 lanes, and 16 of those
 WIDE = 128  # columns above which a Triton kernel's sums leave registers
+# us: where rows are packed, a program of a Triton kernel reads its place, and then the ends of its sequence, before it
+# reads a tile; of 16 sequences of 1024 tokens alone, whose programs are short
+PACKED_PROGRAM = 2.7
 NARROW = 64  # columns up to which products of a hopper forward are too short for all exponentials to hide behind
 
 
@@ -39,13 +42,15 @@ class Pace:
     piece: float = 0.0  # us, each further piece of its columns
     program: float = 0.0  # us
     start: float = 0.0  # us, of the launch beyond the machine's
+    step: float = 0.0  # us, each step of a program whose steps wait one for the other
 
 
 UNFITTED = Pace()  # as if nothing hid behind products, and nothing else took time
-_SPANS = Pace(start=9.0)  # 11 to 22 us were measured at 8192 tokens
-# Of ends and long spans together 16.6, 19.5 and 31.5 us were measured at 64k, 256k and 1M tokens, of which ends took
-# 13.7, 14.0 and 15.4: a program's steps wait one for the other, and of these there are as many at any length.
-_ENDS = Pace(start=9.9)
+# Steps that wait one for the other: of ends, two took 13.7, 14.0 and 15.4 us at 64k, 256k and 1M tokens, and four, of
+# half as many positions by half as many warps, 22 at 64k. Spans have such steps as the four; 11 to 22 us were measured
+# at 8192 tokens, where they take two. Lists are taken to have the same, and were not timed.
+_SPANS = _ENDS = Pace(start=2.3, step=4.0)
+# With ends 16.6, 19.5 and 31.5 us were measured.
 _LONG_SPANS = Pace(program=0.113)
 # fmt: off
 PACES: dict[str, Pace] = {
@@ -94,7 +99,7 @@ def family_of(kernel: Kernel, form: Form, columns: float) -> str:
 
 
 def pace_of(family: str) -> Pace:
-    if any(name in family for name in SPANS):
+    if any(name in family for name in (*SPANS, *LISTS)):
         return _SPANS
     for names, pace in ((LONG_SPANS, _LONG_SPANS), (ENDS, _ENDS)):
         if any(name in family for name in names):

@@ -338,10 +338,12 @@ def make_plan(
     notes: tuple[str, ...] = (),
     visible: VisiblePairs | None = None,
     sums: Sums | None = None,
+    packed: int = 1,
 ) -> Plan:
     """The plan of a variant for these sizes.
 
     visible: pairs that see each other, for the useful part of the work. sums: what torch adds up in the backward.
+    packed: how many sequences rows are packed of.
     count: tiles of the whole problem by class, see cost.CountTiles; where not given, every tile is visited.
     longest: those of the last queries of a sequence with all rows, by which keys are divided.
     notes: what `explain` should say besides, such as why another target was not chosen.
@@ -351,7 +353,7 @@ def make_plan(
         cost for code in codes
         for cost in predict(
             shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
-            code.signature.sequences != "dense",
+            code.signature.sequences != "dense", packed,
         )
     ]  # fmt: skip
     found = (_kernel_plan(code, cost, hardware, visible, traits) for code, cost in zip(kernels, costs))
