@@ -26,7 +26,8 @@ def watched_in(facts: Facts, code: CodePlan | None, options: Mapping[str, Any]) 
     if code is None or levels is None:
         return ()
     found = watched(levels, tables_in(code, facts))
-    needed = {operand.name for each in found for operand in (*scalars(each), *tensors(each))}
+    needed = {scalar.name for each in found for scalar in scalars(each)}
+    needed |= {tensor.name for each in found for tensor in tensors(each)}
     return found if all(options.get(name) is not None for name in needed) else ()
 
 

@@ -50,6 +50,7 @@ L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time read
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
+MEASURING_AT_ONCE = 8  # programs on an SM that measure tiles: of 8 warps each
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 _VISIT_NOTHING = (
@@ -315,7 +316,9 @@ def cost_of(
     matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
     plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
     instructions = instructions_per_second(hardware)
-    steps = pace.step * kernel.steps(sizes) * max(1.0, kernel.programs(sizes) / at_once) if pace.step else 0.0
+    steps = 0.0
+    if pace.step:
+        steps = pace.step * kernel.steps(sizes) * max(1.0, kernel.programs(sizes) / (MEASURING_AT_ONCE * hardware.sms))
     latency = (hardware.launch_seconds + 1e-6 * (pace.start + steps)) * (kernel.programs(sizes) > 0)
     memory, l2 = (read + written) / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
     times = Times(

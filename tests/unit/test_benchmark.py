@@ -159,6 +159,14 @@ def test_weft_declares_the_same_variant(row):
     assert relative_error(declared.reference(*own, **given), expected) < 1e-5
 
 
+@pytest.mark.parametrize("row", [row for row in SMALL if row.variant == "latent"], ids=lambda row: str(row.lens))
+def test_weft_expands_a_latent_cache_as_plain_torch_does(row):
+    operands = bench_peers.make_operands(row, "cpu", torch.float32)
+    expected = bench_peers.contender("math", row, operands).results()
+    found = bench_peers._weft("cpu")(row, operands).results()
+    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-5
+
+
 @pytest.mark.parametrize("row", [Row("dropout", 2, 2, 24, 16, 10), Row("dropout", 1, 2, 24, 16, 10, spread=(4, 2, 10))])
 def test_plain_torch_drops_what_weft_drops(row):
     operands = bench_peers.make_operands(row, "cpu", torch.float32)

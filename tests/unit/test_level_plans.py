@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score, scores
-from weft.compiler.planning.cost import of_sequences
+from weft.compiler.planning.cost import Times, of_sequences
 from weft.compiler.planning.plan import KernelPlan, Plan
 from weft.compiler.planning.sums import HOST, LISTED, PUT
 
@@ -169,3 +169,15 @@ def test_keys_of_a_packed_sequence_are_its_own() -> None:
     sizes = next(k.sizes for k in packed.kernels if k.name == "flash_forward")
     assert of_sequences(sizes, 64)[:7] == next(k.sizes for k in dense.kernels if k.name == "flash_forward")[:7]
     assert packed.seconds("forward") == pytest.approx(dense.seconds("forward"), rel=0.05)
+
+
+# -- what measures tiles -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("length", "steps"), [(1024, 1), (4096, 1), (8192, 2), (12000, 3), (16384, 4)])
+def test_programs_that_measure_tiles_take_a_step_for_every_4096_positions(length: int, steps: int) -> None:
+    doc = weft.tensor("doc", 1, int)
+    documents = weft.Attention(mask=masks.causal & (doc[kv_pos] == doc[q_pos]), name="documents")
+    plan = documents.plan(weft.shape(heads=4, q_len=length, head_dim=128, dtype="bf16"), device="h200", target="hopper")
+    spans = next(k for k in plan.kernels if k.name == "kv_spans")
+    assert isinstance(spans.times, Times)
+    assert spans.times.latency == pytest.approx(3e-6 + 2.3e-6 + 4e-6 * steps)
+    assert spans.seconds > spans.times.latency
