@@ -207,7 +207,7 @@ def error(one: float, other: float) -> float:
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------
-PARTS = tuple(f.name for f in fields(Pace) if f.name != "start")
+PARTS = tuple(f.name for f in fields(Pace) if f.name not in ("start", "step"))
 LEAST = {"matrix": 0.82}  # products are not faster than the peak
 FIXED = {"matrix": 1.2, "other": 1.0}  # of a kernel that one row alone has
 RIDGE = 1e-4  # parts that rise and fall together share what they explain

@@ -52,6 +52,8 @@ UNFITTED = Pace()  # as if nothing hid behind products, and nothing else took ti
 _SPANS = _ENDS = Pace(start=2.3, step=4.0)
 # With ends 16.6, 19.5 and 31.5 us were measured.
 _LONG_SPANS = Pace(program=0.113)
+# Constants of row_reads and levels, and the family of narrow forwards, are those of two rows each (D64 and D128), found
+# with all others held; so were gathers of flash_ddiagonals, of one kernel that was timed alone.
 # fmt: off
 PACES: dict[str, Pace] = {
     "hopper flash_backward": Pace(matrix=1.14, exp=0, other=1.47, levels=20, mask=1.91, program=4.16),
