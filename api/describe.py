@@ -15,17 +15,19 @@ from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
 from .compiler.analysis.survey import CELL, Survey
 from .compiler.planning.cost import CountLongest, CountTiles
-from .compiler.planning.distances import tables_in
+from .compiler.planning.distances import levels_in, tables_in
 from .compiler.planning.measures import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, PACKED
 from .compiler.planning.splits import longest_visits
+from .compiler.planning.sums import sums_of
 from .ir import parse
 from .ir.errors import WeftError
 from .ir.reference import dense_mask
 from .ir.walk import symbols
+from .levels import differ_by, ends_of, watched_in
 from .request import Request, described, environment, mask_operands, request_of, to_give
 from .runtime import driver
 
@@ -51,7 +53,8 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
     survey = facts.survey if measured and not missing else None
     lines = (*facts.kv_tiles.body, *facts.q_tiles.body)
     decisive = [attention.folded_mask] if survey else [line.value for line in lines]
-    read = {name for value in decisive for name in symbols(value)}
+    levels = watched_in(facts, r.backward.code if r.backward else None, options) if survey is None else ()
+    read = {name for value in decisive for name in symbols(value)} | differ_by(levels)
     offset = options.get("q_offset")
     env = {"head_dim": r.head_dim, **environment(attention, options)}
 
@@ -70,6 +73,7 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
                 facts.kv_tiles, facts.q_tiles, part.sizes, q_offset=part.q_offset, env=env,
                 by_head=bool(read & {"head", "kv_head"}), by_batch="batch" in read, survey=survey,
                 first_batch=part.number, blocks=blocks_of(part, survey),
+                level_ends=ends_of(levels, part, r.head_dim, options),
             ),
             times,
         )
@@ -187,7 +191,12 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
             "share; its arithmetic is not in the times above",
         )
     tables = tables_in(r.forward.code, facts)
-    traits = facts.traits_with(tables, r.forward.code.signature.doubles)
+    levels = levels_in(r.backward.code, facts) if r.backward else None
+    traits = dataclasses.replace(
+        facts.traits_with(tables, r.forward.code.signature.doubles),
+        level_reads=0 if levels is None else len(levels.reads),
+        level_steps=levels is not None and levels.score is not None,
+    )
     for table in tables:
         notes = (*notes, f"read by distance, q_pos - kv_pos, from a table that is made in each call: {table.part}")
     notes = (*notes, *_boxes(facts, r.forward.code))
@@ -196,11 +205,22 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
         notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")
 
     longest = _longest(attention, r, options)
+    sums = sums_of(facts, r.backward.code.signature, r.sizes) if r.backward else None
 
     def made(visible: VisiblePairs | None = None) -> Plan:
         name = str(attention.name)
         return make_plan(
-            name, r.sizes, r.machine, codes, traits, count=count, longest=longest, notes=notes, visible=visible
+            name,
+            r.sizes,
+            r.machine,
+            codes,
+            traits,
+            count=count,
+            longest=longest,
+            notes=notes,
+            visible=visible,
+            sums=sums,
+            packed=parts.packed(r.sequences),
         )
 
     try:

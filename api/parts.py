@@ -14,7 +14,7 @@ from torch import Tensor
 from .compiler.analysis.ranges import Ranges
 from .compiler.analysis.records import TileCounts
 from .compiler.planning.cost import CountTiles
-from .compiler.planning.plan import VisiblePairs
+from .compiler.planning.plan import VisiblePairs, summed
 from .compiler.planning.records import Shape
 from .ir.errors import WeftError
 from .ir.sequences import Rows
@@ -110,10 +110,8 @@ def summed_counts(counters: Sequence[tuple[CountTiles, float]], sizes: Shape) ->
         return counters[0][0]
 
     def count(axis: Any, block_q: int, block_kv: int) -> TileCounts:
-        found = [(each(axis, block_q, block_kv), times) for each, times in counters]
-        edge, full = (round(sum(times * getattr(c, n) for c, times in found)) for n in ("edge", "full"))
         tiles = sizes.batch * sizes.heads * ceil(sizes.q_len / block_q) * ceil(sizes.kv_len / block_kv)
-        return TileCounts(max(0, tiles - edge - full), edge, full)
+        return summed([(each(axis, block_q, block_kv), times) for each, times in counters], tiles)
 
     return count
 
@@ -129,6 +127,13 @@ def summed_pairs(found: Sequence[tuple[VisiblePairs | None, float]]) -> VisibleP
         round(sum(times * p.count for p, times in known)), sum(p.looked_at for p, _ in known),
         round(sum(times * p.rows for p, times in known)),
     )  # fmt: skip
+
+
+def packed(found: Described | None) -> int:
+    """How many sequences rows are packed of: 1 where they are not."""
+    if found is None or not isinstance(found.sequences, Packed):
+        return 1
+    return max(1, sum(r.q_len > 0 for r in found.rows))
 
 
 def ranges_of(found: Described) -> Ranges:

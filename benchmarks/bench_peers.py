@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from bench_rows import Row
-from bench_variants import kept_as_weft, sink_logits, starts, torch_variant, weft_variant
+from bench_variants import LATENT_RANK, kept_as_weft, sink_logits, starts, torch_variant, weft_variant
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
@@ -37,6 +37,38 @@ class Operands:
     @property
     def device(self) -> str:
         return self.query.device.type
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+
+@dataclass(frozen=True)
+class LatentOperands(Operands):
+    """The key is a cache [B, 1, S, rank + shared], the value the weights [heads, rank, own + value dim] that expand it.
+
+    Peers read `expanded` in their forward, so that they expand keys and values in each call, as Weft does.
+    """
+
+    shared: int  # columns of a key that all heads share
+
+    @property
+    def uk(self) -> Tensor:
+        return self.value[..., : self.query.shape[3] - self.shared]
+
+    @property
+    def uv(self) -> Tensor:
+        return self.value[..., self.query.shape[3] - self.shared :]
+
+    def expanded(self) -> Operands:
+        latent, shared = self.key.split((LATENT_RANK, self.shared), -1)
+        shared = shared.expand(-1, self.query.shape[1], -1, -1)
+        return Operands(self.query, torch.cat((latent @ self.uk, shared), -1), latent @ self.uv, self.grad_out)
+
+
+def as_attended(operands: Operands) -> Operands:
+    """Query, key and value as attention takes them."""
+    return operands.expanded() if isinstance(operands, LatentOperands) else operands
 
 
 @dataclass(frozen=True)
@@ -67,6 +99,8 @@ class Contender:
 
 def make_operands(row: Row, device: str, dtype: torch.dtype = torch.bfloat16) -> Operands:
     generator = torch.Generator(device).manual_seed(0)
+    if row.variant == "latent":
+        return _latent_operands(row, device, dtype, generator)
     sizes = ((row.heads, row.dim), (row.kv_heads, row.dim), (row.kv_heads, row.value_dim), (row.heads, row.value_dim))
     query, key, value, grad_out = (
         torch.randn(row.batch, heads, row.length, width, generator=generator, device=device, dtype=dtype)
@@ -75,16 +109,31 @@ def make_operands(row: Row, device: str, dtype: torch.dtype = torch.bfloat16) ->
     return Operands(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
 
 
+def _latent_operands(row: Row, device: str, dtype: torch.dtype, generator: torch.Generator) -> LatentOperands:
+    shared = row.parameter
+    sizes = (
+        (row.batch, row.heads, row.length, row.dim),
+        (row.batch, 1, row.length, LATENT_RANK + shared),
+        (row.heads, LATENT_RANK, row.dim - shared + row.value_dim),
+        (row.batch, row.heads, row.length, row.value_dim),
+    )
+    query, cache, weights, grad_out = (
+        torch.randn(size, generator=generator, device=device, dtype=dtype) for size in sizes
+    )
+    weights = weights / math.sqrt(LATENT_RANK)
+    return LatentOperands(query.requires_grad_(), cache.requires_grad_(), weights.requires_grad_(), grad_out, shared)
+
+
 def contender(column: str, row: Row, operands: Operands) -> Contender:
     """Raises NotOffered, or whatever the peer raises, where the column cannot do the row."""
     return COLUMNS[column](row, operands)
 
 
 def _contender(operands: Operands, forward: Callable[[], Tensor], learned: tuple[Tensor, ...] = ()) -> Contender:
-    return Contender(forward, (operands.query, operands.key, operands.value), operands.grad_out, learned=learned)
+    return Contender(forward, operands.leaves, operands.grad_out, learned=learned)
 
 
-MOST_DENSE = 1 << 17  # tokens of a row of which some columns make a mask of all pairs
+MOST_DENSE = 1 << 16  # tokens of a row of which some columns make a mask of all pairs
 
 
 def _refuse_dense(row: Row) -> None:
@@ -108,8 +157,9 @@ def _math(row: Row, operands: Operands) -> Contender:
     where = index(row.batch, 0), index(row.heads, 1), index(row.length, 2), index(row.length, 3)
 
     def forward() -> Tensor:
-        key, value = (x.repeat_interleave(row.heads // row.kv_heads, 1) for x in (operands.key, operands.value))
-        scores = operands.query @ key.mT * scale
+        query, key, value = as_attended(operands).leaves
+        key, value = (x.repeat_interleave(row.heads // row.kv_heads, 1) for x in (key, value))
+        scores = query @ key.mT * scale
         if variant.score_mod:
             scores = variant.score_mod(scores, *where).to(scores.dtype)
         if variant.mask_mod:
@@ -132,22 +182,22 @@ def _sdpa(backend: SDPBackend) -> Callable[[Row, Operands], Contender]:
     def build(row: Row, operands: Operands) -> Contender:
         if row.lens and backend == SDPBackend.FLASH_ATTENTION:
             return _varlen(row, operands)
-        if row.variant not in ("full", "causal", "dropout", "bias"):
+        if row.variant not in ("full", "causal", "dropout", "bias", "latent") or row.lens:
             raise NotOffered("SDPA has no such variant")
         if row.variant == "bias" and backend == SDPBackend.FLASH_ATTENTION:
             raise NotOffered("FA2 takes no bias")
-        causal, variant = row.variant in ("causal", "dropout"), torch_variant(row, operands.device)
+        causal = row.variant in ("causal", "dropout", "latent")
+        variant = torch_variant(row, operands.device)
 
         def forward() -> Tensor:
             return F.scaled_dot_product_attention(
-                operands.query, operands.key, operands.value, variant.bias, variant.dropout, causal,
+                *as_attended(operands).leaves, variant.bias, variant.dropout, causal,
                 enable_gqa=row.kv_heads < row.heads,
             )  # fmt: skip
 
-        leaves = (operands.query, operands.key, operands.value)
         return Contender(
             forward,
-            leaves,
+            operands.leaves,
             operands.grad_out,
             own_numbers=variant.dropout > 0,
             context=lambda: sdpa_kernel(backend),
@@ -166,12 +216,16 @@ def _varlen(row: Row, operands: Operands) -> Contender:
     cu, longest = starts(row, operands.device), max(row.lens)
     known = inspect.signature(varlen_attn).parameters
     causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    dropout = row.parameter / 100 if row.variant == "dropout" else 0.0
 
     def forward() -> Tensor:
-        rows = [x[0].transpose(0, 1) for x in (operands.query, operands.key, operands.value)]
+        rows = [x[0].transpose(0, 1) for x in as_attended(operands).leaves]
+        if dropout:  # which the function for people leaves out
+            of = torch.ops.aten._flash_attention_forward
+            return of(*rows, cu, cu, longest, longest, dropout, True, False)[0].transpose(0, 1)[None]
         return varlen_attn(*rows, cu, cu, longest, longest, **causal).transpose(0, 1)[None]
 
-    return _contender(operands, forward)
+    return Contender(forward, operands.leaves, operands.grad_out, own_numbers=dropout > 0)
 
 
 # --- FlexAttention ------------------------------------------------------------------------------------------------
@@ -210,7 +264,7 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
         attend = torch.compile(flex_attention, fullgraph=True, dynamic=False) if compiled else flex_attention
 
         def forward() -> Tensor:
-            query, key, value = operands.query, operands.key, operands.value
+            query, key, value = as_attended(operands).leaves
             grouped = row.kv_heads < row.heads
             if variant.sinks is None:
                 return attend(
@@ -223,9 +277,8 @@ def flex(backend: Literal["FLASH"] | None, compiled: bool = True) -> Callable[[R
             )  # fmt: skip
             return (out * torch.sigmoid(rows.lse - variant.sinks[:, None])[..., None]).to(out.dtype)
 
-        leaves = (operands.query, operands.key, operands.value)
         setup = build_mask if variant.mask_mod else None
-        return Contender(forward, leaves, operands.grad_out, setup=setup, learned=variant.learned)
+        return Contender(forward, operands.leaves, operands.grad_out, setup=setup, learned=variant.learned)
 
     return build
 
@@ -243,10 +296,12 @@ def _import_fa4() -> Callable[..., Tensor | tuple[Tensor, ...]]:
 
 def _fa4(row: Row, operands: Operands) -> Contender:
     attend = _import_fa4()
-    if row.lens:
-        return _fa4_varlen(row, operands)
     if row.variant == "dropout":
         raise NotOffered("FA4 has no dropout")
+    if isinstance(operands, LatentOperands):
+        return _fa4_latent(row, operands)
+    if row.lens:
+        return _fa4_varlen(row, operands)
     if row.variant not in ("full", "causal", "sink"):
         raise NotOffered("FA4 takes variants through FlexAttention: see Flex (FLASH)")
     query, key, value = (
@@ -264,25 +319,50 @@ def _fa4(row: Row, operands: Operands) -> Contender:
     return Contender(forward, (query, key, value), grad_out, seq_first=True)
 
 
-def _fa4_varlen(row: Row, operands: Operands) -> Contender:
+def _fa4_packed(row: Row, operands: Operands) -> Callable[..., Tensor]:
+    """FA4 of packed query, key and value [tokens, heads, width], causal."""
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:
         raise NotOffered(f"flash_attn.cute has no varlen function: {error}") from error
+    cu, known = starts(row, operands.device), inspect.signature(flash_attn_varlen_func).parameters
+    longest = {n: max(row.lens) for n in ("max_seqlen_q", "max_seqlen_k") if n in known}
+
+    def attend(*rows: Tensor) -> Tensor:
+        out = flash_attn_varlen_func(*rows, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, **longest)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def _fa4_latent(row: Row, operands: LatentOperands) -> Contender:
+    dense, packed = _import_fa4(), _fa4_packed(row, operands) if row.lens else None
+
+    def forward() -> Tensor:
+        rows = [x.transpose(1, 2) for x in operands.expanded().leaves]
+        if packed is not None:
+            return packed(*(x[0] for x in rows))[None].transpose(1, 2)
+        out = dense(*rows, causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return _contender(operands, forward)
+
+
+def _fa4_varlen(row: Row, operands: Operands) -> Contender:
+    attend = _fa4_packed(row, operands)
     query, key, value = (
         x.detach()[0].transpose(0, 1).contiguous().requires_grad_()
         for x in (operands.query, operands.key, operands.value)
     )
-    cu, grad_out = starts(row, operands.device), operands.grad_out.transpose(1, 2).contiguous()
-
-    known = inspect.signature(flash_attn_varlen_func).parameters
-    longest = {n: max(row.lens) for n in ("max_seqlen_q", "max_seqlen_k") if n in known}
+    grad_out = operands.grad_out.transpose(1, 2).contiguous()
 
     def forward() -> Tensor:
-        out = flash_attn_varlen_func(query, key, value, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, **longest)
-        return (out[0] if isinstance(out, tuple) else out)[None]
+        return attend(query, key, value)[None]
 
     return Contender(forward, (query, key, value), grad_out, seq_first=True, packed=True)
+
+
+LEARNS = ("bias", "t5", "bias_by_key", "factor_by_query")  # variants whose operands' gradients are timed
 
 
 # --- Weft ---------------------------------------------------------------------------------------------------------
@@ -294,10 +374,13 @@ def _weft(target: str, deterministic: bool | None = None) -> Callable[[Row, Oper
         options = {"target": target, "deterministic": deterministic, **arguments}
 
         def forward() -> Tensor:
+            if isinstance(operands, LatentOperands):
+                own = {"uk": operands.uk, "uv": operands.uv, "form": "expanded"}
+                return declared(operands.query, operands.key, **own, **options)
             return declared(operands.query, operands.key, operands.value, **options)
 
         # of a sink the peers have no gradient
-        learned = [x for x in arguments.values() if row.variant in ("bias", "t5") and isinstance(x, Tensor)]
+        learned = [x for x in arguments.values() if row.variant in LEARNS and isinstance(x, Tensor)]
         return _contender(operands, forward, tuple(learned))
 
     return build

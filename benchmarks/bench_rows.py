@@ -16,9 +16,11 @@ class Row:
     length: int  # S
     dim: int  # D
     # window, prefix, length of a document or of a sequence, the cap, how many sequences, buckets, percent of the blocks
+    # or of what is dropped, columns of a key that all heads share
     parameter: int = 0  # none
     own_kv_heads: int = 0  # heads of key and value; 0: H
     own_value_dim: int = 0  # Dv; 0: D
+    spread: tuple[int, int, int] | None = None  # of how many sequences tokens are packed, from how many to how many
 
     @property
     def kv_heads(self) -> int:
@@ -34,7 +36,8 @@ class Row:
         width = f"D{self.dim}" + (f"/{self.value_dim}" if self.own_value_dim else "")
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.own_kv_heads else "")
         batch = "" if self.batch * self.length == TOKENS else f" B{self.batch}"
-        return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}"
+        spread = " {} of {} to {}".format(*self.spread) if self.spread else ""
+        return f"{width} {heads} S{self.length}{batch} {self.variant}{parameter}{spread}"
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -42,10 +45,10 @@ class Row:
         n = self.parameter
         if self.variant == "packed":
             return (n,) * (self.length // n)
-        if self.variant != "ragged":
+        if self.spread is None and self.variant != "ragged":
             return ()
-        longest = 2 * self.length // n  # evenly from 1 on, in no order
-        found = [1 + i * (longest - 1) // (n - 1) for i in range(n)]
+        n, least, longest = self.spread or (n, 1, 2 * self.length // n)  # evenly, in no order
+        found = [least + i * (longest - least) // (n - 1) for i in range(n)]
         found[n // 2] += self.length - sum(found)
         random.Random(0).shuffle(found)
         return tuple(found)
@@ -65,15 +68,17 @@ class Row:
         """Pairs of a query and a key that the mask leaves, in one head."""
         s, n = self.length, self.parameter
         causal = s * (s + 1) // 2
+        if self.lens:
+            return sum(length * (length + 1) // 2 for length in self.lens)
         match self.variant:
             case "full" | "bias":
                 return s * s
-            case "causal" | "softcap" | "alibi" | "sink" | "t5" | "dropout" | "sigmoid":
+            case "causal" | "softcap" | "alibi" | "sink" | "dropout" | "sigmoid" | "latent":
+                return causal
+            case "t5" | "bias_by_key" | "factor_by_query":
                 return causal
             case "window":
                 return causal - (s - n) * (s - n + 1) // 2
-            case "packed" | "ragged":
-                return sum(length * (length + 1) // 2 for length in self.lens)
             case "documents":
                 return s // n * (n * (n + 1) // 2)
             case "blocks":
@@ -134,13 +139,24 @@ PACKED = (  # causal, with cu_seqlens; sequences of 1 to 16k tokens beside equal
     Row("ragged", 1, 8, 64 * 8192, 128, 64),
     Row("packed", 1, 8, 64 * 9475, 128, 9475),
 )
-LEARNED = (  # gradients of what the score reads are timed too: a bias [B, H, S, S] in bf16, a table of 32 buckets
+LEARNED = (  # gradients of what the score reads are timed too: a bias [B, H, S, S] in bf16, a table of 32 buckets, a
+    # bias [H, S] of keys, a factor [H, S] of queries
     Row("bias", 1, 16, 4096, 64),
     Row("t5", 2, 16, 8192, 128, 32),
+    Row("bias_by_key", 2, 16, 8192, 128),
+    Row("factor_by_query", 2, 16, 8192, 128),
+    Row("t5", 4, 16, 4096, 64, 32),
+    Row("bias_by_key", 4, 16, 4096, 64),
+    Row("factor_by_query", 4, 16, 4096, 64),
 )
+LATENT = (  # expanded: keys of 128 columns a head and 64 that all heads share, from a cache of 512 + 64, values of 128
+    Row("latent", 4, 16, 4096, 192, 64, own_value_dim=128),
+    Row("latent", 1, 16, 16 * 4608, 192, 64, own_value_dim=128, spread=(16, 1024, 8192)),
+)
+DROPPED = (Row("dropout", 1, 8, 64 * 2048, 128, 10, spread=(64, 1, 4096)),)
 SPARSE = (  # what is visible is a small part: tiles are found on the device in each call
     Row("blocks", 1, 16, 65536, 128, 5),
     Row("documents", 1, 8, 2**20, 128, 1024),
 )
-ROWS = DENSE + VARIANTS + SHAPES + PACKED + LEARNED + SPARSE
+ROWS = DENSE + VARIANTS + SHAPES + PACKED + LEARNED + LATENT + DROPPED + SPARSE
 QUICK = (DENSE[0], DENSE[5], VARIANTS[0])

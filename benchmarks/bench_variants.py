@@ -37,6 +37,7 @@ def alibi_slopes(heads: int, device: str) -> Tensor:
 
 
 SEED = 7  # of dropout
+LATENT_RANK = 512  # columns of a cache that keys and values are expanded from
 
 
 def sink_logits(heads: int, device: str) -> Tensor:
@@ -55,6 +56,12 @@ def t5_table(row: Row, device: str) -> Tensor:
     """float32 [heads, buckets], a leaf (T5, arXiv 1910.10683)."""
     generator = torch.Generator(device).manual_seed(1)
     return torch.randn(row.heads, row.parameter, generator=generator, device=device).requires_grad_()
+
+
+def by_position(row: Row, device: str) -> Tensor:
+    """float32 [heads, S], a leaf: a number of its own for each head and position."""
+    generator = torch.Generator(device).manual_seed(1)
+    return torch.randn(row.heads, row.length, generator=generator, device=device).requires_grad_()
 
 
 def t5_bucket(distance: Tensor, buckets: int, most: int = 128) -> Tensor:
@@ -91,11 +98,18 @@ def kept_as_weft(row: Row, dropout: float, device: str) -> Tensor:
     """What Weft multiplies weights [B, heads, S, S] by: 0, or 1 over the share that is kept."""
     from weft.ir.philox import OF_PAIRS, kept_pairs, pairs_kept
 
-    batch, head = torch.arange(row.batch, device=device), torch.arange(row.heads, device=device)
-    q_pos, kept = torch.arange(row.length, device=device), pairs_kept(dropout)
+    head, kept = torch.arange(row.heads, device=device).view(1, 1, -1, 1), pairs_kept(dropout)
     seed = torch.tensor([SEED], device=device)
-    found = kept_pairs(seed, batch.view(-1, 1, 1, 1), head.view(1, 1, -1, 1), q_pos, 0, row.length, kept)
-    return found.permute(0, 2, 3, 1) * (OF_PAIRS / kept)
+
+    def of(batch: Tensor, length: int) -> Tensor:
+        q_pos = torch.arange(length, device=device)
+        found = kept_pairs(seed, batch.view(-1, 1, 1, 1), head, q_pos, 0, length, kept)
+        return found.permute(0, 2, 3, 1) * (OF_PAIRS / kept)
+
+    if not row.lens:
+        return of(torch.arange(row.batch, device=device), row.length)
+    own = [of(torch.tensor([number], device=device), length)[0] for number, length in enumerate(row.lens)]
+    return torch.stack([torch.block_diag(*(each[h] for each in own)) for h in range(row.heads)])[None]
 
 
 def torch_variant(row: Row, device: str) -> TorchVariant:
@@ -125,20 +139,27 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
                 return score + table[h, t5_bucket((q - kv).clamp(min=0), n)]
 
             return TorchVariant(bucketed, causal, learned=(table,))
+        case "bias_by_key":
+            key_bias = by_position(row, device)
+            return TorchVariant(lambda score, _b, h, _q, kv: score + key_bias[h, kv], causal, learned=(key_bias,))
+        case "factor_by_query":
+            factor = by_position(row, device)
+            return TorchVariant(lambda score, _b, h, q, _kv: score * factor[h, q], causal, learned=(factor,))
         case "sink":
             return TorchVariant(mask_mod=causal, sinks=sink_logits(row.heads, device))
         case "sigmoid":  # with a bias of -log(n), Ramapuram et al. 2024, arXiv 2409.04431
             return TorchVariant(lambda score, _b, _h, _q, _kv: score - math.log(row.length), causal, sigmoid=True)
         case "dropout":
-            return TorchVariant(mask_mod=causal, dropout=n / 100)
+            return TorchVariant(mask_mod=_packed(row, device) if row.lens else causal, dropout=n / 100)
+        case "latent":
+            return TorchVariant(mask_mod=_packed(row, device) if row.lens else causal)
         case "window":
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (q - kv < n))
         case "documents":
             doc = document_ids(row, device)
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (doc[kv] == doc[q]))
         case "packed" | "ragged":
-            number = sequence_numbers(row, device)
-            return TorchVariant(mask_mod=lambda _b, _h, q, kv: (kv <= q) & (number[kv] == number[q]))
+            return TorchVariant(mask_mod=_packed(row, device))
         case "blocks":
             table = block_table(row, device)
             return TorchVariant(mask_mod=lambda _b, _h, q, kv: table[q // row.block, kv // row.block])
@@ -148,19 +169,29 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
             raise ValueError(f"variant {other!r} has no torch form")
 
 
+def _packed(row: Row, device: str) -> MaskMod:
+    """Causal in each of the row's sequences."""
+    number = sequence_numbers(row, device)
+    return lambda _b, _h, q, kv: (kv <= q) & (number[kv] == number[q])
+
+
 def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int | Tensor]]:
     """The row's variant for Weft, and the operands that a call of it needs."""
     import weft
     from weft import batch, head, kv_pos, q_pos, score
 
     n, causal = row.parameter, kv_pos <= q_pos
+    packed = {"cu_seqlens_q": starts(row, device)} if row.lens else {}
     match row.variant:
         case "full":
             return weft.Attention(name="full"), {}
         case "causal":
             return weft.Attention(mask=causal, name="causal"), {}
         case "packed" | "ragged":
-            return weft.Attention(mask=causal, name="causal"), {"cu_seqlens_q": starts(row, device)}
+            return weft.Attention(mask=causal, name="causal"), packed
+        case "latent":
+            latent = weft.Latent(LATENT_RANK, n)
+            return weft.Attention(mask=causal, latent=latent, name="expanded_latent"), packed
         case "softcap":
             return weft.Attention(float(n) * weft.tanh(score / float(n)), causal, name="softcap"), {}
         case "alibi":
@@ -174,6 +205,12 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
         case "t5":
             biased = weft.scores.t5_bias(weft.tensor("table", 2), n, bidirectional=False)(score)
             return weft.Attention(biased, causal, name="t5"), {"table": t5_table(row, device)}
+        case "bias_by_key":
+            biased = score + weft.tensor("key_bias", 2)[head, kv_pos]
+            return weft.Attention(biased, causal, name="bias_by_key"), {"key_bias": by_position(row, device)}
+        case "factor_by_query":
+            scaled = score * weft.tensor("factor", 2)[head, q_pos]
+            return weft.Attention(scaled, causal, name="factor_by_query"), {"factor": by_position(row, device)}
         case "sink":
             sinks = weft.tensor("sinks", 1)
             return weft.Attention(mask=causal, sink=sinks[head], name="sunk"), {"sinks": sink_logits(row.heads, device)}
@@ -181,7 +218,7 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
             shifted = score - weft.log(1.0 * weft.kv_len)
             return weft.Attention(shifted, causal, name="sigmoid_attention", normalizer="sigmoid"), {}
         case "dropout":
-            return weft.Attention(mask=causal, dropout=n / 100, name="dropped"), {"seed": SEED}
+            return weft.Attention(mask=causal, dropout=n / 100, name="dropped"), {"seed": SEED, **packed}
         case "window":
             window = weft.scalar("window", int)
             return weft.Attention(mask=causal & (q_pos - kv_pos < window), name="window"), {"window": n}

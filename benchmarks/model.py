@@ -25,13 +25,13 @@ from bench_variants import weft_variant
 import weft
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
-from weft.compiler.planning.cost import instructions_per_second, pair_work
+from weft.compiler.planning.cost import has_level_steps, instructions_per_second, pair_work, sums_levels
 from weft.compiler.planning.forms import Form
 from weft.compiler.planning.hardware import Hardware
 from weft.compiler.planning.kernels import FLASH, Kernel
-from weft.compiler.planning.paces import Pace, instructions_of
+from weft.compiler.planning.paces import PACKED_PROGRAM, Pace, instructions_of
 from weft.compiler.planning.plan import Plan
-from weft.compiler.planning.quantities import Sizes, score_count
+from weft.compiler.planning.quantities import Sizes, score_count, uneven_count
 from weft.compiler.planning.segments import Segments
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -118,7 +118,39 @@ def measured(text: str) -> list[Measured]:
                         add(f"{title} S4096 causal", row, direction, cells[0].removeprefix("Weft "), rate.strip())
     for name, direction, target, rate in _variants(text):
         add(name, BY_NAME[name], direction, target, rate)
+    for each in _milliseconds(text):
+        found.setdefault((each.row.name, each.direction, each.target, each.deterministic), each)
     return list(found.values())
+
+
+# Rows of tables of milliseconds, behind what stands before them: the words, and the row that they are.
+LEARNED = {
+    "a T5 table": ("t5", 32), "a bias of heads by key": ("bias_by_key", 0),
+    "a factor of heads by query": ("factor_by_query", 0), "plain": ("causal", 0),
+}  # fmt: skip
+
+
+def _milliseconds(text: str) -> Iterator[Measured]:
+    """The table of scores that read by one position or by distance; rows without sizes have those above."""
+    for titles, rows in tables(text):
+        if titles != ["bf16, H16", "Weft triton", "Weft hopper", "hopper, two passes"]:
+            continue
+        sizes: list[int] = []
+        for words, triton, hopper, repeats in rows:
+            sizes = [int(n) for n in re.findall(r"[DSB](\d+)", words)] or sizes
+            dim, length, batch = sizes
+            variant, parameter = next(v for name, v in LEARNED.items() if words.endswith(name))
+            row = Row(variant, batch, 16, length, dim, parameter)
+            yield from _both(row, "triton", None, triton)
+            yield from _both(row, "hopper", None, hopper)
+            yield from _both(row, "hopper", True, f"/ {repeats}")
+
+
+def _both(row: Row, target: str, repeats: bool | None, cell: str) -> Iterator[Measured]:
+    """Of a cell "forward / backward (rate)", milliseconds."""
+    for direction, number in zip(("forward", "backward"), cell.split("/")):
+        if found := re.match(r"\s*([\d.]+)", number):
+            yield Measured(row.name, row, direction, target, float(found[1]) * 1e-3, repeats)
 
 
 def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
@@ -147,9 +179,9 @@ def plan_of(each: Measured) -> Plan:
     row = each.row
     declared, operands = weft_variant(row, "cpu")
     options: dict[str, Any] = dict(operands)
-    options.pop("cu_seqlens_q", None)
     options.pop("seed", None)
-    lens = row.lens
+    if row.variant == "latent":
+        options["form"] = "expanded"
     batch, length = row.batch, row.length
     sizes = weft.shape(
         batch=batch,
@@ -160,8 +192,6 @@ def plan_of(each: Measured) -> Plan:
         value_dim=row.value_dim,
         dtype="bf16",
     )
-    if lens:
-        options["cu_seqlens_q"] = operands["cu_seqlens_q"]
     return declared.plan(sizes, device=DEVICE, target=each.target, deterministic=each.deterministic, **options)
 
 
@@ -170,7 +200,7 @@ def error(one: float, other: float) -> float:
 
 
 # -- the fit -----------------------------------------------------------------------------------------------------------
-PARTS = tuple(f.name for f in fields(Pace) if f.name != "start")
+PARTS = tuple(f.name for f in fields(Pace) if f.name not in ("start", "step"))
 LEAST = {"matrix": 0.82}  # products are not faster than the peak
 FIXED = {"matrix": 1.2, "other": 1.0}  # of a kernel that one row alone has
 RIDGE = 1e-4  # parts that rise and fall together share what they explain
@@ -194,13 +224,16 @@ def parts_of(
     """The family of a kernel, and what a second (or microsecond) of each constant of its pace stands for."""
     work = pair_work(kernel, form, x, segments, traits, hardware)
     one, pairs, edge = instructions_of(kernel, traits), score_count(x), x.m * x.bq * x.bkv
+    looked_up = uneven_count(x) if has_level_steps(kernel, form, traits) else pairs
     rate, sm = instructions_per_second(hardware), 1e-6 / hardware.sms
     found = {
         "matrix": kernel.flops(x) / hardware.matrix_flops(dtype),
         "exp": work.exps(x) / hardware.exp_per_second,
         "other": one.other * pairs / rate,
         "pair_reads": (one.pair_reads * pairs + one.mask_reads * edge) / rate,
-        "gathers": one.gathers * pairs / rate,
+        "gathers": one.gathers * looked_up / rate,
+        "row_reads": one.row_reads * pairs / rate,
+        "levels": one.levels * pairs / rate * sums_levels(kernel, form),
         "mask": one.mask * edge / rate,
         "tile": x.n * sm,
         "piece": (len(segments.qk) + len(segments.v) - 2) * x.n * sm,
@@ -211,6 +244,8 @@ def parts_of(
 
 def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
     rest, parts = each.seconds, {}
+    if plan.sums is not None and each.direction == "backward":
+        rest -= plan.sums.seconds
     for k in plan.kernels:
         if k.direction != each.direction:
             continue
@@ -218,7 +253,8 @@ def example_of(each: Measured, plan: Plan, traits: Traits) -> Example:
             family, found = parts_of(
                 k.code.kernel, k.form, k.sizes, plan.code(k.direction).segments, traits, plan.hardware, "bf16"
             )
-            parts[family], rest = found, rest - k.times.latency
+            beside = PACKED_PROGRAM * found["program"] if each.row.lens and each.target == "triton" else 0.0
+            parts[family], rest = found, rest - k.times.latency - beside
         else:
             rest -= k.seconds
     return Example(str(each), rest, parts)

@@ -11,13 +11,16 @@ from ...compiler.planning.measures import (
     CELLS_TOGETHER,
     DISTANCE_TABLES,
     ENDS,
+    ENDS_TOGETHER,
     FEW,
     LISTS,
     MEASURES,
     PAIR_CELLS,
+    ROWS_TOGETHER,
     RUNS,
     SPANS,
     STRETCH,
+    TILES_TOGETHER,
 )
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import PAGED, SequenceKind
@@ -25,9 +28,6 @@ from ...compiler.planning.tilings import FIXED
 from ...ir.expr import Symbol
 from .triton_workspace import cells_of
 
-ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
-ENDS_TOGETHER = 8192  # the same of one that writes their ends, which has twice the warps
-TILES_TOGETHER = 256  # tiles of the other axis that it looks at together, at most
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
 # asynchronous products in a row whose right operands come from registers); tiles of 32 rows use plain mma.
 UNALIGNED = Tiling(32, 32, 4, 2)

@@ -66,15 +66,15 @@ def parts_by_distance(exprs: Sequence[Expr]) -> tuple[ByDistance, ...]:
 def with_tables(expr: Expr, parts: Sequence[ByDistance]) -> Expr:
     """The expression with a symbol by_distance<n> in place of the n-th part."""
     names = {part.part.text: Symbol(f"by_distance{n}", "float") for n, part in enumerate(parts)}
-    return _replaced(expr, names) if names else expr
+    return replaced(expr, names) if names else expr
 
 
-def _replaced(node: Expr, names: Mapping[str, Symbol]) -> Expr:
-    """Largest first, so that a part within another one leaves that one its name."""
+def replaced(node: Expr, names: Mapping[str, Expr]) -> Expr:
+    """Some nodes replaced, by their text: largest first, so that a part within another one leaves that one its name."""
     if node.text in names:
         return names[node.text]
     before = children(node)
-    after = tuple(_replaced(child, names) for child in before)
+    after = tuple(replaced(child, names) for child in before)
     return rebuild(node, after) if any(a is not b for a, b in zip(after, before, strict=True)) else node
 
 

@@ -101,10 +101,18 @@ class TileCounts:
     empty: int  # never visited
     edge: int  # the mask or the length check is evaluated
     full: int  # no mask code
+    level_edge: int = 0  # of the edge tiles, those whose pairs all read alike by distance
+    level_full: int = 0  # of the full ones
 
     @property
     def visited(self) -> int:
         return self.edge + self.full
+
+    @property
+    def uneven(self) -> TileCounts:
+        """Without tiles of level pairs."""
+        level = self.level_edge + self.level_full
+        return TileCounts(self.empty + level, self.edge - self.level_edge, self.full - self.level_full)
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,8 @@ class Work:
     other: int = 0
     reads: int = 0  # of tensors, an element a pair
     gathers: int = 0  # of tables, at entries that neighbours share
+    key_reads: int = 0  # of tensors, an element a key, which a tile of queries reads with each tile of keys
+    query_reads: int = 0  # likewise
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,8 @@ class Traits:
     normalizer: Normalizer = SOFTMAX
     sink: bool = False  # each row has one more logit, without a value
     drops: bool = False  # some weights are dropped
+    level_reads: int = 0  # reads whose gradients a backward sums apart where pairs read alike by distance
+    level_steps: bool = False  # where a backward's pairs read alike by distance, full tiles have a loop of their own
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit
     score_work: Work = Work()  # beyond a multiple of q.k
     slope_work: Work = Work()  # of its derivative

@@ -342,8 +342,9 @@ def count_tiles(
     block_kv: int,
     q_offset: int | None = None,
     env: Environment | None = None,
+    level_ends: tuple[int, int] | None = None,
 ) -> TileCounts:
-    """Tiles of one head of one sequence by class.
+    """Tiles of one head of one sequence by class. level_ends: from which distance on, and up to which, pairs are level.
 
     q_offset: position of query row 0; bottom right when None. env: values of scalars, and of symbols and tensors that
     the mask reads (head, batch, group, ... are 0 or 1 when absent). Raises WeftError naming what is missing. Beyond
@@ -363,16 +364,48 @@ def count_tiles(
     first, last, base = ("q_first", "q_last", offset) if over_q else ("kv_first", "kv_last", 0)
     tiles = -(-rows // step)
     chosen = _evenly(tiles)
-    edge = full = 0
+    found = [0, 0, 0, 0]  # edge, full, and of each those that are level
     for k in chosen:
         values[first], values[last] = base + k * step, base + min((k + 1) * step, rows) - 1
         for target, value in lines:
             values[target] = value(values)
-        edge += values["n_edge"]  # type: ignore[operator]
-        full += values["n_full"]  # type: ignore[operator]
+        level = (0, 0)
+        if level_ends is not None:
+            apart = base + k * step - (0 if over_q else offset)
+            runs = level_runs(level_ends, apart, step, block, over_q)
+            level = _level_of([values[name] for name in program.outputs], runs)  # type: ignore[misc]
+        for n, number in enumerate((values["n_edge"], values["n_full"], *level)):
+            found[n] += number  # type: ignore[operator]
     if tiles > MOST_EXACT:
-        edge, full = round(edge * tiles / MOST_EXACT), round(full * tiles / MOST_EXACT)
-    return TileCounts(empty=max(0, tiles * -(-length // block) - edge - full), edge=edge, full=full)
+        found = [round(number * tiles / MOST_EXACT) for number in found]
+    return TileCounts(max(0, tiles * -(-length // block) - found[0] - found[1]), *found)
+
+
+def level_runs(ends: tuple[int, int], apart: int, step: int, block: int, over_q: bool) -> tuple[int, int]:
+    """Tiles of `block` rows whose pairs with a tile of `step` rows are all level: those before the first, and from the
+    second on.
+
+    ends: from which distance on, and up to which, pairs are level. apart: the distance of the first rows of both axes
+    at tile 0, that of keys less that of queries where the tile's own rows are keys.
+    """
+    far_from, far_to = ends
+    if over_q:
+        before, behind = max(apart - far_from + 1, 0) // block, -(-max(apart + step - 1 - far_to, 0) // block)
+    else:
+        before, behind = max(apart + far_to + 1, 0) // block, -(-max(apart + step - 1 + far_from, 0) // block)
+    return before, max(before, behind)
+
+
+def _level_of(ends: list[int], runs: tuple[int, int]) -> tuple[int, int]:
+    """Edge and full tiles of level pairs, in the ranges of a tile program's outputs."""
+    before, behind = runs
+
+    def level(first: int, end: int) -> int:
+        return max(min(before, end) - first, 0) + max(end - max(behind, first), 0)
+
+    ranges = list(zip(*[iter(ends)] * 4))
+    full = sum(level(full_lo, full_hi) for _, full_lo, full_hi, _ in ranges)
+    return sum(level(lo, hi) for lo, _, _, hi in ranges) - full, full
 
 
 def _evenly(tiles: int) -> Iterable[int]:

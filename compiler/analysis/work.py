@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...ir.expr import Call, Const, Expr, Load
-from ...ir.walk import children, nodes, symbols
-from .places import by_difference
+from ...ir.walk import children, loads, nodes, symbols
+from .places import POSITIONS, by_difference
 from .records import Work
 
 # (results of special function units, other instructions) of operators; any other one is an instruction.
@@ -23,7 +23,9 @@ _SLOPE = 3  # of the slope of a function, which has its value again
 
 def work_of(roots: Iterable[Expr], tables: int = 0) -> Work:
     """What the expressions take for each pair, together. tables: how many are read by distance besides."""
+    roots = tuple(roots)
     special, other, reads, gathers = 0, _ADDRESS * tables, 0, tables
+    keys, queries = (sum(_read_by(load) == {axis} for load in _loads(roots)) for axis in ("kv_pos", "q_pos"))
     for node in _of_pairs(roots):
         if isinstance(node, Load):
             other += _ADDRESS
@@ -31,7 +33,16 @@ def work_of(roots: Iterable[Expr], tables: int = 0) -> Work:
         elif isinstance(node, Call):
             found = (0, 1) if _by_constant(node) else _COSTS.get(node.op, (0, 1))
             special, other = special + found[0], other + found[1]
-    return Work(special, other, reads, gathers)
+    return Work(special, other, reads, gathers, keys, queries)
+
+
+def _loads(roots: Iterable[Expr]) -> list[Load]:
+    return list({load.text: load for root in roots for load in loads(root)}.values())
+
+
+def _read_by(load: Load) -> frozenset[str]:
+    """The positions that reach an index."""
+    return frozenset().union(*(symbols(index) for index in load.index)) & POSITIONS
 
 
 def slope_work_of(score: Expr) -> Work:

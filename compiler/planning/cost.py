@@ -25,11 +25,23 @@ from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentFo
 from .hardware import Hardware
 from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPLIT_KV, Bound, Kernel
 from .measures import DISTANCE_TABLES, FEW, PAIR_CELLS, RUNS, WORK
-from .paces import AT_HAND, LANES, Instructions, Pace, family_of, instructions_of, longest_of, pace_of, weighs_pairs
-from .quantities import Formula, Sizes, score_count
+from .paces import (
+    AT_HAND,
+    LANES,
+    PACKED_PROGRAM,
+    Instructions,
+    Pace,
+    family_of,
+    instructions_of,
+    longest_of,
+    pace_of,
+    weighs_pairs,
+)
+from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import DTYPE_BYTES, Shape
 from .segments import Segments
 from .splits import MOST_PARTS, Parts, divided
+from .tables import DDIAGONALS, DQUERY
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -38,6 +50,7 @@ L2_SHARE = 0.8  # of L2 that holds what is read again; outputs and one-time read
 L2_OVER_HBM = 1.8  # bytes/s that L2 delivers over those of HBM
 RESERVED = 1024  # bytes of SRAM that a program takes besides its own
 MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer registers than its loop wants
+MEASURING_AT_ONCE = 8  # programs on an SM that measure tiles: of 8 warps each
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
 _VISIT_NOTHING = (
@@ -219,6 +232,13 @@ def programs_at_once(kernel: Kernel, form: Form, sram: float, hardware: Hardware
     return hardware.sms * (1 if hardware.kind == "cpu" else form.programs_per_sm(kernel, parts, sram, hardware))
 
 
+def of_sequences(x: Sizes, packed: int) -> Sizes:
+    """Rows of so many packed sequences as those of a batch: of equal ones, since lengths differ from call to call."""
+    if packed <= 1:
+        return x
+    return x._replace(B=x.B * packed, L=x.L / packed, T=x.T / packed, nq=x.nq / packed, nkv=x.nkv / packed)
+
+
 def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:
     """The letter k: which share of repeated reads and writes misses L2 when `at_once` programs run together."""
     visits = kernel.again.visits(sizes)
@@ -264,9 +284,11 @@ def cost_of(
     longest: int | None = None,
     uneven: bool = False,
     few: bool = True,
+    packed: int = 1,
 ) -> KernelCost:
     """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
-    sequences have lengths of their own. few: queries a sequence (Signature.few), where keys are divided."""
+    sequences have lengths of their own. few: queries a sequence (Signature.few), where keys are divided. packed: how
+    many sequences rows are packed of."""
     if kernel in SPLIT_KV:
         tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
         form = _of_rows(form, shape.group * shape.q_len)
@@ -279,7 +301,7 @@ def cost_of(
         most = ceil(once.nkv) if longest is None else longest
         found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven, few)
         once = once._replace(S=found.parts, d=int(found.parts > 1))
-    sizes = once._replace(k=share_from_hbm(kernel, once, at_once, hardware), j=0)
+    sizes = once._replace(k=share_from_hbm(kernel, of_sequences(once, packed), at_once, hardware), j=0)
     reads = read_by(kernel, form)
     read, written = reads(sizes), kernel.written(sizes)
     moved = reads(once) + kernel.written(once)
@@ -290,13 +312,16 @@ def cost_of(
         exps = exps_of(kernel, instructions_of(kernel, traits).special)
         spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
         return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
-    sizes = sizes._replace(m=tiles.edge)
-    work = pair_work(kernel, form, sizes, parts, traits, hardware)
+    sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
+    work = pair_work(kernel, form, sizes, parts, traits, hardware, packed > 1)
     pace, tail = work.pace, work.tail
     matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
     plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
     instructions = instructions_per_second(hardware)
-    latency = (hardware.launch_seconds + 1e-6 * pace.start) * (kernel.programs(sizes) > 0)
+    steps = 0.0
+    if pace.step:
+        steps = pace.step * kernel.steps(sizes) * max(1.0, kernel.programs(sizes) / (MEASURING_AT_ONCE * hardware.sms))
+    latency = (hardware.launch_seconds + 1e-6 * (pace.start + steps)) * (kernel.programs(sizes) > 0)
     memory, l2 = (read + written) / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
     times = Times(
         matrix=pace.matrix * matrix * tail,
@@ -328,9 +353,9 @@ class PairWork:
 
 
 def pair_work(
-    kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware
+    kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware, packed: bool = False
 ) -> PairWork:  # fmt: skip
-    """x: the letters of the problem, of which n, m and the number of programs decide the tail."""
+    """x: the letters of the problem, of which n, m and the number of programs decide the tail. packed: rows are."""
     family = family_of(kernel, form, max(parts.qk_columns, parts.v_columns))
     longest = longest_of(kernel, x, traits.masked)
     tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
@@ -338,20 +363,46 @@ def pair_work(
     one = instructions_of(kernel, traits)
     if isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes:
         one = replace(one, pair_reads=max(0.0, one.pair_reads - 1), other=one.other + AT_HAND)
-    formulas = work_formulas(kernel, one, pace_of(family), pieces)
-    return PairWork(family, pace_of(family), *formulas, longest, tail)
+    if not sums_levels(kernel, form):
+        one = replace(one, levels=0)
+    pace = pace_of(family)
+    if packed and isinstance(form, Tiling) and weighs_pairs(kernel):
+        pace = replace(pace, program=pace.program + PACKED_PROGRAM)
+    formulas = work_formulas(kernel, one, pace, pieces, has_level_steps(kernel, form, traits))
+    return PairWork(family, pace, *formulas, longest, tail)
+
+
+def sums_levels(kernel: Kernel, form: Form) -> bool:
+    """Whether a kernel of a backward is the one that sums level pairs: it owns queries, but on `hopper` keys."""
+    return kernel.name != DQUERY if isinstance(form, HopperBackwardForm) else kernel.name == DQUERY
+
+
+def has_level_steps(kernel: Kernel, form: Form, traits: Traits) -> bool:
+    """Whether a kernel computes full tiles of level pairs without a look at tables by distance.
+
+    On `hopper` the pass that owns queries has no such loop.
+    """
+    in_loop = kernel.direction == "backward" and weighs_pairs(kernel) and kernel.name != DDIAGONALS
+    return traits.level_steps and in_loop and not (kernel.name == DQUERY and isinstance(form, HopperBackwardForm))
 
 
 @lru_cache(maxsize=256)
 def work_formulas(
-    kernel: Kernel, one: Instructions, pace: Pace, pieces: int
+    kernel: Kernel, one: Instructions, pace: Pace, pieces: int, level_steps: bool = False
 ) -> tuple[Formula, Formula, Formula, Formula]:  # fmt: skip
-    """Exponentials, other instructions, those of the mask, and microseconds of tiles and programs."""
-    each = pace.other * one.other + pace.pair_reads * one.pair_reads + pace.gathers * one.gathers
+    """Exponentials, other instructions, those of the mask, and microseconds of tiles and programs.
+
+    level_steps: as of has_level_steps.
+    """
+    each = pace.other * one.other + pace.pair_reads * one.pair_reads
+    each += pace.row_reads * one.row_reads + pace.levels * one.levels
+    looked_up = round(pace.gathers * one.gathers, 3)
     at_edge = pace.mask * one.mask + pace.pair_reads * one.mask_reads
 
     def other(x: Sizes) -> float:
-        return round(each, 3) * score_count(x)
+        if level_steps:
+            return round(each, 3) * score_count(x) + looked_up * uneven_count(x)
+        return round(each + pace.gathers * one.gathers, 3) * score_count(x)
 
     def mask(x: Sizes) -> float:
         return round(at_edge, 3) * x.m * x.bq * x.bkv
@@ -397,11 +448,12 @@ def predict(
     longest: CountLongest | None = None,
     uneven: bool = False,
     few: bool = True,
+    packed: int = 1,
 ) -> tuple[KernelCost, ...]:
     """Cost of every kernel, in order of execution.
 
     count: tiles of the whole problem by class; where not given, every tile is visited. longest: those that a
-    tile of the last queries of a sequence with all rows visits; all where not given. uneven, few: as of cost_of.
+    tile of the last queries of a sequence with all rows visits; all where not given. The others: as of cost_of.
     """
     every = dense_counts(shape)
     costs = []
@@ -410,8 +462,9 @@ def predict(
         counter = every if count is None or kernel.name.startswith("standard_") else count
         visits = kernel.name not in _VISIT_NOTHING
         tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
+        tiles = tiles.uneven if kernel.name == DDIAGONALS else tiles
         most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
-        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, few))
+        costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, few, packed))
     return tuple(costs)
 
 

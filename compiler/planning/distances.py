@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...ir.expr import Expr, Load
-from ...ir.walk import symbols
-from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance
+from ...ir.expr import Const, Expr, Load
+from ...ir.walk import loads, symbols
+from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
 from ..analysis.facts import Facts
 from .kernels import Algorithm, Kernel
 from .measures import DISTANCE_TABLES
@@ -74,6 +74,23 @@ def levels_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> Level
     # listed tiles are in no order of distances; scores that lie near 0 have no statistics to do without
     has_loop = facts.tile_source != "lists" and facts.scores_lie_far
     return Levels(reads, indices, by_batch, by_head, facts.score_of_levels(tables) if has_loop else None)
+
+
+def watched(levels: Levels, tables: Sequence[ByDistance]) -> tuple[Expr, ...]:
+    """What tells where pairs are level, over the symbol `distance`, with nothing read but inside an index.
+
+    Indices, and what tables do besides reading: entries are taken to be different numbers, whatever they are.
+    """
+    found = {index.text: index for index in levels.indices}
+    for table in tables:
+        entries = {load.text: load for load in loads(table.value)}
+        for load in entries.values():
+            found |= {index.text: index for index in load.index if DISTANCE in symbols(index)}
+        named = enumerate(sorted(entries))
+        some = {text: Const(3 + n if entries[text].dtype == "int" else 0.3 + n) for n, text in named}
+        beside = replaced(table.value, some)
+        found |= {beside.text: beside} if DISTANCE in symbols(beside) else {}
+    return tuple(found.values())
 
 
 def levels_in(code: CodePlan, facts: Facts) -> Levels | None:

@@ -27,15 +27,20 @@ from .hardware import Hardware
 from .kernels import SPLIT_KV
 from .measures import LIST_HEAD, LIST_ROOM, PAIR_CELLS
 from .paces import PACES
-from .plan import KernelPlan, Plan
+from .plan import KernelPlan, Plan, Sums
 from .rates import LEVELS
 from .records import Segment
+from .sums import LISTED, PUT
 
 WIDTH = 100
 _GLOSSARY = (
     "B batch, Hq Hkv heads, L queries, T keys, D Dv head dimensions (C Cv those of a tile, padded), bq bkv tile rows, "
     "n tile pairs visited, nq nkv tiles of a head, v pairs of a query and a key that see each other, k share of "
     "repeated reads that misses {l2} (not shown where 0 or 1)"
+)
+_LEVEL = (
+    "level tiles: full ones so far from the diagonal that their pairs read alike by distance, in a loop that reads no "
+    "table; u tiles are not. flash_ddiagonals does not visit them"
 )
 _PARTS = "S parts of a sequence's keys, which programs of their own compute; a tile has rows of all heads of a key head"
 _TIMES = (
@@ -107,7 +112,9 @@ def explanation(
         parts += ["", _stage_table(kernel, names), _formulas(plan, kernel, names)]
     splits = (_PARTS,) if any(kernel.name == SPLIT_KV[0].name for kernel in plan.kernels) else ()
     models = [_CPU_TIMES] * any(k.on_cpu for k in plan.kernels) + [_TIMES] * any(not k.on_cpu for k in plan.kernels)
-    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in (_GLOSSARY, *splits, *models))]
+    level = (_LEVEL,) if any(map(_has_level_steps, plan.kernels)) else ()
+    words = (_GLOSSARY, *splits, *level, *models)
+    parts += ["", *(Text(line.format(**names._asdict()), style="dim") for line in words)]
     if plan.notes:
         parts += ["", Text("Notes", style="bold"), *(Text(f"- {note}") for note in plan.notes)]
     return Group(*parts)
@@ -289,6 +296,17 @@ def _totals(plan: Plan, names: Places) -> Iterator[Text]:
             rate = (flops if useful is None else useful) / seconds
             said = "" if useful is None else " useful"
             yield Text(f"{direction}: {work}, predicted {seconds * 1e3:.4f} ms ({count_text(rate)}FLOP/s{said})")
+        if direction == "backward" and plan.sums is not None:
+            yield Text(_sums_text(plan.sums))
+
+
+def _sums_text(sums: Sums) -> str:
+    """What torch takes of that, term by term."""
+    terms = [f"{sums.host * 1e3:.4g} of the host"]
+    for quantity, each, how in ((sums.rows, PUT, "rows and keys"), (sums.listed, LISTED, "listed sums")):
+        if quantity.value:
+            terms.append(f"{quantity.formula} = {quantity.value:,.0f} {how} at {each * 1e9:.4g} ns")
+    return f"  of which torch takes {sums.seconds * 1e3:.4f} ms for gradients of operands: " + ", ".join(terms)
 
 
 def _stage_table(kernel: KernelPlan, names: Places) -> Table:
@@ -343,6 +361,7 @@ def _pace_text(work: PairWork, names: Places) -> str:
     """The constants of a kernel's form, and its tail."""
     pace, fitted = work.pace, "fitted on an H200" if work.family in PACES else "not fitted"
     start = f", start {pace.start:g} us" if pace.start else ""
+    start += f", {pace.step:g} us a step" if pace.step else ""
     tail = f"the longest program visits {work.longest:,.6g} tiles: tail {work.tail:.4f}"
     return f"{work.family} ({fitted}): matrix {pace.matrix:g}, exp {pace.exp:g}{start}; {tail}"
 
@@ -374,7 +393,12 @@ def _tiles_text(plan: Plan, kernel: KernelPlan) -> str:
     heads = plan.shape.kv_heads if grouped else plan.shape.heads
     total = plan.shape.batch * heads * kernel.letters["nq"] * kernel.letters["nkv"]
     classes = f"{tiles.empty:,} empty + {tiles.edge:,} edge + {tiles.full:,} full"
-    return f"B*{'Hkv' if grouped else 'Hq'}*nq*nkv = {total:,} = {classes}; visited n = {tiles.visited:,}"
+    level = f", of which level {tiles.level_full:,}, not u = {kernel.sizes.u:,}" if _has_level_steps(kernel) else ""
+    return f"B*{'Hkv' if grouped else 'Hq'}*nq*nkv = {total:,} = {classes}; visited n = {tiles.visited:,}{level}"
+
+
+def _has_level_steps(kernel: KernelPlan) -> bool:
+    return kernel.work is not None and bool(re.search(r"\bu\b", kernel.work.other.formula))
 
 
 def _letters_text(kernel: KernelPlan, formulas: str) -> str:

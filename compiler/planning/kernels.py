@@ -134,6 +134,7 @@ class Kernel:
     exps: Formula
     again: Again
     follows: str | None = None  # the kernel whose form it has, being cut as that one is; None: a form of its own
+    steps: Formula = none  # of a program, where that is what takes time: each waits for what the one before has read
 
     @property
     def reads_pairs(self) -> bool:

@@ -13,6 +13,12 @@ from .kernels import FLASH, HOPPER_BACKWARD, KEYS_AGAIN, QUERIES_AGAIN, ROW_STAT
 from .quantities import LEAST_AND_GREATEST, READ, SPAN, Sizes, none
 from .signature import Direction, SequenceKind
 
+
+def _in_steps(number: float, together: int) -> float:
+    """How many steps of so many together that takes."""
+    return -(-number // together)
+
+
 # -- what measures tiles, for the flash kernels of masks that read tensors by position -------------------------------
 SPANS = ("kv_spans", "q_spans")
 ENDS, LONG_SPANS = ("kv_ends", "q_ends"), ("kv_long_spans", "q_long_spans")  # those of long axes
@@ -25,6 +31,9 @@ BESIDE = (*MEASURES, DISTANCE_TABLES)  # kernels of modules of their own, whose 
 LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
 FEW = 1 << 14  # positions of an axis above which it is long: ends of its tiles are written before tiles are measured
 STRETCH = 128  # tiles that are looked at as one before they are looked at each
+ROWS_TOGETHER = 4096  # positions of the other axis that a program that measures tiles looks at together
+ENDS_TOGETHER = 8192  # the same of one that writes their ends, which has twice the warps
+TILES_TOGETHER = 256  # tiles of the other axis that a program that lists them looks at together, at most
 CELLS_TOGETHER = 8  # blocks of keys that a program of pair_cells looks at, one after the other
 LIST_HEAD = 4  # numbers before the tiles of a list
 _VISITORS = {k.name for k in (FLASH[0], SPLIT_KV[0], FLASH[2], FLASH[3], HOPPER_BACKWARD)}
@@ -59,10 +68,15 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
     def written(x: Sizes) -> float:
         return SPAN * ranges * programs(x)
 
+    def steps(x: Sizes) -> float:
+        return _in_steps(x.T if axis == "kv" else x.L, ROWS_TOGETHER)
+
     name, loop, again = (
         ("kv_spans", _MANY_KEYS, KEYS_AGAIN) if axis == "kv" else ("q_spans", _MANY_QUERIES, QUERIES_AGAIN)
     )
-    return Kernel(name, direction, slot, axis, loop, programs, none, read, written, none, none, again)
+    return Kernel(
+        name, direction, slot, axis, loop, programs, none, read, written, none, none, again, steps=steps
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -110,8 +124,13 @@ def ends_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuri
     def written(x: Sizes) -> float:
         return LEAST_AND_GREATEST * values * (tiles(x) + programs(x))
 
+    def steps(x: Sizes) -> float:
+        return _in_steps(STRETCH * (x.bkv if axis == "kv" else x.bq), ENDS_TOGETHER)
+
     name = f"{axis}_ends"
-    return Kernel(name, direction, slot, axis, _OF_A_STRETCH, programs, none, read, written, none, none, _ONCE_EACH)
+    return Kernel(
+        name, direction, slot, axis, _OF_A_STRETCH, programs, none, read, written, none, none, _ONCE_EACH, steps=steps
+    )  # fmt: skip
 
 
 def ends_of(measuring: Measuring | None) -> tuple[str, ...]:
@@ -130,9 +149,12 @@ def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
     """
     spans = spans_kernel(axis, direction, slot, measuring)
 
+    def programs(x: Sizes) -> float:
+        return spans.programs(x._replace(r=0))  # of long axes too
+
     def pairs(x: Sizes) -> float:
         """Pairs of tiles of the problem, each once for heads that see the same."""
-        return spans.programs(x) * (x.nkv if axis == "kv" else x.nq)
+        return programs(x) * (x.nkv if axis == "kv" else x.nq)
 
     def read(x: Sizes) -> float:
         found = spans.read(x) + READ * measuring.cells * pairs(x)
@@ -140,10 +162,15 @@ def lists_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
 
     def written(x: Sizes) -> float:
         """The numbers before each list, and a number a visited tile."""
-        return 4 * (LIST_HEAD * spans.programs(x) + x.n / (1 if measuring.by_head else x.Hq))
+        return 4 * (LIST_HEAD * programs(x) + x.n / (1 if measuring.by_head else x.Hq))
+
+    def steps(x: Sizes) -> float:
+        return _in_steps(x.nkv if axis == "kv" else x.nq, TILES_TOGETHER)
 
     name = f"{axis}_lists"
-    return Kernel(name, direction, slot, axis, spans.loop, spans.programs, none, read, written, none, none, spans.again)
+    return Kernel(
+        name, direction, slot, axis, spans.loop, programs, none, read, written, none, none, spans.again, steps=steps
+    )  # fmt: skip
 
 
 def cells_bytes(x: Sizes, measuring: Measuring) -> float:

@@ -262,6 +262,16 @@ class VisiblePairs:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """What torch takes of a backward with gradients of operands, besides kernels: see sums.py."""
+
+    host: float  # seconds
+    rows: Quantity  # sums of rows and keys
+    listed: Quantity  # sums that are listed with their entries
+    seconds: float  # of all
+
+
+@dataclass(frozen=True)
 class Plan:
     """The schedule as data: everything code generation and `explain` need."""
 
@@ -272,6 +282,7 @@ class Plan:
     kernels: tuple[KernelPlan, ...]
     notes: tuple[str, ...] = ()  # why a target or closed form was not used
     visible: VisiblePairs | None = None  # None where operands that decide it were not given
+    sums: Sums | None = None  # of the backward
 
     @property
     def schedule(self) -> Schedule:
@@ -311,7 +322,8 @@ class Plan:
 
     def seconds(self, direction: str) -> float:
         """Predicted time, "forward" or "backward"."""
-        return sum(k.seconds for k in self._of(direction))
+        besides = self.sums.seconds if self.sums is not None and direction == "backward" else 0.0
+        return besides + sum(k.seconds for k in self._of(direction))
 
 
 def make_plan(
@@ -325,10 +337,13 @@ def make_plan(
     longest: CountLongest | None = None,
     notes: tuple[str, ...] = (),
     visible: VisiblePairs | None = None,
+    sums: Sums | None = None,
+    packed: int = 1,
 ) -> Plan:
     """The plan of a variant for these sizes.
 
-    visible: pairs that see each other, for the useful part of the work.
+    visible: pairs that see each other, for the useful part of the work. sums: what torch adds up in the backward.
+    packed: how many sequences rows are packed of.
     count: tiles of the whole problem by class, see cost.CountTiles; where not given, every tile is visited.
     longest: those of the last queries of a sequence with all rows, by which keys are divided.
     notes: what `explain` should say besides, such as why another target was not chosen.
@@ -338,13 +353,13 @@ def make_plan(
         cost for code in codes
         for cost in predict(
             shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
-            code.signature.sequences != "dense", code.signature.few,
+            code.signature.sequences != "dense", code.signature.few, packed,
         )
     ]  # fmt: skip
     found = (_kernel_plan(code, cost, hardware, visible, traits) for code, cost in zip(kernels, costs))
     # parts are joined where there are several, and long axes are measured in another way
     plans = tuple(k for k in found if k.programs.value or not (k.code.kernel in SPLIT_KV or k.name in RUNS))
-    return Plan(name, shape, hardware, tuple(codes), plans, notes, visible)
+    return Plan(name, shape, hardware, tuple(codes), plans, notes, visible, sums)
 
 
 def _kernel_plan(
@@ -390,7 +405,7 @@ def _kernel_plan(
         exps=quantity(cost.exps),
         sizes=letters,
         letters={
-            name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t")
+            name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t", "u")
         },
         at_once=cost.at_once,
         times=cost.times,
@@ -416,6 +431,7 @@ def counter(
     survey: Survey | None = None,
     first_batch: int = 0,
     blocks: Callable[[Mapping[str, int]], Blocks] | None = None,
+    level_ends: Callable[[Mapping[str, int]], tuple[int, int] | None] | None = None,
 ) -> CountTiles:
     """The tiles that kernels of a variant visit, over all heads and batches, from the programs that they run.
 
@@ -424,6 +440,7 @@ def counter(
     batch row to batch row; some are counted and stand for the others. survey: the kernels measure what the mask reads,
     and visit what is left then. first_batch: number of the
     first batch row. blocks: of a survey that looks at pairs, what is found of a head, by batch, head, kv_head, group.
+    level_ends: the distances at which pairs of a head are level; of tiles that are measured it is not known.
     Raises WeftError, at the latest when tiles are counted, naming a missing value.
     """
     length = shape.q_len + shape.kv_len
@@ -439,20 +456,32 @@ def counter(
         for head in heads
     ] if survey else []  # fmt: skip
 
+    level = [level_ends(head) if level_ends else None for head in heads]
+
     def count(axis: Axis, block_q: int, block_kv: int) -> TileCounts:
         program = kv_tiles if axis == "kv" else q_tiles
         tile = {"block_q": block_q, "block_kv": block_kv}
         if measured:
             found = [m.count(program, **tile, kv_tiles=kv_tiles, most=MOST_STEPS // len(measured)) for m in measured]
         else:
-            found = [count_tiles(program, q_offset=q_offset, env={**own, **head}, **sizes, **tile) for head in heads]
+            found = [
+                count_tiles(program, q_offset=q_offset, env={**own, **head}, level_ends=ends, **sizes, **tile)
+                for head, ends in zip(heads, level)
+            ]
         all_heads = shape.batch * shape.heads
-        share = all_heads / len(found)
-        edge, full = (round(share * sum(part)) for part in zip(*((c.edge, c.full) for c in found)))
         tiles = all_heads * ceil(shape.q_len / block_q) * ceil(shape.kv_len / block_kv)
-        return TileCounts(max(0, tiles - edge - full), edge, full)
+        return summed([(each, all_heads / len(found)) for each in found], tiles)
 
     return count
+
+
+def summed(found: Sequence[tuple[TileCounts, float]], tiles: int) -> TileCounts:
+    """Tiles of parts, each so many times, of so many in all."""
+    edge, full, level_edge, level_full = (
+        round(sum(times * getattr(c, name) for c, times in found))
+        for name in ("edge", "full", "level_edge", "level_full")
+    )
+    return TileCounts(max(0, tiles - edge - full), edge, full, level_edge, level_full)
 
 
 def some_heads(batches: int, heads: int, most: int) -> list[tuple[int, int]]:

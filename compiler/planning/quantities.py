@@ -56,6 +56,7 @@ class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclas
     r: float = 0  # 1 where the axis whose tiles are measured is long: they are looked at in stretches; else 0
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
     R: float = 0  # columns of the key that are those of all heads
+    u: float = 0  # visited tiles whose pairs are not all level, where level ones have a loop of their own
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -109,6 +110,11 @@ def matrix_bytes(x: Sizes) -> float:
 def score_count(x: Sizes) -> float:
     """Scores of the visited tiles."""
     return x.n * x.bq * x.bkv
+
+
+def uneven_count(x: Sizes) -> float:
+    """Scores of those that read tables by distance pair by pair, where others do not."""
+    return x.u * x.bq * x.bkv
 
 
 def query_visits(x: Sizes) -> float:

@@ -42,9 +42,10 @@ def longest_visits(
     """
     rows = min(q_len, block_q)
     last = None if q_offset is None else q_offset + q_len - rows
-    sizes = {"q_len": rows, "kv_len": kv_len, "block_q": rows, "block_kv": block_kv}
     try:
-        found = count_tiles(program, **sizes, q_offset=last, env=env)
+        found = count_tiles(
+            program, q_len=rows, kv_len=kv_len, block_q=rows, block_kv=block_kv, q_offset=last, env=env
+        )  # fmt: skip
     except WeftError:  # it reads tensors
         return -(-kv_len // block_kv)
     return found.visited

@@ -1,5 +1,6 @@
 """The parts of the benchmarks that need no GPU: rows, work, variants, failures, reports."""
 
+import dataclasses
 import io
 import json
 import math
@@ -38,6 +39,10 @@ SMALL = [
     Row("blocks", 1, 2, 24, 16, 40),
     Row("packed", 1, 2, 24, 16, 6),
     Row("ragged", 1, 2, 24, 16, 4),
+    Row("bias_by_key", 2, 2, 24, 16),
+    Row("factor_by_query", 2, 2, 24, 16),
+    Row("latent", 2, 2, 24, 24, 8, own_value_dim=16),
+    Row("latent", 1, 2, 24, 24, 8, own_value_dim=16, spread=(4, 2, 10)),
     Row("causal", 1, 4, 24, 16, own_kv_heads=2),
     Row("full", 1, 2, 24, 24, own_value_dim=16),
 ]
@@ -78,7 +83,7 @@ def test_the_variant_rows_are_those_of_the_published_table():
         "documents": 1024,
         "prefix": 2048,
     }
-    assert len({r.name for r in ROWS}) == len(ROWS) == 33 and set(QUICK) <= set(ROWS)
+    assert len({r.name for r in ROWS}) == len(ROWS) == 41 and set(QUICK) <= set(ROWS)
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -131,17 +136,16 @@ def test_an_unknown_variant_has_no_work():
 def test_plain_torch_and_eager_flex_agree(row):
     operands = bench_peers.make_operands(row, "cpu", torch.float32)
     plain = bench_peers.contender("math", row, operands).results()
-    without_gradients = bench_peers.Operands(  # its backward does not run on a CPU
-        *(x.detach() for x in (operands.query, operands.key, operands.value, operands.grad_out))
-    )
+    names = ("query", "key", "value")  # its backward does not run on a CPU
+    without_gradients = dataclasses.replace(operands, **{n: getattr(operands, n).detach() for n in names})
     if row.variant == "sigmoid":
         with pytest.raises(bench_peers.NotOffered, match="FlexAttention takes a softmax"):
             bench_peers.flex(None, compiled=False)(row, without_gradients)
     else:
         eager = bench_peers.flex(None, compiled=False)(row, without_gradients)
         assert relative_error(eager.forward(), plain[0]) < 1e-5
-    own = ((row.heads, row.value_dim), (row.heads, row.dim), (row.kv_heads, row.dim), (row.kv_heads, row.value_dim))
-    assert [x.shape for x in plain[:4]] == [(row.batch, heads, row.length, width) for heads, width in own]
+    assert plain[0].shape == (row.batch, row.heads, row.length, row.value_dim)
+    assert [x.shape for x in plain[1:4]] == [x.shape for x in operands.leaves]
 
 
 @pytest.mark.parametrize("row", SMALL, ids=named)
@@ -149,8 +153,34 @@ def test_weft_declares_the_same_variant(row):
     operands = bench_peers.make_operands(row, "cpu", torch.float32)
     declared, given = weft_variant(row, "cpu")
     expected = bench_peers.contender("math", row, operands).forward()
-    found = declared.reference(operands.query, operands.key, operands.value, **given)
-    assert relative_error(found, expected) < 1e-5
+    own = (operands.query, operands.key, operands.value)
+    if isinstance(operands, bench_peers.LatentOperands):
+        own, given = own[:2], {"uk": operands.uk, "uv": operands.uv, **given}
+    assert relative_error(declared.reference(*own, **given), expected) < 1e-5
+
+
+@pytest.mark.parametrize("row", [row for row in SMALL if row.variant == "latent"], ids=lambda row: str(row.lens))
+def test_weft_expands_a_latent_cache_as_plain_torch_does(row):
+    operands = bench_peers.make_operands(row, "cpu", torch.float32)
+    expected = bench_peers.contender("math", row, operands).results()
+    found = bench_peers._weft("cpu")(row, operands).results()
+    assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("row", [Row("dropout", 2, 2, 24, 16, 10), Row("dropout", 1, 2, 24, 16, 10, spread=(4, 2, 10))])
+def test_plain_torch_drops_what_weft_drops(row):
+    operands = bench_peers.make_operands(row, "cpu", torch.float32)
+    declared, given = weft_variant(row, "cpu")
+    own = (operands.query, operands.key, operands.value)
+    expected = bench_peers.contender("math", row, operands).forward()
+    assert relative_error(declared.reference(*own, **given), expected) < 1e-5
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.spread], ids=lambda row: row.name)
+def test_lengths_that_are_spread(row):
+    number, least, longest = row.spread
+    assert len(row.lens) == number and sum(row.lens) == row.length
+    assert min(row.lens) == least and abs(max(row.lens) - longest) < 64
 
 
 def test_every_column_has_a_title_and_a_builder():

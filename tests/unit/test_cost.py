@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import sympy
 
+import weft
 from tests.planned import both, planned
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Measuring, TileCounts, Traits
@@ -318,3 +319,13 @@ def test_the_sram_of_a_plan_is_what_is_checked() -> None:
         for kernel in planned(shape, H200, "triton", attention=attention).kernels:
             needed = sram_bytes(kernel.code.kernel, kernel.form, shape, H200, for_heads(128, 128), traits)
             assert kernel.sram_bytes.value == needed, (attention.name, kernel.name)
+
+
+def test_lists_of_long_axes_have_programs() -> None:
+    """Of masks that read pairs, at any length: a list for each tile of queries, and of keys."""
+    table = weft.tensor("blocks", 2, bool)
+    sparse = weft.Attention(mask=weft.masks.block_sparse(table, 128), name="block_sparse")
+    for length in (1 << 13, 1 << 15):
+        plan = sparse.plan(weft.shape(heads=4, q_len=length, head_dim=64, dtype="bf16"), device="h200", target="triton")
+        found = {k.name: k.programs.value for k in plan.kernels if k.name.endswith("lists")}
+        assert set(found) == {"kv_lists", "q_lists"} and all(number >= length // 128 for number in found.values())

@@ -35,7 +35,9 @@ COUNTED = [
     (score + head * (kv_pos - q_pos), CAUSAL, Work(0, 4), Work(), Work(0, 1)),
     (score + BIAS[batch, head, q_pos, kv_pos], True, Work(0, 4, 1, 0), Work(), Work()),
     (score + TABLE[head, weft.maximum(q_pos - kv_pos, 0)], True, Work(0, 6, 0, 1), Work(), Work()),
-    (score, CAUSAL & (DOC[kv_pos] == DOC[q_pos]), Work(), Work(), Work(0, 3)),
+    (score, CAUSAL & (DOC[kv_pos] == DOC[q_pos]), Work(), Work(), Work(0, 3, key_reads=1, query_reads=1)),
+    (score + TABLE[head, kv_pos], True, Work(0, 2, key_reads=1), Work(), Work()),
+    (score * TABLE[head, q_pos], True, Work(0, 2, query_reads=1), Work(), Work()),
 ]  # fmt: skip
 
 
