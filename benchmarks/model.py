@@ -131,14 +131,12 @@ LEARNED = {
 
 
 def _milliseconds(text: str) -> Iterator[Measured]:
-    """The table of scores that read by one position or by distance; rows without sizes have those above."""
+    """The table of scores that read by one position or by distance."""
     for titles, rows in tables(text):
-        if titles != ["bf16, H16", "Weft triton", "Weft hopper", "hopper, two passes"]:
+        if titles != ["forward / backward, ms", "Weft triton", "Weft hopper", "hopper, two passes"]:
             continue
-        sizes: list[int] = []
         for words, triton, hopper, repeats in rows:
-            sizes = [int(n) for n in re.findall(r"[DSB](\d+)", words)] or sizes
-            dim, length, batch = sizes
+            dim, length, batch = (int(n) for n in re.findall(r"[DSB](\d+)", words))
             variant, parameter = next(v for name, v in LEARNED.items() if words.endswith(name))
             row = Row(variant, batch, 16, length, dim, parameter)
             yield from _both(row, "triton", None, triton)
