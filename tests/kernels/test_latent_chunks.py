@@ -65,9 +65,16 @@ def test_masks_and_scores_of_chunks(name):
     check_packed(CHUNKS[name], 16, [1, 40, 6], [330, 200, 70], behind=1, at_once=7, few=False)
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("name", mostly(["sink"], ["sink", "far and a sink"]))
-def test_rows_behind_all_sequences_have_no_sink_where_shares_cut_them(name):
-    check_packed(VARIANTS[name], 64, [1, 40, 3], [330, 200, 64], behind=50, at_once=11, few=False)
+def test_rows_behind_all_sequences_have_no_sink_where_shares_cut_them(name, few):
+    if few:
+        check_packed(VARIANTS[name], 16, [1] * 5, [330, 5, 0, 640, 1025], behind=2, at_once=132)
+    else:
+        check_packed(VARIANTS[name], 64, [1, 40, 3], [330, 200, 64], behind=50, at_once=11, few=False)
+
+
+START = 3  # tiles of keys take as long as what a tile of rows takes beside its own
 
 
 def rounds_of_programs(declared, q_lens, kv_lens, heads, at_once=132, q_offset=0, per_row=False):
@@ -108,28 +115,28 @@ def visited(q_len, kv_len, heads, tile):
 @pytest.mark.parametrize(
     ("q_lens", "kv_lens", "heads", "least"),
     mostly(
-        [([512], [512], 16, 0.85), ([1] * 60 + [512], [4096] * 61, 128, 0.98)],
+        [([512], [512], 16, 0.75), ([1] * 60 + [512], [4096] * 61, 128, 0.98)],
         [
-            ([512], [512], 16, 0.85), ([1] * 60 + [512], [4096] * 61, 128, 0.98), ([2048], [2048], 128, 0.95),
+            ([512], [512], 16, 0.75), ([1] * 60 + [512], [4096] * 61, 128, 0.98), ([2048], [2048], 128, 0.95),
             ([2048], [2048], 16, 0.95), ([512], [4096], 16, 0.95),
             ([300, 0, 17, 1, 900], [300, 9, 4000, 30000, 900], 16, 0.75),
         ],
     ),
 )  # fmt: skip
-def test_programs_have_as_many_tiles_whatever_rounds_see(q_lens, kv_lens, heads, least):
+def test_programs_have_as_much_work_whatever_rounds_see(q_lens, kv_lens, heads, least):
     """Each tile of keys of each tile of rows is one program's, in order."""
     seen, loads = Counter(), []
     for parts in rounds_of_programs(CAUSAL, q_lens, kv_lens, heads):
         for sequence, tile, begin, end in parts:
             assert begin == seen[sequence, tile] and end >= begin
             seen[sequence, tile] = end
-        loads.append(sum(end - begin for *_, begin, end in parts))
+        loads.append(sum(end - begin + START for *_, begin, end in parts))
     wanted = {
         (b, tile): visited(q_len, kv_len, heads, tile)
         for b, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens)) for tile in range(-(-q_len * heads // 64))
     }  # fmt: skip
     assert all(seen[place] == tiles for place, tiles in wanted.items())
-    assert sum(loads) == sum(wanted.values()) >= least * len(loads) * max(loads)
+    assert sum(seen.values()) == sum(wanted.values()) and sum(loads) >= least * len(loads) * max(loads)
 
 
 def test_the_longest_sequences_are_counted_without_overflow():
