@@ -44,11 +44,10 @@ from .transforms import call_under_transform, second_derivative
 from .variant import Variant, check_trainable, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
 
 _CALL = (
-    "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[]? operands, Tensor[]? floats, SymInt[]? ints, "
+    "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
     "SymInt? q_offset, Tensor? q_offsets, Tensor? q_lens, Tensor? kv_lens, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_kv, Tensor? block_table, SymInt head_dim, str variant, str options"
 )
-_LISTS = (4, 5, 6)  # operands, floats and ints, which AOTInductor hands over as None where they are empty
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(f"attention({_CALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
@@ -259,7 +258,7 @@ def _backward_call(
 
 # -- implementations of the ops --------------------------------------------------------------------------------------
 def _call(variant: Variant, arguments: Sequence[Any]) -> Call:
-    *tensors_and_numbers, _, options = [[] if a is None and n in _LISTS else a for n, a in enumerate(arguments)]
+    *tensors_and_numbers, _, options = arguments
     call = call_of(variant.names, variant.kinds, options, *tensors_and_numbers)
     target = call.options.target or default_target()
     return call if target == call.options.target else replace(call, options=replace(call.options, target=target))

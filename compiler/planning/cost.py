@@ -318,10 +318,7 @@ def cost_of(
     matrix = kernel.flops(sizes) / hardware.matrix_flops(shape.dtype)
     plain, special = (exps(sizes) / hardware.exp_per_second for exps in (kernel.exps, work.exps))
     instructions = instructions_per_second(hardware)
-    steps = 0.0
-    if pace.step:
-        steps = pace.step * kernel.steps(sizes) * max(1.0, kernel.programs(sizes) / (MEASURING_AT_ONCE * hardware.sms))
-    latency = (hardware.launch_seconds + 1e-6 * (pace.start + steps)) * (kernel.programs(sizes) > 0)
+    latency = (hardware.launch_seconds + 1e-6 * (pace.start + pace.step * work.steps)) * (kernel.programs(sizes) > 0)
     memory, l2 = (read + written) / hardware.hbm_bytes_per_second, moved / l2_bytes_per_second(hardware)
     times = Times(
         matrix=pace.matrix * matrix * tail,
@@ -350,6 +347,7 @@ class PairWork:
     tiles: Formula  # microseconds of an SM
     longest: float  # tiles of the longest program
     tail: float  # of computing over that of SMs that all have as much to do
+    steps: float  # of programs whose steps wait one for the other, of all that run one after the other
 
 
 def pair_work(
@@ -369,7 +367,8 @@ def pair_work(
     if packed and isinstance(form, Tiling) and weighs_pairs(kernel):
         pace = replace(pace, program=pace.program + PACKED_PROGRAM)
     formulas = work_formulas(kernel, one, pace, pieces, has_level_steps(kernel, form, traits))
-    return PairWork(family, pace, *formulas, longest, tail)
+    waves = max(1.0, kernel.programs(x) / (MEASURING_AT_ONCE * hardware.sms))
+    return PairWork(family, pace, *formulas, longest, tail, kernel.steps(x) * waves if pace.step else 0.0)
 
 
 def sums_levels(kernel: Kernel, form: Form) -> bool:

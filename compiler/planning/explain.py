@@ -361,7 +361,7 @@ def _pace_text(work: PairWork, names: Places) -> str:
     """The constants of a kernel's form, and its tail."""
     pace, fitted = work.pace, "fitted on an H200" if work.family in PACES else "not fitted"
     start = f", start {pace.start:g} us" if pace.start else ""
-    start += f", {pace.step:g} us a step" if pace.step else ""
+    start += f", {work.steps:,.4g} steps of {pace.step:g} us" if pace.step else ""
     tail = f"the longest program visits {work.longest:,.6g} tiles: tail {work.tail:.4f}"
     return f"{work.family} ({fitted}): matrix {pace.matrix:g}, exp {pace.exp:g}{start}; {tail}"
 

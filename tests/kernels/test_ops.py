@@ -144,15 +144,6 @@ def test_one_number_trains_in_a_compiled_graph():
     assert found.shape == () and torch.equal(found, wanted)
 
 
-def test_no_operands_may_be_none():
-    """AOTInductor calls the op with None in place of an empty list."""
-    query, causal = torch.randn(1, 2, 8, 16), weft.Attention(mask=masks.causal, name="plain")
-    rest = (0, *[None] * 6, 16, causal.canonical_text, "")
-    with torch.no_grad():
-        out, _ = torch.ops.weft.attention(query, query, query, None, None, None, None, *rest)
-    assert torch.equal(out, causal(query, query, query))
-
-
 def test_compile_with_inductor():
     inputs = operands(requires_grad=False)
     compiled = torch.compile(lambda *x: attend(*x) * 2 + 1, fullgraph=True)

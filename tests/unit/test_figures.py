@@ -268,7 +268,7 @@ def test_times_of_a_cpu_add_up(page: Page) -> None:
 
 PACE = re.compile(
     r"\w+ (\w+)(?: [a-z ]+)? \((?:not fitted|fitted on an H200)\): "
-    r"matrix ([\d.]+), exp ([\d.]+)(?:, start ([\d.]+) us)?; "
+    r"matrix ([\d.]+), exp ([\d.]+)(?:, start ([\d.]+) us)?(?:, ([\d.,]+) steps of ([\d.]+) us)?; "
     r"the longest program visits ([\d.,e+]+) tiles: tail ([\d.]+)"
 )
 
@@ -282,11 +282,13 @@ def test_times_follow_from_rates(page: Page) -> None:
     sms = int(re.search(r"(\d+) (?:SM|core)s", page.row("rates"))[1])  # type: ignore[index]
     for kernel in page.kernels:
         work, letters = work_of(page, kernel), letters_of(page, kernel)
-        matrix, exp, start, tail = 1.0, 1.0, 0.0, 1.0
+        matrix, exp, start, steps, step, tail = 1.0, 1.0, 0.0, 0.0, 0.0, 1.0
         if "pace" in kernel.lines:
             said = PACE.fullmatch(kernel.lines["pace"])
             assert said is not None and said[1] == kernel.name, kernel.lines["pace"]
-            matrix, exp, start, longest, tail = (float((x or "0").replace(",", "")) for x in said.groups()[1:])
+            matrix, exp, start, steps, step, longest, tail = (
+                float((x or "0").replace(",", "")) for x in said.groups()[1:]
+            )
             if letters.get("n"):
                 assert tail == pytest.approx(max(1.0, longest * sms / letters["n"]), rel=1e-3)
         other, mask, tiles = (
@@ -300,7 +302,7 @@ def test_times_follow_from_rates(page: Page) -> None:
         ]  # fmt: skip
         *parts, launch, whole = map(float, kernel.times[:-2])
         assert parts == pytest.approx(milliseconds, rel=2e-3, abs=1e-4)
-        assert launch == pytest.approx(page.call_milliseconds() + 1e-3 * start, abs=1e-4)
+        assert launch == pytest.approx(page.call_milliseconds() + 1e-3 * (start + steps * step), abs=1e-4)
         units = 1e3 * work.exps / page.rate("exp") * tail
         assert whole == pytest.approx(launch + max(sum(parts[:5]), units, *parts[5:]), abs=5e-4, rel=2e-3)
         bound, share = kernel.times[-2:]
@@ -315,6 +317,19 @@ def kernels_by_direction(page: Page) -> dict[str, list[Printed]]:
     lasts = [k for k, kernel in enumerate(page.kernels) if kernel.name in LAST_OF_A_FORWARD]
     end = max(k for k in lasts if k <= lasts[0] + 1) + 1
     return {"forward": page.kernels[:end], "backward": page.kernels[end:]}
+
+
+def sums_of_operands(page: Page) -> float:
+    """Milliseconds that torch takes for gradients of operands, from the terms that are printed."""
+    line = next((x.strip() for x in page.lines if x.strip().startswith("of which torch takes")), None)
+    if line is None:
+        return 0.0
+    said = re.match(r"of which torch takes ([\d.]+) ms for gradients of operands: ([\d.]+) of the host", line)
+    assert said is not None, line
+    terms = re.findall(r"= ([\d,]+) [a-z ]+ at ([\d.]+) ns", line)
+    whole = float(said[2]) + sum(1e-6 * float(n.replace(",", "")) * float(each) for n, each in terms)
+    assert whole == pytest.approx(float(said[1]), abs=1e-4, rel=2e-3)
+    return whole
 
 
 def test_totals_are_sums_over_kernels(page: Page) -> None:
@@ -333,8 +348,9 @@ def test_totals_are_sums_over_kernels(page: Page) -> None:
         near(said[1], sum(w.bytes for w in work))
         near(said[2], flops)
         assert (said[3] is not None) == ("v" in page.letters)
+        besides = sums_of_operands(page) if direction == "backward" else 0.0
         assert float(said[4]) == pytest.approx(
-            sum(float(k.times[-3]) for k in kernels), abs=1e-4 * len(page.kernels), rel=2e-3
+            sum(float(k.times[-3]) for k in kernels) + besides, abs=1e-4 * len(page.kernels), rel=2e-3
         )
         done, slack = (useful if said[3] else flops) / 1e-3, 5e-5  # ms are rounded to 1e-4
         assert done / (float(said[4]) + slack) * 0.994 <= number(said[5]) <= done / (float(said[4]) - slack) * 1.006
