@@ -93,7 +93,7 @@ def test_the_plan_is_that_of_one_pass() -> None:
     assert "p4" in text and "flash_dquery=triton" in text
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("differentiate", [(), ("bias4",)], ids=["", "dbias"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_sequences(kind: str, differentiate: tuple[str, ...]) -> None:
@@ -110,6 +110,7 @@ def test_sequences(kind: str, differentiate: tuple[str, ...]) -> None:
     check_variant(variant("full"), *tensors, operands={"bias4": bias} | more, differentiate=differentiate)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_offsets(kind: str) -> None:

@@ -55,6 +55,7 @@ def test_lengths(name: str, target: str) -> None:
     check_variant(attention, *tensors, operands=operands | lens, differentiate=floats_of(attention), target=target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_packed_sequences(target: str) -> None:
     attention, tensors, operands = given("t5", 500, 600, batches=1)

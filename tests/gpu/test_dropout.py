@@ -56,7 +56,7 @@ def test_full_precision(name: str) -> None:
 
 
 @BOTH
-@pytest.mark.sampled(55)
+@pytest.mark.sampled(110)
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513])
 @pytest.mark.parametrize("width", [40, 64, 96, 192, 256])
 def test_lengths_and_head_dimensions(length: int, width: int, target: str) -> None:
@@ -120,7 +120,7 @@ def test_two_passes(name: str, length: int, width: int, value_dim: int, target: 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(37)
+@pytest.mark.sampled(56)
 @pytest.mark.parametrize("target", ["hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -137,7 +137,7 @@ def test_sequences_on_hopper(
     check_variant(variant, *made, operands=operands, target=target, deterministic=deterministic)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", ["dense", "padded", "packed"])
 @pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128)])
 @pytest.mark.parametrize("target", ["hopper"])

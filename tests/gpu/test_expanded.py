@@ -173,7 +173,7 @@ def check_lengths(name, kind, lens, deterministic=None, offset=None, **sizes):
 KINDS = {"padded": PADDED, "packed": PACKED}
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(46)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCORES)
@@ -190,7 +190,7 @@ def test_widths_of_sequences(nope, rope, value_dim, kind, deterministic):
     check_lengths("causal", kind, KINDS[kind], deterministic, nope=nope, rope=rope, value_dim=value_dim)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("turn", range(8))
 @pytest.mark.parametrize("nope", [128, 64])
 def test_lengths_of_sequences_at_the_edges_of_tiles(nope, turn):
@@ -210,6 +210,7 @@ def test_offsets_of_sequences(kind, offset):
     check_lengths("window", kind, KINDS[kind], offset=5 if offset == "number" else of_rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("nope", "rope", "kind"),
     mostly(

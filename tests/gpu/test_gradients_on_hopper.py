@@ -53,7 +53,7 @@ def uses_hopper(declared: weft.Attention, tensors: list[Tensor], operands: dict[
 
 
 # -- by one position --------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(47)
+@pytest.mark.sampled(94)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [40, 64, 80, 128, 192])
 @pytest.mark.parametrize("name", SCORES)
@@ -76,7 +76,7 @@ def test_lengths(name: str, length: int) -> None:
         check_variant(variant(name), *tensors, operands=operands, differentiate=learned(operands), target="hopper")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["of_keys", "looked_up", "of_queries", "of_both"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -112,7 +112,7 @@ def test_tables_by_distance(name: str, dim: int, deterministic: bool) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 191, 320])
 def test_lengths_of_tables(length: int) -> None:
     for more in (0, 5, 200):
@@ -121,6 +121,7 @@ def test_lengths_of_tables(length: int) -> None:
         check_variant(declared, *tensors, operands=operands, differentiate=learned(operands), target="hopper")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("far", [200.0, 300.0, 1e4, -1e9])
 def test_numbers_far_from_0(far: float) -> None:
     declared, operands = by_distance("t5_causal", far)
@@ -134,6 +135,7 @@ def test_these_are_the_kernels_that_a_call_takes() -> None:
         assert uses_hopper(variant(name), given(300, 300, 128), operands_of(variant(name), 300)), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["of_both", "t5_causal"])
 def test_gradients_repeat(name: str) -> None:

@@ -45,7 +45,7 @@ def wanted(operands: dict[str, Tensor]) -> tuple[str, ...]:
 SHORT = ("shaw", "distance", "swin")
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
 def test_every_read(name: str, dtype: torch.dtype) -> None:
@@ -64,7 +64,7 @@ def test_head_dimensions(name: str, width: int) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("name", mostly(["full", "t5", "graphormer"], ["full", "pairs", "t5", "graphormer"]))
 def test_lengths(name: str, length: int) -> None:
@@ -104,12 +104,14 @@ def test_packed_sequences_that_share_entries(name: str) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["graphormer", "of_half_the_heads", "both_ways"])
 def test_additions_in_any_order(name: str) -> None:
     tensors, operands = given(name, 300, 8, torch.bfloat16)
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands), deterministic=False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deterministic", [None, True])
 @pytest.mark.parametrize(
     "name", mostly(["full", "of_heads", "graphormer"], ["full", "of_heads", "t5", "graphormer", "both_ways"])

@@ -78,7 +78,7 @@ def target(request):
     return request.param
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
@@ -161,7 +161,7 @@ def test_gradients_of_operands(kind):
     check_variant(BIASES, *made, operands=tables | lengths, differentiate=tuple(tables))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("name", SUNK)
 def test_sinks(name, kind, target):

@@ -55,7 +55,7 @@ def test_offsets_and_groups_of_heads(heads, kv_heads, offset, kind):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=offset, target="hopper", deterministic=True)
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(38)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])

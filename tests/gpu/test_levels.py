@@ -29,7 +29,7 @@ def check(
     check_variant(attention, *tensors, operands={**operands, **more}, differentiate=learned, target="triton")
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(38)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
 def test_every_index(name: str, dtype: torch.dtype) -> None:
@@ -70,6 +70,7 @@ def test_an_entry_that_is_no_number_reaches_what_reads_it() -> None:
     assert not tensors[0].grad[0, 0, :5].isnan().any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_sequences(kind: str) -> None:
     if kind == "packed":

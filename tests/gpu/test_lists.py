@@ -55,7 +55,7 @@ def rows(q_len: int, kv_len: int, width: int, dtype: torch.dtype) -> list[Tensor
     return [poisoned(shape, dtype, "cuda", blhd=True, seed=n) for n, shape in enumerate(shapes)]
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(38)
 @pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (64, torch.float32)])
 @pytest.mark.parametrize("name", MASKS)
 def test_against_float64(name: str, width: int, dtype: torch.dtype) -> None:

@@ -53,7 +53,7 @@ def test_lengths(length: int, target: str, name: str, width: int) -> None:
     check(VARIANTS[name], target, length, width)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("around", [1e4, -1e4, 1e9, -1e9])
 @pytest.mark.parametrize("name", ["learned", "far", "first_rows_empty"])

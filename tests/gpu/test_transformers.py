@@ -72,7 +72,7 @@ def long(side: str) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("inputs", ["whole", "left", "right", "packed"])
 @pytest.mark.parametrize("name", DENSE)
 def test_a_decoder_is_as_exact_as_eager(name: str, inputs: str) -> None:
