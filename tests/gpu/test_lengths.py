@@ -338,21 +338,20 @@ def test_work_is_balanced():
     """64 sequences of 1 to 16k tokens take little longer than equal ones of as much visible work."""
     lens = [1 + i * 16383 // 63 for i in range(64)]
     equal = round((sum(n * n for n in lens) / 64) ** 0.5)
-
-    def milliseconds(lens):
-        query, key, value = (torch.randn(1, 4, sum(lens), 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        starts = cumulated(lens)
-        CAUSAL(query, key, value, cu_seqlens_q=starts)
-        times = []
-        for _ in range(5):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            CAUSAL(query, key, value, cu_seqlens_q=starts)
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        return sorted(times)[2]
-
     generator = torch.Generator().manual_seed(1)
     shuffled = [lens[i] for i in torch.randperm(64, generator=generator).tolist()]
-    assert milliseconds(shuffled) <= 1.1 * milliseconds([equal] * 64)
+
+    def milliseconds(query, key, value, starts):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        CAUSAL(query, key, value, cu_seqlens_q=starts)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    calls = [
+        [torch.randn(1, 4, sum(lens), 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)] + [cumulated(lens)]
+        for lens in (shuffled, [equal] * 64)
+    ]
+    times = [[milliseconds(*call) for call in calls] for _ in range(12)][1:]  # in turns: others may use this GPU
+    assert min(t for t, _ in times) <= 1.1 * min(t for _, t in times)
