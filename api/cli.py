@@ -41,7 +41,7 @@ from .compiler.planning.rates import rates_in_words
 from .compiler.planning.records import DTYPE_BYTES
 from .compiler.planning.signature import SequenceKind
 from .compiler.planning.tuner import Outcome, Spread
-from .doctor import cache_rows, machine_rows, small_call, state_of, target_rows, version_rows
+from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError
 from .runtime import cache, calibrated, driver
 from .runtime.checks import MAX_HEAD_DIM
@@ -433,12 +433,14 @@ def calibrate(device: str | None, output: str | None) -> None:
 def doctor(runs: bool) -> None:
     """Say what this machine is, which targets work on it and why others do not, and in what state the cache is."""
     for title, rows in (
+        ("settings", setting_rows()),
         ("machine", machine_rows()),
         ("versions", version_rows()),
         ("cache", cache_rows()),
         ("targets", target_rows()),
     ):
-        click.echo(title)
+        if rows:
+            click.echo(title)
         for name, text in rows:
             click.echo(f"  {name:10}  {text}")
     if runs:

@@ -16,7 +16,7 @@ from .codegen.targets import targets
 from .compiler.planning import hardware
 from .ir.errors import WeftError
 from .runtime import cache, driver
-from .runtime.settings import settings
+from .runtime.settings import current, settings
 
 
 def state_of(entry: cache.EntryInfo) -> str:
@@ -61,7 +61,18 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def setting_rows() -> list[tuple[str, str]]:
+    """What is wrong with a setting of the environment; nothing where none is."""
+    try:
+        current()
+    except WeftError as error:
+        return [("problem", f"each call raises: {error}")]
+    return []
+
+
 def cache_rows() -> list[tuple[str, str]]:
+    if setting_rows():
+        return [("folder", "not known while a setting is wrong")]
     try:
         folder, found = cache.cache_dir(), cache.entries()
     except WeftError as error:

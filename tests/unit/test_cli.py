@@ -253,6 +253,14 @@ def test_doctor_says_why_the_cache_cannot_be_used(tmp_path: Path, monkeypatch: p
     )
 
 
+def test_doctor_says_which_setting_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "settings" not in succeeds("doctor")
+    monkeypatch.setenv("WEFT_TARGET", "gpu")
+    output = succeeds("doctor")
+    assert re.search(r"^settings\n +problem +each call raises: setting target \(WEFT_TARGET\): .+'gpu'", output)
+    assert re.search(r"folder +not known while a setting is wrong", output)
+
+
 def test_doctor_computes_a_small_call_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     output = succeeds("doctor", "--run").split("a small call\n")[1]
     assert re.search(r"^  cpu +right to \de-0\d, [\d.]+ s with generating$", output, re.MULTILINE)
