@@ -167,7 +167,10 @@ class Printer:
         """An operator where an operand, at least, is a tile."""
         floats = node.dtype == "float" or any(a.dtype == "float" for a in args)
         if op.name == "where" and self.is_number(args[0]):
-            chosen = [self._lifted(a) if self.is_number(a) else self._tile(a, floats)(0) for a in args[1:]]
+            chosen = [
+                self._lifted(_as_float(a) if floats else a) if self.is_number(a) else self._tile(a, floats)(0)
+                for a in args[1:]
+            ]
             return f"({chosen[0]} if {self(args[0])} else {chosen[1]})"
         written = self._division(op, args, self.dialect.tiles(op))
         if self.dialect.mixed(op) and any(map(self.is_number, args)):
@@ -195,8 +198,13 @@ class Printer:
     def tile(self, node: Expr) -> str:
         """The value of a function that gives a float tile, or what broadcasts to one."""
         if self.is_number(node):
-            return self._lifted(node if node.dtype == "float" else Call("mul", (node, Const(1.0)), "float"))
+            return self._lifted(_as_float(node))
         return self._tile(node, True)(0)
+
+
+def _as_float(number: Expr) -> Expr:
+    """A number that torch is not to take for an int, whose functions would have its default dtype."""
+    return number if number.dtype == "float" else Call("mul", (number, Const(1.0)), "float")
 
 
 # -- what is known of a value -----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from .paces import (
     weighs_pairs,
 )
 from .quantities import Formula, Sizes, score_count, uneven_count
-from .records import DTYPE_BYTES, Shape
+from .records import Shape, element_bytes
 from .segments import Segments
 from .splits import MOST_PARTS, Parts, divided
 from .tables import DDIAGONALS, DQUERY
@@ -140,10 +140,6 @@ class KernelCost:
 
 
 # -- the numbers of a problem ----------------------------------------------------------------------------------------
-def element_bytes(dtype: str) -> int:
-    return 8 if dtype == "fp64" else DTYPE_BYTES[dtype]
-
-
 def dense_counts(shape: Shape) -> CountTiles:
     """Tiles where nothing is masked: all are visited, and only ragged ones check lengths."""
 

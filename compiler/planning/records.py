@@ -8,7 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # that plans are asked for by name
+
+
+def element_bytes(dtype: str) -> int:
+    """Also of float64, which a CPU computes."""
+    return 8 if dtype == "fp64" else DTYPE_BYTES[dtype]
 
 
 # -- The problem ------------------------------------------------------------------------------------------------------
@@ -23,11 +28,11 @@ class Shape:
     kv_len: int  # T
     head_dim: int  # D, of query and key as the kernel sees them
     value_dim: int  # Dv
-    dtype: str = "bf16"  # "bf16", "fp16" or "fp32"
+    dtype: str = "bf16"  # "bf16", "fp16", "fp32" or, on a CPU, "fp64"
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return element_bytes(self.dtype)
 
     @property
     def group(self) -> int:

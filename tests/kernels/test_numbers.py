@@ -152,6 +152,20 @@ def test_a_float_tensor_that_only_the_mask_reads_gets_a_gradient_of_0(target: st
     assert read.grad is not None and not read.grad.any()
 
 
+def test_an_int_that_a_number_chooses_is_a_float_of_the_call() -> None:
+    """As an int, torch's functions would compute it in torch's default dtype."""
+    variant = weft.Attention(weft.tanh(weft.where(head_dim == 1, score, n)), sink=0.0, name="chosen_number")
+    given = tensors(dtype=torch.float64)
+    torch.testing.assert_close(variant(*given, n=1), variant.reference(*given, n=1), rtol=0, atol=1e-14)
+
+
+def test_plans_of_float64_are_shown() -> None:
+    variant = weft.Attention(mask=CAUSAL, name="plain")
+    given = tensors(dtype=torch.float64)
+    assert "fp64" in variant.explain(*given) and "def forward_tile" in variant.source(*given)
+    assert variant.plan(*given).shape.element_bytes == 8
+
+
 # -- torch's defaults --------------------------------------------------------------------------------------------------
 MIXED = weft.Attention(
     score=weft.maximum(score, -1.5) - 0.3 * (q_pos - kv_pos) + weft.where(kv_pos % 2 < 1, 1.0, weft.log(x - 1.0))
