@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -126,15 +127,24 @@ def build(jobs: Sequence[Job], processes: int | None = None) -> Iterator[Built]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits; in processes that are started here for good. Not on Windows, which cannot hold it."""
+    """Ctrl-C waits; in processes that are started here for good. Not on Windows, which cannot hold it.
+
+    A mask alone holds it of this thread: where another one takes the signal, Python still interrupts the main one.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask, held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}), []
+    is_main = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None
+    handler = signal.signal(signal.SIGINT, lambda *_: held.append(True)) if is_main else None
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def build_one(job: Job) -> Built:
