@@ -66,12 +66,14 @@ from .hopper_tiles import (
     columns_of_form,
     forward_form,
     has_pieces_apart,
+    is_persistent,
     key_pieces,
     left_parts,
     main_form,
     part_columns,
     pieces_of,
     piecewise,
+    places_of_results,
     statistics_of_a_row,
     sums_of_a_tile,
 )
@@ -258,6 +260,7 @@ class HopperTarget:
             pieces, _ = pieces_of(forward_form(code), own)
             return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, **offset}
         main, form = main_form(code)
+        persistent = is_persistent(code, facts)
         pieces, value_pieces = pieces_of(form, own)
         part = {
             "part_columns": part_columns(form, own), "left_parts": left_parts(form, own),
@@ -278,6 +281,8 @@ class HopperTarget:
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
             "diagonals": code.borrows_diagonals,
+            "persistent": persistent,
+            "places": places_of_results(form, own) if persistent and main == "flash_backward" else None,
         } | ({"slope_at_end": True} if tables_in(code, facts) else {})  # fmt: skip
 
     def load(self, path: Path, source: str) -> ModuleType:

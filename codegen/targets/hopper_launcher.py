@@ -26,6 +26,7 @@ from .hopper_tiles import (
     backward_form,
     columns_of,
     forward_form,
+    is_persistent,
     main_form,
     part_columns,
     pieces_of,
@@ -286,6 +287,30 @@ class HopperLauncher(TritonLauncher):
             return {}
         return dict.fromkeys(("pairs_desc", "dpairs_desc"), [1] * (read.tensor.rank - 2) + [queries, keys])
 
+    def _is_persistent(self) -> bool:
+        """Whether programs of the main kernel take units of work until none are left."""
+        raise NotImplementedError
+
+    def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
+        given = super()._given(call, results)
+        return {**given, "counter_ptr": self._counter()} if self._is_persistent() else given
+
+    def _made(self, mode: Mode) -> dict[str, str]:
+        return super()._made(mode) | self._counted()
+
+    def _counted(self) -> dict[str, str]:
+        return {"counter_ptr": "counter(device)"} if self._is_persistent() else {}
+
+    def _counter(self) -> Tensor:
+        return self._launching.counter(self.device)
+
+    def _processors(self) -> int:
+        return processors(self.device)
+
+    def _one_an_sm(self, units: str) -> str:
+        """Programs for units of work: those that run at a time."""
+        return f"least({self._processors()}, {units})"
+
     def _box(self, tensor: str) -> Described:
         return Described(tensor, Box if self.sequences == "dense" else RaggedBox, self.columns)
 
@@ -324,24 +349,13 @@ class HopperLauncher(TritonLauncher):
 class HopperForwardLauncher(HopperLauncher):
     """Launches of the persistent forward: a counter for the work, and a grid of one program an SM."""
 
-    def _given(self, call: CallTensors, results: Named) -> dict[str, Any]:
-        given = super()._given(call, results)
-        given["counter_ptr"] = self._counter()
-        return given
-
-    def _made(self, mode: Mode) -> dict[str, str]:
-        return {**super()._made(mode), "counter_ptr": "counter(device)"}
-
-    def _counter(self) -> Tensor:
-        return self._launching.counter(self.device)
-
-    def _processors(self) -> int:
-        return processors(self.device)
+    def _is_persistent(self) -> bool:
+        return True
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
             return super()._programs(kernel, constants)
-        return f"least({self._processors()}, query_tiles * batch_heads)"
+        return self._one_an_sm("query_tiles * batch_heads")
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         block_q = forward_form(self.code).block_q
@@ -378,6 +392,9 @@ class HopperBackwardLauncher(HopperLauncher):
         self._together = self.code.has("flash_backward") and self.sequences != "packed"
         if self._together:
             self.numbers |= {"statistics", "dquery_sums"}
+
+    def _is_persistent(self) -> bool:
+        return is_persistent(self.code, self.facts)
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
@@ -488,13 +505,14 @@ class HopperBackwardLauncher(HopperLauncher):
             own = {"statistics": f"{statistics}.zero_()" if self.sequences == "packed" else statistics}
             if self.code.has("flash_backward"):
                 own["dquery_sums"] = rows_of("dquery_sums_floats", dtype="float32")
-        return self._made_measures(mode) | self._made_gradients() | own
+        return self._made_measures(mode) | self._made_gradients() | own | self._counted()
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in (DISTANCE_TABLES, DDIAGONALS, *RUNS, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
-            return "key_tiles * batch_kv_heads"
+            units = "key_tiles * batch_kv_heads"
+            return self._one_an_sm(units) if self._is_persistent() else units
         if kernel.name == "flash_dquery":
             return "own_tiles * batch_heads"
         if self.sequences == "packed" and self._share > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
@@ -145,6 +145,38 @@ def left_parts(form: HopperBackwardForm, widths: Widths) -> int:
 def sums_of_a_tile(form: HopperBackwardForm, widths: Widths) -> int:
     """Floats of the sums of dQ of a query tile."""
     return form.block_q * columns_of_form(form, widths)[0]
+
+
+def is_persistent(code: CodePlan, facts: Facts) -> bool:
+    """Whether programs of the kernel that owns keys, where there is one, take one tile of them after another."""
+    main, form = main_form(code)
+    return bool(main) and form.is_persistent(code.signature, facts.attention.drops)
+
+
+def places_of_results(form: HopperBackwardForm, widths: Widths) -> dict[str, Any] | None:
+    """Where a consumer's dK and dV lie in the place of its shares of dQ; None where one of them does not fit.
+
+    By the name of a piece: how many tiles like it have room there (`number`), and which one it is (`first`). `shared`:
+    whether both tensors have the same room, one after the other.
+    """
+    keys, values = pieces_of(form, widths)
+    room = ROWS * part_columns(form, widths) * left_parts(form, widths) * 4
+    own = [piece for piece in keys if not piece.shared]
+    sizes = [sum(2 * ROWS * piece.columns for piece in pieces) for pieces in (values, own)]
+    if max(sizes) > room:
+        return None
+    shared = sum(sizes) > room
+    found: dict[str, Any] = {"shared": shared}
+    at = 0
+    for tensor, pieces in (("value", values), ("key", own)):
+        at = 0 if shared else at
+        for piece in pieces:
+            size = 2 * ROWS * piece.columns
+            if room % size or at % size:
+                return None
+            found[f"{tensor}{piece.name}"] = {"number": room // size, "first": at // size}
+            at += size
+    return found
 
 
 def forward_form(code: CodePlan) -> HopperForm:

@@ -100,6 +100,7 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
     consumers = f"{t.kv // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} keys"
     if t.kv == ROWS_OF_A_WARPGROUP:
         consumers = "2 consumers of some columns each"
+    own = EACH_KV if t.persistent else ONCE
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
     stored = t.boxes and "pair" in t.sums
@@ -107,9 +108,9 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
     bits = "which pairs are dropped, a bit each in SRAM, ahead, by a warp for 32 queries"
     drawn = [computes("dropped", bits, EACH_Q)] if t.traits.drops else []
     stages = [
-        loads("key", t.key(), ONCE),
-        loads("value", t.value(), ONCE),
-        keeps("dkey", f"{', '.join(f'{x} float32' for x in key_results(t))}, by {consumers}"),
+        loads("key", t.key(), own),
+        loads("value", t.value(), own),
+        keeps("dkey", f"{', '.join(f'{x} float32' for x in key_results(t))}, by {consumers}", own),
         loads("query", f"{', '.join([t.query(), *t.saved('lse', 'delta')])}, {slot}", EACH_Q, AHEAD),
         *([loads("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as Q", EACH_Q, AHEAD)] if t.boxes else []),
         loads("doutput", f"{t.output('dO')}, {slot}", EACH_Q, AHEAD),
@@ -128,7 +129,7 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
             else []
         ),
         Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", EACH_Q),
-        Stage("store dkey", "store", ", ".join(key_results(t)) + shared, "registers -> SRAM -> HBM", ONCE),
+        Stage("store dkey", "store", ", ".join(key_results(t)) + shared, "registers -> SRAM -> HBM", own),
     ]
     left_out = set() if t.one_pass else {"compute dquery", "store dquery"}
     left_out |= set() if t.wants_dkey else {"compute dkey"}

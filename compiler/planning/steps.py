@@ -23,6 +23,7 @@ class Tiles:
     ragged: bool = False  # sequences have lengths of their own
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
     boxes: bool = False  # tiles of what each pair reads are brought to SRAM
+    persistent: bool = False  # programs that own keys take one tile of them after another
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {columns(self.parts.qk)}]"

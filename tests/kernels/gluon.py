@@ -77,8 +77,10 @@ class Shared:
         return Shared(self.tile.narrow(dim, int(start), length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
-        """The bytes of words, whose upper halves are not there."""
-        assert (dtype, self.dtype) == (torch.uint8, Language.uint32) and shape[-1] == 4
+        """Other numbers in the same bytes; those of words are without their upper halves, which are not there."""
+        if self.dtype != Language.uint32:
+            return Shared(self.tile.view(dtype).view(list(shape)))
+        assert dtype == torch.uint8 and shape[-1] == 4
         return Shared(self.tile.view(dtype).view(*shape[:-1], 8)[..., :4])
 
     def load(self, layout: object) -> Tensor:
@@ -402,6 +404,9 @@ class Language:
 
     def cdiv(self, a: Any, b: Any) -> Any:
         return (a + b - 1) // b
+
+    def assume(self, holds: Any) -> None:
+        assert bool(holds)
 
     def max(self, x: Tensor, axis: int) -> Tensor:
         return x.amax(axis)
