@@ -110,8 +110,8 @@ def test_sequences(kind: str, differentiate: tuple[str, ...]) -> None:
     check_variant(variant("full"), *tensors, operands={"bias4": bias} | more, differentiate=differentiate)
 
 
+@pytest.mark.slow(15)
 @pytest.mark.sampled(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_offsets(kind: str) -> None:
     tensors, operands = given(70, 300), biases("full", 300, 300)

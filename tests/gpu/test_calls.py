@@ -373,7 +373,7 @@ CALLED = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(32)
 @pytest.mark.parametrize("name", mostly(["alibi"], ["causal", "alibi"]))
 def test_what_was_built_ahead_compiles_nothing_at_its_first_call(name, tmp_path):
     targets = TARGETS if torch.cuda.get_device_capability() == (9, 0) else ["triton"]

@@ -106,7 +106,7 @@ def test_gradients_repeat_and_a_checkpoint_drops_the_same() -> None:
 
 
 # -- on hopper: in two passes, and of sequences with lengths ----------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.slow(21)
 @pytest.mark.sampled(73)
 @pytest.mark.parametrize("target", ["hopper"])
 @pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128), (144, 80), (192, 192)])
@@ -119,7 +119,7 @@ def test_two_passes(name: str, length: int, width: int, value_dim: int, target: 
     check_variant(VARIANTS[name], *tensors, operands=operands, target=target, deterministic=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.sampled(56)
 @pytest.mark.parametrize("target", ["hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -206,6 +206,7 @@ def test_nothing_waits_for_the_device(no_waiting: Any) -> None:
         CAUSAL(*given).sum().backward()
 
 
+@pytest.mark.slow(13)
 def test_sequences_with_lengths() -> None:
     lens = torch.tensor([300, 0, 17, 133], device="cuda")
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cuda"), lens.cumsum(0)])

@@ -135,8 +135,8 @@ def test_these_are_the_kernels_that_a_call_takes() -> None:
         assert uses_hopper(variant(name), given(300, 300, 128), operands_of(variant(name), 300)), name
 
 
+@pytest.mark.slow(20)
 @pytest.mark.sampled(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["of_both", "t5_causal"])
 def test_gradients_repeat(name: str) -> None:
     """Two passes bit for bit; one pass all but dQ, whose sums many programs add to."""

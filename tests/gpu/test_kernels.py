@@ -229,6 +229,7 @@ def test_an_offset_of_each_batch_row(target, name, dim):
     check(name, (2, 4, 100, dim), 2, 300, target=target, q_offset=offsets, deterministic=name == "window")
 
 
+@pytest.mark.slow(15)
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
@@ -299,6 +300,7 @@ def test_gradients_of_views_that_cannot_be_read_in_place():
             assert (a - b).float().norm() <= 1e-3 * b.float().norm(), name
 
 
+@pytest.mark.slow(17)
 def test_new_lengths_batches_and_windows_compile_nothing():
     variant, _ = VARIANTS["window"]
 
@@ -421,7 +423,7 @@ def test_other_schedules(algorithm, name):
     check(name, (2, 4, 300, 64), 2, 300, dtype=torch.float16, schedule=algorithm)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(29)
 def test_torch_compile_with_the_gpu_targets():
     q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     compiled = torch.compile(lambda q, k, v: CAUSAL(q, k, v) * 2, fullgraph=True)

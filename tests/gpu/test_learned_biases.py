@@ -75,6 +75,7 @@ def test_lengths(name: str, length: int) -> None:
         check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["full", "t5", "clamped"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -95,6 +96,7 @@ def test_sequences(name: str, kind: str) -> None:
     check_variant(variant(name), *tensors, operands=operands | more, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("name", mostly(["graphormer"], ["of_heads", "graphormer"]))
 def test_packed_sequences_that_share_entries(name: str) -> None:
     starts = torch.tensor([0, 100, 101, 230], device="cuda", dtype=torch.int32)
@@ -106,6 +108,7 @@ def test_packed_sequences_that_share_entries(name: str) -> None:
     )
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["graphormer", "of_half_the_heads", "both_ways"])
 def test_additions_in_any_order(name: str) -> None:

@@ -198,7 +198,7 @@ def test_repeated_calls_agree_bit_for_bit(kind, target):
         assert all(torch.equal(a, b) for a, b in zip(found[0], again))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_ten_thousand_sequences_and_one_of_a_hundred_thousand_tokens():
     generator = torch.Generator().manual_seed(0)
     many = torch.randint(0, 21, (10_000,), generator=generator).tolist()

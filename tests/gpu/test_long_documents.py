@@ -158,7 +158,7 @@ def test_a_graph_measures_what_it_finds(target: str) -> None:
             check(found, given, 0, slice(0, 4), tokens, f"{target} replayed at {at}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(14)
 def test_ids_as_far_apart_as_can_be() -> None:
     """Neighbours lie at both ends of int64, so that every stretch may hold any document."""
     length = 20_000
