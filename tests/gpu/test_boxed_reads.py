@@ -177,7 +177,7 @@ def test_launches_repeat(mask: Any, width: int) -> None:
 FORMS = ["128x128s2q1p2+regs", "192x128s2q1p2+pairs", "128x64s3q1p2", "128x128s3q1p2+lazy+overlap", "128x128s3q1"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
     tensors, operands = given(712, 712), biases("full", 712, 712)

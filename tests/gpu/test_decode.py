@@ -331,7 +331,7 @@ def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, captured):
     query, key, value = operands(1)
     variant = CAUSAL
     if is_latent:
-        variant, query = LATENT["causal"], torch.randn(5, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+        variant, query = LATENT["causal"], torch.randn(5, 16, 1, 576, device="cuda", dtype=torch.bfloat16)
         key = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
     caches = (key,) if is_latent else (key, value)
     lens = torch.full((5,), ROWS, device="cuda", dtype=torch.int32)

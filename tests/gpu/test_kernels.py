@@ -95,7 +95,7 @@ def check(
     )  # fmt: skip
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(39)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", VARIANTS)

@@ -116,7 +116,7 @@ def test_additions_in_any_order(name: str) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands), deterministic=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("deterministic", [None, True])
 @pytest.mark.parametrize(
     "name", mostly(["full", "of_heads", "graphormer"], ["full", "of_heads", "t5", "graphormer", "both_ways"])

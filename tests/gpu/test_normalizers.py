@@ -24,7 +24,7 @@ def test_a_normalizer_from_outside(normalizer):
     check_variant(toy(normalizer=normalizer), *tensors, target="triton", lse=False)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])

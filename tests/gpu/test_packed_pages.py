@@ -199,7 +199,7 @@ def test_a_graph_of_latent_chunks_is_replayed_with_other_lengths(heads, captured
     variant = LATENT["causal"]
     query = torch.randn(1, heads, 320, 576, device="cuda", dtype=torch.bfloat16)
     cache = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
-    (pool,), table = paged((cache,), [ROWS] * 5, 64)
+    (pool,), table = paged((cache,), [ROWS] * 5, 16)
     starts, lens = starts_of([64] * 5), tensor([ROWS] * 5)
 
     def step():

@@ -36,7 +36,7 @@ def check(
     check_variant(variant, *tensors, operands=operands, differentiate=wanted, target=target, **options)
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.sampled(43)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
