@@ -157,6 +157,7 @@ def test_other_tensors_are_read_as_before(case: str) -> None:
     assert "p2" not in planned("full", tensors, {"bias4": bias})
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", [True, masks.causal])

@@ -39,6 +39,7 @@ def _has_the_target(request: pytest.FixtureRequest) -> None:
 BOTH = pytest.mark.parametrize("target", ["triton", "hopper"])
 
 
+@pytest.mark.slow(10)
 @BOTH
 @pytest.mark.sampled(37)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -80,7 +80,9 @@ def test_masks_and_scores(name):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 127, 128, 129, 191, 256, 521])
+@pytest.mark.parametrize(
+    "length", [pytest.param(1, marks=pytest.mark.slow(9)), 31, 32, 63, 64, 65, 127, 128, 129, 191, 256, 521]
+)
 @pytest.mark.parametrize("name", ["causal", "dense", "window"])
 def test_lengths_at_the_edges_of_tiles(name, length):
     sizes = {"causal": (2, length, length), "dense": (3, 130, length), "window": (1, length, length + 77)}
@@ -173,6 +175,7 @@ def check_lengths(name, kind, lens, deterministic=None, offset=None, **sizes):
 KINDS = {"padded": PADDED, "packed": PACKED}
 
 
+@pytest.mark.slow(10)
 @pytest.mark.sampled(46)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -47,6 +47,7 @@ def wanted(operands: dict[str, Tensor]) -> tuple[str, ...]:
 SHORT = ("shaw", "distance", "swin")
 
 
+@pytest.mark.slow(10)
 @pytest.mark.sampled(50)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
@@ -58,6 +59,7 @@ def test_every_read(name: str, dtype: torch.dtype) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("width", [64, 128, 80, 256])
 @pytest.mark.parametrize("name", ["full", "of_heads", "t5_causal", "graphormer"])
@@ -140,6 +142,7 @@ def test_lists_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(10)
 def test_memory_of_a_t5_table_is_linear_in_length(most_memory: Callable[[Callable[[], object]], int]) -> None:
     """The lists of a diagonal's sums are some numbers a row: no tensor of pairs is made."""
     used = []

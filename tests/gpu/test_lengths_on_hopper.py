@@ -57,6 +57,7 @@ def test_offsets_and_groups_of_heads(heads, kv_heads, offset, kind):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=offset, target="hopper", deterministic=True)
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(38)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])

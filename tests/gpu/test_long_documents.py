@@ -97,6 +97,7 @@ def test_documents(length: int, order: str, deterministic: bool, target: str) ->
             check(found, given, row, slice(0, 4), tokens, f"{target} {order} {length} row {row} document {mark}")
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_masks_that_differ_by_head(target: str) -> None:
     skip_without(target)

@@ -84,6 +84,7 @@ def test_decode_waits_for_nothing(place, kind, no_waiting):
     assert out.isfinite().all()
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("kind", ["plain", "latent"])
 @torch.no_grad()
 def test_decode_in_a_graph(kind):

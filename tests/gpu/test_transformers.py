@@ -92,6 +92,7 @@ def test_t5_is_as_exact_as_eager() -> None:
     as_exact_as_eager(small.t5, None, input_ids=ids, attention_mask=long("right"), decoder_input_ids=answer)
 
 
+@pytest.mark.slow(8)
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
