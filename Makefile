@@ -21,6 +21,8 @@ CASES ?= 2000
 SEED ?= 0
 TARGET ?= cpu,cpu,cpu,cpu,interpret
 GPU_WORKERS ?= -n 15 --dist worksteal
+# no GPU test uses them, and importing the second takes each worker a second
+GPU_PLUGINS := -p no:benchmark -p no:hypothesispytest
 JOBS ?= 1
 RANDOM ?= 500
 VENV := .venv
@@ -80,11 +82,11 @@ else
 endif
 
 gpu-test: $(READY)
-	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m "gpu and not thorough" tests/gpu
+	$(RUN) -m pytest $(GPU_WORKERS) $(GPU_PLUGINS) -m "gpu and not thorough" tests/gpu
 	$(RUN) benchmarks/attention.py $(BENCH)
 
 gpu-test-all: $(READY)
-	$(RUN) -m pytest $(GPU_WORKERS) -p no:benchmark -m gpu tests/gpu
+	$(RUN) -m pytest $(GPU_WORKERS) $(GPU_PLUGINS) -m gpu tests/gpu
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,7 +1,8 @@
-"""Many workers share the machine: what they compute on its CPU takes one core each."""
+"""Many workers share the machine: what they compute on its CPU takes one core each, and slow tests come first."""
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(trylast=True)  # when -m has chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The share of every worker begins with its part of the tests that are marked slow: none of them is the last one.
+    """The share of every worker begins with its part of the tests that are marked slow, in which all parts take about
+    as long, and the longest comes first: none of them is the last one.
 
     Shares of --dist worksteal lie one after the other. All other tests stay in order: neighbours launch the same
     kernels, which a worker compiles once.
@@ -33,13 +35,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not item.get_closest_marker("slow")]
     if workers == 1 or len(slow) > len(others) or not all(item.get_closest_marker("gpu") for item in items):
         return
-    number = len(items)
+    number, parts = len(items), divided(slow, workers)
     items.clear()
-    for worker in range(workers):
+    for worker, first in enumerate(parts):
         share = (number - len(items)) // (workers - worker)
-        first = slow[worker::workers]
         items += first + others[: share - len(first)]
         del others[: share - len(first)]
+
+
+def divided(slow: list[pytest.Item], workers: int) -> list[list[pytest.Item]]:
+    """Each test, the longest first, to whoever has least to do so far."""
+    loads, parts = [0.0] * workers, [[] for _ in range(workers)]  # type: tuple[list[float], list[list[pytest.Item]]]
+    for item in sorted(slow, key=seconds_of, reverse=True):
+        worker = loads.index(min(loads))
+        loads[worker] += seconds_of(item)
+        parts[worker].append(item)
+    return parts
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """What the mark `slow` says that a test takes."""
+    marker = item.get_closest_marker("slow")
+    return float(marker.args[0]) if marker is not None and marker.args else 10.0
 
 
 @pytest.fixture
@@ -59,6 +76,26 @@ def no_waiting() -> Callable[[], AbstractContextManager[None]]:
             torch.cuda.set_sync_debug_mode("default")
 
     return block
+
+
+@pytest.fixture
+def most_memory() -> Callable[[Callable[[], object]], int]:
+    """Bytes that a call takes at most, beyond those that were taken before it.
+
+    Garbage goes first: what is freed while the call runs would count as if it took less.
+    """
+    import torch
+
+    def of(call: Callable[[], object]) -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    return of
 
 
 Results = TypeVar("Results")

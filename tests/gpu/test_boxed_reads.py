@@ -110,8 +110,8 @@ def test_sequences(kind: str, differentiate: tuple[str, ...]) -> None:
     check_variant(variant("full"), *tensors, operands={"bias4": bias} | more, differentiate=differentiate)
 
 
+@pytest.mark.slow(15)
 @pytest.mark.sampled(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["number", "tensor"])
 def test_offsets(kind: str) -> None:
     tensors, operands = given(70, 300), biases("full", 300, 300)
@@ -157,6 +157,7 @@ def test_other_tensors_are_read_as_before(case: str) -> None:
     assert "p2" not in planned("full", tensors, {"bias4": bias})
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("mask", [True, masks.causal])
@@ -177,7 +178,7 @@ def test_launches_repeat(mask: Any, width: int) -> None:
 FORMS = ["128x128s2q1p2+regs", "192x128s2q1p2+pairs", "128x64s3q1p2", "128x128s3q1p2+lazy+overlap", "128x128s3q1"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form: str) -> None:
     tensors, operands = given(712, 712), biases("full", 712, 712)

@@ -203,6 +203,7 @@ def test_threads_that_have_called_nothing_of_cuda_yet(kind):
         assert all(torch.equal(first[n], other[n]) for n in (0, 2, 3))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("lengths", [False, True], ids=["dense", "lengths"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_known_of_calls_that_repeat_changes_no_result(target, lengths, monkeypatch):
@@ -373,7 +374,7 @@ CALLED = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(32)
 @pytest.mark.parametrize("name", mostly(["alibi"], ["causal", "alibi"]))
 def test_what_was_built_ahead_compiles_nothing_at_its_first_call(name, tmp_path):
     targets = TARGETS if torch.cuda.get_device_capability() == (9, 0) else ["triton"]

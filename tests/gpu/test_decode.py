@@ -304,6 +304,7 @@ def test_latent_decode_that_is_left_to_triton(heads, page):
     check_latent("causal", heads, 2, KV_LENS, page, target="triton")
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["causal", "window", "alibi", "rank 384", "sink", "far"])
 @pytest.mark.parametrize(("heads", "q_len"), [(16, 70), (64, 33), (128, 17)])
@@ -314,9 +315,13 @@ def test_chunks_of_latent_caches(name, heads, q_len):
     check_latent(name, heads, q_len, KV_LENS)
 
 
-def test_a_chunk_of_a_prompt_behind_a_latent_cache():
-    check_latent("causal", 128, 200, [3000, 17, 0, 2999, 64], 64, rows=3000)
-    check_latent("causal", 16, 300, None, rows=3000)
+@pytest.mark.slow(20)
+@pytest.mark.parametrize(
+    ("heads", "q_len", "lens", "page"), [(128, 200, [3000, 17, 0, 2999, 64], 64), (16, 300, None, 0)],
+    ids=["paged", "dense"],
+)  # fmt: skip
+def test_a_chunk_of_a_prompt_behind_a_latent_cache(heads, q_len, lens, page):
+    check_latent("causal", heads, q_len, lens, page, rows=3000)
 
 
 @pytest.mark.parametrize("paging", [False, True])
@@ -326,7 +331,7 @@ def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, captured):
     query, key, value = operands(1)
     variant = CAUSAL
     if is_latent:
-        variant, query = LATENT["causal"], torch.randn(5, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+        variant, query = LATENT["causal"], torch.randn(5, 16, 1, 576, device="cuda", dtype=torch.bfloat16)
         key = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
     caches = (key,) if is_latent else (key, value)
     lens = torch.full((5,), ROWS, device="cuda", dtype=torch.int32)

@@ -23,6 +23,7 @@ def given(name: str, q_len: int, kv_len: int, dim: int = 64, dtype: torch.dtype 
     return attention, tensors, operands
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(29)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("rows", [(333, 333), (128, 1000), (1000, 129)])

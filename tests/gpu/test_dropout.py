@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 
 from ..kernels.test_dropout import ALL, CAUSAL, VARIANTS, operands_of
-from ..support import check_variant, poisoned
+from ..support import check_variant, mostly, poisoned
 from .test_lengths import given
 from .test_lengths_on_hopper import DOCUMENTS, documents
 
@@ -39,6 +39,7 @@ def _has_the_target(request: pytest.FixtureRequest) -> None:
 BOTH = pytest.mark.parametrize("target", ["triton", "hopper"])
 
 
+@pytest.mark.slow(10)
 @BOTH
 @pytest.mark.sampled(37)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -106,7 +107,7 @@ def test_gradients_repeat_and_a_checkpoint_drops_the_same() -> None:
 
 
 # -- on hopper: in two passes, and of sequences with lengths ----------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.slow(21)
 @pytest.mark.sampled(73)
 @pytest.mark.parametrize("target", ["hopper"])
 @pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128), (144, 80), (192, 192)])
@@ -119,8 +120,8 @@ def test_two_passes(name: str, length: int, width: int, value_dim: int, target: 
     check_variant(VARIANTS[name], *tensors, operands=operands, target=target, deterministic=True)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(56)
+@pytest.mark.slow(20)
+@pytest.mark.sampled(96)
 @pytest.mark.parametrize("target", ["hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -153,7 +154,7 @@ def test_two_passes_repeat_bit_for_bit(target: str, width: int, value_dim: int, 
     assert not any(t.isnan().any() for t in runs[0])
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", mostly([64], [64, 128]))
 def test_launches_repeat_bit_for_bit(width: int) -> None:
     """A bit that is read before it is drawn, or drawn over before it is read, would be another number."""
     shapes = [(2, 8, 700, width), (2, 2, 700, width), (2, 2, 700, width)]
@@ -206,6 +207,7 @@ def test_nothing_waits_for_the_device(no_waiting: Any) -> None:
         CAUSAL(*given).sum().backward()
 
 
+@pytest.mark.slow(13)
 def test_sequences_with_lengths() -> None:
     lens = torch.tensor([300, 0, 17, 133], device="cuda")
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cuda"), lens.cumsum(0)])

@@ -80,11 +80,13 @@ def test_masks_and_scores(name):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 127, 128, 129, 191, 256, 521])
-def test_lengths_at_the_edges_of_tiles(length):
-    check("causal", 2, length, length)
-    check("dense", 3, 130, length)
-    check("window", 1, length, length + 77)
+@pytest.mark.parametrize(
+    "length", [pytest.param(1, marks=pytest.mark.slow(9)), 31, 32, 63, 64, 65, 127, 128, 129, 191, 256, 521]
+)
+@pytest.mark.parametrize("name", ["causal", "dense", "window"])
+def test_lengths_at_the_edges_of_tiles(name, length):
+    sizes = {"causal": (2, length, length), "dense": (3, 130, length), "window": (1, length, length + 77)}
+    check(name, *sizes[name])
 
 
 @pytest.mark.parametrize("heads", [1, 16, 128])
@@ -173,6 +175,7 @@ def check_lengths(name, kind, lens, deterministic=None, offset=None, **sizes):
 KINDS = {"padded": PADDED, "packed": PACKED}
 
 
+@pytest.mark.slow(10)
 @pytest.mark.sampled(46)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,6 +205,7 @@ def test_lengths_of_sequences_at_the_edges_of_tiles(nope, turn):
         check_lengths(name, kind, lens, turn % 4 > 1, heads=2, nope=nope, rope=nope // 2)
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("offset", ["tensor", "number"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,7 +251,7 @@ def test_a_graph_of_gradients_is_replayed_with_other_lengths(captured):
             assert (replayed - usual).float().norm() <= 1e-2 * usual.float().norm()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(26)
 @pytest.mark.parametrize("backend", mostly(["aot_eager"], ["aot_eager", "inductor"]))
 def test_a_layer_trains_under_torch_compile(backend):
     layer = weft.nn.LatentAttention(256, 4, kv_lora=RANK, nope=128, rope_dim=64, device="cuda", dtype=torch.bfloat16)

@@ -67,7 +67,7 @@ def test_reads_by_one_position(name: str, dim: int, deterministic: bool) -> None
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 257])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow(10)), 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("name", mostly(["of_both"], ["of_keys", "of_queries", "of_both"]))
 def test_lengths(name: str, length: int) -> None:
     for more in (0, 5, 200):
@@ -113,7 +113,7 @@ def test_tables_by_distance(name: str, dim: int, deterministic: bool) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 191, 320])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow(20)), 63, 64, 65, 128, 129, 191, 320])
 def test_lengths_of_tables(length: int) -> None:
     for more in (0, 5, 200):
         declared, operands = by_distance("t5")
@@ -122,7 +122,7 @@ def test_lengths_of_tables(length: int) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("far", [200.0, 300.0, 1e4, -1e9])
+@pytest.mark.parametrize("far", [pytest.param(200.0, marks=pytest.mark.slow(11)), 300.0, 1e4, -1e9])
 def test_numbers_far_from_0(far: float) -> None:
     declared, operands = by_distance("t5_causal", far)
     check_variant(declared, *given(700, 700, 128), operands=operands, differentiate=learned(operands), target="hopper")
@@ -135,8 +135,8 @@ def test_these_are_the_kernels_that_a_call_takes() -> None:
         assert uses_hopper(variant(name), given(300, 300, 128), operands_of(variant(name), 300)), name
 
 
+@pytest.mark.slow(20)
 @pytest.mark.sampled(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["of_both", "t5_causal"])
 def test_gradients_repeat(name: str) -> None:
     """Two passes bit for bit; one pass all but dQ, whose sums many programs add to."""

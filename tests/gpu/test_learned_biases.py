@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +47,7 @@ def wanted(operands: dict[str, Tensor]) -> tuple[str, ...]:
 SHORT = ("shaw", "distance", "swin")
 
 
+@pytest.mark.slow(10)
 @pytest.mark.sampled(50)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SCORES)
@@ -56,6 +59,7 @@ def test_every_read(name: str, dtype: torch.dtype) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("width", [64, 128, 80, 256])
 @pytest.mark.parametrize("name", ["full", "of_heads", "t5_causal", "graphormer"])
@@ -73,6 +77,7 @@ def test_lengths(name: str, length: int) -> None:
         check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("name", ["full", "t5", "clamped"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
@@ -93,6 +98,7 @@ def test_sequences(name: str, kind: str) -> None:
     check_variant(variant(name), *tensors, operands=operands | more, differentiate=wanted(operands))
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("name", mostly(["graphormer"], ["of_heads", "graphormer"]))
 def test_packed_sequences_that_share_entries(name: str) -> None:
     starts = torch.tensor([0, 100, 101, 230], device="cuda", dtype=torch.int32)
@@ -104,6 +110,7 @@ def test_packed_sequences_that_share_entries(name: str) -> None:
     )
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["graphormer", "of_half_the_heads", "both_ways"])
 def test_additions_in_any_order(name: str) -> None:
@@ -111,7 +118,7 @@ def test_additions_in_any_order(name: str) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands), deterministic=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("deterministic", [None, True])
 @pytest.mark.parametrize(
     "name", mostly(["full", "of_heads", "graphormer"], ["full", "of_heads", "t5", "graphormer", "both_ways"])
@@ -135,7 +142,8 @@ def test_lists_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
 
-def test_memory_of_a_t5_table_is_linear_in_length() -> None:
+@pytest.mark.slow(10)
+def test_memory_of_a_t5_table_is_linear_in_length(most_memory: Callable[[Callable[[], object]], int]) -> None:
     """The lists of a diagonal's sums are some numbers a row: no tensor of pairs is made."""
     used = []
     for length in (4096, 8192):
@@ -144,12 +152,7 @@ def test_memory_of_a_t5_table_is_linear_in_length() -> None:
         ]
         table = torch.randn(4, 16, device="cuda", requires_grad=True)
         out = variant("t5_causal")(*tensors, tables=table)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out.backward(torch.randn_like(out))
-        torch.cuda.synchronize()
-        used.append(torch.cuda.max_memory_allocated() - before)
+        used.append(most_memory(lambda out=out: out.backward(torch.randn_like(out))))
     assert used[1] < 2.5 * used[0] and used[1] < 8192 * 8192
 
 

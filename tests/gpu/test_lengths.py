@@ -87,6 +87,7 @@ def test_every_variant(name, dim, kind, target):
     check_variant(VARIANTS[name], *made, operands=operands_of(name) | lengths, target=target)
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -95,6 +96,7 @@ def test_dtypes(dtype, kind):
     check_variant(CAUSAL, *made, operands=lengths)
 
 
+@pytest.mark.slow(10)
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("dim, value_dim", [(20, 40), (40, 128), (80, 64), (96, 96), (128, 80), (192, 128), (256, 256)])
@@ -198,7 +200,7 @@ def test_repeated_calls_agree_bit_for_bit(kind, target):
         assert all(torch.equal(a, b) for a, b in zip(found[0], again))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_ten_thousand_sequences_and_one_of_a_hundred_thousand_tokens():
     generator = torch.Generator().manual_seed(0)
     many = torch.randint(0, 21, (10_000,), generator=generator).tolist()

@@ -33,6 +33,7 @@ def documents(rows=1000, each=70):
     return (torch.arange(rows, device="cuda") // each).repeat(6, 1)
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(57)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_two_passes(name, dim, value_dim, kind):
     check_variant(VARIANTS[name], *made, operands=operands_of(name) | lengths, target="hopper", deterministic=True)
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [None, 7, -5, "tensor"])
@@ -55,6 +57,7 @@ def test_offsets_and_groups_of_heads(heads, kv_heads, offset, kind):
     check_variant(CAUSAL, *made, operands=lengths, q_offset=offset, target="hopper", deterministic=True)
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(38)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -67,6 +70,7 @@ def test_measured_tiles(name, deterministic, dim, kind):
     check_variant(variant, *made, operands={"doc": ids} | lengths, target="hopper", deterministic=deterministic)
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("value", ["gain", "slope"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +84,7 @@ def test_gradients_of_operands(dim, kind, value):
     check_variant(variant, *made, operands=operands | lengths, differentiate=tuple(operands), target="hopper")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(23)
 @pytest.mark.parametrize("kind", mostly(["packed"], KINDS))
 def test_gradients_of_biases(kind):
     made, lengths = given(kind, 64)
@@ -105,7 +109,7 @@ def test_two_passes_repeat_bit_for_bit(variant, dim, value_dim, kind):
     assert not any(t.isnan().any() for t in found[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(18)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (256, 256)])
 def test_lengths_at_the_edges_of_tiles(dim, value_dim):

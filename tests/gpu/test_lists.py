@@ -12,7 +12,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.runtime import kept
 
-from ..support import check_variant, poisoned
+from ..support import check_variant, mostly, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -74,7 +74,7 @@ def test_hopper_leaves_them_to_triton() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize("name", ["causal_blocks", "causal_allowed"])
+@pytest.mark.parametrize("name", mostly(["causal_allowed"], ["causal_blocks", "causal_allowed"]))
 def test_graphs_follow_what_the_tensors_hold(name: str) -> None:
     """Captured once, replayed with other contents in the same tensors; also inside a block that keeps tiles."""
     variant = variant_of(name)
@@ -134,15 +134,14 @@ def test_kept_tiles_are_those_of_what_a_tensor_holds_now() -> None:
     kept.forget()
 
 
-def test_long_sequences_of_few_blocks() -> None:
+def test_long_sequences_of_few_blocks(most_memory: Any) -> None:
     """Of 64k tokens each block sees 4 % of the blocks: sampled rows are right, and memory is not that of pairs."""
     length, variant = 65536, weft.Attention(mask=masks.causal & masks.block_sparse(few), name="long")
     table = (torch.rand(512, 512, device="cuda") < 0.04) | torch.eye(512, dtype=torch.bool, device="cuda")
     tensors = [torch.randn(1, 2, length, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = variant(*tensors, few=table)
-    assert torch.cuda.max_memory_allocated() - before < 10 * tensors[0].numel() * 2
+    found: list[Tensor] = []
+    assert most_memory(lambda: found.append(variant(*tensors, few=table))) < 10 * tensors[0].numel() * 2
+    (out,) = found
     for row in (0, 127, 128, 40000, length - 1):
         q, k, v = (t.double() for t in (tensors[0][:, :, row : row + 1], *tensors[1:]))
         wanted = variant.reference(q, k, v, few=table, q_offset=row)

@@ -97,6 +97,7 @@ def test_documents(length: int, order: str, deterministic: bool, target: str) ->
             check(found, given, row, slice(0, 4), tokens, f"{target} {order} {length} row {row} document {mark}")
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_masks_that_differ_by_head(target: str) -> None:
     skip_without(target)
@@ -158,7 +159,7 @@ def test_a_graph_measures_what_it_finds(target: str) -> None:
             check(found, given, 0, slice(0, 4), tokens, f"{target} replayed at {at}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(14)
 def test_ids_as_far_apart_as_can_be() -> None:
     """Neighbours lie at both ends of int64, so that every stretch may hold any document."""
     length = 20_000

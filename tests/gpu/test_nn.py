@@ -84,6 +84,7 @@ def test_decode_waits_for_nothing(place, kind, no_waiting):
     assert out.isfinite().all()
 
 
+@pytest.mark.slow(12)
 @pytest.mark.parametrize("kind", ["plain", "latent"])
 @torch.no_grad()
 def test_decode_in_a_graph(kind):
@@ -115,7 +116,7 @@ def test_decode_in_a_graph(kind):
         torch.testing.assert_close(out[: len(chosen)], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(24)
 @pytest.mark.parametrize(
     ("kind", "backend"),
     mostly([("plain", "aot_eager")], [(k, b) for k in ("plain", "latent") for b in ("aot_eager", "inductor")]),
@@ -164,7 +165,7 @@ def test_the_server_decodes_by_graphs():
     assert len(asked) < server.totals.steps / 2  # captured once for some sizes, then replayed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_the_server_runs():
     words = (
         "bench-serve --requests 12 --prompt-len 40:200 --shared 33 --blocks 40 --on cuda --head-dim 64 --new-tokens 40"

@@ -75,6 +75,7 @@ def check(name, made, q_lens=MIXED, kv_lens=KV_LENS, page=16, rows_first=True, *
         assert all(torch.equal(a, b) for a, b in pairs), "the same bits every time"
 
 
+@pytest.mark.slow(12)
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_long_and_short_sequences_of_one_call(name):
@@ -83,6 +84,7 @@ def test_long_and_short_sequences_of_one_call(name):
             check(name, operands(q_lens), q_lens, kv_lens, target=target)
 
 
+@pytest.mark.slow(11)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 64), (8, 1, 128), (6, 2, 80), (32, 8, 128)])
 def test_shares_of_groups(heads, kv_heads, dim):
@@ -103,7 +105,7 @@ def test_masks_scores_sinks_and_normalizers(name):
     check(name, operands(BATCHES[2]), BATCHES[2])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(19)
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("page", [1, 8, 16, 64, 256])
 def test_pages_and_batches(page):
@@ -138,7 +140,7 @@ def test_offsets(target, schedule, offset):
         check_errors(*three, f"{label} {target} {schedule}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(15)
 @pytest.mark.sampled(37)
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize(("heads", "page"), [(16, 16), (64, 64), (128, 128)])
@@ -197,7 +199,7 @@ def test_a_graph_of_latent_chunks_is_replayed_with_other_lengths(heads, captured
     variant = LATENT["causal"]
     query = torch.randn(1, heads, 320, 576, device="cuda", dtype=torch.bfloat16)
     cache = torch.randn(5, 1, ROWS, 576, device="cuda", dtype=torch.bfloat16)
-    (pool,), table = paged((cache,), [ROWS] * 5, 64)
+    (pool,), table = paged((cache,), [ROWS] * 5, 16)
     starts, lens = starts_of([64] * 5), tensor([ROWS] * 5)
 
     def step():

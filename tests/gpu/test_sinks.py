@@ -36,7 +36,8 @@ def check(
     check_variant(variant, *tensors, operands=operands, differentiate=wanted, target=target, **options)
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.slow(10)
+@pytest.mark.sampled(43)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
@@ -45,6 +46,7 @@ def test_every_variant(name: str, width: int, deterministic: bool, target: str) 
     check(VARIANTS[name], target, 300, width, deterministic=deterministic)
 
 
+@pytest.mark.slow(10)
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize(("name", "width"), [("learned", 128), ("first_rows_empty", 64)])
 @pytest.mark.parametrize("target", ["triton", "hopper"])
@@ -61,6 +63,7 @@ def test_a_sink_far_from_0(name: str, around: float, target: str) -> None:
     check(VARIANTS[name], target, 200, 64, around=around)
 
 
+@pytest.mark.slow(9)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("width", [40, 80, 96])
@@ -78,6 +81,7 @@ def test_portable_schedules(schedule: str, dtype: torch.dtype, name: str) -> Non
     check(VARIANTS[name], "triton", 130, 64, dtype, schedule=schedule)
 
 
+@pytest.mark.slow(8)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_the_gradient_of_a_sink_repeats(target: str) -> None:
     """Also in one pass, whose dQ does not."""
@@ -89,6 +93,7 @@ def test_the_gradient_of_a_sink_repeats(target: str) -> None:
     assert all(torch.equal(found[0], again) for again in found[1:])
 
 
+@pytest.mark.slow(9)
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_rows_that_see_nothing(target: str) -> None:
     variant = weft.Attention(mask=weft.kv_pos < weft.q_pos - 1000, sink=weft.tensor("sinks", 1)[head], name="unseen")
@@ -109,6 +114,7 @@ def test_sinks_that_are_no_numbers(value: float, target: str) -> None:
     assert out[0, 1].isfinite().all() and lse[0, 1].isfinite().all()
 
 
+@pytest.mark.slow(9)
 def test_a_layer_of_gpt_oss_in_a_graph() -> None:
     """A window and learned sinks, captured in a CUDA graph: what it replays is what is computed."""
     variant = weft.Attention(

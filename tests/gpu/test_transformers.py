@@ -71,7 +71,7 @@ def long(side: str) -> Tensor:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.slow(22)
 @pytest.mark.sampled(22)
 @pytest.mark.parametrize("inputs", ["whole", "left", "right", "packed"])
 @pytest.mark.parametrize("name", DENSE)
@@ -86,12 +86,13 @@ def test_a_decoder_is_as_exact_as_eager(name: str, inputs: str) -> None:
         as_exact_as_eager(lambda: wide(name), None, input_ids=ids[:1], position_ids=packed, use_cache=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(22)
 def test_t5_is_as_exact_as_eager() -> None:
     ids, answer = small.tokens(2, 300).cuda(), small.tokens(2, 40).cuda()
     as_exact_as_eager(small.t5, None, input_ids=ids, attention_mask=long("right"), decoder_input_ids=answer)
 
 
+@pytest.mark.slow(8)
 @pytest.mark.sampled(19)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
@@ -109,7 +110,7 @@ def test_the_same_logits_are_generated(name: str, cache: str) -> None:
     torch.testing.assert_close(torch.stack(again.logits), torch.stack(got.logits), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(39)
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # torch's advice, where it compiles
 def test_a_compiled_model_trains() -> None:
     eager, ours = (model.cuda() for model in wide("Gemma2"))
