@@ -144,8 +144,8 @@ class Rotary:
                 )
             longer = (factor * lengths.to(torch.float32) / scaling.original_length - (factor - 1)).clamp(min=1.0)
             return longer[:, None, None] ** powers
-        longer = max(factor * lengths / scaling.original_length - (factor - 1), 1.0)
-        return torch.tensor(longer, dtype=torch.float32, device=positions.device) ** powers
+        stretch = max(factor * lengths / scaling.original_length - (factor - 1), 1.0)
+        return torch.tensor(stretch, dtype=torch.float32, device=positions.device) ** powers
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [B, H, L, D] with its first `dim` columns turned, computed in float32."""
