@@ -64,7 +64,7 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
         sizes, first = part.sizes, part.q_offset
         lengths = {"q_len": sizes.q_len, "kv_len": sizes.kv_len, "head_dim": r.head_dim}
         lengths["q_offset"] = sizes.kv_len - sizes.q_len if first is None else first
-        return lambda head: pair_blocks(facts, {**lengths, **head, **options})
+        return lambda head: pair_blocks(facts, {**options, **lengths, **head})
 
     found = parts.parts_of(r.sizes, offset if isinstance(offset, int) else None, r.sequences, "batch" in read)
     counters = [
