@@ -566,6 +566,7 @@ class Attention(Declaration):
         validate.seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
         options = {n: value for n, value in options.items() if n not in ("seed", "train")}
         variant, options = self._as_trained(train, options)
+        validate.check_share(variant, options)
         return variant, variant._read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
