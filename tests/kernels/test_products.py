@@ -232,6 +232,18 @@ def test_torchs_attention_is_tried_before_it_is_used(monkeypatch, op):
 
 
 @pytest.mark.skipif(products.own_attention() is None, reason="torch's own attention is not there")
+@pytest.mark.parametrize("variant", [weft.Attention(name="sees_all"), VARIANTS["causal"]])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 9), (9, 9), (2, 40)])
+def test_nan_in_a_query_is_in_its_row(variant, q_len, kv_len):
+    """torch's own kernel gives 0 where a row has few scores and all are NaN."""
+    query, key, value = torch.randn(1, 2, q_len, 8), torch.randn(1, 2, kv_len, 8), torch.randn(1, 2, kv_len, 8)
+    query[0, 1, -1, 3] = float("nan")
+    for lengths in ({}, {"kv_lens": torch.tensor([kv_len])}):
+        out, lse = variant(query, key, value, target="cpu", return_lse=True, **lengths)
+        assert out[0, 1, -1].isnan().all() and lse[0, 1, -1].isnan()
+        assert out[0, 0].isfinite().all() and out[0, 1, :-1].isfinite().all()
+
+
 @pytest.mark.parametrize("mode", ["bfloat16", "float64", "meta", "autocast"])
 @pytest.mark.parametrize("probe", [products.one_dnn_linear, products.own_attention])
 def test_the_mode_of_a_first_call_does_not_decide_for_all(probe, mode):
