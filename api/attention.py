@@ -350,7 +350,7 @@ class Attention(Declaration):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
         if self.latent is None:
-            check_tensors(str(self.name), query, key, value, has_pages(lengths))
+            check_tensors(str(self.name), query, key, value, has_pages(lengths), longest=None)
         if set(operands) != set(self._names):
             unknown = [f"{n}: unknown operand or option" for n in operands if n not in self._names]
             missing = [f"{n}: missing; pass {n}=..." for n in self._names if n not in operands]
@@ -566,6 +566,7 @@ class Attention(Declaration):
         validate.seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
         options = {n: value for n, value in options.items() if n not in ("seed", "train")}
         variant, options = self._as_trained(train, options)
+        validate.check_share(variant, options)
         return variant, variant._read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------

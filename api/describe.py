@@ -64,7 +64,7 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
         sizes, first = part.sizes, part.q_offset
         lengths = {"q_len": sizes.q_len, "kv_len": sizes.kv_len, "head_dim": r.head_dim}
         lengths["q_offset"] = sizes.kv_len - sizes.q_len if first is None else first
-        return lambda head: pair_blocks(facts, {**lengths, **head, **options})
+        return lambda head: pair_blocks(facts, {**options, **lengths, **head})
 
     found = parts.parts_of(r.sizes, offset if isinstance(offset, int) else None, r.sequences, "batch" in read)
     counters = [
@@ -101,11 +101,12 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
 def pair_blocks(facts: Facts, env: Mapping[str, Any]) -> Blocks:
     """What is found of the pairs of a head, CELL queries at a time. env: symbols, operands and q_offset."""
     device, kv_len = torch.device("cpu"), env["kv_len"]
-    keys = torch.arange(kv_len).view(1, 1, 1, -1)
+    keys = torch.arange(kv_len, device=device).view(1, 1, 1, -1)
     values = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in env.items()}
 
     def of(number: int) -> list[int]:
-        rows = torch.arange(number * CELL, min((number + 1) * CELL, env["q_len"])).view(1, 1, -1, 1) + env["q_offset"]
+        rows = torch.arange(number * CELL, min((number + 1) * CELL, env["q_len"]), device=device).view(1, 1, -1, 1)
+        rows = rows + env["q_offset"]
         shape = (1, 1, rows.shape[2], kv_len)
         mask = dense_mask(facts.attention, {**values, "q_pos": rows, "kv_pos": keys}, shape, torch.float32, device)
         some, every = mask[0, 0].any(0).split(CELL), mask[0, 0].all(0).split(CELL)
@@ -272,9 +273,9 @@ def _some_rows(rows: int, most: int) -> Sequence[int]:
 def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[int], kv_len: int) -> int:
     """Pairs that these queries of one head see, a few rows at a time so that it stays in a cache."""
     device, step, seen = torch.device("cpu"), max(1, (1 << 18) // kv_len), 0
-    keys = torch.arange(kv_len).view(1, 1, 1, -1)
+    keys = torch.arange(kv_len, device=device).view(1, 1, 1, -1)
     for start in range(0, len(positions), step):
-        rows = torch.tensor(positions[start : start + step]).view(1, 1, -1, 1)
+        rows = torch.tensor(positions[start : start + step], device=device).view(1, 1, -1, 1)
         shape = (1, 1, rows.shape[2], kv_len)
         try:
             mask = dense_mask(attention, {**env, "q_pos": rows, "kv_pos": keys}, shape, torch.float32, device)

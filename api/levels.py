@@ -44,7 +44,8 @@ def ends_of(
     sizes = part.sizes
     offset = sizes.kv_len - sizes.q_len if part.q_offset is None else part.q_offset
     least = offset - sizes.kv_len + 1
-    distance, device = torch.arange(least, offset + sizes.q_len), torch.device("cpu")
+    device = torch.device("cpu")
+    distance = torch.arange(least, offset + sizes.q_len, device=device)
     own = {n: v.detach().cpu() if isinstance(v, Tensor) else v for n, v in options.items()}
     own |= {"q_len": sizes.q_len, "kv_len": sizes.kv_len, "head_dim": head_dim, DISTANCE: distance}
 

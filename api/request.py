@@ -168,6 +168,16 @@ def _everything(attention: Attention, widths: Widths) -> frozenset[str]:
     return frozenset({"query", "key", "value", *({"rope"} if widths.rope_dim else ()), *operands})
 
 
+def _frozen(operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> frozenset[str]:
+    """Tensors of a call that want no gradient; query, key and value only where another of these wants one, as a
+    backward is asked about with plain tensors, too."""
+    main = dict(zip(("query", "key", "value"), operands)) if len(operands) == 3 else {}
+    if not any(isinstance(t, Tensor) and t.requires_grad for t in main.values()):
+        main = {}
+    given: dict[str, Any] = {**options, **main}
+    return frozenset(n for n, value in given.items() if isinstance(value, Tensor) and not value.requires_grad)
+
+
 def _sums_pairs(attention: Attention, wanted: frozenset[str]) -> bool:
     """Whether a wanted gradient may be summed faster in any order."""
     return any(kind == "pair" and load.tensor.name in wanted for load, kind in facts_of(attention).gradient_kinds)
@@ -270,8 +280,7 @@ def request_of(
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking), short)
-    given = {n for n, value in options.items() if isinstance(value, Tensor) and not value.requires_grad}
-    (backward,) = resolved(signature_of("backward", _everything(attention, widths) - given))
+    (backward,) = resolved(signature_of("backward", _everything(attention, widths) - _frozen(operands, options)))
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 

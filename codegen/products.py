@@ -64,12 +64,18 @@ def one_dnn_linear() -> Callable[..., Tensor] | None:
     linear = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
     if linear is None or not torch.backends.mkldnn.is_available():
         return None
-    x, w, bias = torch.eye(3), torch.arange(6.0).view(2, 3), torch.tensor([1.0, 2.0])
-    try:
-        found: Tensor = linear(x, w, bias, "none", [], "")
-    except (RuntimeError, TypeError, NotImplementedError):
-        return None
-    return linear if torch.equal(found, torch.addmm(bias, x, w.T)) else None
+    x, w, bias = _floats([[1, 0, 0], [0, 1, 0], [0, 0, 1]]), _floats([[0, 1, 2], [3, 4, 5]]), _floats([1, 2])
+    with torch.autocast("cpu", enabled=False):
+        try:
+            found: Tensor = linear(x, w, bias, "none", [], "")
+        except (RuntimeError, TypeError, NotImplementedError):
+            return None
+        return linear if torch.equal(found, torch.addmm(bias, x, w.T)) else None
+
+
+def _floats(numbers: Sequence[object]) -> Tensor:
+    """What is tried holds for all calls: no default of torch, nor autocast, may have a say in it."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 VERY_SHORT = 1 << 13  # scores of calls that cost what the host takes for them: one op is then faster than any tiles
@@ -90,13 +96,14 @@ def own_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
     attend = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)  # quicker than through torch.ops
     if attend is None:
         return None
-    query = torch.tensor([[0.0, 1.0], [2.0, 3.0]]).view(1, 1, 2, 2)
-    try:
-        out, lse = attend(query.expand(1, 2, 2, 2), query, query, 0.0, True, scale=0.5)
-    except (RuntimeError, TypeError, NotImplementedError, ValueError):
-        return None
-    scores = (0.5 * query @ query.mT).masked_fill(torch.tensor([[False, True], [False, False]]), -float("inf"))
-    right = torch.allclose(out, scores.softmax(-1) @ query) and torch.allclose(lse, scores.logsumexp(-1))
+    query, hidden = _floats([[[[0, 1], [2, 3]]]]), _floats([[0, 1], [0, 0]]) > 0
+    with torch.autocast("cpu", enabled=False):
+        try:
+            out, lse = attend(query.expand(1, 2, 2, 2), query, query, 0.0, True, scale=0.5)
+        except (RuntimeError, TypeError, NotImplementedError, ValueError):
+            return None
+        scores = (0.5 * query @ query.mT).masked_fill(hidden, -float("inf"))
+        right = torch.allclose(out, scores.softmax(-1) @ query) and torch.allclose(lse, scores.logsumexp(-1))
     return attend if right else None
 
 

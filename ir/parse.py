@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from difflib import get_close_matches
 from threading import RLock
 from typing import Union
 
@@ -185,7 +186,11 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
         case ast.BoolOp() | ast.IfExp() | ast.Compare() | ast.UnaryOp(ast.Not()):
             raise WeftError(f"`{ast.unparse(tree)}`: {NO_TRUTH}")
         case ast.Name(id=name) | ast.Subscript(ast.Name(id=name)) if name not in operands and name not in SYMBOLS:
-            raise WeftError(f"unknown name {name!r}: expected a symbol ({', '.join(SYMBOLS)}) or a declared operand")
+            near = get_close_matches(name, [*operands, *SYMBOLS], 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise WeftError(
+                f"unknown name {name!r}: {meant}expected a symbol ({', '.join(SYMBOLS)}) or a declared operand"
+            )
         case _:
             raise WeftError(f"not part of the language: {ast.unparse(tree)}")
 

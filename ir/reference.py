@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 
@@ -43,38 +44,49 @@ def evaluate(
     Integers are computed in int64, floats in `dtype`. Where `visible` is False no operand is read: an index may lie
     outside its extent there, and no gradient comes back from there, not even a NaN.
     """
+    return _Evaluation(env, dtype, device, visible).of(root)
 
-    def visit(node: Expr) -> Tensor:
+
+@dataclass(frozen=True, eq=False)
+class _Evaluation:
+    """A class, as functions that name each other would keep tensors until Python looks for circles."""
+
+    env: Mapping[str, Value]
+    dtype: torch.dtype
+    device: torch.device
+    visible: Tensor | None
+
+    def of(self, node: Expr) -> Tensor:
         match node:
             case Const(value):
-                return _tensor(value, node.dtype)
+                return self._tensor(value, node.dtype)
             case Symbol(name) | Scalar(name):
-                return _tensor(env[name], node.dtype)
+                return self._tensor(self.env[name], node.dtype)
             case Load(tensor, index):
-                operand = _operand(env, tensor.name)
+                operand = _operand(self.env, tensor.name)
                 if not index:
-                    return _tensor(operand, node.dtype)
-                if visible is None:
-                    return _tensor(operand[torch.broadcast_tensors(*(visit(i) for i in index))], node.dtype)
-                places = torch.broadcast_tensors(*(torch.where(visible, visit(i), 0) for i in index))
-                return _tensor(operand[places], node.dtype).masked_fill(~visible, 0)
+                    return self._tensor(operand, node.dtype)
+                places = [self.of(i) for i in index]
+                if self.visible is None:
+                    return self._tensor(operand[torch.broadcast_tensors(*places)], node.dtype)
+                places = [torch.where(self.visible, i, 0) for i in places]
+                found = self._tensor(operand[torch.broadcast_tensors(*places)], node.dtype)
+                return found.masked_fill(~self.visible, 0)
             case Call(op, args):
-                return _apply(op, [visit(a) for a in args], node)
+                return self._apply(op, [self.of(a) for a in args], node)
             case _:
                 raise InternalError(f"reference: unknown node {type(node).__name__}")
 
-    def _tensor(value: Value, kind: str) -> Tensor:
-        wanted = {"int": torch.int64, "float": dtype, "bool": torch.bool}[kind]
-        return torch.as_tensor(value, dtype=wanted, device=device)  # a float must not pass through float32
+    def _tensor(self, value: Value, kind: str) -> Tensor:
+        wanted = {"int": torch.int64, "float": self.dtype, "bool": torch.bool}[kind]
+        return torch.as_tensor(value, dtype=wanted, device=self.device)  # a float must not pass through float32
 
-    def _apply(op: str, values: list[Tensor], node: Call) -> Tensor:
+    def _apply(self, op: str, values: list[Tensor], node: Call) -> Tensor:
         operator = OPERATORS[op]
         if node.dtype == "float" or (operator.gives != "same" and any(v.is_floating_point() for v in values)):
-            values = [v if v.dtype == torch.bool else v.to(dtype) for v in values]
+            values = [v if v.dtype == torch.bool else v.to(self.dtype) for v in values]
         result = _torch_function(operator.torch)(*values)
         return result.double().clamp(-LARGEST_FLOOR, LARGEST_FLOOR).long() if operator.makes_ints else result
-
-    return visit(root)
 
 
 def _operand(env: Mapping[str, Value], name: str) -> Tensor:
@@ -164,7 +176,8 @@ def _dropped(attention: Attention, weights: Tensor, env: Mapping[str, Value]) ->
     kept = pairs_kept(
         float(env[attention.dropout.name] if isinstance(attention.dropout, Scalar) else attention.dropout)
     )
-    batch, head, q_pos = (torch.as_tensor(env[name]).transpose(2, 3) for name in ("batch", "head", "q_pos"))
+    device = weights.device
+    batch, head, q_pos = (torch.as_tensor(env[n], device=device).transpose(2, 3) for n in ("batch", "head", "q_pos"))
     found = kept_pairs(_operand(env, SEED.name), batch, head.transpose(1, 2), q_pos, 0, weights.shape[3], kept)
     return weights * found.permute(0, 2, 3, 1).to(weights.dtype) * (OF_PAIRS / kept)
 

@@ -33,14 +33,17 @@ _LARGEST = 2**128  # what float32 cannot hold
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None, paged: bool = False) -> None:
+def check_tensors(
+    name: str, query: Tensor, key: Tensor, value: Tensor | None, paged: bool = False, longest: int | None = MAX_LENGTH
+) -> None:
     """query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv], one dtype and device, last dim contiguous.
 
-    paged: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are pools.
+    paged: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are pools. longest: what L and T may be; None
+    where torch traces them, and would hold an exported program to the answer.
     """
     if value is None:
         raise WeftError(f"{name}: value: missing; call it with query, key and value")
-    if _fit(query, key, value, paged):
+    if _fit(query, key, value, paged, longest):
         return
     named = {"query": query, "key": key, "value": value}
     problems = list(rank_problems(named))
@@ -50,7 +53,9 @@ def check_tensors(name: str, query: Tensor, key: Tensor, value: Tensor | None, p
         raise collected(name, problems)
 
 
-def _fit(query: Tensor, key: Tensor, value: Tensor, paged: bool = False) -> bool:
+def _fit(
+    query: Tensor, key: Tensor, value: Tensor, paged: bool = False, longest: int | None = MAX_LENGTH
+) -> bool:  # fmt: skip
     """Whether all is as it should be: one expression, because it runs at every call and torch.compile traces it."""
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     if not tensors or query.is_nested or key.is_nested or value.is_nested:
@@ -61,7 +66,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, paged: bool = False) -> bool
     key_batch, kv_heads, kv_len, key_dim = key.shape
     value_batch, value_heads, value_len, value_dim = value.shape
     return (
-        (batch == key_batch or paged)
+        (paged or batch == key_batch)
         and key_batch == value_batch
         and dim == key_dim
         and kv_heads == value_heads
@@ -71,8 +76,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, paged: bool = False) -> bool
         and heads % kv_heads == 0
         and 0 < dim <= MAX_HEAD_DIM
         and 0 < value_dim <= MAX_HEAD_DIM
-        and q_len <= MAX_LENGTH
-        and kv_len <= MAX_LENGTH
+        and (longest is None or (q_len <= longest and kv_len <= longest))
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device
         and query.stride(3) == key.stride(3) == value.stride(3) == 1

@@ -107,7 +107,7 @@ def _pages_fit(query: Tensor, key: Tensor, given: Options, q_offset: int | Tenso
         and lens.device == device == table.device
         and 0 < rows <= MOST_ROWS
         and rows & (rows - 1) == 0
-        and rows * table.shape[1] <= MAX_LENGTH
+        and not _is_too_long(rows, table)
     )
 
 
@@ -154,6 +154,11 @@ def _page_problems(
     yield from _table_problems(query, key, table, number, "sequence of cu_seqlens_q")
 
 
+def _is_too_long(rows: int, table: Tensor) -> bool:
+    """Not asked while torch traces sizes, which would hold an exported program to the answer: the op asks again."""
+    return not torch.compiler.is_compiling() and rows * table.shape[1] > MAX_LENGTH
+
+
 def _starts_problems(query: Tensor, cu_q: object) -> Iterator[str]:
     """What first rows of packed queries over pages must be."""
     yield from _packed_problems(query, {STARTS[0]: cu_q})
@@ -172,20 +177,28 @@ def _table_problems(query: Tensor, key: Tensor, table: object, number: int, each
             f"key: expected a page of 1, 2, 4 ... {MOST_ROWS} rows in the pool [blocks, Hkv, page, D], got {rows} "
             f"(shape {list(key.shape)}); pass x.transpose(1, 2) of a pool [blocks, page, Hkv, D]"
         )
-    expected = f"an int32 tensor [{number}, pages]"
     if not isinstance(table, Tensor):
         made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(table, "__len__") else ""
-        yield f"block_table: expected {expected}, got {type(table).__name__}{made}"
+        yield f"block_table: expected {_table_of(number)}, got {type(table).__name__}{made}"
         return
     if table.dtype != torch.int32 or table.dim() != 2:
         how = "; pass x.to(torch.int32)" if table.dtype == torch.int64 else ""
-        yield f"block_table: expected {expected}, got {table.dtype} {list(table.shape)}{how}"
+        yield f"block_table: expected {_table_of(number)}, got {table.dtype} {list(table.shape)}{how}"
     elif table.shape[0] != number:
-        yield f"block_table: expected {expected}, one row for each {each}, got {list(table.shape)}"
-    elif isinstance(rows, int) and isinstance(table.shape[1], int) and rows * table.shape[1] > MAX_LENGTH:
+        yield f"block_table: expected {_table_of(number)}, one row for each {each}, got {list(table.shape)}"
+    elif _is_too_long(rows, table):
         yield f"block_table: integer overflow: expected room for up to 2**30 keys, got {table.shape[1]} pages of {rows}"
     if table.device != query.device:
         yield f"block_table: expected device {query.device} as in query, got {table.device}"
+
+
+# Texts are made of what is wrong alone: a size that torch.compile traces becomes a constant where it is written out.
+def _table_of(number: int) -> str:
+    return f"an int32 tensor [{number}, pages]"
+
+
+def _numbers_of(entries: object) -> str:
+    return f"a tensor int32 or int64 [{entries}]"
 
 
 def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
@@ -214,13 +227,13 @@ def _names(sequences: Ragged) -> tuple[str, str]:
     return STARTS if isinstance(sequences, Packed) else LENS
 
 
-def _kind_problem(query: Tensor, label: str, tensor: object, expected: str) -> str | None:
-    """What keeps a thing from being lengths, or first rows: `expected`."""
+def _kind_problem(query: Tensor, label: str, tensor: object, entries: object) -> str | None:
+    """What keeps a thing from being lengths, or first rows. entries: how many it has."""
     if not isinstance(tensor, Tensor):
         made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(tensor, "__len__") else ""
-        return f"{label}: expected {expected}, got {type(tensor).__name__}{made}"
+        return f"{label}: expected {_numbers_of(entries)}, got {type(tensor).__name__}{made}"
     if tensor.dtype not in _INTS or tensor.dim() != 1:
-        return f"{label}: expected {expected}, got {tensor.dtype} {list(tensor.shape)}"
+        return f"{label}: expected {_numbers_of(entries)}, got {tensor.dtype} {list(tensor.shape)}"
     if tensor.device != query.device:
         return f"{label}: expected device {query.device} as in query, got {tensor.device}"
     return None
@@ -228,22 +241,21 @@ def _kind_problem(query: Tensor, label: str, tensor: object, expected: str) -> s
 
 def _packed_problems(query: Tensor, given: Mapping[str, Any]) -> Iterator[str]:
     """What first rows must be, by themselves."""
-    expected = "a tensor int32 or int64 [sequences + 1]"
+    entries = "sequences + 1"
     for label, tensor in given.items():
-        if (problem := _kind_problem(query, label, tensor, expected)) is not None:
+        if (problem := _kind_problem(query, label, tensor, entries)) is not None:
             yield problem
         elif tensor.shape[0] < 1:
-            yield f"{label}: expected {expected}, the first row of each sequence and the end, got no entry"
+            yield f"{label}: expected {_numbers_of(entries)}, the first row of each sequence and the end, got no entry"
 
 
 def _lens_problems(query: Tensor, given: Mapping[str, Any], number: int, each: str) -> Iterator[str]:
     """What lengths must be. number: of sequences; each: what one is in the call."""
-    expected = f"a tensor int32 or int64 [{number}]"
     for label, tensor in given.items():
-        if (problem := _kind_problem(query, label, tensor, expected)) is not None:
+        if (problem := _kind_problem(query, label, tensor, number)) is not None:
             yield problem
         elif tensor.shape[0] != number:
-            yield f"{label}: expected {expected}, one for each {each}, got {list(tensor.shape)}"
+            yield f"{label}: expected {_numbers_of(number)}, one for each {each}, got {list(tensor.shape)}"
 
 
 def _problems(query: Tensor, key: Tensor, given: Mapping[str, Tensor]) -> Iterator[str]:

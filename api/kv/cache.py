@@ -552,5 +552,5 @@ def _ints(values: Sequence[int]) -> Tensor:
 def _to_host(rows: Tensor) -> Tensor:
     if not rows.is_cuda:
         return rows
-    held = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    held = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
     return held.copy_(rows, non_blocking=True)

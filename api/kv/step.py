@@ -145,7 +145,7 @@ def on_device(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     """int32 tensors of the host on the device, in one copy that nobody waits for."""
     if device.type != "cuda":
         return [part.to(device) for part in parts]
-    whole = torch.empty(sum(p.numel() for p in parts), dtype=torch.int32, pin_memory=True)
+    whole = torch.empty(sum(p.numel() for p in parts), dtype=torch.int32, device="cpu", pin_memory=True)
     torch.cat([p.reshape(-1) for p in parts], out=whole)
     moved = whole.to(device, non_blocking=True).split([p.numel() for p in parts])
     return [m.view(p.shape) for m, p in zip(moved, parts)]

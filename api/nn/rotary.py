@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import WeftError, collected
+from ..runtime.torch_private import unwatched
 
 Rotation = tuple[Tensor, Tensor]  # cosine and sine of each position and pair of columns, [B or 1, 1, L, dim / 2]
 
@@ -143,7 +144,8 @@ class Rotary:
                 )
             longer = (factor * lengths.to(torch.float32) / scaling.original_length - (factor - 1)).clamp(min=1.0)
             return longer[:, None, None] ** powers
-        return torch.as_tensor(max(factor * lengths / scaling.original_length - (factor - 1), 1.0)) ** powers
+        stretch = max(factor * lengths / scaling.original_length - (factor - 1), 1.0)
+        return torch.tensor(stretch, dtype=torch.float32, device=positions.device) ** powers
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [B, H, L, D] with its first `dim` columns turned, computed in float32."""
@@ -214,8 +216,8 @@ def _llama3(frequency: float, scaling: Llama3Scaling) -> float:
 
 
 def _on(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """float32 numbers on a device; copied there once."""
-    if torch.compiler.is_compiling():
+    """float32 numbers on a device; copied there once, but for a mode of torch, which may want tensors of its own."""
+    if torch.compiler.is_compiling() or not unwatched():
         return torch.tensor(numbers, dtype=torch.float32, device=device)
     return _kept(numbers, device)
 

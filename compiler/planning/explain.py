@@ -394,7 +394,9 @@ def _tiles_text(plan: Plan, kernel: KernelPlan) -> str:
     total = plan.shape.batch * heads * kernel.letters["nq"] * kernel.letters["nkv"]
     classes = f"{tiles.empty:,} empty + {tiles.edge:,} edge + {tiles.full:,} full"
     level = f", of which level {tiles.level_full:,}, not u = {kernel.sizes.u:,}" if _has_level_steps(kernel) else ""
-    return f"B*{'Hkv' if grouped else 'Hq'}*nq*nkv = {total:,} = {classes}; visited n = {tiles.visited:,}{level}"
+    counted = tiles.empty + tiles.visited
+    formula = f"B*{'Hkv' if grouped else 'Hq'}*nq*nkv = " if counted == total else ""  # else those of each sequence
+    return f"{formula}{counted:,} = {classes}; visited n = {tiles.visited:,}{level}"
 
 
 def _has_level_steps(kernel: KernelPlan) -> bool:

@@ -301,6 +301,12 @@ def test_refused(variant: weft.Attention, options: dict[str, Any], match: str) -
             call(*tensors(), **options)
 
 
+@pytest.mark.parametrize("method", ["plan", "explain", "source"])
+def test_a_plan_is_refused_where_a_call_is(method: str) -> None:
+    with pytest.raises(weft.WeftError, match="given: p: expected a dropout from 0 on and below 1, got 1.5"):
+        getattr(GIVEN, method)(*tensors(), p=1.5)
+
+
 @pytest.mark.parametrize("schedule", ["streaming", "standard"])
 def test_other_schedules_say_so(schedule: str) -> None:
     with pytest.raises(weft.UnavailableError, match=f"schedule {schedule} has no dropout; use schedule='flash'"):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import head, kv_pos, nn, q_pos
@@ -322,6 +323,28 @@ def test_dynamic_scaling_follows_each_sequence():
     torch.testing.assert_close(rope(positions[0], 64)[0], larger)
     with pytest.raises(weft.WeftError, match="lengths: missing; DynamicNtkScaling depends on the tokens"):
         rope(positions)
+
+
+def test_dynamic_scaling_is_the_same_whatever_torchs_defaults():
+    rope, positions = nn.Rotary(16, scaling=nn.DynamicNtkScaling(1.7, 32)), torch.arange(48)
+    want = rope(positions, lengths=48)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        found = rope(positions, lengths=48)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
+def test_a_layer_computes_with_numbers_after_a_run_without_data():
+    """Frequencies are kept for all layers, but none that a mode of torch made, and none is given to a mode."""
+    rope = nn.Rotary(DIM, base=777.0)
+    for _ in range(2):
+        with FakeTensorMode():
+            assert attention(rope=rope)(torch.randn(1, 5, WIDTH)).shape == (1, 5, WIDTH)
+        assert attention(rope=rope)(torch.randn(1, 5, WIDTH)).isfinite().all()
 
 
 def test_half_of_the_columns_and_low_precision():

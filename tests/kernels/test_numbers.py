@@ -212,6 +212,23 @@ def test_no_default_of_torch_reaches_a_result(
         assert (a - b).abs().max() <= 1e-10 * max(1.0, float(b.abs().max()))  # in float32 it would be 1e-3
 
 
+@pytest.mark.usefixtures("restored")
+def test_no_default_of_torch_reaches_what_is_said_of_a_call() -> None:
+    doc, table = weft.tensor("doc", 1, int), weft.tensor("table", 2)
+    packed = weft.Attention(mask=CAUSAL & (doc[q_pos] == doc[kv_pos]), dropout=0.25, name="packed")
+    t5 = weft.Attention(weft.scores.t5_bias(table)(score), scale=1.0, name="t5")
+    given, ids, rows = tensors(80), torch.arange(80) // 20, torch.ones(2, 32)
+
+    def asked() -> list[str]:
+        found = [packed.explain(*given, doc=ids), packed.show_mask(80, 80, doc=ids), t5.explain(*given, table=rows)]
+        return [*map(str, found), str(packed.reference(*given, doc=ids, seed=3).sum().item())]
+
+    want = asked()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    assert asked() == want
+
+
 # -- constants and names -----------------------------------------------------------------------------------------------
 CONSTANTS: dict[str, dict[str, Any]] = {
     "scale 1e-40": dict(scale=1e-40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -165,6 +166,78 @@ def test_export():
     exported = torch.export.export(layer, inputs)
     assert torch.equal(exported.module()(*inputs), layer(*inputs))
     assert all(part in str(exported.graph) for part in ("weft.attention", 'name="op_test"'))
+
+
+LATENT = weft.Attention(mask=masks.causal, latent=weft.Latent(8, 8), name="op_test_latent")
+CAUSAL = weft.Attention(mask=masks.causal, name="op_test_causal")
+
+
+def pages(batch, number):
+    return torch.randint(0, 7, (batch, number), dtype=torch.int32)
+
+
+ROWS = ((5, 9), (4, 12), (6, 20))  # sequences, and rows or pages of each; the first sizes all differ
+# a call, and operands of several sizes
+SIZES = {
+    "dense": (lambda q, k: CAUSAL(q, k, k), [[torch.randn(b, 2, n, 8), torch.randn(b, 1, n + b, 8)] for b, n in ROWS]),
+    "latent": (
+        lambda q, c, u: LATENT(q, c, uk=u, uv=u, form="absorbed"),
+        [[torch.randn(b, 2, n, 16), torch.randn(b, 1, n + b, 16), torch.ones(2, 8, 8)] for b, n in ROWS],
+    ),
+    "padded": (
+        lambda q, lens: CAUSAL(q, q, q, q_lens=lens, kv_lens=lens),
+        [[torch.randn(b, 2, n, 8), torch.arange(b) + 2] for b, n in ROWS],
+    ),
+    "paged": (
+        lambda q, k, table, lens: CAUSAL(q, k, k, q_lens=lens - 1, kv_lens=lens, block_table=table),
+        [[torch.randn(b, 2, 8, 8), torch.randn(7, 1, 4, 8), pages(b, n), torch.arange(b) + 2] for b, n in ROWS],
+    ),
+    "packed over pages": (
+        lambda q, k, table, lens, starts: CAUSAL(
+            q, k, k, cu_seqlens_q=starts, kv_lens=lens, block_table=table, q_offset=starts[1:] * 0
+        ),
+        [
+            [
+                torch.randn(1, 2, b, 8),
+                torch.randn(7, 1, 4, 8),
+                pages(b, n),
+                torch.arange(b) + 2,
+                torch.arange(b + 1).int(),
+            ]
+            for b, n in ROWS
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_graph_of_sizes_serves_all_sizes(name):
+    """Numbers of sequences too, which texts of errors wrote out, so that each was a graph of its own."""
+    torch._dynamo.reset()
+    call, given = SIZES[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for tensors in given:
+        torch.testing.assert_close(compiled(*tensors), call(*tensors))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["dense", "latent", "padded", "paged"])
+def test_an_exported_program_takes_sizes_without_limits(name, strict):
+    call, given = SIZES[name]
+
+    class Called(torch.nn.Module):
+        def forward(self, tensors):
+            return call(*tensors)
+
+    def size(first, other):  # those that are the same in both calls are one
+        return None if first == other else torch.export.Dim(f"size_{first}_{other}")
+
+    sizes = [{d: size(a.shape[d], b.shape[d]) for d in range(a.dim())} for a, b in zip(*given[:2])]
+    exported = torch.export.export(Called(), (given[0],), dynamic_shapes=(sizes,), strict=strict).module()
+    for tensors in given:
+        torch.testing.assert_close(exported(tensors), call(*tensors))
 
 
 def test_checkpointing_and_functional_call():

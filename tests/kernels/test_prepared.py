@@ -379,6 +379,24 @@ def test_no_tensor_of_a_call_is_kept(target: str) -> None:
     assert not any(ref() is not None for ref in seen)
 
 
+@pytest.mark.parametrize("method", ["__call__", "reference"])
+def test_tensors_go_with_their_last_name(method: str) -> None:
+    """And not when Python next looks for circles, as gradients of operands and the definition would have it."""
+    variant = weft.Attention(score * gain[head], sink=gain[head], name="prepared_no_circles")
+    attend = getattr(variant, method)
+    attend(*three(20), gain=torch.ones(2))
+    gc.collect()
+    gc.disable()
+    try:
+        made = [t.requires_grad_() for t in (*three(20), torch.ones(2))]
+        sum(t.sum() for t in attend(*made[:3], gain=made[3], return_lse=True)).backward()
+        seen = [weakref.ref(t) for t in made]
+        del made
+        assert [ref() is None for ref in seen] == [True] * 4
+    finally:
+        gc.enable()
+
+
 def test_a_variant_that_is_called_in_many_sizes_hardly_grows() -> None:
     variant = RECENT.replace(name="prepared_bounded")
     for length in range(1, 200):

@@ -232,6 +232,34 @@ def test_torchs_attention_is_tried_before_it_is_used(monkeypatch, op):
 
 
 @pytest.mark.skipif(products.own_attention() is None, reason="torch's own attention is not there")
+@pytest.mark.parametrize("variant", [weft.Attention(name="sees_all"), VARIANTS["causal"]])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (1, 9), (9, 9), (2, 40)])
+def test_nan_in_a_query_is_in_its_row(variant, q_len, kv_len):
+    """torch's own kernel gives 0 where a row has few scores and all are NaN."""
+    query, key, value = torch.randn(1, 2, q_len, 8), torch.randn(1, 2, kv_len, 8), torch.randn(1, 2, kv_len, 8)
+    query[0, 1, -1, 3] = float("nan")
+    for lengths in ({}, {"kv_lens": torch.tensor([kv_len])}):
+        out, lse = variant(query, key, value, target="cpu", return_lse=True, **lengths)
+        assert out[0, 1, -1].isnan().all() and lse[0, 1, -1].isnan()
+        assert out[0, 0].isfinite().all() and out[0, 1, :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "float64", "meta", "autocast"])
+@pytest.mark.parametrize("probe", [products.one_dnn_linear, products.own_attention])
+def test_the_mode_of_a_first_call_does_not_decide_for_all(probe, mode):
+    """What is tried is tried once in a process; a first call under autocast ended in an error of torch's."""
+    usual, before = probe() is not None, torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(getattr(torch, mode, before) if "float" in mode else before)
+        with (
+            torch.device("meta" if mode == "meta" else "cpu"),
+            torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"),
+        ):
+            assert (probe.__wrapped__() is not None) == usual
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast():
     assert products.whole_attention(products.VERY_SHORT, in_tiles=True) is products.own_attention()
     assert products.whole_attention(products.VERY_SHORT + 1, in_tiles=True) is None

@@ -275,6 +275,7 @@ def test_latent_and_replace(make: Callable[[], object], match: str) -> None:
         ("q_pos <", "not an expression of the language: 'q_pos <'"),
         ("q_pos\0", "not an expression of the language"),
         ("unknown + 1", r"unknown name 'unknown': expected a symbol \(q_pos, .*\) or a declared operand"),
+        ("qpos + 1", r"unknown name 'qpos': did you mean q_pos\? expected a symbol \(q_pos, "),
         ("qk + 1", "unknown name 'qk'"),
         ("table[head]", "unknown name 'table'"),
         ("q_pos[head]", r"not part of the language: q_pos\[head\]"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -370,3 +371,48 @@ def test_a_picture_of_more_tiles_than_memory_has_room_for_is_refused() -> None:
     with pytest.raises(weft.WeftError, match="show_mask: expected up to 67108864 tiles to draw, got .*larger block_q"):
         causal.show_mask(10**14, 10**14)
     assert "tiles a character" in causal.show_mask(1 << 20, 1 << 20, block_q=1 << 14, block_kv=1 << 12)
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [None, 3, torch.tensor([0, 30], dtype=torch.int32)],
+    ids=["none", "an int", "a tensor"],
+)  # fmt: skip
+@pytest.mark.parametrize("lengths", [{}, {"kv_lens": torch.tensor([50, 100])}], ids=["dense", "padded"])
+def test_a_mask_of_pairs_with_every_kind_of_offset(offset: object, lengths: dict[str, torch.Tensor]) -> None:
+    """A tensor, or None written out, took the place of the offsets of parts, and plans ended in errors of Python."""
+    allowed = weft.tensor("allowed", 3, bool)
+    pairs = weft.Attention(mask=allowed[batch, weft.minimum(weft.maximum(q_pos, 0), 99), kv_pos], name="pairs")
+    query, key = torch.randn(2, 2, 60, 16), torch.randn(2, 1, 100, 16)
+    text = pairs.explain(
+        query,
+        key,
+        key,
+        target="interpret",
+        q_offset=offset,
+        allowed=torch.ones(2, 100, 100, dtype=torch.bool),
+        **lengths,
+    )
+    assert "visited n = " in text
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+def test_tiles_of_sequences_add_up(target: str) -> None:
+    query, starts = torch.randn(1, 4, 50, 16), torch.tensor([0, 1, 2, 10, 50])
+    text = weft.Attention(mask=weft.masks.causal, name="packed").explain(
+        query, query, query, cu_seqlens_q=starts, target=target
+    )
+    found = re.findall(r"([\d,]+) = ([\d,]+) empty \+ ([\d,]+) edge \+ ([\d,]+) full; visited n = ([\d,]+)", text)
+    assert found
+    for counts in found:
+        total, empty, edge, full, visited = (int(n.replace(",", "")) for n in counts)
+        assert total == empty + edge + full and visited == edge + full
+
+
+def test_a_backward_is_shown_as_the_tensors_want_it() -> None:
+    variant = weft.Attention(mask=weft.masks.causal, name="frozen_key")
+    query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    whole = variant.source(query, key, value, direction="backward")
+    query.requires_grad_(), value.requires_grad_()
+    assert "dK += dS^T Q" in whole
+    assert "dK += dS^T Q" not in variant.source(query, key, value, direction="backward")
