@@ -45,7 +45,8 @@ def beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths) -> int:
         return 2048
     keys, _ = pieces_of(form, widths)
     narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
-    return 128 + 8 * form.block_q * form.stages + 4 * form.block_q * narrower
+    cards = 128 if form.by_columns else 512
+    return cards + 8 * form.block_q * form.stages + 4 * form.block_q * narrower
 
 
 def no_boxes(form: Form, signature: Signature) -> str | None:

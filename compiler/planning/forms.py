@@ -30,7 +30,7 @@ from .quantities import (
     hopper_narrow_latent_sram,
 )
 from .segments import Segments
-from .signature import Direction, Signature
+from .signature import Direction
 from .splits import tile_rows
 
 PROGRAMS_PER_SM = 8  # at most, whatever else would fit
@@ -205,13 +205,9 @@ class HopperBackwardForm:
             found = hopper_by_columns_sram if self.by_columns else hopper_loaded_sram
         return _with_boxes(found, self.pair_bytes) if self.pair_bytes and not kernel.follows else found
 
-    def is_persistent(self, signature: Signature, drops: bool) -> bool:
-        """Whether programs of the kernel that owns keys take one tile of them after another.
-
-        Elsewhere what a program knows of its sequence, or its drawers do, is that of one tile.
-        """
-        plain = signature.sequences == "dense" and signature.offset != "per_row"
-        return plain and not self.by_columns and not drops
+    def is_persistent(self, drops: bool) -> bool:
+        """Whether programs of the kernel that owns keys take one tile of them after another; drawers know of one."""
+        return not self.by_columns and not drops
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
         return Residence(self.stages, 1, 0)

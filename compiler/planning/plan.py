@@ -142,7 +142,7 @@ def code_plan(
         ragged = signature.sequences != "dense"
         tiles = Tiles(
             form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass,
-            _brings_boxes(form), isinstance(form, HopperBackwardForm) and form.is_persistent(signature, traits.drops),
+            _brings_boxes(form), isinstance(form, HopperBackwardForm) and form.is_persistent(traits.drops),
         )  # fmt: skip
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 

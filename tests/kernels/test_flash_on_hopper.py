@@ -41,11 +41,13 @@ def launch(declared, call, results, wanted=(), deterministic=False, seed=0, offs
     offset: of sequences with lengths.
     """
     direction = "backward" if wanted else "forward"
+    if isinstance(call.sequences, Dense):
+        offset = "per_row" if isinstance(call.sequences.q_offset, torch.Tensor) else "number"
     rope_dim = 0 if call.rope is None else call.rope.shape[3]
     signature = Signature(
         direction, "sm_90", Dtypes.all(DTYPES[call.query.dtype]),
         Widths(call.query.shape[3], call.value.shape[3], rope_dim), sequences=call.sequences.kind,
-        offset="number" if call.ragged is None else offset, wanted=frozenset(wanted),
+        offset=offset, wanted=frozenset(wanted),
         deterministic=deterministic, boxed=boxed_of(facts_of(declared), call.operands), share=share,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -76,17 +78,17 @@ def operands_of(heads, kv_heads, q_len, kv_len, nope, rope_dim, value_dim, batch
     return dict(zip(MAIN, (query, key, value, rope)))
 
 
-def exact_of(plain, tensors, dout, dlse, dtype, **operands):
+def exact_of(plain, tensors, dout, dlse, dtype, offset=None, **operands):
     """out, lse and all gradients in plain torch."""
     leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items() if t is not None}
     operands = {n: t.to(dtype) for n, t in operands.items()}
     key = joined(leaves["key"], leaves.get("rope"))
-    out, lse = plain.reference(leaves["query"], key, leaves["value"], return_lse=True, **operands)
+    out, lse = plain.reference(leaves["query"], key, leaves["value"], return_lse=True, q_offset=offset, **operands)
     found = torch.autograd.grad((out, lse), list(leaves.values()), (dout.to(dtype), dlse.to(lse.dtype)))
     return {"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(leaves, found)}}
 
 
-def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=None):
+def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=None, offset=None):
     """A forward and a backward of all gradients but some."""
     given, operands = SCORES[name], {}
     rope, query, dtype = tensors["rope"], tensors["query"], tensors["query"].dtype
@@ -97,8 +99,8 @@ def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=Non
     latent = None if rope is None else weft.Latent(16, rope.shape[3])
     plain = weft.Attention(**given, name=f"plain_{name}")
     declared = weft.Attention(**given, latent=latent, name=f"apart_{name}")
-    offset = tensors["key"].shape[2] - query.shape[2]
-    call = Call(*tensors.values(), operands, Dense(offset), Options(), query.shape[3])
+    own = tensors["key"].shape[2] - query.shape[2] if offset is None else offset
+    call = Call(*tensors.values(), operands, Dense(own), Options(), query.shape[3])
     nan = float("nan")
     out = torch.full((*query.shape[:3], tensors["value"].shape[3]), nan, dtype=dtype)
     results = {"out": out, "lse": torch.full(query.shape[:3], nan)}
@@ -115,7 +117,7 @@ def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=Non
         seed,
         schedule=schedule,
     )
-    exact, usual = (exact_of(plain, tensors, dout, dlse, kind, **operands) for kind in (torch.float64, dtype))
+    exact, usual = (exact_of(plain, tensors, dout, dlse, kind, offset, **operands) for kind in (torch.float64, dtype))
     for label, found in {**results, **gradients}.items():
         check_errors(found, exact[label], usual[label], label)
     return gradients
@@ -128,6 +130,13 @@ APART = [(128, 64, 128), (64, 32, 64), (128, 32, 64), (64, 16, 128)]
 @pytest.mark.parametrize(("nope", "rope", "value_dim"), mostly(APART[:2], APART))
 def test_rotary_columns_of_keys_are_a_tensor_of_their_own(nope, rope, value_dim):
     check("causal", operands_of(3, 3, 130, 200, nope, rope, value_dim))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_batch_row_has_an_offset_of_its_own(deterministic):
+    """Programs take tiles of keys of several batch rows."""
+    tensors = operands_of(2, 1, 130, 300, 64, 0, 64, batch=3)
+    check("causal", tensors, deterministic, offset=torch.tensor([170, -20, 64], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", mostly(["window", "cap"], ["dense", "window", "cap", "alibi"]))
