@@ -412,8 +412,8 @@ def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
     repeats.learn(look(call), ready.measures, recorded)
     growing: Callable[..., Again | None] | None = getattr(ready.launcher, "growing", None)
     if growing is not None and repeats.wants_growing() and (found := growing(call)) is not None:
-        fits = found.fits
-        if ready.has_short:  # which a call may be with fewer keys
+        fits, rows, masked = found.fits, call.query.shape[2], ready.facts.traits.masked
+        if ready.has_short and is_short(rows, rows, masked) != is_short(rows, rows + 1, masked):  # keys decide, too
             fits = lambda other: found.fits(other) and ready.has_form_of(other)  # noqa: E731
         repeats.growing = Known(fits, found.launch, ready.measures, recorded, look)
 
