@@ -106,8 +106,8 @@ def _resolve(
 
 
 IS_SHORT = (
-    f"a short call: tiles of {TALL} queries would have too many rows without one, so that the forward takes a form with "
-    "lower tiles; other calls take another one"
+    f"a short call: tiles of {TALL} queries would have too many rows without one, so that the forward has lower tiles; "
+    "other calls take another form"
 )
 IS_NOT_SHORT = f"the forward takes another form in short calls, where tiles of {TALL} queries are too tall"
 

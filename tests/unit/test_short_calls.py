@@ -1,4 +1,4 @@
-"""Short calls: which they are, which form their plan, source, kept schedule and build have, and what stays as it was."""
+"""Short calls: which they are, which form their plans, sources, kept schedules and builds have, and what stays."""
 
 from __future__ import annotations
 
@@ -212,6 +212,8 @@ def test_keys_of_what_was_kept_are_as_they_were_but_for_short_calls() -> None:
 
 def test_predicted_times_are_of_the_form_that_is_taken() -> None:
     shape = sizes(256, batch=64)
-    default, tall = (FULL.plan(shape, device="h200", schedule=text) for text in (None, f"flash/flash_forward=hopper:{LONG}"))
+    default, tall = (
+        FULL.plan(shape, device="h200", schedule=text) for text in (None, f"flash/flash_forward=hopper:{LONG}")
+    )
     assert default.kernels[0].form == HopperForm(2, 128, 3, 1, True, True, True)
     assert default.seconds("forward") < tall.seconds("forward")
