@@ -469,7 +469,7 @@ def test_notes_say_why_a_target_that_comes_before_was_passed_over() -> None:
     assert notes_of(device="h200", target="triton") == ()
     assert notes_of(device="h200", schedule="streaming") == ()
     per_row = notes_of(device="h200", q_offset=torch.zeros(1, dtype=torch.int32))
-    assert per_row == (*short, "tiles are counted as if the queries were the last positions: q_offset is a tensor",)
+    assert per_row == (*short, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
 
 
 def test_notes_of_a_plan() -> None:
