@@ -52,7 +52,8 @@ class Compiled:
 
 
 def builds() -> int:
-    """How many modules this process has loaded so far: a new length or scalar value must not change it."""
+    """How many modules this process has loaded so far: a new length must not change it, where the call is as short as
+    another one was, nor a new scalar value."""
     return _built
 
 

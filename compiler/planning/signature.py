@@ -1,4 +1,7 @@
-"""The static half of a call: all that generated code depends on. Never a length, a batch size, a stride or a value."""
+"""The static half of a call: all that generated code depends on. Never a batch size, a stride or a value.
+
+Of lengths it has no more than whether queries are few, and whether a call is short.
+"""
 
 from __future__ import annotations
 

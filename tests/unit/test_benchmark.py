@@ -111,7 +111,8 @@ def test_rows_of_other_shapes_say_what_is_other():
         "D64 H32/4 S2048 causal",
     ]  # fmt: skip
     assert names[5:] == [
-        "D64 H16 S512 B64 causal", "D64 H16 S1024 B64 causal", "D128 H16 S1024 B1 causal", "D128 H8 S131072 B1 causal",
+        "D64 H16 S512 B64 causal", "D64 H16 S1024 B64 causal", "D64 H12 S256 B64 full", "D128 H16 S1024 B1 causal",
+        "D128 H8 S131072 B1 causal",
     ]  # fmt: skip
 
 
