@@ -49,8 +49,8 @@ class TuneKey:
 def key_of(
     attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
 ) -> TuneKey:
-    """Calls that share a tuned schedule: widths and dtype count, and whether they are short where such calls have a form
-    of their own; never lengths, heads or batch."""
+    """Calls that share a tuned schedule: widths and dtype count, and whether short calls have a form of their own and
+    these are such; never lengths, heads or batch."""
     return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target, algorithm)
 
 
