@@ -26,7 +26,7 @@ from .compiler.planning.signature import (
     Signature,
     Widths,
     has_few,
-    is_short,
+    is_short_call,
     share_of,
 )
 from .ir.errors import UnavailableError, WeftError, collected
@@ -247,8 +247,8 @@ def request_of(
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
             doubles=machine.kind == "cuda" and has_doubles(options),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
-            short=direction == "forward" and found is None
-            and is_short(sizes.q_len, sizes.kv_len, attention.is_masked),
+            short_call=direction == "forward" and found is None
+            and is_short_call(sizes.q_len, sizes.kv_len, attention.is_masked),
         )  # fmt: skip
 
     def modules(signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:

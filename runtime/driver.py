@@ -38,7 +38,7 @@ class Resolved:
     target: Target
     code: CodePlan
     notes: tuple[str, ...]  # why a target that comes before was passed over; whether the call is short, if that counts
-    has_short: bool = False  # short calls (Signature.short) and others have forms of their own
+    by_length: bool = False  # short calls (Signature.short_call) and others have forms of their own
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def _resolve(
     # Facts + Signature -> target and its kernels
     chosen, notes = _target(facts, signature, given, target, unfit)
     kernels = _kernels(chosen, given.algorithm, signature, facts)
-    has_short = _has_short(facts, signature, hardware, given, chosen, kernels)
-    signature = replace(signature, short=signature.short and has_short)
-    notes += ((IS_SHORT if signature.short else IS_NOT_SHORT),) if has_short else ()
+    by_length = _is_by_length(facts, signature, hardware, given, chosen, kernels)
+    signature = replace(signature, short_call=signature.short_call and by_length)
+    notes += ((SHORT_CALL if signature.short_call else LONG_CALL),) if by_length else ()
     # Facts + Signature + Hardware -> Schedule: asked for, else timed on this machine, else the target's own choice
     remembered = Schedule(given.algorithm, {})
     if not given.kernels:
@@ -103,14 +103,14 @@ def _resolve(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
     )  # fmt: skip
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
-    return Resolved(chosen, code, notes, has_short)
+    return Resolved(chosen, code, notes, by_length)
 
 
-IS_SHORT = (
+SHORT_CALL = (
     f"a short call: tiles of {TALL} queries would have too many rows without one, so that the forward has lower tiles; "
     "other calls take another form"
 )
-IS_NOT_SHORT = f"the forward takes another form in short calls, where tiles of {TALL} queries are too tall"
+LONG_CALL = f"the forward takes another form in short calls, where tiles of {TALL} queries are too tall"
 
 
 def shared_out(
@@ -273,13 +273,13 @@ def _schedule(
     return Schedule(given.algorithm, choices)
 
 
-def _has_short(
+def _is_by_length(
     facts: Facts, signature: Signature, hardware: Hardware, given: Schedule, target: Target, kernels: Sequence[Kernel]
 ) -> bool:  # fmt: skip
     """Whether a kernel whose form is not asked for has another one in short calls."""
     if signature.direction == "backward" or signature.sequences != "dense":
         return False
-    both = [replace(signature, short=short) for short in (False, True)]
+    both = [replace(signature, short_call=short) for short in (False, True)]
     free = [k for k in kernels if k.name not in {*BESIDE, *given.kernels} and not k.follows]
     return any(len({target.forms(k, own, hardware, facts)[0] for own in both}) > 1 for k in free)
 

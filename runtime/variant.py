@@ -35,7 +35,7 @@ from ..compiler.planning.signature import (
     Signature,
     Widths,
     has_few,
-    is_short,
+    is_short_call,
     share_of,
 )
 from ..compiler.planning.target import Launcher, Place, Target
@@ -85,12 +85,12 @@ class _Ready:
     signature: Signature
     facts: Facts
     measures: bool  # which tiles to visit, by kernels of its own
-    has_short: bool  # short calls and others have forms of their own
+    by_length: bool  # short calls and others have forms of their own
 
     def has_form_of(self, call: Call) -> bool:
         """Whether its form is that of a dense call of these lengths."""
-        short = is_short(call.query.shape[2], call.key.shape[2], self.facts.traits.masked)
-        return short == self.signature.short
+        short = is_short_call(call.query.shape[2], call.key.shape[-2], self.facts.traits.masked)
+        return short == self.signature.short_call
 
 
 class Variant:
@@ -118,7 +118,7 @@ class Variant:
         """
         key, query = key or key_of(call), call.query
         repeats, ready = self.repeats, self._forwards.get(key)  # in this order, against that of `forget`
-        if ready is not None and ready.has_short and not ready.has_form_of(call):
+        if ready is not None and ready.by_length and not ready.has_form_of(call):
             key = (key, _OTHER_FORM)
             ready = self._forwards.get(key)
         if ready is not None:
@@ -366,7 +366,7 @@ class Variant:
                 launcher.empty = empty_on_gpu
             launcher.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
-        return _Ready(launcher, target, code.signature, self.facts, measures, resolved.has_short)
+        return _Ready(launcher, target, code.signature, self.facts, measures, resolved.by_length)
 
     def _sums_pairs(self, wanted: frozenset[str]) -> bool:
         """Whether a wanted gradient may be summed faster in any order."""
@@ -397,9 +397,9 @@ class Variant:
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
             doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
-            short=direction == "forward"
+            short_call=direction == "forward"
             and kind == "dense"
-            and is_short(rows, call.key.shape[2], self.attention.is_masked),
+            and is_short_call(rows, call.key.shape[2], self.attention.is_masked),
         )
 
 
@@ -414,7 +414,8 @@ def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
     growing: Callable[..., Again | None] | None = getattr(ready.launcher, "growing", None)
     if growing is not None and repeats.wants_growing() and (found := growing(call)) is not None:
         fits, rows, masked = found.fits, call.query.shape[2], ready.facts.traits.masked
-        if ready.has_short and is_short(rows, rows, masked) != is_short(rows, rows + 1, masked):  # keys decide, too
+        keys_decide = is_short_call(rows, rows, masked) != is_short_call(rows, rows + 1, masked)
+        if ready.by_length and keys_decide:
             fits = lambda other: found.fits(other) and ready.has_form_of(other)  # noqa: E731
         repeats.growing = Known(fits, found.launch, ready.measures, recorded, look)
 

@@ -114,7 +114,7 @@ def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
-    D128. short: of calls that are (`is_short`): fewer consumers at D64, and fewer keys where a mask hides some.
+    D128. short: of calls that are (`is_short_call`): fewer consumers at D64, and fewer keys where a mask hides some.
     """
     spare = not (facts.traits.positional or facts.traits.drops)  # registers
     columns, value_columns = piecewise(widths.head_dim), columns_of(widths)[1]

@@ -46,7 +46,7 @@ def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: 
     return "long" if direction == "forward" and mixed and 1 < number <= MOST_SHARED else "all"
 
 
-def is_short(q_len: int, kv_len: int, masked: bool) -> bool:
+def is_short_call(q_len: int, kv_len: int, masked: bool) -> bool:
     """Whether a dense forward is better off with low tiles of queries: tall ones would have more rows without a query.
 
     A row of a low tile costs a fifth more. Where a mask hides about half of the pairs, low tiles also waste less of it,
@@ -101,7 +101,7 @@ class Signature:
     doubles: bool = False  # a float operand has 64 bits, which tiles of what pairs read then have room for
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
     share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
-    short: bool = False  # of a dense forward: is_short, where the target has a form for that (Resolved.has_short)
+    short_call: bool = False  # of a dense forward: is_short_call, where the target has a form for these
 
     @property
     def dtype(self) -> str:
@@ -113,7 +113,7 @@ class Signature:
         """A short name for cache folders: "d128-bf16"."""
         head, value = self.widths.head_dim, self.widths.value_dim
         widths = f"d{head}" if head == value else f"d{head}v{value}"
-        return f"{widths}-{self.dtype}" + "-short" * self.short
+        return f"{widths}-{self.dtype}" + "-short" * self.short_call
 
     def __str__(self) -> str:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""

@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import head, masks, score
-from weft.compiler.planning.signature import is_short
+from weft.compiler.planning.signature import is_short_call
 from weft.runtime.driver import builds
 from weft.runtime.variant import forget
 
@@ -116,7 +116,7 @@ def test_keys_that_grow_behind_a_chunk():
             out = CAUSAL(*tensors)
         want = CAUSAL.reference(*(t.double() for t in tensors))
         assert (out.double() - want).norm() / want.norm() < 6e-3, n
-        assert is_short(512, n, True) == (n == 512)
+        assert is_short_call(512, n, True) == (n == 512)
 
 
 def test_graphs_of_both_forms(captured):

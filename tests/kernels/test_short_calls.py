@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from weft.codegen.targets.triton_launcher import TritonLauncher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.signature import is_short
+from weft.compiler.planning.signature import is_short_call
 from weft.runtime import driver, torch_private
 from weft.runtime.call import Call, Dense, Options
 
@@ -234,7 +234,7 @@ def test_results_of_both_forms(name: str, q_len: int) -> None:
         asked = {"target": "hopper", "schedule": "flash"}
         plan = declared.plan(shape, device="h200", **asked)
         signature = plan.code("forward").signature
-        assert signature.short == is_short(q_len, kv_len, name != "full")
+        assert signature.short_call == is_short_call(q_len, kv_len, name != "full")
         made = driver.compile_kernels(declared, signature, by_name("h200"), **asked)
         assert made.source == declared.source(shape, device="h200", **asked)
         launcher = OnACpu.of(made, declared)

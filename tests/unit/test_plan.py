@@ -456,7 +456,7 @@ def notes_of(variant: weft.Attention = weft.Attention(name="noted"), **options) 
 
 
 def test_notes_say_why_a_target_that_comes_before_was_passed_over() -> None:
-    short = (driver.IS_SHORT,)  # that a target lacks a whole direction is no news of this variant
+    short = (driver.SHORT_CALL,)  # that a target lacks a whole direction is no news of this variant
     assert notes_of(device="h200") == short
     needs = "hopper: needs D and Dv to be multiples of 8 from 16 to 256, got D {}, Dv {}"
     assert notes_of(device="h200", head_dim=80) == ()

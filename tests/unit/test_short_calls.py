@@ -14,7 +14,7 @@ from weft.compiler.planning import hardware
 from weft.compiler.planning.forms import HopperForm
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.schedule import Schedule
-from weft.compiler.planning.signature import LOW, MOST_OF_A_SHORT_CALL, TALL, is_short
+from weft.compiler.planning.signature import LOW, MOST_OF_A_SHORT_CALL, TALL, is_short_call
 from weft.runtime import build, driver, tuned
 from weft.runtime.variant import forget
 
@@ -41,7 +41,7 @@ def form_of(variant: weft.Attention, shape: weft.Shape, **options: object) -> st
 @pytest.mark.parametrize(("masked", "runs"), [(False, OF_FULL), (True, OF_MASKED)])
 def test_which_calls_are_short(masked: bool, runs: list[tuple[int, int]]) -> None:
     lengths = range(1, 20_000)
-    found = [n for n in lengths if is_short(n, n, masked)]
+    found = [n for n in lengths if is_short_call(n, n, masked)]
     assert found == [n for n in lengths if any(first <= n <= last for first, last in runs)]
     assert max(found) <= MOST_OF_A_SHORT_CALL
 
@@ -56,8 +56,12 @@ def test_no_longer_call_has_so_many_rows_without_a_query(masked: bool) -> None:
 
 def test_behind_more_keys_than_queries_a_mask_hides_little() -> None:
     for q_len in (1, 128, 200, 256, 400, 512, 640, 1000):
-        assert is_short(q_len, q_len + 1, True) == is_short(q_len, q_len + 1, False) == is_short(q_len, 10**6, False)
-        assert is_short(q_len, q_len - 1, True) == is_short(q_len, q_len, True)
+        assert (
+            is_short_call(q_len, q_len + 1, True)
+            == is_short_call(q_len, q_len + 1, False)
+            == is_short_call(q_len, 10**6, False)
+        )
+        assert is_short_call(q_len, q_len - 1, True) == is_short_call(q_len, q_len, True)
 
 
 # -- plans, sources and what `explain` says ----------------------------------------------------------------------------
@@ -68,7 +72,7 @@ EDGES = (17, 63, 64, 65, 127, 128, 129, 192, 193, 197, 256, 257, 384, 385, 512, 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_plan_has_the_form_of_its_lengths(variant: weft.Attention, dtype: str) -> None:
     for n in (*EDGES, 1026, 2048, 100_000):
-        short = is_short(n, n, variant.is_masked)
+        short = is_short_call(n, n, variant.is_masked)
         assert form_of(variant, sizes(n, dtype=dtype)) == (SHORT[variant] if short else LONG), n
 
 
@@ -90,14 +94,14 @@ def test_source_and_schedule_are_those_of_the_plan(q_len: int) -> None:
     # asked for, a schedule is that of calls of any length
     for other in (100, 300, 1000, 5000):
         assert form_of(CAUSAL, sizes(other), schedule=str(plan.schedule)) == str(form)
-        short = is_short(other, other, True)
+        short = is_short_call(other, other, True)
         assert form_of(CAUSAL, sizes(other), schedule="flash") == (SHORT[CAUSAL] if short else LONG)
 
 
 def test_explain_says_whether_a_call_is_short_and_why() -> None:
     said = {n: " ".join(CAUSAL.explain(sizes(n), device="h200").split()) for n in (512, 2048)}
-    assert f"flash_forward=hopper:{SHORT[CAUSAL]}" in said[512] and driver.IS_SHORT in said[512]
-    assert f"flash_forward=hopper:{LONG}" in said[2048] and driver.IS_NOT_SHORT in said[2048]
+    assert f"flash_forward=hopper:{SHORT[CAUSAL]}" in said[512] and driver.SHORT_CALL in said[512]
+    assert f"flash_forward=hopper:{LONG}" in said[2048] and driver.LONG_CALL in said[2048]
     for text in (CAUSAL.explain(sizes(512, 128), device="h200"), CAUSAL.explain(sizes(512), device="a100")):
         assert "short" not in text.replace("short_causal", "")
 
@@ -109,7 +113,7 @@ def test_a_score_that_reads_positions_and_wider_heads_have_one_form() -> None:
     biased = weft.Attention(score + weft.tensor("bias", 4)[weft.batch, head, q_pos, kv_pos], name="short_biased")
     for variant, width in [*((v, 64) for v in (alibi, dropped, documents, biased)), (CAUSAL, 80), (CAUSAL, 128)]:
         found = {variant.plan(sizes(n, width), device="h200").codes[0] for n in (100, 512, 2048)}
-        assert len({code.schedule for code in found}) == 1 and {code.signature.short for code in found} == {False}
+        assert len({code.schedule for code in found}) == 1 and {code.signature.short_call for code in found} == {False}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_other_targets_have_one_form(device: str, options: dict[str, str]) -> No
     dtype = options.pop("dtype", "bf16")
     plans = [CAUSAL.plan(sizes(n, dtype=dtype), device=device, **options) for n in (100, 512, 2048)]
     assert len({plan.codes[0].schedule for plan in plans}) == 1
-    assert not any(plan.codes[0].signature.short for plan in plans)
+    assert not any(plan.codes[0].signature.short_call for plan in plans)
 
 
 def test_lengths_that_lie_on_the_device_take_the_form_of_long_calls() -> None:
@@ -207,7 +211,7 @@ def test_keys_of_what_was_kept_are_as_they_were_but_for_short_calls() -> None:
     long, short = (CAUSAL.plan(sizes(n), device="h200").codes[0].signature for n in (2048, 512))
     assert tuned.key_of(CAUSAL, long, H200, "hopper").widths == "d64-bf16"
     assert tuned.key_of(CAUSAL, short, H200, "hopper").widths == "d64-bf16-short"
-    assert short == replace(long, short=True) and "d64-bf16-short" in str(short)
+    assert short == replace(long, short_call=True) and "d64-bf16-short" in str(short)
 
 
 def test_predicted_times_are_of_the_form_that_is_taken() -> None:
