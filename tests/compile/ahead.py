@@ -138,7 +138,7 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
-    sequences: SequenceKind = "dense", page: int = 16, q_len: int = 2048, heads: int = 2, share: Share = "all",
+    sequences: SequenceKind = "dense", page: int = 16, q_len: int = 256, heads: int = 2, share: Share = "all",
     floats: torch.dtype = torch.float32,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
