@@ -26,6 +26,7 @@ from .compiler.planning.signature import (
     Signature,
     Widths,
     has_few,
+    is_short_call,
     share_of,
 )
 from .ir.errors import UnavailableError, WeftError, collected
@@ -256,6 +257,8 @@ def request_of(
             atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
             doubles=machine.kind == "cuda" and has_doubles(options),
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
+            short_call=direction == "forward" and found is None
+            and is_short_call(sizes.q_len, sizes.kv_len, attention.is_masked),
         )  # fmt: skip
 
     def modules(signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:

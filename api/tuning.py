@@ -17,7 +17,7 @@ from .compiler.planning.kernels import Algorithm
 from .compiler.planning.measures import BESIDE
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, is_short_call
 from .compiler.planning.tuner import Clock, Tuned, search
 from .ir.errors import WeftError
 from .runtime import driver, tuned
@@ -76,7 +76,8 @@ def resolved_for(
     """What calls like `shape` get on a machine, this one where no device is named."""
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
     widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
-    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction])
+    short = direction == "forward" and is_short_call(shape.q_len, shape.kv_len, attention.is_masked)
+    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction], short_call=short)
     return driver.resolve(attention, signature, machine, target, algorithm), machine, facts_of(attention)
 
 

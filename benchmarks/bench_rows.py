@@ -131,6 +131,7 @@ SHAPES = (  # widths that are no power of two, grouped heads, many short sequenc
     Row("causal", 8, 32, 2048, 64, own_kv_heads=4),
     Row("causal", 64, 16, 512, 64),
     Row("causal", 64, 16, 1024, 64),  # a layer of GPT-2 medium
+    Row("full", 64, 12, 256, 64),  # of BERT
     Row("causal", 1, 16, 1024, 128),
     Row("causal", 1, 8, 131072, 128),
 )

@@ -47,6 +47,8 @@ ROWS = (
     Row("window", 2, 16, 8192, 128, 1024),
     Row("documents", 2, 16, 8192, 128, 1024),
     Row("softcap", 2, 32, 8192, 64, 20),
+    Row("causal", 64, 16, 512, 64),  # short calls, which have forms of their own
+    Row("full", 64, 12, 256, 64),
 )
 
 

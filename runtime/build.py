@@ -181,8 +181,11 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
     signature = Signature(
         job.direction, machine.arch, Dtypes.all(job.dtype), widths, job.sequences,
         offset_kind(call.sequences.q_offset), wanted, few=job.group > 0, boxed=boxed_of(variant.facts, call.operands),
+        short_call=job.group > 0,  # as a step of few queries is
     )  # fmt: skip
     signatures = [signature]
+    if not job.group and driver.resolve(attention, signature, machine, job.target, job.schedule).by_length:
+        signatures += [replace(signature, short_call=True)]
     if job.sequences == "packed_paged":  # what may be mixed has a module of long sequences, and one of short ones
         mixed = replace(signature, few=False, share="long")
         shares = driver.shared_out(attention, mixed, machine, job.target, job.schedule)

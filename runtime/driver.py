@@ -21,7 +21,7 @@ from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
-from ..compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from ..compiler.planning.signature import TALL, Direction, Dtypes, Signature, Widths
 from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
@@ -37,7 +37,8 @@ class Resolved:
 
     target: Target
     code: CodePlan
-    notes: tuple[str, ...]  # why a target that comes before was passed over
+    notes: tuple[str, ...]  # why a target that comes before was passed over; whether the call is short, if that counts
+    by_length: bool = False  # short calls (Signature.short_call) and others have forms of their own
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Compiled:
 
 
 def builds() -> int:
-    """How many modules this process has loaded so far: a new length or scalar value must not change it."""
+    """How many modules this process has loaded so far: a new length must not change it, where the call is as short as
+    another one was, nor a new scalar value."""
     return _built
 
 
@@ -83,6 +85,9 @@ def _resolve(
     # Facts + Signature -> target and its kernels
     chosen, notes = _target(facts, signature, given, target, unfit)
     kernels = _kernels(chosen, given.algorithm, signature, facts)
+    by_length = _is_by_length(facts, signature, hardware, given, chosen, kernels)
+    signature = replace(signature, short_call=signature.short_call and by_length)
+    notes += ((SHORT_CALL if signature.short_call else LONG_CALL),) if by_length else ()
     # Facts + Signature + Hardware -> Schedule: asked for, else timed on this machine, else the target's own choice
     remembered = Schedule(given.algorithm, {})
     if not given.kernels:
@@ -98,7 +103,14 @@ def _resolve(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
     )  # fmt: skip
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
-    return Resolved(chosen, code, notes)
+    return Resolved(chosen, code, notes, by_length)
+
+
+SHORT_CALL = (
+    f"a short call: tiles of {TALL} queries would have too many rows without one, so that the forward has lower tiles; "
+    "other calls take another form"
+)
+LONG_CALL = f"the forward takes another form in short calls, where tiles of {TALL} queries are too tall"
 
 
 def shared_out(
@@ -261,6 +273,17 @@ def _schedule(
     return Schedule(given.algorithm, choices)
 
 
+def _is_by_length(
+    facts: Facts, signature: Signature, hardware: Hardware, given: Schedule, target: Target, kernels: Sequence[Kernel]
+) -> bool:  # fmt: skip
+    """Whether a kernel whose form is not asked for has another one in short calls."""
+    if signature.direction == "backward" or signature.sequences != "dense":
+        return False
+    both = [replace(signature, short_call=short) for short in (False, True)]
+    free = [k for k in kernels if k.name not in {*BESIDE, *given.kernels} and not k.follows]
+    return any(len({target.forms(k, own, hardware, facts)[0] for own in both}) > 1 for k in free)
+
+
 def _check_used(
     given: Schedule, target: Target, kernels: Sequence[Kernel], others: Sequence[Kernel], deterministic: bool
 ) -> None:
@@ -305,13 +328,22 @@ def _every_kernel(given: Schedule, signature: Signature, facts: Facts) -> Iterat
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=4096)
 def compile_kernels(
     attention: Attention, signature: Signature, hardware: Hardware, target: str | None = None,
     schedule: str | None = None, unfit: frozenset[str] = frozenset(),
 ) -> Compiled:  # fmt: skip
     """The modules that compute one direction of a variant; made once, then found again. Arguments as of `resolve`."""
     # ... -> CodePlan
+    found = resolve(attention, signature, hardware, target, schedule, unfit)
+    return _compiled(attention, found.code.signature, hardware, target, schedule, unfit)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str | None, schedule: str | None,
+    unfit: frozenset[str],
+) -> Compiled:  # fmt: skip
+    """The same of a signature as it was resolved, which calls of different lengths may share."""
     found = resolve(attention, signature, hardware, target, schedule, unfit)
     code, facts = found.code, facts_of(attention)
     settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
@@ -331,7 +363,7 @@ def compile_kernels(
 def forget() -> None:
     """Choose and load anew, as after tuning."""
     _resolve.cache_clear()
-    compile_kernels.cache_clear()
+    _compiled.cache_clear()
 
 
 def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:

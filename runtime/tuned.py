@@ -32,7 +32,7 @@ class TuneKey:
 
     variant: str  # digest of the variant's canonical text
     direction: str
-    widths: str  # and dtype: "d128-bf16"
+    widths: str  # and dtype: "d128-bf16"; of short calls "d64-bf16-short"
     hardware: str  # name of the Hardware record
     target: str
     algorithm: str = "flash"
@@ -49,7 +49,8 @@ class TuneKey:
 def key_of(
     attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
 ) -> TuneKey:
-    """Calls that share a tuned schedule: widths and dtype count, never lengths, heads or batch."""
+    """Calls that share a tuned schedule: widths and dtype count, and whether short calls have a form of their own and
+    these are such; never lengths, heads or batch."""
     return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target, algorithm)
 
 

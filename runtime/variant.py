@@ -1,7 +1,8 @@
 """One variant at run time: finds what is prepared for a call, checks the call, and launches.
 
-What is prepared is kept by dtypes, widths, device and options, never by lengths, strides or values: a cache that grows
-by a token a step, or a scalar that is annealed, finds it again.
+What is prepared is kept by dtypes, widths, device and options, never by strides or values. Of lengths counts no more
+than whether queries are few, and whether a call is short, where that has a form of its own: a cache that grows by a
+token a step, or a scalar that is annealed, finds it again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
 from ..compiler.planning.measures import PAIR_CELLS
-from ..compiler.planning.signature import FEW_QUERIES, Direction, Dtypes, Offset, Signature, Widths, has_few, share_of
+from ..compiler.planning.signature import (
+    FEW_QUERIES,
+    Direction,
+    Dtypes,
+    Offset,
+    Signature,
+    Widths,
+    has_few,
+    is_short_call,
+    share_of,
+)
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -43,6 +54,7 @@ from .settings import checks_values, keeps_tiles
 from .torch_private import are_plain, current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}
+_OTHER_FORM = "other"  # of calls that are short where the first of their kind was not, or the other way round
 
 
 def variant_of(attention: Attention) -> Variant:
@@ -73,6 +85,12 @@ class _Ready:
     signature: Signature
     facts: Facts
     measures: bool  # which tiles to visit, by kernels of its own
+    by_length: bool  # short calls and others have forms of their own
+
+    def has_form_of(self, call: Call) -> bool:
+        """Whether its form is that of a dense call of these lengths."""
+        short = is_short_call(call.query.shape[2], call.key.shape[-2], self.facts.traits.masked)
+        return short == self.signature.short_call
 
 
 class Variant:
@@ -100,6 +118,9 @@ class Variant:
         """
         key, query = key or key_of(call), call.query
         repeats, ready = self.repeats, self._forwards.get(key)  # in this order, against that of `forget`
+        if ready is not None and ready.by_length and not ready.has_form_of(call):
+            key = (key, _OTHER_FORM)
+            ready = self._forwards.get(key)
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
@@ -330,15 +351,13 @@ class Variant:
         for own in signatures:
             with PARSING:
                 made = driver.compile_kernels(self.attention, own, machine, *asked)
-            found.append(self._ready(made.resolved, made.modules, own, call.query))
+            found.append(self._ready(made.resolved, made.modules, call.query))
         ready = found[0]
         if len(found) > 1:
             ready = replace(ready, launcher=SharedLauncher(*(one.launcher for one in found)))
         return kept.setdefault(key, ready)
 
-    def _ready(
-        self, resolved: driver.Resolved, modules: Sequence[ModuleType], signature: Signature, query: Tensor
-    ) -> _Ready:
+    def _ready(self, resolved: driver.Resolved, modules: Sequence[ModuleType], query: Tensor) -> _Ready:
         target, code = resolved.target, resolved.code
         launcher = target.bind(modules, code, self.facts, query.device)
         if isinstance(launcher, TritonLauncher) and query.is_cuda:
@@ -347,7 +366,7 @@ class Variant:
                 launcher.empty = empty_on_gpu
             launcher.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
-        return _Ready(launcher, target, signature, self.facts, measures)
+        return _Ready(launcher, target, code.signature, self.facts, measures, resolved.by_length)
 
     def _sums_pairs(self, wanted: frozenset[str]) -> bool:
         """Whether a wanted gradient may be summed faster in any order."""
@@ -378,6 +397,9 @@ class Variant:
             wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
             doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
+            short_call=direction == "forward"
+            and kind == "dense"
+            and is_short_call(rows, call.key.shape[2], self.attention.is_masked),
         )
 
 
@@ -391,7 +413,11 @@ def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
     repeats.learn(look(call), ready.measures, recorded)
     growing: Callable[..., Again | None] | None = getattr(ready.launcher, "growing", None)
     if growing is not None and repeats.wants_growing() and (found := growing(call)) is not None:
-        repeats.growing = Known(found.fits, found.launch, ready.measures, recorded, look)
+        fits, rows, masked = found.fits, call.query.shape[2], ready.facts.traits.masked
+        keys_decide = is_short_call(rows, rows, masked) != is_short_call(rows, rows + 1, masked)
+        if ready.by_length and keys_decide:
+            fits = lambda other: found.fits(other) and ready.has_form_of(other)  # noqa: E731
+        repeats.growing = Known(fits, found.launch, ready.measures, recorded, look)
 
 
 def _repeated(ready: _Ready, *given: Any) -> Again | None:

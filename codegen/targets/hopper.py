@@ -189,7 +189,7 @@ class HopperTarget:
             chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
             near = chosen.neighbours()
             return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware) is None)]
-        best: HopperForm | HopperBackwardForm = best_form(widths, facts)
+        best: HopperForm | HopperBackwardForm = best_form(widths, facts, signature.short_call)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
         if signature.boxed:

@@ -1,4 +1,7 @@
-"""The static half of a call: all that generated code depends on. Never a length, a batch size, a stride or a value."""
+"""The static half of a call: all that generated code depends on. Never a batch size, a stride or a value.
+
+Of lengths it has no more than whether queries are few, and whether a call is short.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its 
 # tile of flash would be nearly empty, and read the keys of a group once for each of its heads.
 MOST_SHORT = 64
 MOST_SHARED = 16384  # sequences of a call that are shared out: a list of the tiles of more has gaps
+TALL, LOW = 192, 128  # queries of a tile: of the form that is fastest where all rows are queries, and of the other one
+MOST_OF_A_SHORT_CALL = 1024  # queries: of more, too few rows of tall tiles are none
 
 
 def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> bool:
@@ -39,6 +44,18 @@ def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: 
     """Long where a forward may have both kinds of sequences: the short ones are then those of another module."""
     mixed = sequences == "packed_paged" and not has_few(direction, sequences, q_len, number)
     return "long" if direction == "forward" and mixed and 1 < number <= MOST_SHARED else "all"
+
+
+def is_short_call(q_len: int, kv_len: int, masked: bool) -> bool:
+    """Whether a dense forward is better off with low tiles of queries: tall ones would have more rows without a query.
+
+    A row of a low tile costs a fifth more. Where a mask hides about half of the pairs, low tiles also waste less of it,
+    and a tenth more rows in tall ones are enough. (docs/experiments.md has what was measured.)
+    """
+    if q_len > MOST_OF_A_SHORT_CALL:
+        return False
+    tall, low = -(-q_len // TALL) * TALL, -(-q_len // LOW) * LOW
+    return 10 * tall >= 11 * low if masked and kv_len <= q_len else 4 * tall >= 5 * low
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,7 @@ class Signature:
     doubles: bool = False  # a float operand has 64 bits, which tiles of what pairs read then have room for
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
     share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
+    short_call: bool = False  # of a dense forward: is_short_call, where the target has a form for these
 
     @property
     def dtype(self) -> str:
@@ -94,7 +112,8 @@ class Signature:
     def label(self) -> str:
         """A short name for cache folders: "d128-bf16"."""
         head, value = self.widths.head_dim, self.widths.value_dim
-        return f"d{head}-{self.dtype}" if head == value else f"d{head}v{value}-{self.dtype}"
+        widths = f"d{head}" if head == value else f"d{head}v{value}"
+        return f"{widths}-{self.dtype}" + "-short" * self.short_call
 
     def __str__(self) -> str:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""

@@ -112,9 +112,20 @@ def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: Direction)
 )  # fmt: skip
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_forward(name: str, head_dim: int) -> None:
-    (kernel,) = compiled(VARIANTS[name], "forward", head_dim, target="hopper").kernels.values()
+    (kernel,) = compiled(VARIANTS[name], "forward", head_dim, target="hopper", q_len=2048).kernels.values()
     assert kernel.sram <= by_name("h200").sram_per_block
     assert kernel.spilled == 0
+    check_wgmma(kernel)
+    check_full_loops(kernel)
+
+
+@pytest.mark.parametrize("name", mostly(["dense", "prefix"], ["dense", "causal", "softcap_window", "prefix", "sink"]))
+@pytest.mark.parametrize("head_dim", mostly([64], [32, 64]))
+def test_hopper_forward_of_short_calls(name: str, head_dim: int) -> None:
+    module = compiled(VARIANTS[name], "forward", head_dim, target="hopper", q_len=200)
+    (kernel,) = module.kernels.values()
+    assert module.plans["flash_forward"].form.block_q == 128
+    assert kernel.sram <= by_name("h200").sram_per_block and kernel.spilled == 0
     check_wgmma(kernel)
     check_full_loops(kernel)
 

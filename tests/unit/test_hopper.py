@@ -47,7 +47,7 @@ VISIBLE: dict[str, Callable[[int, int], bool]] = {
 
 
 def sizes(head_dim: int) -> weft.Shape:
-    return weft.shape(heads=2, q_len=512, head_dim=head_dim, dtype="bf16")
+    return weft.shape(heads=2, q_len=2048, head_dim=head_dim, dtype="bf16")
 
 
 def source(name: str, head_dim: int) -> str:
