@@ -115,7 +115,7 @@ def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
-    D128. short: of calls that are (`is_short_call`): fewer consumers at D64, and fewer keys where a mask hides some.
+    D128. short: of calls that are (`is_short_call`): fewer consumers and fewer keys at D64.
     """
     spare = not (facts.traits.positional or facts.traits.drops)  # registers
     columns, value_columns = piecewise(widths.head_dim), columns_of(widths)[1]
@@ -128,8 +128,7 @@ def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
         )
     if max(columns, value_columns) <= 64:
         if spare and short:
-            keys, stages = (64, 4) if facts.traits.masked else (128, 3)
-            return HopperForm(2, keys, stages, query_in_registers=True, lazy_rescale=True, pair_maximum=True)
+            return HopperForm(2, 64, 4, query_in_registers=True, lazy_rescale=True, pair_maximum=True)
         return HopperForm(
             3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True,
             lazy_rescale=facts.traits.drops,

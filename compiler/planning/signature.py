@@ -24,7 +24,8 @@ FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its 
 MOST_SHORT = 64
 MOST_SHARED = 16384  # sequences of a call that are shared out: a list of the tiles of more has gaps
 TALL, LOW = 192, 128  # queries of a tile: of the form that is fastest where all rows are queries, and of the other one
-MOST_OF_A_SHORT_CALL = 1024  # queries: of more, too few rows of tall tiles are none
+ALWAYS_SHORT = 256  # queries
+MOST_OF_A_SHORT_CALL = 1024  # the same under a mask that hides about half of the pairs
 
 
 def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> bool:
@@ -49,13 +50,14 @@ def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: 
 def is_short_call(q_len: int, kv_len: int, masked: bool) -> bool:
     """Whether a dense forward is better off with low tiles of queries: tall ones would have more rows without a query.
 
-    A row of a low tile costs a fifth more. Where a mask hides about half of the pairs, low tiles also waste less of it,
-    and a tenth more rows in tall ones are enough. (docs/experiments.md has what was measured.)
+    Where a mask hides about half of the pairs, low tiles also waste less of it, and as many rows are enough.
+    (docs/experiments.md has what was measured.)
     """
-    if q_len > MOST_OF_A_SHORT_CALL:
+    if q_len <= ALWAYS_SHORT:
+        return True
+    if not masked or kv_len > q_len or q_len > MOST_OF_A_SHORT_CALL:
         return False
-    tall, low = -(-q_len // TALL) * TALL, -(-q_len // LOW) * LOW
-    return 10 * tall >= 11 * low if masked and kv_len <= q_len else 4 * tall >= 5 * low
+    return -(-q_len // TALL) * TALL >= -(-q_len // LOW) * LOW
 
 
 @dataclass(frozen=True)

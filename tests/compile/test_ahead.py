@@ -145,6 +145,7 @@ def test_hopper_forward_of_other_tiles(name: str, head_dim: int, value_dim: int)
 
 
 # Bytes a thread may spill where the score's or mask's own arithmetic needs the registers.
+# Bytes, in all: outside of the loops over tiles of queries, where a tile of keys begins or ends; in loops there is little.
 HOPPER_BACKWARD_SPILLS = {
     ("causal", 64): 128, ("window", 64): 128, ("prefix", 64): 256,
     ("causal", 128): 64, ("window", 128): 64, ("softcap", 128): 128, ("alibi", 128): 64, ("prefix", 128): 128,
@@ -164,7 +165,8 @@ def test_hopper_backward(name: str, head_dim: int) -> None:
     if name != "alibi":  # whose plan has gradients of slopes too, and so is another target's
         check_sram(module)
     kernel = module.kernels["flash_backward"]
-    assert kernel.spilled <= HOPPER_BACKWARD_SPILLS.get((name, head_dim), 0)
+    assert kernel.spilled <= HOPPER_BACKWARD_SPILLS.get((name, head_dim), 16)
+    assert kernel.spills_in_loops() <= 4
     check_wgmma(kernel)
     loops = kernel.product_loops()
     assert len(loops) == 2  # of two consumers
@@ -221,10 +223,11 @@ def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
         assert kernel.sram <= by_name("h200").sram_per_block
         if name != "alibi" and kernel.name in module.plans:
             assert kernel.sram <= module.plans[kernel.name].sram_bytes.value + PLAN_SLACK, kernel.name
-        assert not kernel.count(r"\b(red|atom)\.") and not kernel.count(r"cp\.reduce"), kernel.name
+        tickets = int(kernel.name == "flash_dkey_dvalue")  # the number of the next tile of keys
+        assert kernel.count(r"\b(red|atom)\.") == tickets and not kernel.count(r"cp\.reduce"), kernel.name
         if kernel.name == "row_statistics":
             continue
-        assert kernel.spilled <= HOPPER_BACKWARD_SPILLS.get((name, head_dim), 0), kernel.name
+        assert kernel.spilled <= HOPPER_BACKWARD_SPILLS.get((name, head_dim), 16), kernel.name
         check_wgmma(kernel)
         assert len(kernel.product_loops()) == 2  # of two consumers
 

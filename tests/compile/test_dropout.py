@@ -134,7 +134,7 @@ def test_the_hopper_backward(variant: weft.Attention, width: int) -> None:
     pairs = 64 * 64 // THREADS
     assert len(consumers) == len(before) == 2
     for ours, theirs in zip(consumers, before):
-        assert len(ours) <= len(theirs) + 5.5 * pairs
+        assert len(ours) <= len(theirs) + 6 * pairs  # of which some are addresses, in which the plain kernel has a zero
     assert len(drawing_loops(kernel)) == 64 // 32
     for loop in drawing_loops(kernel):
         assert not count_opcode("(?:LDL|STL)", loop)
