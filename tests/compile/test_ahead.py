@@ -144,8 +144,7 @@ def test_hopper_forward_of_other_tiles(name: str, head_dim: int, value_dim: int)
     check_full_loops(kernel)
 
 
-# Bytes a thread may spill where the score's or mask's own arithmetic needs the registers.
-# Bytes, in all: outside of the loops over tiles of queries, where a tile of keys begins or ends; in loops there is little.
+# Bytes a thread may spill where the score's or mask's own arithmetic needs the registers; few of them in loops.
 HOPPER_BACKWARD_SPILLS = {
     ("causal", 64): 128, ("window", 64): 128, ("prefix", 64): 256,
     ("causal", 128): 64, ("window", 128): 64, ("softcap", 128): 128, ("alibi", 128): 64, ("prefix", 128): 128,
