@@ -8,7 +8,7 @@
 #                  RANDOM= masks besides those of the library)
 #   make bench     benchmarks/attention.py, BENCH="..." for its options
 #   make bench-cpu benchmarks/cpu.py, beside SDPA and FlexAttention         BENCH="..." likewise
-#   make gpu-test  tests that need a GPU: about three minutes on 16 cores, then the benchmark
+#   make gpu-test  tests that need a GPU: two and a half minutes on 16 cores, then the benchmark
 #   make gpu-test-all  these, and more of the same: ten minutes
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
 #   make clean     remove what the words above made, except .venv
@@ -20,7 +20,7 @@ WORKERS ?= -n 2
 CASES ?= 2000
 SEED ?= 0
 TARGET ?= cpu,cpu,cpu,cpu,interpret
-GPU_WORKERS ?= -n 15 --dist worksteal
+GPU_WORKERS ?= -n 16 --dist worksteal
 # no GPU test uses them, and importing the second takes each worker a second
 GPU_PLUGINS := -p no:benchmark -p no:hypothesispytest
 JOBS ?= 1

@@ -149,7 +149,7 @@ def test_factors_of_either_sign_and_0(dim, negated):
     """A negative one changes the sign of Q once, where products read it."""
     check("signed", operands_of(3, 3, 130, 200, dim, 0, dim, batch=1))
     text = weft.Attention(**SCORES["signed"]).source(
-        weft.shape(heads=3, q_len=130, head_dim=dim), device="h200", target="hopper"
+        weft.shape(heads=3, q_len=2048, head_dim=dim), device="h200", target="hopper"
     )
     assert f"QUERY_IN_REGISTERS = gl.constexpr({negated == 'in registers'})" in text
 
