@@ -10,6 +10,7 @@
 #   make bench-cpu benchmarks/cpu.py, beside SDPA and FlexAttention         BENCH="..." likewise
 #   make gpu-test  tests that need a GPU: two and a half minutes on 16 cores, then the benchmark
 #   make gpu-test-all  these, and more of the same: ten minutes
+#   make gpu-sanitize  kernels on small operands under compute-sanitizer: TOOLS=memcheck,synccheck,initcheck,racecheck
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
 #   make clean     remove what the words above made, except .venv
 #
@@ -25,6 +26,7 @@ GPU_WORKERS ?= -n 16 --dist worksteal
 GPU_PLUGINS := -p no:benchmark -p no:hypothesispytest
 JOBS ?= 1
 RANDOM ?= 500
+TOOLS ?= memcheck,synccheck,initcheck,racecheck
 VENV := .venv
 
 # A machine whose own torch already sees a GPU keeps that torch, and the Triton that came with it: no .venv there.
@@ -42,7 +44,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test test-all lint format prove fuzz bench bench-cpu gpu-test gpu-test-all clean
+.PHONY: demo test test-all lint format prove fuzz bench bench-cpu gpu-test gpu-test-all gpu-sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -87,6 +89,9 @@ gpu-test: $(READY)
 
 gpu-test-all: $(READY)
 	$(RUN) -m pytest $(GPU_WORKERS) $(GPU_PLUGINS) -m gpu tests/gpu
+
+gpu-sanitize: $(READY)
+	$(RUN) -m tests.gpu.sanitize --tools $(TOOLS) --jobs 16
 
 clean:
 	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
