@@ -72,6 +72,7 @@ class Attention(Declaration):
         _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
         _drops: ClassVar[bool]
+        _latent_width: ClassVar[int | None]  # columns of a latent cache
         _share: ClassVar[str | None]  # the scalar that the dropout is
         _undropped: ClassVar[Attention | None]  # the same without dropout, where there is one
         _variant: ClassVar[Variant]
@@ -90,6 +91,7 @@ class Attention(Declaration):
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
             "_drops": self.drops, "_share": self.dropout.name if isinstance(self.dropout, Scalar) else None,
             "_undropped": self.replace(dropout=0.0) if self.drops else None,
+            "_latent_width": None if self.latent is None else self.latent.rank + self.latent.rope,
         }  # fmt: skip
         self.__dict__.update(found)  # frozen for users
 
@@ -394,6 +396,12 @@ class Attention(Declaration):
         tail: the options and operands of `_run`, from return_lse on.
         """
         assert self.latent is not None
+        if value is None and uk is None and uv is None and form is None and self._is_absorbed(query, cache, lengths):
+            try:  # every step of a decode: what else is wrong with a call fails in it, and is told then
+                return self._run(query, cache, None, None, *tail, lengths)
+            except Exception:
+                validate.check_latent(self, query, cache, None, None, has_pages(lengths))
+                raise
         if value is not None:
             raise WeftError(
                 f"{self.name}: value: latent attention takes query and cache only; its values come from the cache"
@@ -408,6 +416,8 @@ class Attention(Declaration):
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
+            if form not in (None, "absorbed"):
+                raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
             return self._run(query, cache, None, None, *tail, lengths)
         nope = query.shape[3] - rope_dim
         if paged:
@@ -431,6 +441,16 @@ class Attention(Declaration):
         out = result[0] if isinstance(result, tuple) else result
         out = torch.einsum("bhlr,hrd->bhld", out, uv)
         return (out, result[1]) if isinstance(result, tuple) else out
+
+    def _is_absorbed(self, query: Tensor, cache: Tensor, lengths: Options | None) -> bool:
+        """Whether shapes are those of a latent query and its cache, contiguous or in pages, and nothing is traced."""
+        if self.scale is None or torch.compiler.is_compiling():
+            return False
+        try:
+            (batches, _, _, width), (others, heads, _, columns) = query.shape, cache.shape
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return False
+        return width == columns == self._latent_width and heads == 1 and (batches == others or has_pages(lengths))
 
     @overload
     def reference(

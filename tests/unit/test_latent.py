@@ -232,3 +232,20 @@ def test_keys_and_values_of_one_column_have_any_stride() -> None:
     more = {"uk": torch.randn(2, 20, 1), "uv": torch.randn(2, 20, 1)}
     found = latent(query, cache, **more, target="cpu", form="expanded")
     assert torch.allclose(found, latent.reference(query, cache, **more), atol=1e-5)
+
+
+def test_what_a_step_of_a_decode_is_not_asked_before_is_told_after() -> None:
+    """Its checks are made once it has failed, and say the same as before."""
+    mla = variant(rank=32, rope=16, scale=0.1)
+    query, cache = torch.randn(2, 4, 1, 48), torch.randn(2, 1, 9, 48)
+    for tensors, options, reason in (
+        ((query.int(), cache.int()), {}, "expected bfloat16, float16 or float32, got torch.int32"),
+        ((query, cache.double()), {}, "cache: expected dtype torch.float32 as in query"),
+        ((query, cache.expand(2, 2, 9, 48)), {}, "cache: expected 1 head"),
+        ((query, cache[:1]), {}, "cache: expected batch 2 as in query, got 1"),
+        ((query[..., :40], cache), {}, r"query: expected dim 48 \(rank \+ rope\) without uk, got 40"),
+        ((query, None), {}, "cache: expected a tensor, got NoneType"),
+        ((query, cache), {"form": "absorbd"}, "form: expected 'expanded' or 'absorbed', got 'absorbd'"),
+    ):
+        with pytest.raises(weft.WeftError, match=reason):
+            mla(*tensors, **options)
