@@ -10,7 +10,7 @@
 #   make bench-cpu benchmarks/cpu.py, beside SDPA and FlexAttention         BENCH="..." likewise
 #   make gpu-test  tests that need a GPU: two and a half minutes on 16 cores, then the benchmark
 #   make gpu-test-all  these, and more of the same: ten minutes
-#   make gpu-sanitize  kernels on small operands under compute-sanitizer: TOOLS=memcheck,synccheck,initcheck,racecheck
+#   make gpu-sanitize  kernels on small operands under compute-sanitizer: TOOLS=memcheck,synccheck,initcheck
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
 #   make clean     remove what the words above made, except .venv
 #
@@ -26,7 +26,7 @@ GPU_WORKERS ?= -n 16 --dist worksteal
 GPU_PLUGINS := -p no:benchmark -p no:hypothesispytest
 JOBS ?= 1
 RANDOM ?= 500
-TOOLS ?= memcheck,synccheck,initcheck,racecheck
+TOOLS ?= memcheck,synccheck,initcheck
 VENV := .venv
 
 # A machine whose own torch already sees a GPU keeps that torch, and the Triton that came with it: no .venv there.

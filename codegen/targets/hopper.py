@@ -4,7 +4,7 @@ split_kv of latent caches."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -188,17 +188,20 @@ class HopperTarget:
             narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
             chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
             near = chosen.neighbours()
-            return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware) is None)]
+            return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware, facts) is None)]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts, signature.short_call)
         if kernel.direction == "backward":
             best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
         if signature.boxed:
             brought = with_boxes(best, signature.boxed)
-            fit = (form for form in brought if self._why_not(kernel, form, signature, hardware) is None)
+            fit = (form for form in brought if self._why_not(kernel, form, signature, hardware, facts) is None)
             best = next(fit, best)
+        if isinstance(best, HopperBackwardForm):
+            ahead = replace(best, keys_ahead=True)
+            best = best if self._why_not(kernel, ahead, signature, hardware, facts) else ahead
         others = [
             form for form in best.neighbours()
-            if form != best and self._why_not(kernel, form, signature, hardware) is None
+            if form != best and self._why_not(kernel, form, signature, hardware, facts) is None
         ]  # fmt: skip
         return [best, *others]
 
@@ -217,13 +220,15 @@ class HopperTarget:
                 f"schedule: {kernel.name} {form}: expected a form like {best} "
                 f"for target hopper (<queries>x<keys>s<stages>{buffers} and its switches)"
             )
-        reason = self._why_not(kernel, form, signature, hardware)
+        reason = self._why_not(kernel, form, signature, hardware, facts)
         if kernel == HOPPER_BACKWARD and stores_boxes(signature, facts) and not getattr(form, "pair_bytes", 0):
             reason = f"expected p{signature.boxed}, tiles of the operand whose gradient is wanted"
         if reason is not None:
             raise WeftError(f"schedule: {kernel.name} {form}: {reason}")
 
-    def _why_not(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware) -> str | None:
+    def _why_not(
+        self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts
+    ) -> str | None:
         widths = signature.widths
         if isinstance(form, HopperLatentForm):
             return no_latent_form(kernel, form, signature, hardware)
@@ -239,7 +244,7 @@ class HopperTarget:
         if widths.rope_dim:
             parts = parts._replace(qk=_key_segments(widths))
         needed = sram_bytes(kernel, form, sizes, hardware, parts)
-        if needed + beside_tiles(form, widths) > hardware.sram_per_block:
+        if needed + beside_tiles(form, widths, facts.scores_lie_far) > hardware.sram_per_block:
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
 

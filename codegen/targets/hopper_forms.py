@@ -15,7 +15,7 @@ from ...ir.expr import Call, Const, Expr, Symbol
 from ...ir.reference import evaluate
 from ...ir.walk import nodes
 from .hopper_backwards import fits_by_rows
-from .hopper_tiles import columns_of, columns_of_form, pieces_of, piecewise
+from .hopper_tiles import columns_of, columns_of_form, pieces_of, piecewise, places_of_results
 
 
 def no_form(form: Form, widths: Widths) -> str | None:
@@ -38,15 +38,15 @@ def no_form(form: Form, widths: Widths) -> str | None:
     return None
 
 
-def beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths) -> int:
+def beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths, far: bool) -> int:
     """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward two statistics more of
-    far scores, and that a consumer's share of dQ has room for the wider piece of columns."""
+    `far` scores, and that a consumer's share of dQ has room for the wider piece of columns."""
     if isinstance(form, HopperForm):
         return 2048
     keys, _ = pieces_of(form, widths)
     narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
     cards = 128 if form.by_columns else 512
-    return cards + 8 * form.block_q * form.stages + 4 * form.block_q * narrower
+    return cards + 8 * form.block_q * form.stages * far + 4 * form.block_q * narrower
 
 
 def no_boxes(form: Form, signature: Signature) -> str | None:
@@ -62,10 +62,12 @@ def no_boxes(form: Form, signature: Signature) -> str | None:
 
 def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
-    if kernel == DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.pair_bytes):
+    if kernel == DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
         return "with dropout, expected 64 queries, whose bits two warps draw"
     if kernel == DRAWN_KEYS and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
         return "with dropout, expected 32 or 64 queries, whose bits a warp draws or two, and 128 keys"
+    if form.keys_ahead and (kernel.name != "flash_backward" or places_of_results(form, widths) is None):
+        return "keys are brought ahead in one pass, where results leave by the room of shares of dQ"
     if form.pair_bytes and (kernel.name != "flash_backward" or form.block_q != 64 or form.next_scores):
         return "tiles of what pairs read are brought in one pass, with 64 queries"
     if kernel.name == "flash_dquery":

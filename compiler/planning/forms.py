@@ -21,6 +21,8 @@ from .quantities import (
     Formula,
     Sizes,
     flash_dkey_dvalue_sram,
+    hopper_ahead_sram,
+    hopper_backward_sram,
     hopper_by_columns_sram,
     hopper_forward_sram,
     hopper_forward_sram_in_place,
@@ -188,9 +190,10 @@ class HopperBackwardForm:
     stages: int = 2  # slots for query tiles
     next_scores: bool = False  # Q K^T of the next query tile is begun beside the products of this one
     by_columns: bool = False  # one warpgroup finds weights, the other gradients of scores, and each keeps some columns
+    keys_ahead: bool = False  # a program's next keys are brought while consumers have those before
     pair_bytes: int = 0  # as of HopperForm, with queries
 
-    _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next", "by_columns": "columns"}
+    _FLAGS: ClassVar[dict[str, str]] = {"next_scores": "next", "by_columns": "columns", "keys_ahead": "ahead"}
 
     @property
     def span_rows(self) -> int:
@@ -203,6 +206,8 @@ class HopperBackwardForm:
         found = kernel.sram
         if kernel.sram is flash_dkey_dvalue_sram:
             found = hopper_by_columns_sram if self.by_columns else hopper_loaded_sram
+        if self.keys_ahead and kernel.sram is hopper_backward_sram:
+            found = hopper_ahead_sram
         return _with_boxes(found, self.pair_bytes) if self.pair_bytes and not kernel.follows else found
 
     def is_persistent(self, drops: bool) -> bool:
@@ -219,6 +224,7 @@ class HopperBackwardForm:
     def neighbours(self) -> Iterator[HopperBackwardForm]:
         """Forms that differ in one choice."""
         yield replace(self, next_scores=not self.next_scores)
+        yield replace(self, keys_ahead=not self.keys_ahead)
         block_kv = (2 if self.by_columns else 1) * ROWS_OF_A_WARPGROUP
         yield replace(self, by_columns=not self.by_columns, block_kv=block_kv)
         for block_q in (64, 128):

@@ -408,6 +408,11 @@ def hopper_backward_sram(x: Sizes) -> float:
     return hopper_loaded_sram(x) + 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
 
 
+def hopper_ahead_sram(x: Sizes) -> float:
+    """The same, and the next K and V."""
+    return hopper_backward_sram(x) + x.bkv * (x.C + x.Cv) * x.e
+
+
 def drawn_sram(x: Sizes) -> float:
     """A bit for each pair of visited tiles, whether it is dropped."""
     return x.s * x.bq * x.bkv / 8

@@ -574,7 +574,7 @@ class Kernels:
         self.space: dict[str, Any] = {
             "gl": self.gl, "tl": self.gl, "gluon": SimpleNamespace(jit=same, constexpr_function=same),
             "triton": SimpleNamespace(jit=same), "aggregate": same, "run_time_program": same, "run_time_kernel": same,
-            "fence_async_shared": lambda: None, "debug_barrier": lambda: None, "mbarrier": machine, "warpgroup_mma": product,
+            "fence_async_shared": lambda: None, "mbarrier": machine, "warpgroup_mma": product,
             "warpgroup_mma_wait": waited,
             "tma": SimpleNamespace(
                 async_copy_global_to_shared=lambda *a: self.gl.machine.copy(*a),

@@ -261,7 +261,10 @@ def test_queries_see_keys_in_pieces(head_dim, value_dim):
     check("causal", operands_of(4, 2, 130, 200, head_dim, 0, value_dim, batch=1), deterministic=True)
 
 
-@pytest.mark.parametrize(("width", "form"), [(96, "64x128s2+next"), (64, "64x128s3+next"), (40, "64x128s3")])
+@pytest.mark.parametrize(
+    ("width", "form"),
+    [(96, "64x128s2+next"), (64, "64x128s3+next"), (40, "64x128s3"), (64, "128x128s2+next"), (64, "64x128s2+ahead")],
+)
 def test_other_forms_of_one_pass(width, form):
     tensors = operands_of(4, 2, 130, 200, width, 0, width, batch=1)
     check("causal", tensors, schedule=f"flash/flash_backward=hopper:{form}")

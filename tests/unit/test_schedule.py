@@ -146,7 +146,8 @@ def test_pieces_of_hopper_tiles(width: int, columns: list[int]) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "kernels"),
     [
-        (64, 64, {"flash_backward": "128x128s2+next"}), (96, 80, {"flash_backward": "64x128s2"}),
+        (64, 64, {"flash_backward": "128x128s2+next+ahead"}), (96, 80, {"flash_backward": "64x128s2+ahead"}),
+        (128, 128, {"flash_backward": "64x128s2"}),
         (192, 128, {"flash_dquery": "128x64s2", "flash_dkey_dvalue": "32x128s2"}),
         (160, 128, {"flash_dquery": "128x64s2", "flash_dkey_dvalue": "64x128s2"}),
         (256, 256, {"flash_dquery": "128x32s2", "flash_dkey_dvalue": "64x64s2+columns"}),
@@ -158,6 +159,21 @@ def test_forms_of_backwards(head_dim: int, value_dim: int, kernels: dict[str, st
     sizes = Shape(1, 4, 4, 512, 512, head_dim, value_dim)
     chosen = resolved(sizes, H200, "hopper", direction="backward").code.schedule.kernels
     assert {name: str(choice.form) for name, choice in chosen.items()} == kernels
+
+
+@pytest.mark.parametrize(
+    ("width", "form", "deterministic", "reason"),
+    [
+        (128, "flash_backward=hopper:64x128s2+ahead", False, "it needs 263"),
+        (64, "flash_dkey_dvalue=hopper:64x128s2+ahead", True, "keys are brought ahead in one pass"),
+    ],
+)
+def test_keys_are_brought_ahead_where_they_have_room(width: int, form: str, deterministic: bool, reason: str) -> None:
+    """Those of a program's next tile, while consumers have this one."""
+    sizes = weft.shape(batch=1, heads=2, q_len=512, head_dim=width, dtype="bf16")
+    causal = weft.Attention(mask=weft.masks.causal, name="ahead")
+    with pytest.raises(weft.WeftError, match=reason):
+        causal.plan(sizes, device="h200", schedule=f"flash/{form}", deterministic=deterministic)
 
 
 def test_a_score_that_reads_positions_gets_fewer_consumers() -> None:
