@@ -43,14 +43,14 @@ class CpuRates:
     call_seconds: float  # of one torch operation on a few numbers
     all_products: float  # products of all cores over those of one
     all_ram: float  # bytes/s of all cores
-    attention_backward: tuple[tuple[str, float], ...] = ()  # of torch's own backward; empty where that was not measured
+    attention_backward: tuple[tuple[str, float], ...] = ()  # of its backward; where that was not measured, as forward
 
     def product_flops(self, library: Library, queries: int, keys: int) -> float | None:
         """FLOP/s of the measured tile that is nearest in both lengths; None where the library was not measured."""
         return _nearest(self.products, library, queries, keys)
 
     def attention_flops(self, dtype: str, backward: bool = False) -> float | None:
-        return dict(self.attention_backward if backward else self.attention).get(dtype)
+        return dict((backward and self.attention_backward) or self.attention).get(dtype)
 
     def shares(self, size: float, cores: int) -> tuple[float, float, float, float]:
         """Which part of `size` bytes that are gone over again and again lies in L1, L2, L3 and RAM.
