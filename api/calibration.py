@@ -61,12 +61,13 @@ def _cpu_rates(seconds: float) -> CpuRates:
         tiles = [(library, *tile) for library in libraries for tile in TILES]
         steps: dict[object, Step] = {tile: _two_products(*tile) for tile in tiles}
         attended = {dtype: _attention(DTYPES[dtype]) for dtype in DTYPES} if products.own_attention() else {}
+        backwards = {f"{d} back": _attention_backward(DTYPES[d]) for d in DTYPES} if products.own_backward() else {}
         small = torch.ones(8)
         sizes = _sizes(caches)
         passes = {level: _pass(size) for level, size in sizes.items()}
         powers = torch.empty(max(1024, caches[1] // 16)).uniform_(-10.0, 0.0)
         results = torch.empty_like(powers)
-        steps.update({**attended, **passes})
+        steps.update({**attended, **backwards, **passes})
         steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
         found = least(steps, seconds)
     call = found["call"]
@@ -75,6 +76,7 @@ def _cpu_rates(seconds: float) -> CpuRates:
         for library, queries, keys in tiles
     )
     attention = tuple((dtype, _digits(_ATTENTION_FLOPS / found[dtype])) for dtype in attended)
+    backward = tuple((name.split()[0], _digits(2.5 * _ATTENTION_FLOPS / found[name])) for name in backwards)
     bandwidths = [_digits(2 * sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
     all_products, all_ram = 1.0, bandwidths[3]
     if cores > 1:
@@ -89,7 +91,7 @@ def _cpu_rates(seconds: float) -> CpuRates:
     return CpuRates(
         caches=caches, products=rates, attention=attention, bandwidths=(in_l1, in_l2, in_l3, ram),
         exp_per_second=_digits(powers.numel() / (found["exp"] - min(call, found["exp"] / 8))),
-        call_seconds=_digits(call), all_products=all_products, all_ram=all_ram,
+        call_seconds=_digits(call), all_products=all_products, all_ram=all_ram, attention_backward=backward,
     )  # fmt: skip
 
 
@@ -117,6 +119,15 @@ def _attention(dtype: torch.dtype) -> Step:
     assert attend is not None
     x = torch.randn(1, _HEADS, _LENGTH, WIDTH).to(dtype)
     return lambda: attend(x, x, x, 0.0, False, scale=0.125)
+
+
+def _attention_backward(dtype: torch.dtype) -> Step:
+    """Its backward, likewise."""
+    attend = products.own_backward()
+    assert attend is not None
+    x, lse = torch.randn(1, _HEADS, _LENGTH, WIDTH), torch.full((1, _HEADS, _LENGTH), 8.0)
+    x, lse = x.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return lambda: attend(x, x, x, x, x, lse, 0.0, False, scale=0.125)
 
 
 def _heads(count: int) -> Step:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from . import parts
+from .codegen.targets.cpu import computes_whole
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
 from .compiler.analysis.survey import CELL, Survey
 from .compiler.planning.cost import CountLongest, CountTiles
+from .compiler.planning.cpu_forms import own_seconds
 from .compiler.planning.distances import levels_in, tables_in
 from .compiler.planning.measures import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
@@ -29,7 +31,6 @@ from .ir.reference import dense_mask
 from .ir.walk import symbols
 from .levels import differ_by, ends_of, watched_in
 from .request import Request, described, environment, mask_operands, request_of, to_give
-from .runtime import driver
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -178,7 +179,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
     if any(code.target == "interpret" for code in codes):
         notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
-    notes = (*notes, *_computed_whole(facts, r.forward), *_many_rows(r.forward.code))
+    notes = (*notes, *_many_rows(r.forward.code))
     if r.sequences is not None:
         notes = (*notes, parts.note(r.sequences))
     elif isinstance(options.get("q_offset"), Tensor):
@@ -218,7 +219,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
             traits,
             count=count,
             longest=longest,
-            notes=notes,
+            notes=(*notes, *_computed_whole(facts, r, options, visible)),
             visible=visible,
             sums=sums,
             packed=parts.packed(r.sequences),
@@ -285,15 +286,31 @@ def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[i
     return seen
 
 
-def _computed_whole(facts: Facts, found: driver.Resolved) -> tuple[str, ...]:
-    """Which forwards have no tiles on a CPU."""
-    if found.code.target != "cpu":
+def _computed_whole(
+    facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None
+) -> tuple[str, ...]:
+    """Which calls have no tiles on a CPU, and what the described one then takes."""
+    whole = [
+        found for found in (r.forward, r.backward)
+        if found and found.code.target == "cpu" and computes_whole(found.code, facts)
+    ]  # fmt: skip
+    if not whole:
         return ()
-    context = found.target.context(found.code, facts)
+    context = whole[0].target.context(whole[0].code, facts)
     seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
     seen += ", or all up to its own," if context["causal"] else ""
-    whole = f"a forward in which every query sees {seen} is torch's own kernel, which is the faster one"
-    return (f"{whole}; figures are of tiles",) if context["whole"] and not context["in_tiles"] else ()
+    directions = [found.code.signature.direction for found in whole]
+    call = "a forward" if directions[0] == "forward" else "the backward of a call"
+    said = f"{call} in which every query sees {seen} is torch's own kernel, which is the faster one"
+    if "backward" in directions:
+        said += ", and so is its backward" * (len(directions) > 1) + " where no gradient of the log-sum-exp arrives"
+    x = r.sizes
+    own = context["causal"] and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    if visible is None or r.sequences or not (own or visible.count == x.batch * x.heads * x.q_len * x.kv_len):
+        return (f"{said}; figures are of tiles",)
+    times = [own_seconds(d, visible.count, x.head_dim, x.dtype, r.machine) for d in directions]
+    of = ", ".join(f"{d} {1e3 * t:.4g} ms" for d, t in zip(directions, times) if t is not None)
+    return (f"{said}; figures above are of tiles{f', torch is predicted to take: {of}' if of else ''}",)
 
 
 def _many_rows(code: CodePlan) -> tuple[str, ...]:

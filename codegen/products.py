@@ -90,9 +90,17 @@ def whole_attention(scores: int, in_tiles: bool = False) -> Callable[..., tuple[
     return own_attention() if scores <= VERY_SHORT or not in_tiles else None
 
 
+def whole_backward(scores: int, in_tiles: bool = False) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """The gradients of such a call, by the same rule.
+
+    (dout, query, key, value, out, lse, 0.0, is_causal, scale=...) -> (dquery, dkey, dvalue). lse must be finite.
+    """
+    return own_backward() if scores <= VERY_SHORT or not in_tiles else None
+
+
 @lru_cache(maxsize=1)
 def own_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The same for all calls: a private op, so it is tried first."""
+    """torch's own attention for all calls: a private op, so it is tried first."""
     attend = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)  # quicker than through torch.ops
     if attend is None:
         return None
@@ -104,6 +112,28 @@ def own_attention() -> Callable[..., tuple[Tensor, Tensor]] | None:
             return None
         scores = (0.5 * query @ query.mT).masked_fill(hidden, -float("inf"))
         right = torch.allclose(out, scores.softmax(-1) @ query) and torch.allclose(lse, scores.logsumexp(-1))
+    return attend if right else None
+
+
+@lru_cache(maxsize=1)
+def own_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """Its backward, likewise tried: of two query heads that share a key head."""
+    attend = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    if (attend := getattr(attend, "default", None)) is None:
+        return None
+    rows, hidden = _floats([[[[0, 1], [2, 3]], [[1, 0], [1, 2]]]]), _floats([[0, 1], [0, 0]]) > 0
+    key, value, dout = rows[:, 1:] - 1, rows[:, :1], rows.mT.contiguous()
+    with torch.autocast("cpu", enabled=False):
+        scores = (0.5 * rows @ key.mT).masked_fill(hidden, -float("inf"))
+        weights = scores.softmax(-1)
+        out, lse = weights @ value, scores.logsumexp(-1)
+        try:
+            found = attend(dout, rows, key, value, out, lse, 0.0, True, scale=0.5)
+        except (RuntimeError, TypeError, NotImplementedError, ValueError):
+            return None
+        dscores = 0.5 * weights * (dout @ value.mT - (dout * out).sum(-1, keepdim=True))
+        exact = dscores @ key, (dscores.mT @ rows).sum(1, keepdim=True), (weights.mT @ dout).sum(1, keepdim=True)
+        right = all(g.shape == e.shape and torch.allclose(g, e, atol=1e-6) for g, e in zip(found, exact, strict=True))
     return attend if right else None
 
 

@@ -29,7 +29,7 @@ from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
 from ..loader import load
 from ..normalizers import lacks
-from ..products import one_dnn_linear, own_attention
+from ..products import one_dnn_linear, own_attention, own_backward
 from ..runs import runs_of
 
 
@@ -61,12 +61,13 @@ class CpuTarget:
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         machine = hardware if hardware.cpu else CPU
-        widths, whole = signature.widths, kernel.direction == "forward" and _has_whole(facts)
+        widths, own = signature.widths, _own(kernel.direction)
         shape = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
         return list(
             cpu_forms(
                 kernel, shape, machine, self.parts(facts.attention, widths), facts.traits,
-                whole=whole and own_attention() is not None, one_dnn=one_dnn_linear() is not None,
+                whole=_needed(signature) if own is not None and _has_whole(facts, signature) else None,
+                one_dnn=one_dnn_linear() is not None,
             )
         )  # fmt: skip
 
@@ -97,7 +98,7 @@ class CpuTarget:
             "most_scores": form.most_scores,
             "one_dnn": form.one_dnn,
             "in_tiles": form.in_tiles,
-            "whole": _has_whole(facts) and code.signature.widths.head_dim == code.signature.widths.value_dim,
+            "whole": _has_whole(facts, code.signature),
             "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
@@ -118,11 +119,26 @@ def _differs_by_head(facts: Facts) -> bool:
     return bool(symbols(facts.attention.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
 
 
-def _has_whole(facts: Facts) -> bool:
+def computes_whole(code: CodePlan, facts: Facts) -> bool:
+    """Whether torch's own attention, which is there, computes those calls of this code."""
+    form = code.kernels[-1].form
+    assert isinstance(form, CpuForm)
+    return _has_whole(facts, code.signature) and not form.in_tiles and _own(code.signature.direction) is not None
+
+
+def _own(direction: Direction) -> Callable[..., Any] | None:
+    return own_attention() if direction == "forward" else own_backward()
+
+
+def _has_whole(facts: Facts, signature: Signature) -> bool:
     """Whether torch's own attention computes some calls as they are: where every query sees all keys, or all up to its
-    own."""
+    own. Its backward gives the gradients of query, key and value alone."""
+    widths = signature.widths
     return (
-        facts.linear_scale is not None
+        signature.wanted <= _PRODUCTS.keys()
+        and widths.head_dim == widths.value_dim
+        and not (widths.value_is_key or widths.rope_dim)
+        and facts.linear_scale is not None
         and is_uniform(facts.linear_scale)
         and facts.kv_bounds.closed_form
         and not _differs_by_head(facts)
@@ -130,6 +146,14 @@ def _has_whole(facts: Facts) -> bool:
         and not facts.attention.drops
         and facts.attention.weighs == SOFTMAX
     )
+
+
+_PRODUCTS = {"query": {"dP", "dQ"}, "key": {"dP", "dK"}, "value": {"dV"}}  # that a gradient needs, besides scores
+
+
+def _needed(signature: Signature) -> float:
+    """Which share of torch's own products tiles need: torch's backward computes every gradient."""
+    return (1 + len(set().union(*map(_PRODUCTS.__getitem__, signature.wanted)))) / 5 if signature.wanted else 1.0
 
 
 class _CpuLauncher:
@@ -146,6 +170,8 @@ class _CpuLauncher:
         dense = code.signature.sequences == "dense"
         plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
         self.direct = self._direct() if plain else _never
+        whole = getattr(module, "gradients_as_a_whole", None)
+        self.backward_of = _never if whole is None or not dense else _as_they_come(whole, code.signature.wanted)
 
     def _direct(self) -> Callable[[Any], Any]:
         """From a call to (out, lse) with nothing between, where operands fit."""
@@ -211,5 +237,24 @@ class _CpuLauncher:
         return list(sums)
 
 
-def _never(call: Any) -> None:
+def _never(*call: Any) -> None:
     """There is one way only."""
+
+
+def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str]) -> Callable[..., Any]:
+    """Gradients of a call that torch's own kernel computes, in its layout: copies would take a tenth of its time."""
+
+    def backward_of(
+        query: Any, key: Any, value: Any, operands: Any, q_offset: Any, out: Any, lse: Any, dout: Any, dlse: Any
+    ) -> Any:
+        if dlse is not None or type(q_offset) is not int or torch.is_autocast_enabled("cpu"):
+            return None
+        batch, heads, q_len, width = query.shape
+        kv_heads, kv_len = key.shape[1:3]
+        if not batch * heads * q_len * kv_len or out.stride(3) != 1:
+            return None
+        sizes = batch, heads, kv_heads, q_len, kv_len, width
+        found = whole(dout, out, lse, query, key, value, operands.values(), q_offset, sizes)
+        return found and tuple([g if n in wanted else None for n, g in zip(_PRODUCTS, found, strict=True)])
+
+    return backward_of

@@ -16,6 +16,7 @@ from .hardware import Hardware
 from .kernels import Kernel
 from .records import Shape
 from .segments import Segments
+from .signature import Direction
 
 USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/experiments.md)
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
@@ -26,13 +27,14 @@ _NOMINAL, _DOCUMENT = 2048, 512  # tokens that forms are ranked on; where a mask
 
 
 def cpu_forms(
-    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits, *, whole: bool = False,
-    one_dnn: bool = True,
+    kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits, *,
+    whole: float | None = None, one_dnn: bool = True,
 ) -> list[CpuForm]:  # fmt: skip
     """Forms of one kernel worth timing, the one to use first.
 
-    shape: widths and dtype are looked at, lengths are not. whole: torch's own attention computes some calls of this
-    variant as they are, unless its tiles are predicted to be faster. one_dnn: whether oneDNN's products can be called.
+    shape: widths and dtype are looked at, lengths are not. whole: where torch's own attention computes some calls of
+    this variant as they are, the share of its products that tiles need for what is wanted; tiles compute these calls
+    too where they are predicted to be faster. one_dnn: whether oneDNN's products can be called.
     """
     return list(
         _cpu_forms(kernel, shape.head_dim, shape.value_dim, shape.dtype, hardware, parts, traits, whole, one_dnn)
@@ -42,7 +44,7 @@ def cpu_forms(
 @lru_cache(maxsize=1024)
 def _cpu_forms(
     kernel: Kernel, head_dim: int, value_dim: int, dtype: str, hardware: Hardware, parts: Segments, traits: Traits,
-    whole: bool, one_dnn: bool,
+    whole: float | None, one_dnn: bool,
 ) -> tuple[CpuForm, ...]:  # fmt: skip
     assert hardware.cpu is not None
     libraries = [False] + [True] * (
@@ -63,7 +65,9 @@ def _cpu_forms(
     seconds = {form: cost(form).seconds for form in found}
     found.sort(key=lambda form: seconds[form])  # of equals the first: torch's products, small tiles
     usual = next(form for form in (USUAL, *found) if seconds[form] <= seconds[found[0]] * (1 + WITHIN))
-    if whole and _tiles_are_faster(cost(usual), hardware, dtype, 1.0 if not traits.masked else 0.5):
+    pairs = (0.5 if traits.masked else 1.0) * shape.batch * shape.heads * shape.q_len * shape.kv_len
+    own = own_seconds(kernel.direction, pairs, head_dim, dtype, hardware)
+    if whole is not None and own is not None and whole * seconds[usual] < own:
         return tuple(CpuForm(f.block_q, f.block_kv, f.cache_kib, f.one_dnn, True) for f in _first(usual, found))
     return _first(usual, found)
 
@@ -74,15 +78,13 @@ def _first(usual: CpuForm, found: list[CpuForm]) -> tuple[CpuForm, ...]:
     return (usual, *others, *[form for form in found if form not in (usual, *others)][:PREDICTED])
 
 
-def _tiles_are_faster(tiles: KernelCost, hardware: Hardware, dtype: str, visible: float) -> bool:
-    """Than torch's own attention, which computes the visible share of all pairs."""
+def own_seconds(direction: Direction, pairs: float, head_dim: int, dtype: str, hardware: Hardware) -> float | None:
+    """What torch's own attention takes for so many visible pairs; None where that was not measured."""
     assert hardware.cpu is not None
-    own = hardware.cpu.attention_flops(dtype)
-    if own is None:
-        return False
-    x = tiles.sizes
-    flops = 2 * visible * x.B * x.Hq * x.L * x.T * (x.D + x.Dv)
-    return tiles.seconds < flops / (own * hardware.cpu.all_products)
+    backward = direction == "backward"
+    own = hardware.cpu.attention_flops(dtype, backward)
+    flops = 2 * pairs * (5 if backward else 2) * head_dim
+    return None if own is None else flops / (own * hardware.cpu.all_products)
 
 
 def _counts(shape: Shape, traits: Traits) -> CountTiles:

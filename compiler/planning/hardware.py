@@ -380,7 +380,7 @@ def _for_device(device: torch.device) -> Hardware:
     import torch
 
     if device.type == "cpu":
-        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches())
+        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches(), matrix_units())
         return cpu_with(rates, usable_cores(), _ram())
     if device.type != "cuda":
         raise WeftError(f"device: expected a cpu or cuda device, got {device}; move the operands to one of these")
@@ -453,6 +453,15 @@ def processor() -> str:
 def _made_by_intel() -> bool:
     """Whether MKL knows this processor: on others it leaves half of it unused (measured: docs/experiments.md)."""
     return "Intel" in processor()
+
+
+def matrix_units() -> tuple[str, ...]:
+    """Dtypes of 16 bits that this processor multiplies in tiles (AMX), as Linux lists it; none where it does not."""
+    with suppress(OSError):
+        listed = re.search(r"^flags\s*:(.*)$", _CPU_INFO.read_text(), re.MULTILINE)
+        flags = listed[1].split() if listed else []
+        return tuple(dtype for dtype in ("bf16", "fp16") if f"amx_{dtype}" in flags)
+    return ()
 
 
 def cpu_caches() -> tuple[int, int, int]:

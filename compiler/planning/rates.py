@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
@@ -43,13 +43,14 @@ class CpuRates:
     call_seconds: float  # of one torch operation on a few numbers
     all_products: float  # products of all cores over those of one
     all_ram: float  # bytes/s of all cores
+    attention_backward: tuple[tuple[str, float], ...] = ()  # of its backward; where that was not measured, as forward
 
     def product_flops(self, library: Library, queries: int, keys: int) -> float | None:
         """FLOP/s of the measured tile that is nearest in both lengths; None where the library was not measured."""
         return _nearest(self.products, library, queries, keys)
 
-    def attention_flops(self, dtype: str) -> float | None:
-        return dict(self.attention).get(dtype)
+    def attention_flops(self, dtype: str, backward: bool = False) -> float | None:
+        return dict((backward and self.attention_backward) or self.attention).get(dtype)
 
     def shares(self, size: float, cores: int) -> tuple[float, float, float, float]:
         """Which part of `size` bytes that are gone over again and again lies in L1, L2, L3 and RAM.
@@ -136,6 +137,7 @@ def text_of(found: Calibration) -> str:
             "one_core": {
                 "product_flops": _nested(r.products),
                 "attention_flops": dict(r.attention),
+                "attention_backward_flops": dict(r.attention_backward),
                 "pass_bytes_per_second": dict(zip(LEVELS, r.bandwidths)),
                 "exp_per_second": r.exp_per_second,
                 "call_seconds": r.call_seconds,
@@ -182,6 +184,7 @@ def calibration_of(text: str, place: str = "") -> Calibration:
             attention=one.rates("attention_flops", empty=True), bandwidths=(in_l1, in_l2, in_l3, ram),
             exp_per_second=one.rate("exp_per_second"), call_seconds=one.rate("call_seconds"),
             all_products=everyone.rate("products_of_one"), all_ram=everyone.rate("ram_bytes_per_second"),
+            attention_backward=_backward_rates(one),
         )  # fmt: skip
     elif here.kind in ("cuda", "hip"):
         rates = GpuRates(
@@ -191,6 +194,12 @@ def calibration_of(text: str, place: str = "") -> Calibration:
     else:
         raise _broken(where, f"machine.kind: expected cpu, cuda or hip, got {here.kind!r}")
     return Calibration(here, top.word("made"), top.word("torch"), top.rate("seconds"), rates, place)
+
+
+def _backward_rates(one: _Fields) -> tuple[tuple[str, float], ...]:
+    """Files from before it was measured have none."""
+    name = "attention_backward_flops"
+    return one.rates(name, empty=True) if name in one.found else ()
 
 
 def _products(found: _Fields) -> tuple[ProductRate, ...]:
@@ -290,7 +299,11 @@ def rates_in_words(rates: CpuRates | GpuRates) -> list[tuple[str, str]]:
             for library in dict.fromkeys(r.library for r in rates.products)}  # fmt: skip
     sizes = zip(LEVELS, rates.caches)
     speeds = zip(LEVELS, rates.bandwidths, strict=True)
-    own = ", ".join(f"{dtype} {flops / 1e9:.0f}" for dtype, flops in rates.attention)
+    own, back = (
+        ", ".join(f"{dtype} {flops / 1e9:.0f}" for dtype, flops in each)
+        for each in (rates.attention, rates.attention_backward)
+    )
+    own += f"; its backward {back}" if back else ""
     return [
         ("caches", ", ".join(f"{level} {size // KIB} KiB" for level, size in sizes if size)),
         ("products", ", ".join(f"{library} {flops:.0f}" for library, flops in best.items())
@@ -309,9 +322,13 @@ _TILES = tuple((queries, keys) for queries in (64, 128, 256, 512) for keys in (6
 _PLAIN_CACHES = (32 * KIB, 2 * MIB, 32 * MIB)  # of servers' cores: L2 is 1 MiB (AMD Zen 4) or 2 (Intel Sapphire Rapids)
 
 
-def guessed_rates(cores: int, mkl_knows_it: bool = True, caches: tuple[int, int, int] = _PLAIN_CACHES) -> CpuRates:
+def guessed_rates(
+    cores: int, mkl_knows_it: bool = True, caches: tuple[int, int, int] = _PLAIN_CACHES,
+    matrix_units: Collection[str] = (),
+) -> CpuRates:  # fmt: skip
     """A core of a server with AVX2 that was not measured. mkl_knows_it: it is Intel's, so that torch's products are the
-    faster ones; on other processors MKL leaves half of it unused."""
+    faster ones; on other processors MKL leaves half of it unused. matrix_units: dtypes of 16 bits that it has such
+    units for; without them torch's own backward in these is slower than one in float32."""
     peak = CLOCK * 32  # two FMA of 8 floats a clock
     shares: tuple[tuple[Library, float], ...] = (("torch", 1.0), ("onednn", 0.7))
     if not mkl_knows_it:
@@ -331,6 +348,10 @@ def guessed_rates(cores: int, mkl_knows_it: bool = True, caches: tuple[int, int,
         call_seconds=3e-6,
         all_products=0.9 * cores if cores > 1 else 1.0,
         all_ram=min(cores, 8) * 16e9,  # one DDR4-3200 channel is 25.6 GB/s; a core alone draws about 20
+        attention_backward=tuple(
+            (dtype, own if dtype in ("fp32", "fp64", *matrix_units) else own / 2)
+            for dtype in ("fp32", "fp64", "fp16", "bf16")
+        ),
     )
 
 

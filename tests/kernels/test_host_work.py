@@ -44,8 +44,8 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# variant, its operands, calls of functions at most: 60, 81 and 130 in November 2026, 67, 177 and 216 before
-REPEATED = [(CAUSAL, {}, 64), (RECENT, {"window": 99}, 88), (ALIBI, {"slopes": torch.ones(8)}, 140)]
+# variant, its operands, calls of functions at most: 49, 76 and 130 in November 2026, 67, 177 and 216 before
+REPEATED = [(CAUSAL, {}, 54), (RECENT, {"window": 99}, 82), (ALIBI, {"slopes": torch.ones(8)}, 140)]
 
 
 @own_kernel
@@ -53,7 +53,7 @@ REPEATED = [(CAUSAL, {}, 64), (RECENT, {"window": 99}, 88), (ALIBI, {"slopes": t
 def test_a_decode_of_a_short_cache_on_a_cpu(variant: weft.Attention, operands: dict[str, Any], most: int) -> None:
     repeated = calls_of(lambda: variant(QUERY, KEYS, VALUES, target="cpu", **operands))
     assert repeated <= most
-    assert calls_of(grown(variant, **operands)) <= repeated + 2  # of the iterator
+    assert calls_of(grown(variant, **operands)) <= repeated + 3  # of the iterator, and of the guard of few keys
 
 
 @own_kernel

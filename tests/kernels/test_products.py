@@ -37,7 +37,7 @@ def engine(request, monkeypatch):
 
     monkeypatch.setattr(products, "one_dnn_linear", lambda: counted)
     form = "256x256" + "+onednn" * (request.param == "oneDNN")
-    schedule = f"flash/flash_forward=cpu:{form}+tiles/flash_backward=cpu:{form}"
+    schedule = f"flash/flash_forward=cpu:{form}+tiles/flash_backward=cpu:{form}+tiles"
     return SimpleNamespace(name=request.param, calls=calls, schedule=schedule)
 
 
@@ -215,7 +215,8 @@ def test_a_plan_says_what_torch_computes():
     words = "every query sees the same keys, or all up to its own, is torch's own kernel"
     assert words in PLAIN.explain(sizes, device="cpu", schedule=NOT_IN_TILES)
     for variant, form in ((VARIANTS["softcap"], ""), (PLAIN, "+tiles")):
-        assert "torch's own kernel" not in variant.explain(sizes, device="cpu", schedule=NOT_IN_TILES + form)
+        schedule = f"{NOT_IN_TILES}{form}/flash_backward=cpu:256x256{form}"
+        assert "torch's own kernel" not in variant.explain(sizes, device="cpu", schedule=schedule)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_nan_in_a_query_is_in_its_row(variant, q_len, kv_len):
 
 
 @pytest.mark.parametrize("mode", ["bfloat16", "float64", "meta", "autocast"])
-@pytest.mark.parametrize("probe", [products.one_dnn_linear, products.own_attention])
+@pytest.mark.parametrize("probe", [products.one_dnn_linear, products.own_attention, products.own_backward])
 def test_the_mode_of_a_first_call_does_not_decide_for_all(probe, mode):
     """What is tried is tried once in a process; a first call under autocast ended in an error of torch's."""
     usual, before = probe() is not None, torch.get_default_dtype()

@@ -200,13 +200,18 @@ def test_measuring_this_cpu() -> None:
     assert len(tiles) == 16 * (1 + (products.one_dnn_linear() is not None))
     assert tiles["torch", 256, 1024] > tiles["torch", 64, 64] / 2 and 1e-7 < rates.call_seconds < 1e-3
     assert 1.0 <= rates.all_products <= found.machine.units and rates.all_ram >= rates.bandwidths[3]
-    assert {dtype for dtype, _ in rates.attention} <= {"fp16", "bf16", "fp32", "fp64"}
+    names = {"fp16", "bf16", "fp32", "fp64"} if products.own_attention() else set()
+    assert {dtype for dtype, _ in rates.attention} == names
+    assert {dtype for dtype, _ in rates.attention_backward} == (names if products.own_backward() else set())
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------
-def first_form(machine: Hardware, variant: weft.Attention, direction: str = "forward", dtype: str = "fp32") -> CpuForm:
+def first_form(
+    machine: Hardware, variant: weft.Attention, direction: str = "forward", dtype: str = "fp32",
+    wanted: frozenset[str] = frozenset(),
+) -> CpuForm:  # fmt: skip
     kernel = CPU_FLASH[direction == "backward"]
-    signature = Signature(kernel.direction, "cpu", Dtypes.all(dtype), Widths(64, 64))
+    signature = Signature(kernel.direction, "cpu", Dtypes.all(dtype), Widths(64, 64), wanted=wanted)
     return target_named("cpu").forms(kernel, signature, machine, facts_of(variant))[0]
 
 
@@ -248,9 +253,53 @@ def test_torchs_own_attention_where_it_is_faster(monkeypatch) -> None:
     slow = cpu_with(replace(RATES, attention=(("fp32", 90e9), ("bf16", 10e9))), 2)
     assert not first_form(slow, CAUSAL).in_tiles and first_form(slow, CAUSAL, dtype="bf16").in_tiles
     assert not first_form(slow, SOFTCAP, dtype="bf16").in_tiles  # torch has no such score
-    assert not first_form(slow, CAUSAL, "backward", "bf16").in_tiles
     monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: None)
     assert not first_form(slow, CAUSAL, dtype="bf16").in_tiles
+
+
+ALL = frozenset({"query", "key", "value"})
+
+
+def test_torchs_own_backward_where_it_is_faster(monkeypatch) -> None:
+    """Where all is wanted that it computes; in 16 bits without a calibration on processors with units for these."""
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: products.product)
+
+    def in_tiles(rates: CpuRates, dtype: str, wanted: frozenset[str] = ALL, variant: weft.Attention = CAUSAL) -> bool:
+        return first_form(cpu_with(rates, 2), variant, "backward", dtype, wanted).in_tiles
+
+    for units in ((), ("bf16",), ("bf16", "fp16")):
+        rates = guessed_rates(2, matrix_units=units)
+        found = {dtype for dtype in ("fp32", "fp64", "fp16", "bf16") if not in_tiles(rates, dtype)}
+        assert found == {"fp32", "fp64", *units}
+    assert in_tiles(rates, "fp32", frozenset({"query"})) and in_tiles(rates, "fp32", frozenset({"value"}))
+    assert not in_tiles(rates, "fp32", variant=SOFTCAP) and not in_tiles(rates, "fp32", ALL | {"sink"})
+    slow = replace(rates, attention_backward=(("fp32", 10e9), ("bf16", 90e9)))
+    assert in_tiles(slow, "fp32") and not in_tiles(slow, "bf16")
+    before = replace(rates, attention_backward=(), attention=(("fp32", 90e9), ("bf16", 10e9)))
+    assert not in_tiles(before, "fp32") and in_tiles(before, "bf16")  # a calibration from before it was measured
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: None)
+    assert not in_tiles(slow, "fp32")
+
+
+def test_a_calibration_without_backwards_is_read() -> None:
+    found = json.loads(text_of(OF_A_CPU))
+    assert found["one_core"].pop("attention_backward_flops")
+    rates = calibration_of(json.dumps(found)).rates
+    assert isinstance(rates, CpuRates) and rates.attention_backward == ()
+    assert "backward" in dict(rates_in_words(RATES))["own attention"]
+    assert "backward" not in dict(rates_in_words(rates))["own attention"]
+
+
+def test_units_are_those_that_the_system_lists(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "_CPU_INFO", path)
+    assert hardware.matrix_units() == ()
+    for flags, units in (("fpu avx512_bf16 avx512_fp16", ()), ("amx_tile amx_bf16", ("bf16",)),
+                         ("amx_fp16 amx_bf16", ("bf16", "fp16"))):  # fmt: skip
+        path.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t:\n\nprocessor\t: 1\n")
+        assert hardware.matrix_units() == units
+    path.write_text("Features\t: fp asimd\n")
+    assert hardware.matrix_units() == ()
 
 
 @pytest.mark.parametrize("form", ["64x128c32", "128x64c512+onednn+tiles", "32x32c1"])

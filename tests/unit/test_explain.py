@@ -82,7 +82,7 @@ def test_the_kernels_of_a_hopper_and_of_a_cpu() -> None:
     assert f"flash_forward=hopper:{plan.kernels[0].form}" in text and "row_statistics (hopper 64x128s2)" in text
     assert f"flash_forward (hopper {plan.kernels[0].form}): a program loops over" in text
     text = text_of(KNOWN["cpu"])
-    assert "flash_forward (cpu 256x256): a program" in text and "flash_backward (cpu 256x256): a program" in text
+    assert "flash_forward (cpu 256x256): a program" in text and "flash_backward (cpu 256x256+tiles): a program" in text
     assert "flash_dquery" not in text and "row_statistics" not in text
 
 
