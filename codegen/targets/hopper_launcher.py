@@ -169,7 +169,9 @@ class Described(NamedTuple):
         if issubclass(self.box, FlatBox):
             return f"at_{name}, {name}_floats"
         if issubclass(self.box, OperandBox):
-            return f"at_{name}, *{name}.shape, *{name}.stride()"
+            made = not name.startswith("arg_")
+            of = [f"places[{name!r}][0]", f"places[{name!r}][1]"] if made else [f"{name}.shape", f"{name}.stride()"]
+            return f"at_{name}, *{of[0]}, *{of[1]}"
         return f"at_{name}, {_EXTENTS[name.removeprefix('d')]}, {name}_sb, {name}_sh, {name}_sl"
 
     @property

@@ -17,6 +17,7 @@ from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Wa
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.walk import loads
 from .triton_measures import MeasuringLauncher
+from .triton_finish import typed
 from .triton_workspace import add_listed, tiles_of
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ class SummingLauncher(MeasuringLauncher):
 
     def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
         add_listed(table, entries, sums)
+
+    def _of_list(self, sums: Tensor, entries: Tensor, operand: Tensor) -> Tensor:
+        """What a kernel listed, as the gradient of its operand."""
+        table = torch.zeros(operand.shape, device=operand.device)
+        self._add_listed(table, entries, sums)
+        return typed(table, operand.dtype)
 
     def _shape_of(self, n: int, call: CallTensors) -> tuple[int, ...]:
         """Of the operand of a read."""
