@@ -43,7 +43,7 @@ def finishes(gradients: Sequence[OperandGradient], ways: Ways, at_zero: str) -> 
         elif way.finish != "list":
             one = Finish(f"typed(sum{n}, arg_{name}.dtype)", ())
         else:
-            one = Finish(f"of_list(sum{n}, entry{n}, arg_{name})", ()) if way.kernel == DDIAGONALS else None
+            one = Finish(f"typed(of_list(sum{n}, entry{n}, range{n}, arg_{name}), arg_{name}.dtype)", ()) if way.kernel == DDIAGONALS else None
         if one is None or names.count(name) > 1:
             return None
         found[name] = one

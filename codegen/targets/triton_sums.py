@@ -13,20 +13,25 @@ from ...compiler.analysis.records import OperandGradient
 from ...compiler.planning.distances import Levels
 from ...compiler.planning.kernels import Kernel
 from ...compiler.planning.measures import DISTANCE_TABLES
-from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways
+from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, MOST_LISTED, Way, Ways
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.walk import loads
 from .triton_measures import MeasuringLauncher
-from .triton_finish import typed
+from ..summing import SHARES, summing
 from .triton_workspace import add_listed, tiles_of
 
 if TYPE_CHECKING:
     from .triton_launcher import Mode, _Prepared
 
 
+_LIST = ("sum", "entry", "range")  # what flash_ddiagonals writes of a read
+
+
 class SummingLauncher(MeasuringLauncher):
     """What launchers of Triton kernels do with sums that kernels list, and with tables by distance."""
 
+    device: int
+    interprets: bool
     sums: Sequence[OperandGradient]  # gradients of operands that are wanted
     ways: Ways
     tables: Sequence[ByDistance]
@@ -49,11 +54,14 @@ class SummingLauncher(MeasuringLauncher):
         for n in listed:
             self._add_listed(tables[n], given[f"entry{n}"], given[f"sum{n}"])
 
-    def _tables(self, call: CallTensors, workspace: Named) -> dict[int, Tensor]:
+    def _tables(self, call: CallTensors, workspace: Named, mode: Mode) -> dict[int, Tensor]:
         """What the kernels listed, added up in the shape of its operand, by number of the read."""
         tables = {}
         for n, way in enumerate(self.ways.of_reads):
-            if way is not None and way.finish == "list":
+            if way is not None and way.kernel == DDIAGONALS:
+                operand = call.operands[self.sums[n].load.tensor.name]
+                tables[n] = self._of_list(*(workspace[f"{name}{n}"] for name in _LIST), operand, mode.aligned)
+            elif way is not None and way.finish == "list":
                 tables[n] = torch.zeros(self._shape_of(n, call), device=call.query.device)
                 self._add_listed(tables[n], workspace[f"entry{n}"], workspace[f"sum{n}"])
         return tables
@@ -61,11 +69,14 @@ class SummingLauncher(MeasuringLauncher):
     def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
         add_listed(table, entries, sums)
 
-    def _of_list(self, sums: Tensor, entries: Tensor, operand: Tensor) -> Tensor:
-        """What a kernel listed, as the gradient of its operand."""
-        table = torch.zeros(operand.shape, device=operand.device)
-        self._add_listed(table, entries, sums)
-        return typed(table, operand.dtype)
+    def _of_list(self, sums: Tensor, entries: Tensor, ranges: Tensor, operand: Tensor, aligned: bool = True) -> Tensor:
+        """What flash_ddiagonals listed, float32 in the shape of its operand."""
+        shares = sums.new_empty((SHARES, operand.numel()))
+        self._sum_listed(sums, entries, ranges, 2 * self.form(DDIAGONALS, aligned).block_q, shares)
+        return shares.sum(0).view(operand.shape)
+
+    def _sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
+        summing(self.device, self.interprets)(sums, entries, ranges, group, shares)
 
     def _shape_of(self, n: int, call: CallTensors) -> tuple[int, ...]:
         """Of the operand of a read."""
@@ -95,10 +106,9 @@ class SummingLauncher(MeasuringLauncher):
             values += self.levels.indices
             block = self.form(DDIAGONALS, aligned).block_q
             listed = self._programs(
-                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block}
+                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block, "PARTS": DIAGONAL_PARTS}
             )
             rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
-            rows |= {f"n_entries{n}": f"arg_{g.load.tensor.name}.numel()" for n, g in enumerate(self.sums)}
         read = {load.tensor for value in values for load in loads(value)}
         return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}
 

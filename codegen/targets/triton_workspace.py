@@ -12,7 +12,7 @@ from ...compiler.analysis.records import Axis, TileProgram
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning.measures import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.tables import DDIAGONALS, DPAIRS, DQUERY, Way, Ways, ways_of
+from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, DQUERY, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Place
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ def listed_diagonals(launcher: TritonLauncher, call: CallTensors, mode: Mode, n:
     if launcher.sequences == "packed":
         number = call.ragged.number(call.query)  # type: ignore[union-attr]
         programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
-    return _list_of(launcher, n, (programs * call.query.shape[1] * 2 * block + levels,))
+    programs *= call.query.shape[1] * DIAGONAL_PARTS
+    found = _list_of(launcher, n, (programs * 2 * block + levels,))
+    return found | {f"range{n}": found[f"entry{n}"]._replace(size=(programs, 2), stride=(2, 1))}
 
 
 def _list_of(launcher: TritonLauncher, n: int, size: tuple[int, ...]) -> dict[str, Place]:
