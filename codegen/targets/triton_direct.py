@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
 LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
             "paged": ("q_lens", "kv_lens", "table"), "packed_paged": ("cu_q", "kv_lens", "table")}  # fmt: skip
+_LISTED = re.compile(r"\b(?:sum|entry|range)\d+")
 _AT_ZERO = {"number": "q_offset == 0", "bottom_right": "q_len == kv_len", "per_row": "False"}
 
 
@@ -120,11 +122,12 @@ class DirectLauncher(SummingLauncher):
             rows |= {"padded_len": f"(q_len + {block - 1}) // {block} * {block}"}
             returned = {n: f"d{n}" for n in ("query", "key", "value")}
             if self.sums:
-                own = self._made_for_sums(mode, made)
-                made, tensors = own | made, tensors | own.keys()
+                found: dict[str, Finish] = self._finishes  # type: ignore[assignment]
+                returned |= {name: finish.text for name, finish in found.items()}
+                conditions += [text for finish in found.values() for text in finish.conditions]
                 rows |= {"first_program": "0", "most_programs": str(2**31 - 1)}  # of flash_dpairs: all at once
-                for name, finish in self._finishes.items():  # type: ignore[union-attr]
-                    returned[name], conditions = finish.text, [*conditions, *finish.conditions]
+                apart = {name for finish in found.values() for name in _LISTED.findall(finish.text)}
+                made, tensors = self._made_for_sums(mode, made, apart) | made, tensors | apart | {"room", "zeros"}
             returns = ", ".join(returned[n] if n in wanted else "None" for n in self._gradient_names)
         if self.code.signature.share == "short":  # into what the launch of the other module made
             given = "call, out, lse"
@@ -140,7 +143,7 @@ class DirectLauncher(SummingLauncher):
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
         launches = [ready.runs[n].shortest if n in ready.runs else None for n in range(len(ready.bindings))]
         way = direct(packer, ready.bindings, launches, given, conditions, made, returns, tools, self._kept)
-        found = way.function()
+        launch = way.function()
         guarded = {n: sources[n] for n in (*names, *self.tensors, *lengths) if n not in absent}
         guarded |= {"q_offset_ptr": offset} if mode.per_row else {}
         pins, asked = self._unchanging(mode, record, offset, lengths)
@@ -150,24 +153,30 @@ class DirectLauncher(SummingLauncher):
             pins = [pin for pin in pins if pin.name != "q_offset"]  # of a query at the end it follows from the keys
             self.growing = self._factory(way, guarded, pins, asked, free)
         if not self.backward:
-            self.direct = found
+            self.direct = launch
         else:
-            self.backward_of = found
-            self.direct = _of_records(found, self._gradient_names, self.code.signature.wanted)
+            self.backward_of = launch
+            self.direct = _of_records(launch, self._gradient_names, self.code.signature.wanted)
 
     @property
     def _gradient_names(self) -> tuple[str, ...]:
         """What a backward may have gradients of, in the order of the op's tensors."""
         return "query", "key", "value", "rope", *(n.removeprefix("arg_") for n in self.tensors)
 
-    def _made_for_sums(self, mode: Mode, made: Mapping[str, str]) -> dict[str, str]:
-        """What the workspace of a backward with sums has besides, as expressions."""
-        own = {"places_of": partial(places_of, self, mode), "at_place": self._at_place, "of_list": self._of_list}
+    def _made_for_sums(self, mode: Mode, made: Container[str], apart: Container[str]) -> dict[str, str]:
+        """What the workspace of a backward with sums has besides, as expressions; `apart`: that are tensors."""
+        here = partial(places_of, self, mode, made, apart)
+        own = {"places_of": here, "at_place": self._at_place, "of_list": self._of_list}
         self.tools = {**self.tools, **own, "typed": typed, "as_read": as_read}
-        names = places_of(self, mode, [1] * 4, [1] * 4, [([1] * rank, torch.float32) for rank in self.tensors.values()])
+        some = here([1] * 4, [1] * 4, [([1] * rank, torch.float32) for rank in self.tensors.values()])
         operands = "".join(f"({n}.shape, {n}.dtype), " for n in self.tensors)
-        places = {"places": f"places_of(query.shape, key.shape, ({operands}))"}
-        return places | {n: f"at_place(places[{n!r}])" for n in names if n not in made}
+        found = {"places": f"places_of(query.shape, key.shape, ({operands}))"}
+        found |= {n: f"at_place(places[{n!r}])" for n, place in some.items() if isinstance(place, Place)}
+        for name, place in some.items():
+            if name not in found:
+                found[name] = f"at_{place[0]} + places[{name!r}][1]"
+                found[f"{name}_strides"] = f"places[{name!r}][2]"
+        return found
 
     def _at_place(self, place: Place) -> Tensor:
         found = self.empty(*place[:3])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # sizes of the dimensions of sums, [batch, head, rows or tiles], and of an operand, by what indexes them
 _SIZES = {"batch": "batches", "head": "heads", "q_pos": "q_len", "kv_pos": "kv_len", "0": "1"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ALIGNED = 256  # bytes
 _ROWS = {"row": "q_pos", "column": "kv_pos"}
 
 
@@ -79,16 +81,18 @@ def as_read(sums: Tensor, over: tuple[int, ...], order: tuple[int, ...], operand
         sums = sums.view([size for d, size in enumerate(sizes) if d not in over])
     if order != tuple(range(len(order))):
         sums = sums.permute(order)
-    return typed(sums.reshape(operand.shape), operand.dtype)
+    return typed(sums if sums.shape == operand.shape else sums.reshape(operand.shape), operand.dtype)
 
 
 Described = Sequence[tuple[Sequence[int], torch.dtype]]  # sizes and dtype of tensors
 
 
 def places_of(
-    launcher: TritonLauncher, mode: Mode, query: Sequence[int], key: Sequence[int], operands: Described
-) -> dict[str, Place]:  # fmt: skip
-    """The workspace of a dense backward with these sizes."""
+    launcher: TritonLauncher, mode: Mode, made: Container[str], apart: Container[str], query: Sequence[int],
+    key: Sequence[int], operands: Described,
+) -> dict[str, Any]:  # fmt: skip
+    """The workspace of a dense backward with these sizes, without what is `made`: places of what is `apart`, and of two
+    rooms for the rest, of which one begins as zeros; of each tensor in a room its name, the first byte and strides."""
     names = [p.name for p in launcher.facts.attention.parameters if isinstance(p, TensorOperand)]
     dtype = DTYPES[launcher.code.signature.dtype]
     given = {n: torch.empty(size, dtype=own, device="meta") for n, (size, own) in zip(names, operands, strict=True)}
@@ -96,4 +100,16 @@ def places_of(
         query=torch.empty(query, dtype=dtype, device="meta"), key=torch.empty(key, dtype=dtype, device="meta"),
         rope=None, operands=given, ragged=None, kv_rows=key[2],
     )  # fmt: skip
-    return launcher.workspace(call, {}, Partition(mode=mode))
+    found: dict[str, Any] = {}
+    bytes_of = {"room": 0, "zeros": 0}
+    for name, place in launcher.workspace(call, {}, Partition(mode=mode)).items():
+        if name in apart:
+            found[name] = place
+        elif name not in made:
+            room = "room" if place.fill is None else "zeros"
+            found[name] = room, bytes_of[room], place.stride
+            size = math.prod(place.size) * place.dtype.itemsize
+            bytes_of[room] += -(-size // _ALIGNED) * _ALIGNED
+    fills = {"room": None, "zeros": 0.0}
+    rooms = {n: Place((size,), (1,), torch.uint8, fills[n]) for n, size in bytes_of.items()}
+    return found | rooms
