@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     import jinja2
 
 
-
 def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | None = None) -> str:
     """Source of the module that computes one direction of a variant on one target: the plan, written out.
 

@@ -45,7 +45,11 @@ def finishes(gradients: Sequence[OperandGradient], ways: Ways, at_zero: str) -> 
         elif way.finish != "list":
             one = Finish(f"typed(sum{n}, arg_{name}.dtype)", ())
         else:
-            one = Finish(f"typed(of_list(sum{n}, entry{n}, range{n}, arg_{name}), arg_{name}.dtype)", ()) if way.kernel == DDIAGONALS else None
+            one = (
+                Finish(f"typed(of_list(sum{n}, entry{n}, range{n}, arg_{name}), arg_{name}.dtype)", ())
+                if way.kernel == DDIAGONALS
+                else None
+            )
         if one is None or names.count(name) > 1:
             return None
         found[name] = one
@@ -101,15 +105,15 @@ def places_of(
         rope=None, operands=given, ragged=None, kv_rows=key[2],
     )  # fmt: skip
     found: dict[str, Any] = {}
-    bytes_of = {"room": 0, "zeros": 0}
+    bytes_of: dict[str, int] = {}
     for name, place in launcher.workspace(call, {}, Partition(mode=mode)).items():
         if name in apart:
             found[name] = place
         elif name not in made:
             room = "room" if place.fill is None else "zeros"
-            found[name] = room, bytes_of[room], place.stride
-            size = math.prod(place.size) * place.dtype.itemsize
-            bytes_of[room] += -(-size // _ALIGNED) * _ALIGNED
+            first = bytes_of.get(room, 0)
+            found[name] = room, first, place.stride
+            bytes_of[room] = first + -(-math.prod(place.size) * place.dtype.itemsize // _ALIGNED) * _ALIGNED
     fills = {"room": None, "zeros": 0.0}
     rooms = {n: Place((size,), (1,), torch.uint8, fills[n]) for n, size in bytes_of.items()}
     return found | rooms

@@ -16,8 +16,8 @@ from ...compiler.planning.measures import DISTANCE_TABLES
 from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, MOST_LISTED, Way, Ways
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.walk import loads
-from .triton_measures import MeasuringLauncher
 from ..summing import SHARES, summing
+from .triton_measures import MeasuringLauncher
 from .triton_workspace import add_listed, tiles_of
 
 if TYPE_CHECKING:
@@ -106,20 +106,23 @@ class SummingLauncher(MeasuringLauncher):
             values += self.levels.indices
             block = self.form(DDIAGONALS, aligned).block_q
             listed = self._programs(
-                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block, "PARTS": DIAGONAL_PARTS}
+                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS),
+                {"BLOCK_Q": block, "BLOCK_KV": block, "PARTS": DIAGONAL_PARTS},
             )
             rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
         read = {load.tensor for value in values for load in loads(value)}
         return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}
 
+    def pair_shares(self, call: CallTensors) -> int:
+        """Sets of heads whose gradients flash_dpairs sums for itself."""
+        (batches, heads), kv_heads, over = call.query.shape[:2], call.key.shape[1], self.ways.over
+        return (1 if "batch" in over else batches) * (1 if "head" in over else kv_heads if "group" in over else heads)
+
     def pair_programs(self, call: CallTensors, mode: Mode) -> tuple[int, int]:
         """Programs of flash_dpairs of a call, and how many are launched at once, which bounds what they list."""
         form = self.form(DPAIRS, mode.aligned)
-        batches, heads, q_len, _ = call.query.shape
-        kv_heads, kv_len = call.key.shape[1:3]
-        over = self.ways.over
-        shares = (1 if "batch" in over else batches) * (1 if "head" in over else kv_heads if "group" in over else heads)
-        programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * shares
+        q_len, kv_len = call.query.shape[2], call.key.shape[2]
+        programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * self.pair_shares(call)
         if Way(DPAIRS, "list") not in self.ways.of_reads:
             return programs, programs
         return programs, min(programs, max(1, MOST_LISTED // (form.block_q * form.block_kv)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,7 +190,10 @@ def _places_of_pairs(
     if way.finish != "list":
         alone = sum(g.load.tensor == gradient.load.tensor for g in launcher.sums) == 1
         dtype = operand.dtype if alone and way.finish == "store" else torch.float32
-        return {f"sum{n}": flat_place(*operand.shape, fill=0.0, dtype=dtype)}  # no program visits what is hidden
+        shares = batches * heads if way.kernel == DQUERY else launcher.pair_shares(call)
+        stored = shares * q_len * call.key.shape[2] if way.finish == "store" else 0
+        fill = None if writes_all(launcher, operand.shape, stored) else 0.0
+        return {f"sum{n}": flat_place(*operand.shape, fill=fill, dtype=dtype)}
     if way.kernel == DPAIRS:
         form = launcher.form(DPAIRS, mode.aligned)
         size: tuple[int, ...] = (launcher.pair_programs(call, mode)[1], form.block_q, form.block_kv)
@@ -200,6 +205,12 @@ def _places_of_pairs(
             levels = 2 * heads * (launcher.slots("q", call, mode.aligned) if launcher.sequences == "packed" else dense)
         return listed_diagonals(launcher, call, mode, n, levels)
     return _list_of(launcher, n, size)
+
+
+def writes_all(launcher: TritonLauncher, size: Sequence[int], stored: int) -> bool:
+    """Whether a gradient of this size has as many entries as a dense call has pairs that store one each, of which none
+    is hidden: no program visits what is."""
+    return math.prod(size) == stored and launcher.sequences == "dense" and not launcher.facts.attention.is_masked
 
 
 def listed_diagonals(launcher: TritonLauncher, call: CallTensors, mode: Mode, n: int, levels: int) -> dict[str, Place]:
