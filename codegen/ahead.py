@@ -128,7 +128,7 @@ class _Recorder(TritonLauncher):
         kernel = getattr(without_holes(KERNEL, False), KERNEL)
         names, _ = parameters_of(kernel)
         found = binding_of(names, group)
-        arguments = dict(zip(names, types_of(entries.dtype))) | found.constants
+        arguments = {**dict(zip(names, types_of(entries.dtype))), **found.constants}
         self.seen.append(Compilation(kernel, arguments, OPTIONS))
 
     def _counter(self) -> Tensor:

@@ -452,7 +452,7 @@ class HopperBackwardLauncher(HopperLauncher):
 
         Where all pairs of a dense call are visible, and there are as many entries, every entry is written.
         """
-        size = self._shape_of(n, call)
+        size = tuple(self._operand_of(n, call).shape)
         row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
         batches, heads, q_len, _ = call.query.shape
         fill = None if writes_all(self, size, batches * heads * q_len * call.key.shape[2]) else 0.0

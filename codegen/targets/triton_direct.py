@@ -165,7 +165,7 @@ class DirectLauncher(SummingLauncher):
 
     def _made_for_sums(self, mode: Mode, made: Container[str], apart: Container[str]) -> dict[str, str]:
         """What the workspace of a backward with sums has besides, as expressions; `apart`: that are tensors."""
-        here = partial(places_of, self, mode, made, apart)
+        here = partial(places_of, self, mode, made, apart)  # type: ignore[arg-type]
         own = {"places_of": here, "at_place": self._at_place, "of_list": self._of_list}
         self.tools = {**self.tools, **own, "typed": typed, "as_read": as_read}
         some = here([1] * 4, [1] * 4, [([1] * rank, torch.float32) for rank in self.tensors.values()])

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .triton_launcher import Mode, _Prepared
 
 
-_LIST = ("sum", "entry", "range")  # what flash_ddiagonals writes of a read
-
-
 class SummingLauncher(MeasuringLauncher):
     """What launchers of Triton kernels do with sums that kernels list, and with tables by distance."""
 
@@ -59,10 +56,10 @@ class SummingLauncher(MeasuringLauncher):
         tables = {}
         for n, way in enumerate(self.ways.of_reads):
             if way is not None and way.kernel == DDIAGONALS:
-                operand = call.operands[self.sums[n].load.tensor.name]
-                tables[n] = self._of_list(*(workspace[f"{name}{n}"] for name in _LIST), operand, mode.aligned)
+                listed = workspace[f"sum{n}"], workspace[f"entry{n}"], workspace[f"range{n}"]
+                tables[n] = self._of_list(*listed, self._operand_of(n, call), mode.aligned)
             elif way is not None and way.finish == "list":
-                tables[n] = torch.zeros(self._shape_of(n, call), device=call.query.device)
+                tables[n] = torch.zeros(self._operand_of(n, call).shape, device=call.query.device)
                 self._add_listed(tables[n], workspace[f"entry{n}"], workspace[f"sum{n}"])
         return tables
 
@@ -78,11 +75,11 @@ class SummingLauncher(MeasuringLauncher):
     def _sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
         summing(self.device, self.interprets)(sums, entries, ranges, group, shares)
 
-    def _shape_of(self, n: int, call: CallTensors) -> tuple[int, ...]:
-        """Of the operand of a read."""
+    def _operand_of(self, n: int, call: CallTensors) -> Tensor:
+        """What a read is of."""
         operand = call.operands[self.sums[n].load.tensor.name]
         assert isinstance(operand, Tensor)
-        return tuple(operand.shape)
+        return operand
 
     @staticmethod
     def _table_heads(table: ByDistance) -> tuple[str, str]:
