@@ -129,6 +129,8 @@ class TritonLauncher(DirectLauncher):
         given |= {"first_program": 0, "most_programs": of_pairs[1], **self._divided(partition)}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         launches = ready.pack(given)
+        if self.sequences != "dense":
+            self._clear_levels(workspace, partition.mode)  # type: ignore[arg-type]
         due = self._due(launches, partition)
         if not ready.runs.keys() >= set(due):
             self._compile_these(due, ready, partition.mode, given)  # type: ignore[arg-type]

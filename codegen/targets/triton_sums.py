@@ -72,6 +72,14 @@ class SummingLauncher(MeasuringLauncher):
         self._sum_listed(sums, entries, ranges, 2 * self.form(DDIAGONALS, aligned).block_q, shares)
         return shares.sum(0).view(operand.shape)
 
+    def _clear_levels(self, workspace: Named, mode: Mode) -> None:
+        """Level pairs of sequences that are not there are listed by nobody."""
+        for n, way in enumerate(self.ways.of_reads):
+            if way is not None and way.kernel == DDIAGONALS and self.levels is not None:
+                first = workspace[f"range{n}"].shape[0] * 2 * self.form(DDIAGONALS, mode.aligned).block_q
+                for name in ("sum", "entry"):
+                    workspace[f"{name}{n}"][first:].zero_()
+
     def _sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
         summing(self.device, self.interprets)(sums, entries, ranges, group, shares)
 

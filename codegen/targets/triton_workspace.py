@@ -222,8 +222,9 @@ def listed_diagonals(launcher: TritonLauncher, call: CallTensors, mode: Mode, n:
         number = call.ragged.number(call.query)  # type: ignore[union-attr]
         programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
     programs *= call.query.shape[1] * DIAGONAL_PARTS
-    found = _list_of(launcher, n, (programs * 2 * block + levels,))
-    return found | {f"range{n}": found[f"entry{n}"]._replace(size=(programs, 2), stride=(2, 1))}
+    listed = _list_of(launcher, n, (programs * 2 * block + levels,))
+    found = {name: place._replace(fill=None) for name, place in listed.items()}  # but for level pairs: `clear_levels`
+    return found | {f"range{n}": listed[f"entry{n}"]._replace(size=(programs, 2), stride=(2, 1))}
 
 
 def _list_of(launcher: TritonLauncher, n: int, size: tuple[int, ...]) -> dict[str, Place]:
