@@ -26,7 +26,9 @@ from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Partition, Target
 from ..ir.errors import UnavailableError
 from .binding import Binding
-from .launching import AnyRun, assembled
+from .launching import AnyRun, assembled, parameters_of
+from .loader import without_holes
+from .summing import KERNEL, OPTIONS, binding_of, types_of
 from .targets.triton_launcher import TritonLauncher
 
 TYPE_NAMES = {
@@ -121,6 +123,13 @@ class _Recorder(TritonLauncher):
 
     def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
         """Nothing was listed: entries may be any."""
+
+    def _sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
+        kernel = getattr(without_holes(KERNEL, False), KERNEL)
+        names, _ = parameters_of(kernel)
+        found = binding_of(names, group)
+        arguments = {**dict(zip(names, types_of(entries.dtype))), **found.constants}
+        self.seen.append(Compilation(kernel, arguments, OPTIONS))
 
     def _counter(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device="cpu")

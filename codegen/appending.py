@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .binding import Binding
-from .generate import TEMPLATES
-from .loader import load
+from .loader import without_holes
 
 KERNEL = "append_rows"
 _ROWS = 8  # of a program: few, as a step of decode has few rows
@@ -27,7 +25,7 @@ class Appending:
         from . import launching  # lazy: imports triton
 
         self._launching, self._device, self._interprets = launching, device, interprets
-        self._kernel = getattr(module(interprets), KERNEL)
+        self._kernel = getattr(without_holes(KERNEL, interprets), KERNEL)
         self._runs: dict[Mode, tuple[Any, tuple[object, ...]]] = {}
 
     def __call__(
@@ -85,14 +83,6 @@ def binding_of(parameters: list[str], mode: Mode) -> Binding:
 
 def _power(width: int) -> int:
     return 1 << max(width - 1, 0).bit_length()
-
-
-@cache
-def module(interprets: bool) -> ModuleType:
-    """The kernel's module: its template has no holes, so that its file is what is loaded."""
-    path = TEMPLATES / "triton" / f"{KERNEL}.py.jinja"
-    text = path.read_text(encoding="utf-8")
-    return load(path.with_suffix(""), interpret=interprets, source=text[text.index('"""') :])
 
 
 @cache

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
 
@@ -42,15 +41,13 @@ from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Expr, Symbol
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
-from .loader import compiled
+from .loader import TEMPLATES, compiled
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
 from .targets import target_named
 
 if TYPE_CHECKING:
     import jinja2
-
-TEMPLATES = Path(__file__).parents[1] / "templates"
 
 
 def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | None = None) -> str:

@@ -5,12 +5,13 @@ import linecache
 import re
 import sys
 import threading
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, ModuleType
 
 from ..ir.errors import WeftError
 
+TEMPLATES = Path(__file__).parents[1] / "templates"
 _modules: dict[tuple[str, str, bool], ModuleType] = {}
 _lock = threading.RLock()
 
@@ -31,6 +32,14 @@ def load(path: Path, interpret: bool = False, source: str | None = None) -> Modu
         if identity not in _modules:
             _modules[identity] = _execute(path, text, digest, interpret)
         return _modules[identity]
+
+
+@cache
+def without_holes(kernel: str, interpret: bool) -> ModuleType:
+    """The module of a kernel whose template has no holes, so that its file is what is loaded."""
+    path = TEMPLATES / "triton" / f"{kernel}.py.jinja"
+    text = _read(path)
+    return load(path.with_suffix(""), interpret=interpret, source=text[text.index('"""') :])
 
 
 @lru_cache(maxsize=8)

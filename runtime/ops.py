@@ -121,7 +121,6 @@ class _Kind(NamedTuple):
     operands: tuple[object, ...]  # what of the variant's own operands the key holds
     options: Options
     head_dim: int
-    nothing: tuple[None, ...]  # gradients of what comes after the value
     repeats: Repeats  # of their backwards
 
 
@@ -130,9 +129,8 @@ def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tupl
     names = variant.tensor_names
     wanted = frozenset([n for n, need in zip(names, needed[1:]) if need])
     check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind in PAGED)
-    nothing = (None,) * (len(names) - 3)
     own = kinds_of(call.operands)
-    return _Kind(variant, key, names, wanted, own, call.options, call.head_dim, nothing, Repeats())
+    return _Kind(variant, key, names, wanted, own, call.options, call.head_dim, Repeats())
 
 
 @called_by_the_engine
@@ -194,7 +192,7 @@ class _Recorded(torch.autograd.Function):
         if known is not None and dout is not None and not torch.is_grad_enabled() and unwatched():
             found = variant.backward_again(repeats, known, query, key, value, operands, offset, out, lse, dout, dlse)
             if found is not None:
-                return None, *found, *kind.nothing
+                return None, *found
         _refuse_many(variant.name, dout, dlse)
         if dout is None:
             dout = torch.zeros_like(out)
@@ -205,7 +203,7 @@ class _Recorded(torch.autograd.Function):
                 kind.key, kind.wanted, repeats, query, key, value, operands, offset, out, lse, dout, dlse
             )
             if found is not None:
-                return None, *found, *kind.nothing
+                return None, *found
         call = Call(query, key, value, rope, operands, sequences or Dense(offset), kind.options, kind.head_dim)
         if watched or _negated((dout, dlse, *tensors)):
             gradients = _through_op(kind, call, out, lse, dout, dlse)

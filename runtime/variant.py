@@ -171,7 +171,7 @@ class Variant:
         value: Tensor | None, operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor,
         dout: Tensor, dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
-        """Gradients of query, key and value, without the records that `backward` takes: the shortest way, after a
+        """Gradients of the op's tensors, without the records that `backward` takes: the shortest way, after a
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
 
         q_offset: of a call without lengths; else its sequences."""

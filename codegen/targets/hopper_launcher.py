@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from .hopper_tiles import (
 )
 from .triton_direct import PADDING
 from .triton_launcher import Mode, TritonLauncher
-from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of
+from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of, writes_all
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
 _LINE = 128  # floats of a line of a part
@@ -169,7 +168,9 @@ class Described(NamedTuple):
         if issubclass(self.box, FlatBox):
             return f"at_{name}, {name}_floats"
         if issubclass(self.box, OperandBox):
-            return f"at_{name}, *{name}.shape, *{name}.stride()"
+            made = not name.startswith("arg_")
+            of = [f"places[{name!r}][0]", f"places[{name!r}][1]"] if made else [f"{name}.shape", f"{name}.stride()"]
+            return f"at_{name}, *{of[0]}, *{of[1]}"
         return f"at_{name}, {_EXTENTS[name.removeprefix('d')]}, {name}_sb, {name}_sh, {name}_sl"
 
     @property
@@ -451,12 +452,10 @@ class HopperBackwardLauncher(HopperLauncher):
 
         Where all pairs of a dense call are visible, and there are as many entries, every entry is written.
         """
-        size = self._shape_of(n, call)
+        size = tuple(self._operand_of(n, call).shape)
         row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
         batches, heads, q_len, _ = call.query.shape
-        pairs = batches * heads * q_len * call.key.shape[2]
-        sees_all = self.sequences == "dense" and not self.facts.attention.is_masked
-        fill = None if math.prod(size) == pairs and sees_all else 0.0
+        fill = None if writes_all(self, size, batches * heads * q_len * call.key.shape[2]) else 0.0
         return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
 
     def _sums_of_a_head(self, kind: str, call: CallTensors) -> int:

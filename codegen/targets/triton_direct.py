@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning.measures import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH
 from ...compiler.planning.signature import PACKED, PAGED
+from ...compiler.planning.target import Place
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
 from ..binding import SHAPES, Packer, ShortestWay, direct, fitting, like, rows_of
 from ..repeating import Again, Guard, Pin, repeated
+from .triton_finish import DTYPES, Finish, as_read, finishes, places_of, typed
 from .triton_sums import SummingLauncher
 from .triton_workspace import WORK_SIDES
 
@@ -26,14 +29,15 @@ if TYPE_CHECKING:
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
 LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
             "paged": ("q_lens", "kv_lens", "table"), "packed_paged": ("cu_q", "kv_lens", "table")}  # fmt: skip
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_LISTED = re.compile(r"\b(?:sum|entry|range)\d+")
+_AT_ZERO = {"number": "q_offset == 0", "bottom_right": "q_len == kv_len", "per_row": "False"}
 
 
 def nothing_yet(*arguments: object) -> None:
     """The shortest way before something is prepared."""
 
 
-def _of_records(found: Callable[..., Any], wanted: frozenset[str]) -> Callable[[Any], Any]:
+def _of_records(found: Callable[..., Any], names: Sequence[str], wanted: frozenset[str]) -> Callable[[Any], Any]:
     """The shortest way of a backward, from a BackwardCall to its gradients by name."""
 
     def direct(b: Any) -> dict[str, Tensor] | None:
@@ -44,7 +48,7 @@ def _of_records(found: Callable[..., Any], wanted: frozenset[str]) -> Callable[[
         )  # fmt: skip
         if gradients is None:
             return None
-        return {n: g for n, g in zip(("query", "key", "value"), gradients) if n in wanted}
+        return {n: g for n, g in zip(names, gradients) if n in wanted}
 
     return direct
 
@@ -81,9 +85,15 @@ class DirectLauncher(SummingLauncher):
 
     @property
     def _may_go_directly(self) -> bool:
-        return not (
-            self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm not in ("flash", "split_kv")
-        )
+        by_flash = self.code.schedule.algorithm in ("flash", "split_kv")
+        return by_flash and not (self.interprets or self.own_keys) and self._finishes is not None
+
+    @property
+    def _finishes(self) -> dict[str, Finish] | None:
+        """How gradients of operands end, by name of the operand; None where that takes the longer way."""
+        if self.sums and self.sequences != "dense":
+            return None
+        return finishes(self.sums, self.ways, _AT_ZERO[self.code.signature.offset])
 
     def _go_directly(self, mode: Mode, ready: _Prepared) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
@@ -102,6 +112,7 @@ class DirectLauncher(SummingLauncher):
         made = self._made(mode)
         tensors = {*names, *self.tensors, *made, *lengths, "q_offset_ptr", "counter_ptr"} - self.numbers
         given, returns = "call", "out, lse"
+        conditions = self._conditions(mode, lengths)
         if self.backward:
             wanted = self.code.signature.wanted
             given = "query, key, value, operands, offset, out, lse, dout, dlse"
@@ -109,7 +120,15 @@ class DirectLauncher(SummingLauncher):
             tensors |= {f"d{n}" for n in ("query", "key", "value")}
             block = self.padding(mode)
             rows |= {"padded_len": f"(q_len + {block - 1}) // {block} * {block}"}
-            returns = ", ".join(f"d{n}" if n in wanted else "None" for n in ("query", "key", "value"))
+            returned = {n: f"d{n}" for n in ("query", "key", "value")}
+            if self.sums:
+                found: dict[str, Finish] = self._finishes  # type: ignore[assignment]
+                returned |= {name: finish.text for name, finish in found.items()}
+                conditions += [text for finish in found.values() for text in finish.conditions]
+                rows |= {"first_program": "0", "most_programs": str(2**31 - 1)}  # of flash_dpairs: all at once
+                apart = {name for finish in found.values() for name in _LISTED.findall(finish.text)}
+                made, tensors = self._made_for_sums(mode, made, apart) | made, tensors | apart | {"room", "zeros"}
+            returns = ", ".join(returned[n] if n in wanted else "None" for n in self._gradient_names)
         if self.code.signature.share == "short":  # into what the launch of the other module made
             given = "call, out, lse"
             made = {n: text for n, text in made.items() if n not in ("out", "out_strides", "lse")}
@@ -119,13 +138,12 @@ class DirectLauncher(SummingLauncher):
             "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
             "device": self.device,
             "empty": self.empty, "is_heard": launching.is_heard, "current_stream": launching.stream_function(),
-            "current_device": self.current_device, "dtype": _DTYPES[self.code.signature.dtype], **self.tools,
+            "current_device": self.current_device, "dtype": DTYPES[self.code.signature.dtype], **self.tools,
         }  # fmt: skip
         packer = Packer(sources, tensors, absent=absent, rows=rows, ranks=self.tensors)
-        conditions = self._conditions(mode, lengths)
         launches = [ready.runs[n].shortest if n in ready.runs else None for n in range(len(ready.bindings))]
         way = direct(packer, ready.bindings, launches, given, conditions, made, returns, tools, self._kept)
-        found = way.function()
+        launch = way.function()
         guarded = {n: sources[n] for n in (*names, *self.tensors, *lengths) if n not in absent}
         guarded |= {"q_offset_ptr": offset} if mode.per_row else {}
         pins, asked = self._unchanging(mode, record, offset, lengths)
@@ -135,9 +153,34 @@ class DirectLauncher(SummingLauncher):
             pins = [pin for pin in pins if pin.name != "q_offset"]  # of a query at the end it follows from the keys
             self.growing = self._factory(way, guarded, pins, asked, free)
         if not self.backward:
-            self.direct = found
+            self.direct = launch
         else:
-            self.backward_of, self.direct = found, _of_records(found, self.code.signature.wanted)
+            self.backward_of = launch
+            self.direct = _of_records(launch, self._gradient_names, self.code.signature.wanted)
+
+    @property
+    def _gradient_names(self) -> tuple[str, ...]:
+        """What a backward may have gradients of, in the order of the op's tensors."""
+        return "query", "key", "value", "rope", *(n.removeprefix("arg_") for n in self.tensors)
+
+    def _made_for_sums(self, mode: Mode, made: Container[str], apart: Container[str]) -> dict[str, str]:
+        """What the workspace of a backward with sums has besides, as expressions; `apart`: that are tensors."""
+        here = partial(places_of, self, mode, made, apart)  # type: ignore[arg-type]
+        own = {"places_of": here, "at_place": self._at_place, "of_list": self._of_list}
+        self.tools = {**self.tools, **own, "typed": typed, "as_read": as_read}
+        some = here([1] * 4, [1] * 4, [([1] * rank, torch.float32) for rank in self.tensors.values()])
+        operands = "".join(f"({n}.shape, {n}.dtype), " for n in self.tensors)
+        found = {"places": f"places_of(query.shape, key.shape, ({operands}))"}
+        found |= {n: f"at_place(places[{n!r}])" for n, place in some.items() if isinstance(place, Place)}
+        for name, place in some.items():
+            if name not in found:
+                found[name] = f"at_{place[0]} + places[{name!r}][1]"
+                found[f"{name}_strides"] = f"places[{name!r}][2]"
+        return found
+
+    def _at_place(self, place: Place) -> Tensor:
+        found = self.empty(*place[:3])
+        return found if place.fill is None else found.fill_(place.fill)
 
     def _factory(
         self, way: ShortestWay, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str],
@@ -232,7 +275,7 @@ class DirectLauncher(SummingLauncher):
         conditions += [" == ".join([*(f"{n}_sd" for n in given), "1"])]
         strides = " | ".join(f"{n}_s{axis}" for n in given for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in given)
-        size = _DTYPES[self.code.signature.dtype].itemsize
+        size = DTYPES[self.code.signature.dtype].itemsize
         conditions += [f"at_{n}" for n in given]  # a tensor without memory is told of where there is time
         conditions += [f"({addresses}) & 15 == 0", f"({strides}) * {size} & 15 == 0"]
         conditions += [f"({' | '.join(f'{n}_sl' for n in given)}) < {2**31 // 512}"]

@@ -19,7 +19,7 @@ from ...compiler.planning.kernels import Kernel
 from ...compiler.planning.measures import DISTANCE_TABLES, LIST_ROOM, LISTED, LONG_SPANS, MEASURES, PAIR_CELLS, WORK
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
-from ...compiler.planning.tables import DDIAGONALS, DPAIRS
+from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
@@ -43,7 +43,7 @@ _PROGRAMS: dict[Callable[..., float], str] = {
     formulas.pair_programs: f"{Q_TILES} * ({KV_TILES}) * batches * heads",
     formulas.head_programs: "batches * heads",
     formulas.kv_head_programs: "batches * kv_heads",
-    formulas.diagonal_programs: f"({Q_TILES} + ({KV_TILES}) - 1) * batches * heads",
+    formulas.diagonal_programs: f"({Q_TILES} + ({KV_TILES}) - 1) * batches * heads * {DIAGONAL_PARTS}",
 }
 
 
@@ -129,13 +129,15 @@ class TritonLauncher(DirectLauncher):
         given |= {"first_program": 0, "most_programs": of_pairs[1], **self._divided(partition)}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         launches = ready.pack(given)
+        if self.sequences != "dense":
+            self._clear_levels(workspace, partition.mode)  # type: ignore[arg-type]
         due = self._due(launches, partition)
         if not ready.runs.keys() >= set(due):
             self._compile_these(due, ready, partition.mode, given)  # type: ignore[arg-type]
         stream = self._stream()
         for n in due:
             ready.runs[n](*launches[n], stream)
-        tables = self._tables(call, workspace)
+        tables = self._tables(call, workspace, partition.mode)  # type: ignore[arg-type]
         for first in range(of_pairs[1], *of_pairs):
             self._list_more(ready, given, first, tables, stream)
         return self._finished(call, results, {**workspace, **{f"sum{n}": table for n, table in tables.items()}})
@@ -268,7 +270,7 @@ class TritonLauncher(DirectLauncher):
             "Q_OFFSET_PER_BATCH": mode.per_row, "BOTTOM_RIGHT": self.code.signature.offset == "bottom_right",
             "HAS_DLSE": not mode.no_dlse, "head_dim": mode.head_dim, "PAGE": mode.page,
             # fp32 operands are multiplied as fp32, as torch does by default, not as TF32
-            "DOT_PRECISION": "ieee",
+            "DOT_PRECISION": "ieee", "PARTS": DIAGONAL_PARTS,
         }  # fmt: skip
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
@@ -281,7 +283,7 @@ class TritonLauncher(DirectLauncher):
             )
             text = f"min({' * '.join([Q_TILES, f'({KV_TILES})', *shares])} - first_program, most_programs)"
         elif kernel.name == DDIAGONALS and self.sequences == "packed":
-            text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads"
+            text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads * {PARTS}"
         elif kernel.name == DISTANCE_TABLES:
             of = [(t.by_batch, t.by_head) for t in self.tables]
             of += [(self.levels.by_batch, self.levels.by_head)] if self.levels is not None else []

@@ -13,9 +13,10 @@ from ...compiler.analysis.records import OperandGradient
 from ...compiler.planning.distances import Levels
 from ...compiler.planning.kernels import Kernel
 from ...compiler.planning.measures import DISTANCE_TABLES
-from ...compiler.planning.tables import DDIAGONALS, DPAIRS, MOST_LISTED, Way, Ways
+from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, MOST_LISTED, Way, Ways
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.walk import loads
+from ..summing import SHARES, summing
 from .triton_measures import MeasuringLauncher
 from .triton_workspace import add_listed, tiles_of
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 class SummingLauncher(MeasuringLauncher):
     """What launchers of Triton kernels do with sums that kernels list, and with tables by distance."""
 
+    device: int
+    interprets: bool
     sums: Sequence[OperandGradient]  # gradients of operands that are wanted
     ways: Ways
     tables: Sequence[ByDistance]
@@ -48,23 +51,43 @@ class SummingLauncher(MeasuringLauncher):
         for n in listed:
             self._add_listed(tables[n], given[f"entry{n}"], given[f"sum{n}"])
 
-    def _tables(self, call: CallTensors, workspace: Named) -> dict[int, Tensor]:
+    def _tables(self, call: CallTensors, workspace: Named, mode: Mode) -> dict[int, Tensor]:
         """What the kernels listed, added up in the shape of its operand, by number of the read."""
         tables = {}
         for n, way in enumerate(self.ways.of_reads):
-            if way is not None and way.finish == "list":
-                tables[n] = torch.zeros(self._shape_of(n, call), device=call.query.device)
+            if way is not None and way.kernel == DDIAGONALS:
+                listed = workspace[f"sum{n}"], workspace[f"entry{n}"], workspace[f"range{n}"]
+                tables[n] = self._of_list(*listed, self._operand_of(n, call), mode.aligned)
+            elif way is not None and way.finish == "list":
+                tables[n] = torch.zeros(self._operand_of(n, call).shape, device=call.query.device)
                 self._add_listed(tables[n], workspace[f"entry{n}"], workspace[f"sum{n}"])
         return tables
 
     def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
         add_listed(table, entries, sums)
 
-    def _shape_of(self, n: int, call: CallTensors) -> tuple[int, ...]:
-        """Of the operand of a read."""
+    def _of_list(self, sums: Tensor, entries: Tensor, ranges: Tensor, operand: Tensor, aligned: bool = True) -> Tensor:
+        """What flash_ddiagonals listed, float32 in the shape of its operand."""
+        shares = sums.new_empty((SHARES, operand.numel()))
+        self._sum_listed(sums, entries, ranges, 2 * self.form(DDIAGONALS, aligned).block_q, shares)
+        return shares.sum(0).view(operand.shape)
+
+    def _clear_levels(self, workspace: Named, mode: Mode) -> None:
+        """Level pairs of sequences that are not there are listed by nobody."""
+        for n, way in enumerate(self.ways.of_reads):
+            if way is not None and way.kernel == DDIAGONALS and self.levels is not None:
+                first = workspace[f"range{n}"].shape[0] * 2 * self.form(DDIAGONALS, mode.aligned).block_q
+                for name in ("sum", "entry"):
+                    workspace[f"{name}{n}"][first:].zero_()
+
+    def _sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
+        summing(self.device, self.interprets)(sums, entries, ranges, group, shares)
+
+    def _operand_of(self, n: int, call: CallTensors) -> Tensor:
+        """What a read is of."""
         operand = call.operands[self.sums[n].load.tensor.name]
         assert isinstance(operand, Tensor)
-        return tuple(operand.shape)
+        return operand
 
     @staticmethod
     def _table_heads(table: ByDistance) -> tuple[str, str]:
@@ -88,21 +111,23 @@ class SummingLauncher(MeasuringLauncher):
             values += self.levels.indices
             block = self.form(DDIAGONALS, aligned).block_q
             listed = self._programs(
-                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS), {"BLOCK_Q": block, "BLOCK_KV": block}
+                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS),
+                {"BLOCK_Q": block, "BLOCK_KV": block, "PARTS": DIAGONAL_PARTS},
             )
             rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
-            rows |= {f"n_entries{n}": f"arg_{g.load.tensor.name}.numel()" for n, g in enumerate(self.sums)}
         read = {load.tensor for value in values for load in loads(value)}
         return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}
+
+    def pair_shares(self, call: CallTensors) -> int:
+        """Sets of heads whose gradients flash_dpairs sums for itself."""
+        (batches, heads), kv_heads, over = call.query.shape[:2], call.key.shape[1], self.ways.over
+        return (1 if "batch" in over else batches) * (1 if "head" in over else kv_heads if "group" in over else heads)
 
     def pair_programs(self, call: CallTensors, mode: Mode) -> tuple[int, int]:
         """Programs of flash_dpairs of a call, and how many are launched at once, which bounds what they list."""
         form = self.form(DPAIRS, mode.aligned)
-        batches, heads, q_len, _ = call.query.shape
-        kv_heads, kv_len = call.key.shape[1:3]
-        over = self.ways.over
-        shares = (1 if "batch" in over else batches) * (1 if "head" in over else kv_heads if "group" in over else heads)
-        programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * shares
+        q_len, kv_len = call.query.shape[2], call.key.shape[2]
+        programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * self.pair_shares(call)
         if Way(DPAIRS, "list") not in self.ways.of_reads:
             return programs, programs
         return programs, min(programs, max(1, MOST_LISTED // (form.block_q * form.block_kv)))

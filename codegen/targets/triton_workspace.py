@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from ...compiler.analysis.records import Axis, TileProgram
 from ...compiler.analysis.survey import CELL
 from ...compiler.planning.measures import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.tables import DDIAGONALS, DPAIRS, DQUERY, Way, Ways, ways_of
+from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, DQUERY, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Place
 
 if TYPE_CHECKING:
@@ -188,7 +190,10 @@ def _places_of_pairs(
     if way.finish != "list":
         alone = sum(g.load.tensor == gradient.load.tensor for g in launcher.sums) == 1
         dtype = operand.dtype if alone and way.finish == "store" else torch.float32
-        return {f"sum{n}": flat_place(*operand.shape, fill=0.0, dtype=dtype)}  # no program visits what is hidden
+        shares = batches * heads if way.kernel == DQUERY else launcher.pair_shares(call)
+        stored = shares * q_len * call.key.shape[2] if way.finish == "store" else 0
+        fill = None if writes_all(launcher, operand.shape, stored) else 0.0
+        return {f"sum{n}": flat_place(*operand.shape, fill=fill, dtype=dtype)}
     if way.kernel == DPAIRS:
         form = launcher.form(DPAIRS, mode.aligned)
         size: tuple[int, ...] = (launcher.pair_programs(call, mode)[1], form.block_q, form.block_kv)
@@ -202,6 +207,12 @@ def _places_of_pairs(
     return _list_of(launcher, n, size)
 
 
+def writes_all(launcher: TritonLauncher, size: Sequence[int], stored: int) -> bool:
+    """Whether a gradient of this size has as many entries as a dense call has pairs that store one each, of which none
+    is hidden: no program visits what is."""
+    return math.prod(size) == stored and launcher.sequences == "dense" and not launcher.facts.attention.is_masked
+
+
 def listed_diagonals(launcher: TritonLauncher, call: CallTensors, mode: Mode, n: int, levels: int) -> dict[str, Place]:
     """Of the sums of diagonals, and behind them so many of level pairs: a list of sums and entries."""
     block = launcher.form(DDIAGONALS, mode.aligned).block_q
@@ -210,7 +221,10 @@ def listed_diagonals(launcher: TritonLauncher, call: CallTensors, mode: Mode, n:
     if launcher.sequences == "packed":
         number = call.ragged.number(call.query)  # type: ignore[union-attr]
         programs = sum(t.shape[2] // block for t in (call.query, call.key)) + 2 * number + 2
-    return _list_of(launcher, n, (programs * call.query.shape[1] * 2 * block + levels,))
+    programs *= call.query.shape[1] * DIAGONAL_PARTS
+    listed = _list_of(launcher, n, (programs * 2 * block + levels,))
+    found = {name: place._replace(fill=None) for name, place in listed.items()}  # but for level pairs: `clear_levels`
+    return found | {f"range{n}": listed[f"entry{n}"]._replace(size=(programs, 2), stride=(2, 1))}
 
 
 def _list_of(launcher: TritonLauncher, n: int, size: tuple[int, ...]) -> dict[str, Place]:

@@ -16,7 +16,7 @@ from .forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
 from .kernels import DRAWN_KEYS, Kernel
 from .measures import ENDS, LISTS, LONG_SPANS, SPANS
 from .quantities import Sizes
-from .tables import DDIAGONALS
+from .tables import DDIAGONALS, DIAGONAL_PARTS
 
 LANES = 8  # instructions that an SM issues for one result of its special units: 128 lanes, and 16 of those
 WIDE = 128  # columns above which a Triton kernel's sums leave registers
@@ -168,7 +168,7 @@ def longest_of(kernel: Kernel, x: Sizes, masked: bool) -> float:
     if not programs or not x.n:
         return 0.0
     if kernel.name == DDIAGONALS:  # most have no tile, those in the middle have all of theirs
-        return min(x.nq, x.nkv)
+        return min(x.nq, x.nkv) / DIAGONAL_PARTS
     mean = x.n / programs
     # programs of a key head visit the tiles of all its query heads
     most = x.nkv if kernel.axis == "kv" else x.nq * (x.Hq / x.Hkv)

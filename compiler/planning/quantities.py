@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+from .tables import DIAGONAL_PARTS
+
 ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or sum): always float32
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
@@ -274,8 +276,8 @@ def pair_sums_written(x: Sizes) -> float:
 
 
 def diagonal_sums_written(x: Sizes) -> float:
-    """A sum and the place of an entry for each diagonal of each head."""
-    return (RUNNING + 8) * 2 * x.B * x.Hq * (x.nq * x.bq + x.nkv * x.bkv)
+    """A sum and the place of an entry for each diagonal of each head, by each program that has a part of it."""
+    return DIAGONAL_PARTS * (RUNNING + 8) * 2 * x.B * x.Hq * (x.nq * x.bq + x.nkv * x.bkv)
 
 
 def pair_sums_flops(x: Sizes) -> float:
@@ -284,7 +286,7 @@ def pair_sums_flops(x: Sizes) -> float:
 
 
 def diagonal_programs(x: Sizes) -> float:
-    return x.B * x.Hq * (x.nq + x.nkv - 1)
+    return DIAGONAL_PARTS * x.B * x.Hq * (x.nq + x.nkv - 1)
 
 
 # -- split-KV: Flash-Decoding (Dao, Haziza, Massa and Sizov 2023) ----------------------------------------------------

@@ -1,8 +1,8 @@
-"""What a backward with gradients of operands takes besides its kernels: torch adds up what these left.
+"""What a backward with gradients of operands takes besides its kernels: what adds up what these left.
 
-The three constants are of one H200 and its host: the first of three backwards whose kernels store all of a bias'
-gradient (0.52 to 0.56 ms more than their kernels are predicted to take), the second of biases by key, the third of what
-half a million listed sums took alone.
+The three constants are of one H200 and its host, and of calls before such backwards took the shortest way: the first of
+three backwards whose kernels store all of a bias' gradient (0.52 to 0.56 ms more than their kernels are predicted to
+take), the second of biases by key, the third of what half a million listed sums took alone.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ Every way has one order of additions, so that gradients repeat bit for bit, unle
     read once       no two pairs read one entry: the kernel that owns queries stores each tile where it was read
     summed          pairs of one head read different entries, heads share them: a program owns a tile of pairs, goes
                     through the heads that share it, and stores the sum where it was read. Two more products a pair
-    by difference   a diagonal of pairs reads one entry: a program owns a diagonal of tiles of one head, adds them up as
-                    they are, and lists one sum and entry for each of its diagonals. Two more products a pair
+    by difference   a diagonal of pairs reads one entry: a program owns a part of a diagonal of tiles of one head, adds
+                    them up as they are, and lists one sum and entry for each of its diagonals, which a last kernel adds
+                    to the entries. Two more products a pair
     listed          anything else: as summed, but each program lists its sums and their entries, which are sorted and
                     added up, part after part of the programs so that memory is bounded
     added           the same where atomic additions are allowed: no list
@@ -25,6 +26,7 @@ from .signature import Signature
 
 Finish = Literal["store", "list", "add"]
 DQUERY, DPAIRS, DDIAGONALS = "flash_dquery", "flash_dpairs", "flash_ddiagonals"
+DIAGONAL_PARTS = 4  # programs of a diagonal of tiles: where a table levels off, few diagonals have anything to sum
 MOST_LISTED = 1 << 24  # sums that are listed at once: 12 bytes each, and what sorts them
 
 

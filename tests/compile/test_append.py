@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 from weft.codegen.ahead import Compilation
-from weft.codegen.appending import _STRIDES, _WIDE, binding_of, module
+from weft.codegen.appending import _STRIDES, _WIDE, KERNEL, binding_of
 from weft.codegen.launching import parameters_of
+from weft.codegen.loader import without_holes
 from weft.compiler.planning.hardware import by_name
 
 from .ahead import compile_ahead
@@ -18,7 +19,7 @@ WIDTHS = [("h200", 128, 128), ("a100", 576, 0), ("mi300x", 128, 128)]
 
 @pytest.mark.parametrize(("device", "width", "value_width"), WIDTHS)
 def test_rows_move_many_bytes_at_a_time(device, width, value_width):
-    kernel = module(False).append_rows
+    kernel = without_holes(KERNEL, False).append_rows
     parameters, _ = parameters_of(kernel)
     binding = binding_of(parameters, (torch.bfloat16, width, value_width, True))
     sizes = dict(zip(("n_rows", "length", "heads", "page"), [1] * 4)) | dict.fromkeys(_STRIDES, _WIDE)

@@ -33,7 +33,7 @@ def test_a_forward_reads_each_distance_once(target: str, head_dim: int) -> None:
 def test_a_backward_computes_no_logarithm_for_a_pair() -> None:
     module = compiled(T5, "backward", 128, target="triton", wanted=frozenset({"query", "key", "value", "table"}))
     assert list(module.kernels) == [
-        "distance_tables", "row_statistics", "flash_dquery", "flash_dkey_dvalue", "flash_ddiagonals"
+        "distance_tables", "row_statistics", "flash_dquery", "flash_dkey_dvalue", "flash_ddiagonals", "sum_listed",
     ]  # fmt: skip
     for kernel in module.kernels.values():
         for loop in kernel.product_loops():

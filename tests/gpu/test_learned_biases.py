@@ -12,6 +12,7 @@ import weft
 from weft.codegen.targets import triton_sums
 
 from ..kernels.test_learned_biases import SCORES, operands_of, variant
+from ..kernels.test_learned_host import LEARNED, ROWS
 from ..support import check_variant, mostly, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -154,6 +155,48 @@ def test_memory_of_a_t5_table_is_linear_in_length(most_memory: Callable[[Callabl
         out = variant("t5_causal")(*tensors, tables=table)
         used.append(most_memory(lambda out=out: out.backward(torch.randn_like(out))))
     assert used[1] < 2.5 * used[0] and used[1] < 8192 * 8192
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("name", LEARNED)
+def test_calls_after_the_first(name: str, target: str) -> None:
+    """Those that go the shortest way, and those that are known to be alike, are right too; so is another layout."""
+    if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper target needs compute capability 9.0")
+    given, mask, size, dtype, *_ = LEARNED[name]
+    attention = weft.Attention(given, mask, name="learned_" + "".join(c for c in name if c.isalnum()))
+    (operand,) = attention.tensors
+    for seed, rows in enumerate([264, 264, 264, 264, 136, 264]):
+        tensors = [poisoned((2, h, rows, 64), torch.bfloat16, "cuda", seed=seed * 3 + h) for h in (4, 2, 2)]
+        extents = [rows if extent == ROWS else extent for extent in size]
+        generator = torch.Generator("cuda").manual_seed(seed)
+        learned = (torch.randn(extents, generator=generator, device="cuda") * 0.5).to(dtype)
+        check_variant(attention, *tensors, operands={operand.name: learned}, differentiate=(operand.name,),
+                      target=target, lse=seed % 2 == 0)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_sums_by_tile_of_a_full_bias(target: str) -> None:
+    """Each 64 x 64 tile of a gradient that is stored, of a call that is repeated on other values."""
+    if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper target needs compute capability 9.0")
+    attention, rows = variant("full"), 1024
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16)
+
+    for _ in range(4):
+        tensors, bias = [random(1, 2, rows, 64) for _ in "qkv"], random(1, 2, rows, rows)
+        dout, found = random(1, 2, rows, 64), []
+        for call, dtype in ((attention, torch.bfloat16), (attention.reference, torch.float64)):
+            own = [t.to(dtype).requires_grad_() for t in (*tensors, bias)]
+            more = {"target": target} if call is attention else {}
+            found.append(torch.autograd.grad(call(*own[:3], full=own[3], **more), own, dout.to(dtype)))
+        for got, wanted in zip(*found, strict=True):
+            tiles = [t.double().unflatten(2, (-1, 64)).unflatten(4, (-1, min(64, t.shape[3]))) for t in (got, wanted)]
+            error, size = [t.norm(dim=(3, 5)) for t in (tiles[0] - tiles[1], tiles[1])]
+            assert (error <= 0.02 * size + 0.002 * size.mean()).all()
 
 
 def test_hopper_leaves_wide_heads_to_triton() -> None:

@@ -10,6 +10,7 @@ from weft import head, kv_pos, masks, q_pos, score, scores
 from weft.compiler.planning.cost import Times, of_sequences
 from weft.compiler.planning.plan import KernelPlan, Plan
 from weft.compiler.planning.sums import HOST, LISTED, PUT
+from weft.compiler.planning.tables import DIAGONAL_PARTS
 
 AWAY = q_pos - kv_pos
 table, lookup = weft.tensor("table", 2), weft.tensor("lookup", 1, int)
@@ -92,7 +93,7 @@ def test_diagonals_of_level_pairs_are_not_visited() -> None:
     block = diagonals.form.block_q
     near = [d for d in range(1024 // block) if d * block - (block - 1) < 150]  # of tiles, from the main one on
     assert diagonals.tiles.visited == 6 * sum(1024 // block - d for d in near)
-    assert diagonals.work is not None and diagonals.work.pairs.longest == 1024 // block
+    assert diagonals.work is not None and diagonals.work.pairs.longest == 1024 // block / DIAGONAL_PARTS
 
 
 def test_what_is_not_known_is_taken_to_be_read_by_every_pair() -> None:

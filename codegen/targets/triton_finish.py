@@ -1,0 +1,119 @@
+"""Gradients of operands on the shortest way of a dense backward: what kernels leave sums in, and how these end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compiler.analysis.records import OperandGradient
+from ...compiler.planning.tables import DDIAGONALS, Ways
+from ...compiler.planning.target import Partition, Place
+from ...ir.expr import TensorOperand
+
+if TYPE_CHECKING:
+    from .triton_launcher import Mode, TritonLauncher
+
+# sizes of the dimensions of sums, [batch, head, rows or tiles], and of an operand, by what indexes them
+_SIZES = {"batch": "batches", "head": "heads", "q_pos": "q_len", "kv_pos": "kv_len", "0": "1"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ALIGNED = 256  # bytes
+_ROWS = {"row": "q_pos", "column": "kv_pos"}
+
+
+class Finish(NamedTuple):
+    """How the sums of one read become the gradient of its operand."""
+
+    text: str  # an expression of the gradient
+    conditions: Sequence[str]  # expressions that must hold for it
+
+
+def finishes(gradients: Sequence[OperandGradient], ways: Ways, at_zero: str) -> dict[str, Finish] | None:
+    """By name of the operand; None where some gradient takes more than a sum.
+
+    at_zero: the condition that the first query of each batch row is at position 0.
+    """
+    names = [g.load.tensor.name for g in gradients]
+    found = {}
+    for n, (name, gradient, way) in enumerate(zip(names, gradients, ways.of_reads, strict=True)):
+        if way is None:
+            one = _summed(n, gradient, at_zero)
+        elif way.finish != "list":
+            one = Finish(f"typed(sum{n}, arg_{name}.dtype)", ())
+        else:
+            one = (
+                Finish(f"typed(of_list(sum{n}, entry{n}, range{n}, arg_{name}), arg_{name}.dtype)", ())
+                if way.kernel == DDIAGONALS
+                else None
+            )
+        if one is None or names.count(name) > 1:
+            return None
+        found[name] = one
+    return found
+
+
+def _summed(n: int, gradient: OperandGradient, at_zero: str) -> Finish | None:
+    """Of sums [batch, head, rows or tiles], where each dimension of the operand is one of these, or of one entry."""
+    tensor, index = gradient.load.tensor.name, [i.text for i in gradient.load.index]
+    places = ["batch", "head", _ROWS.get(gradient.kind, "tile")]
+    indexed = [i for i in index if i != "0"]
+    if not set(indexed) <= set(places) or len(set(indexed)) < len(indexed):
+        return None
+    over = tuple(d for d, place in enumerate(places) if place not in indexed)
+    left = [place for place in places if place in indexed]
+    order = tuple(left.index(i) for i in indexed)
+    shape = f"({''.join(f'{_SIZES[i]}, ' for i in index)})"
+    conditions = [f"arg_{tensor}.shape == {shape}"]
+    conditions += [at_zero] if gradient.kind == "row" else []
+    return Finish(f"as_read(sum{n}, {over}, {order}, arg_{tensor})", conditions)
+
+
+def typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def as_read(sums: Tensor, over: tuple[int, ...], order: tuple[int, ...], operand: Tensor) -> Tensor:
+    """The gradient of an operand: sums over some dimensions, the others in the order of its index."""
+    sizes = sums.shape
+    if over and max([sizes[d] for d in over]) > 1:
+        sums = sums.sum(over)  # in one order
+    else:
+        sums = sums.view([size for d, size in enumerate(sizes) if d not in over])
+    if order != tuple(range(len(order))):
+        sums = sums.permute(order)
+    return typed(sums if sums.shape == operand.shape else sums.reshape(operand.shape), operand.dtype)
+
+
+Described = Sequence[tuple[Sequence[int], torch.dtype]]  # sizes and dtype of tensors
+
+
+def places_of(
+    launcher: TritonLauncher, mode: Mode, made: Container[str], apart: Container[str], query: Sequence[int],
+    key: Sequence[int], operands: Described,
+) -> dict[str, Any]:  # fmt: skip
+    """The workspace of a dense backward with these sizes, without what is `made`: places of what is `apart`, and of two
+    rooms for the rest, of which one begins as zeros; of each tensor in a room its name, the first byte and strides."""
+    names = [p.name for p in launcher.facts.attention.parameters if isinstance(p, TensorOperand)]
+    dtype = DTYPES[launcher.code.signature.dtype]
+    given = {n: torch.empty(size, dtype=own, device="meta") for n, (size, own) in zip(names, operands, strict=True)}
+    call: Any = SimpleNamespace(
+        query=torch.empty(query, dtype=dtype, device="meta"), key=torch.empty(key, dtype=dtype, device="meta"),
+        rope=None, operands=given, ragged=None, kv_rows=key[2],
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    bytes_of: dict[str, int] = {}
+    for name, place in launcher.workspace(call, {}, Partition(mode=mode)).items():
+        if name in apart:
+            found[name] = place
+        elif name not in made:
+            room = "room" if place.fill is None else "zeros"
+            first = bytes_of.get(room, 0)
+            found[name] = room, first, place.stride
+            bytes_of[room] = first + -(-math.prod(place.size) * place.dtype.itemsize // _ALIGNED) * _ALIGNED
+    fills = {"room": None, "zeros": 0.0}
+    rooms = {n: Place((size,), (1,), torch.uint8, fills[n]) for n, size in bytes_of.items()}
+    return found | rooms
