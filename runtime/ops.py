@@ -305,9 +305,10 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
 # -- autograd --------------------------------------------------------------------------------------------------------
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text, options = inputs
-    flags = list(ctx.needs_input_grad[: len(MAIN) + len(operands)])  # flat here, nested in a backward
     variant = variant_of_text(text)
-    wanted = [n for n, flag in zip(variant.tensor_names, flags) if flag]
+    names = variant.tensor_names  # an exported program may have one more operand, which nobody reads
+    flags = list(ctx.needs_input_grad[: len(names)])  # flat here, nested in a backward
+    wanted = [n for n, flag in zip(names, flags) if flag]
     check_trainable(variant, value is not None, wanted, paged=lengths[-1] is not None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, rope, *lengths, *operands, *floats)
@@ -332,6 +333,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
         )
     )  # fmt: skip
     gradients = [next(found) if flag else None for flag in flags]
+    gradients += [None] * (len(MAIN) + n_operands - len(flags))
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
     return (
         *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, *(None,) * 10
