@@ -35,6 +35,16 @@ def is_sharded(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def replicated(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that each process has whole, as what goes with this DTensor; its gradient is that of all."""
+    if is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate  # lazy: as above
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def of_shards(
     attention: Attention, compute: Callable[..., Any], main: Mapping[str, Tensor | None], operands: Mapping[str, Any],
     q_offset: int | Tensor | None, lengths: Options | None,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
 from .blocks import Blocks
@@ -490,6 +491,9 @@ class Cache:
     def _problems(self, name: str, rows: Tensor | None, shape: tuple[int, ...]) -> list[str]:
         if not isinstance(rows, Tensor):
             return [f"{name}: expected a tensor {list(shape)}, got {type(rows).__name__}"]
+        if is_sharded(rows):
+            return [f"{name}: expected a plain tensor, got a DTensor; give each process a cache of its own heads, as "
+                    "with module.shard(rank, ranks)"]  # fmt: skip
         if rows.shape != shape:
             return [f"{name}: expected {list(shape)}, got {list(rows.shape)}"]
         problems = []
