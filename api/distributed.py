@@ -7,6 +7,7 @@ read alike is replicated, its gradient being summed over processes. A sharded se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ class _Shards:
 
     def _parts(self, what: str) -> int:
         """Into how many shards."""
-        return int(torch.tensor([self.mesh.size(n) for n, d in enumerate(self.divided) if d == what]).prod())
+        return math.prod(self.mesh.size(n) for n, d in enumerate(self.divided) if d == what)
 
     def _check(self, what: str, size: int) -> None:
         parts = self._parts(what)
