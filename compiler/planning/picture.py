@@ -99,7 +99,8 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
     colours = ListedColormap(_COLOURS)
     classes = numpy.frombuffer(b"".join(grid.classes), dtype=numpy.uint8).reshape(rows, columns)
     step = -(-max(rows, columns) // _MOST_PIXELS)  # the nearest tile is drawn, as matplotlib would of all
-    axes.imshow(classes[::step, ::step], cmap=colours, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
+    shown = classes[::step, ::step]
+    axes.imshow(shown, cmap=colours, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
     if dense is not None and dense.size <= _DENSE_PIXELS:
         seen = (0.0, float(grid.kv_len), float(grid.q_len), 0.0)
         axes.imshow(

@@ -526,5 +526,5 @@ def test_a_tensor_that_is_gone_before_the_backward_is_named(target: str, repeats
         with pytest.raises(weft.WeftError, match=rf"causal: {name}: expected a tensor with memory.*resized"):
             after(lambda *given, place=place: given[place].untyped_storage().resize_(0))
         if place < 3:
-            with pytest.raises(weft.WeftError, match=rf"{name}, of shape \[0\]: expected what the forward read.*x.data"):
+            with pytest.raises(weft.WeftError, match=rf"{name}, of shape \[0\]: expected what the forward read"):
                 after(lambda *given, place=place: setattr(given[place], "data", torch.empty(0)))
