@@ -298,7 +298,7 @@ def tile_runs(
     """
     values = _after(program, env, own or {})
     ends = [values[name] for name in program.outputs]
-    spans: list[tuple[int, int, int, int]] = list(zip(*[iter(ends)] * 4))  # type: ignore[arg-type]
+    spans: list[tuple[int, int, int, int]] = list(zip(*[iter(ends)] * 4))
     edge = [run for lo, full_lo, full_hi, hi in spans for run in (range(lo, full_lo), range(full_hi, hi))]
     return edge, [range(full_lo, full_hi) for _, full_lo, full_hi, _ in spans]
 
