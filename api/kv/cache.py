@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -270,6 +270,8 @@ class Cache:
         if keys is None or len(keys) != self.layers or (values is not None and len(values) != self.layers):
             got = "None" if keys is None else f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {self.layers} layers, got {got}")
+        if not isinstance(keys[0], Tensor):
+            raise WeftError(f"append: key: expected a tensor of each layer, got {type(keys[0]).__name__}")
         new = [keys[0].shape[2] if keys[0].dim() == 4 else 0] * len(sequences) if lengths is None else lengths
         pairs = list(zip(keys, [None] * self.layers if values is None else values))
         for layer, pair in enumerate(pairs):
@@ -444,6 +446,8 @@ class Cache:
         return found
 
     def _all(self, method: str, sequences: Sequence[int]) -> list[_Sequence]:
+        if not isinstance(sequences, Collection):
+            raise WeftError(f"{method}: expected a list of the ids of sequences, got {sequences!r}")
         found = [self._idle(method, s, resident=True) for s in sequences]
         if len(set(sequences)) != len(found):
             raise WeftError(f"{method}: two writers: expected each sequence once, got {list(sequences)}")
@@ -454,8 +458,9 @@ class Cache:
     def _checked_lengths(
         self, found: Sequence[_Sequence], sequences: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
-        new = list(lengths)
-        right = len(new) == len(found) and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
+        new = list(lengths) if isinstance(lengths, Iterable) else [lengths]
+        right = isinstance(lengths, Iterable) and len(new) == len(found)
+        right = right and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
         if not right:
             raise WeftError(
                 f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; those on a "
@@ -531,6 +536,8 @@ def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
         if not tokens.is_cpu:
             raise WeftError(f"{what}: expected ids on the host, got a tensor on {tokens.device}")
         tokens = tokens.tolist()
+    if not isinstance(tokens, Iterable):
+        raise WeftError(f"{what}: expected a list of ids, got {tokens!r}")
     found = list(tokens)
     if not all(isinstance(t, int) for t in found):
         raise WeftError(f"{what}: expected ints, got {found[:8]}")

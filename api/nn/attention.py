@@ -92,6 +92,7 @@ class Attention(nn.Module):
         if self.rope is not None:
             if rotation is None:
                 rotation = rotation_of(self.rope, x, cache, positions, options)
+            check_rotation("nn.Attention", rotation, x, self.rope)
             if is_sharded(query):
                 rotation = replicated(rotation[0], query), replicated(rotation[1], query)
             query, key = self.rope.rotate(query, rotation), self.rope.rotate(key, rotation)
@@ -204,6 +205,20 @@ def rotation_of(
     if starts is not None:
         return rope(positions.view(1, -1), starts.diff())
     return rope(positions, x.shape[1] if lengths is None else lengths)
+
+
+def check_rotation(name: str, rotation: Rotation, x: Tensor, rope: Rotary) -> None:
+    """Raise where it is not that of the rows of x: torch would take that of one row for all of them."""
+    batch, length, _ = x.shape
+    expected = (1, length, rope.dim // 2)
+    found = [tuple(t.shape) if isinstance(t, Tensor) else None for t in rotation]
+    right = {(batch, *expected), (1, *expected)}
+    if len(found) != 2 or found[0] not in right or found[1] not in right:
+        got = " and ".join(str(list(size)) if size else "no tensor" for size in found)
+        raise WeftError(
+            f"{name}: positions, rotation: expected positions [{length}] or [{batch}, {length}], of each row of x, or "
+            f"the rotation of these by {rope}, {[batch, *expected]}, got a rotation {got}"
+        )
 
 
 def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ..ir.expr import symbol
 from ..kv import Step
 from .attention import (
     assigned,
+    check_rotation,
     check_rows,
     check_shard,
     layer_problems,
@@ -106,6 +107,7 @@ class LatentAttention(nn.Module):
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.kv_lora, self.rope_dim], dim=-1)
         if rotation is None:
             rotation = rotation_of(self.rope, x, cache, positions, options)
+        check_rotation("nn.LatentAttention", rotation, x, self.rope)
         turned = self.rope.rotate(query[..., self.nope :], rotation)
         query = torch.cat([query[..., : self.nope], turned], dim=-1)
         vector = torch.cat(

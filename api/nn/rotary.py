@@ -122,6 +122,9 @@ class Rotary:
 
         lengths: tokens of each sequence, an int or a tensor [B], which DynamicNtkScaling needs.
         """
+        if not isinstance(positions, Tensor) or positions.dim() not in (1, 2):
+            got = list(positions.shape) if isinstance(positions, Tensor) else repr(positions)
+            raise WeftError(f"Rotary: positions: expected a tensor [B, L] or [L], got {got}")
         frequencies = _on(self.frequencies, positions.device)
         angles = positions.to(torch.float32)[..., None] * frequencies
         if isinstance(self.scaling, DynamicNtkScaling):

@@ -403,3 +403,22 @@ def test_caches_are_the_same_whatever_torchs_default_device():
     finally:
         torch.set_default_device(None)
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "said"),
+    [
+        (lambda s, a: s.extend(a, 1), "extend: expected a list of the ids of sequences, got 0"),
+        (lambda s, a: s.extend((i for i in [a]), [1]), "extend: expected a list of the ids of sequences, got <gen"),
+        (lambda s, a: s.view(a), "view: expected a list of the ids"),
+        (lambda s, a: s.extend([a], 1), r"extend: lengths: expected 1 ints from 0 on, .*, got \[1\]"),
+        (lambda s, a: s.extend([a], [2], [1, 2]), "extend: tokens: expected a list of ids, got 1"),
+        (lambda s, a: s.allocate(5), "allocate: tokens: expected a list of ids, got 5"),
+        (lambda s, a: s.append([a], ["k"], ["v"]), "append: key: expected a tensor of each layer, got str"),
+        (lambda s, a: s.append([a], rows(1, 3).numpy()), "append: key: expected a tensor of each layer, got|got 1 and"),
+    ],
+)
+def test_one_thing_where_a_list_is_expected_is_refused_in_words(misuse, said):
+    store = PagedCache(8, **SIZES)
+    with pytest.raises(weft.WeftError, match=said):
+        misuse(store, store.allocate())
