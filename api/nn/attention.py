@@ -210,15 +210,16 @@ def rotation_of(
 def check_rotation(name: str, rotation: Rotation, x: Tensor, rope: Rotary) -> None:
     """Raise where it is not that of the rows of x: torch would take that of one row for all of them."""
     batch, length, _ = x.shape
-    expected = (1, length, rope.dim // 2)
-    found = [tuple(t.shape) if isinstance(t, Tensor) else None for t in rotation]
-    right = {(batch, *expected), (1, *expected)}
-    if len(found) != 2 or found[0] not in right or found[1] not in right:
-        got = " and ".join(str(list(size)) if size else "no tensor" for size in found)
-        raise WeftError(
-            f"{name}: positions, rotation: expected positions [{length}] or [{batch}, {length}], of each row of x, or "
-            f"the rotation of these by {rope}, {[batch, *expected]}, got a rotation {got}"
-        )
+    rows = (1, length, rope.dim // 2)
+    if len(rotation) == 2 and all(
+        isinstance(t, Tensor) and t.dim() == 4 and t.shape[1:] == rows and t.shape[0] in (1, batch) for t in rotation
+    ):
+        return
+    got = " and ".join(str(list(t.shape)) if isinstance(t, Tensor) else repr(t) for t in rotation)
+    raise WeftError(
+        f"{name}: positions, rotation: expected positions [{length}] or [{batch}, {length}], of each row of x, or the "
+        f"rotation of these by {rope}, {[batch, *rows]}, got a rotation {got}"
+    )
 
 
 def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:

@@ -466,3 +466,15 @@ def test_positions_that_are_not_those_of_the_rows_are_refused(latent, positions)
             layer(x, rotation=layer.rope(positions))
     for right in (torch.arange(10), torch.arange(10)[None], torch.arange(10).expand(2, 10)):
         torch.testing.assert_close(layer(x, positions=right), layer(x))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_modules_export_with_a_dynamic_length(latent):
+    layer = nn.Attention(64, 4, rope=nn.Rotary(16), qk_norm=True)
+    if latent:
+        layer = nn.LatentAttention(64, 4, kv_lora=8, nope=8, rope_dim=4)
+    length = torch.export.Dim("length", min=1, max=512)
+    exported = torch.export.export(layer, (torch.randn(2, 10, 64),), dynamic_shapes=({1: length},)).module()
+    for rows in (10, 33, 2):
+        x = torch.randn(2, rows, 64)
+        torch.testing.assert_close(exported(x), layer(x))
