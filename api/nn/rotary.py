@@ -147,8 +147,9 @@ class Rotary:
                 )
             longer = (factor * lengths.to(torch.float32) / scaling.original_length - (factor - 1)).clamp(min=1.0)
             return longer[:, None, None] ** powers
-        stretch = max(factor * lengths / scaling.original_length - (factor - 1), 1.0)
-        return torch.tensor(stretch, dtype=torch.float32, device=positions.device) ** powers
+        length = torch.full((), lengths, dtype=torch.float64, device=positions.device)  # torch may know it as a symbol
+        stretch = (factor * length / scaling.original_length - (factor - 1)).clamp(min=1.0)
+        return stretch.to(torch.float32) ** powers
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [B, H, L, D] with its first `dim` columns turned, computed in float32."""

@@ -468,10 +468,11 @@ def test_positions_that_are_not_those_of_the_rows_are_refused(latent, positions)
         torch.testing.assert_close(layer(x, positions=right), layer(x))
 
 
-@pytest.mark.parametrize("latent", [False, True])
-def test_modules_export_with_a_dynamic_length(latent):
-    layer = nn.Attention(64, 4, rope=nn.Rotary(16), qk_norm=True)
-    if latent:
+@pytest.mark.parametrize("kind", ["plain", "dynamic scaling", "latent"])
+def test_modules_export_with_a_dynamic_length(kind):
+    scaling = nn.DynamicNtkScaling(4.0, original_length=12) if kind == "dynamic scaling" else None
+    layer = nn.Attention(64, 4, rope=nn.Rotary(16, scaling=scaling), qk_norm=True)
+    if kind == "latent":
         layer = nn.LatentAttention(64, 4, kv_lora=8, nope=8, rope_dim=4)
     length = torch.export.Dim("length", min=1, max=512)
     exported = torch.export.export(layer, (torch.randn(2, 10, 64),), dynamic_shapes=({1: length},)).module()
