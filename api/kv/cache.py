@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -108,6 +108,12 @@ class Cache:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._lock = threading.RLock()
+
+    def __reduce__(self) -> NoReturn:
+        raise WeftError(
+            f"{type(self).__name__}: a cache is not copied or pickled, as its blocks belong to sequences of this process; "
+            "make another, and copy a sequence with fork(sequence)"
+        )
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:
         return {"blocks": blocks, "page": page}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -422,3 +425,14 @@ def test_one_thing_where_a_list_is_expected_is_refused_in_words(misuse, said):
     store = PagedCache(8, **SIZES)
     with pytest.raises(weft.WeftError, match=said):
         misuse(store, store.allocate())
+
+
+def test_a_cache_that_is_copied_says_what_to_do():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cache = PagedCache(8, **SIZES)
+
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(weft.WeftError, match=r"PagedCache: a cache is not copied or pickled.*fork\(sequence\)"):
+            copied(Model())
