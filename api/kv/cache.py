@@ -111,8 +111,8 @@ class Cache:
 
     def __reduce__(self) -> NoReturn:
         raise WeftError(
-            f"{type(self).__name__}: a cache is not copied or pickled, as its blocks belong to sequences of this process; "
-            "make another, and copy a sequence with fork(sequence)"
+            f"{type(self).__name__}: a cache is not copied or pickled, as its blocks belong to sequences of this "
+            "process; make another, and copy a sequence with fork(sequence)"
         )
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:

@@ -428,11 +428,8 @@ def test_one_thing_where_a_list_is_expected_is_refused_in_words(misuse, said):
 
 
 def test_a_cache_that_is_copied_says_what_to_do():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cache = PagedCache(8, **SIZES)
-
+    model = torch.nn.Linear(2, 2)
+    model.cache = PagedCache(8, **SIZES)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(weft.WeftError, match=r"PagedCache: a cache is not copied or pickled.*fork\(sequence\)"):
-            copied(Model())
+            copied(model)
