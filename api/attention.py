@@ -372,6 +372,8 @@ class Attention(Declaration):
                 floats.append(float_tensor(given))
             else:
                 ints.append(given)
+        if torch.compiler.is_exporting():  # packages of AOTInductor give None in place of an empty list
+            tensors, floats, ints = tensors or [query], floats or [query], ints or [0]  # which nobody reads
         offset = key.shape[2] - query.shape[2] if q_offset is None and lengths is None else q_offset
         if isinstance(offset, (bool, float)):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -54,6 +55,9 @@ def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS
 
 
 # -- a CPU -------------------------------------------------------------------------------------------------------------
+_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults
+
+
 def _cpu_rates(seconds: float) -> CpuRates:
     cores, caches = hardware.usable_cores(), hardware.cpu_caches()
     with _threads(1):
@@ -62,10 +66,10 @@ def _cpu_rates(seconds: float) -> CpuRates:
         steps: dict[object, Step] = {tile: _two_products(*tile) for tile in tiles}
         attended = {dtype: _attention(DTYPES[dtype]) for dtype in DTYPES} if products.own_attention() else {}
         backwards = {f"{d} back": _attention_backward(DTYPES[d]) for d in DTYPES} if products.own_backward() else {}
-        small = torch.ones(8)
+        small = torch.ones(8, **_FLOATS)
         sizes = _sizes(caches)
         passes = {level: _pass(size) for level, size in sizes.items()}
-        powers = torch.empty(max(1024, caches[1] // 16)).uniform_(-10.0, 0.0)
+        powers = torch.empty(max(1024, caches[1] // 16), **_FLOATS).uniform_(-10.0, 0.0)
         results = torch.empty_like(powers)
         steps.update({**attended, **backwards, **passes})
         steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
@@ -100,8 +104,8 @@ def _two_products(library: Library, queries: int, keys: int) -> Step:
     product, add = products.product, products.add_product
     if library == "onednn":
         product, add = products.one_dnn_product, products.add_one_dnn_product
-    query, key, value = (torch.randn(1, n, WIDTH) for n in (queries, keys, keys))
-    total = torch.zeros(1, WIDTH, queries)
+    query, key, value = (torch.randn(1, n, WIDTH, **_FLOATS) for n in (queries, keys, keys))
+    total = torch.zeros(1, WIDTH, queries, **_FLOATS)
 
     def step() -> None:
         add(total, value.mT, product(key, query).mT)
@@ -117,7 +121,7 @@ def _attention(dtype: torch.dtype) -> Step:
     """torch's own, of all pairs."""
     attend = products.own_attention()
     assert attend is not None
-    x = torch.randn(1, _HEADS, _LENGTH, WIDTH).to(dtype)
+    x = torch.randn(1, _HEADS, _LENGTH, WIDTH, **_FLOATS).to(dtype)
     return lambda: attend(x, x, x, 0.0, False, scale=0.125)
 
 
@@ -125,14 +129,14 @@ def _attention_backward(dtype: torch.dtype) -> Step:
     """Its backward, likewise."""
     attend = products.own_backward()
     assert attend is not None
-    x, lse = torch.randn(1, _HEADS, _LENGTH, WIDTH), torch.full((1, _HEADS, _LENGTH), 8.0)
+    x, lse = torch.randn(1, _HEADS, _LENGTH, WIDTH, **_FLOATS), torch.full((1, _HEADS, _LENGTH), 8.0, **_FLOATS)
     x, lse = x.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
     return lambda: attend(x, x, x, x, x, lse, 0.0, False, scale=0.125)
 
 
 def _heads(count: int) -> Step:
     """The products of tiles of as many heads at once."""
-    query, key = torch.randn(count, 256, WIDTH), torch.randn(count, 1024, WIDTH)
+    query, key = (torch.randn(count, n, WIDTH, **_FLOATS) for n in (256, 1024))
     return lambda: products.product(key, query)
 
 
@@ -146,7 +150,7 @@ def _sizes(caches: tuple[int, int, int]) -> dict[str, int]:
 
 def _pass(size: int) -> Step:
     """Reads and writes as many bytes."""
-    x = torch.ones(size // 4)
+    x = torch.ones(size // 4, **_FLOATS)
     return lambda: x.mul_(1.0)
 
 

@@ -7,6 +7,7 @@ read alike is replicated, its gradient being summed over processes. A sharded se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,16 @@ def is_sharded(tensor: object) -> bool:
     from torch.distributed.tensor import DTensor  # lazy: takes a second to import
 
     return isinstance(tensor, DTensor)
+
+
+def replicated(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that each process has whole, as what goes with this DTensor; its gradient is that of all."""
+    if is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate  # lazy: as above
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def of_shards(
@@ -93,7 +104,7 @@ class _Shards:
 
     def _parts(self, what: str) -> int:
         """Into how many shards."""
-        return int(torch.tensor([self.mesh.size(n) for n, d in enumerate(self.divided) if d == what]).prod())
+        return math.prod(self.mesh.size(n) for n, d in enumerate(self.divided) if d == what)
 
     def _check(self, what: str, size: int) -> None:
         parts = self._parts(what)

@@ -12,7 +12,7 @@ from . import validate
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Measurement
 from .compiler.analysis.records import TileProgram
-from .compiler.analysis.tiles import tile_ranges
+from .compiler.analysis.tiles import tile_runs
 from .compiler.planning import picture
 from .compiler.planning.records import Shape
 from .describe import pair_blocks
@@ -129,11 +129,13 @@ def _check_counts(name: str, counts: Mapping[str, object], least: int) -> None:
 
 
 def _ranges_by_position(facts: Facts, env: Mapping[str, Any], block_q: int, block_kv: int) -> picture.Ranges:
-    def ranges(first_row: int, last_row: int) -> tuple[list[int], list[int]]:
-        ends = {"q_first": first_row + env["q_offset"], "q_last": last_row + env["q_offset"]}
-        return tile_ranges(facts.kv_tiles, {**env, **ends}, block=block_kv, length=env["kv_len"])
+    sizes = {"block": block_kv, "length": env["kv_len"]}  # whatever operands have such names
 
-    return ranges
+    def runs(first_row: int, last_row: int) -> tuple[list[range], list[range]]:
+        ends = {"q_first": first_row + env["q_offset"], "q_last": last_row + env["q_offset"]}
+        return tile_runs(facts.kv_tiles, env, {**sizes, **ends})
+
+    return runs
 
 
 def _measured_ranges(
@@ -144,7 +146,12 @@ def _measured_ranges(
     lengths = {name: env[name] for name in ("q_len", "kv_len", "q_offset")}
     blocks = pair_blocks(facts, {**env, **given}) if facts.survey.by_pair else None
     tiles = Measurement(facts.survey, env, **lengths, blocks=blocks).tiles(facts.kv_tiles, block_q, block_kv)
-    return lambda first_row, last_row: tiles(first_row // block_q)
+
+    def runs(first_row: int, last_row: int) -> tuple[list[range], list[range]]:
+        edge, full = tiles(first_row // block_q)
+        return [range(t, t + 1) for t in edge], [range(t, t + 1) for t in full]
+
+    return runs
 
 
 def _check_drawable(attention: Attention, program: TileProgram, options: Mapping[str, Any]) -> None:

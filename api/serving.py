@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 import torch
@@ -84,6 +85,10 @@ class Server:
     ) -> None:
         if not isinstance(cache, PagedCache):
             raise WeftError(f"Server: cache: expected a weft.kv.PagedCache, got {type(cache).__name__}")
+        if not callable(model):
+            raise WeftError(f"Server: model: expected a function of (tokens, step, last), got {model!r}")
+        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < inf:
+            raise WeftError(f"Server: temperature: expected a number from 0 on, got {temperature!r}")
         for name, value in (("most", most), ("chunk", chunk)):
             if not isinstance(value, int) or value < 1:
                 raise WeftError(f"Server: {name}: expected a positive int, got {value!r}")
@@ -101,13 +106,14 @@ class Server:
         tokens = tuple(token_ids("submit: prompt", prompt))
         if not tokens or not is_size(count):
             raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count!r}")
+        ends = frozenset(token_ids("submit: stop", stop))
         pages, blocks = -(-(len(tokens) + count) // self.cache.page), self._blocks
         if pages > blocks:
             raise WeftError(
                 f"submit: {len(tokens)} tokens and {count} more take {pages} blocks, and the cache has {blocks}; make "
                 "it larger, or ask for less"
             )
-        made = Request(self._submitted, tokens, count, frozenset(stop), arrived=time.perf_counter())
+        made = Request(self._submitted, tokens, count, ends, arrived=time.perf_counter())
         self._submitted += 1
         self.waiting.append(made)
         return made
@@ -226,10 +232,11 @@ class Server:
                 shown = [[t for own in tokens for t in own]]
             (rows,) = on_device([torch.tensor(shown, dtype=torch.int32, device="cpu")], self.cache.device)
             logits = self.model(rows, step, step.last)
-            if logits.dim() != 2 or logits.shape[0] != len(fed):
+            if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(fed) or not logits.shape[1]:
+                got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
                 raise WeftError(
                     f"Server: model: expected logits [{len(fed)}, vocabulary], those after row `last` of each "
-                    f"sequence, got {list(logits.shape)}"
+                    f"sequence, got {got}"
                 )
             drawn = self._draw(logits)
         found = drawn.tolist()  # the one wait of a step

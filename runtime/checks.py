@@ -165,16 +165,15 @@ def fits(call: Call) -> bool:
             return False
     elif not _rows_fit(call):
         return False
-    if _without_memory(call):
+    if _without_memory({**call.tensors, **call.operands}):
         return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
     return _fit(call.query, call.key, call.value, isinstance(sequences, Pages))
 
 
-def _without_memory(call: Call) -> list[str]:
+def _without_memory(given: Mapping[str, object]) -> list[str]:
     """The tensors whose storage was given back, `x.untyped_storage().resize_(0)`: kernels would read from 0 on."""
-    given = {**call.tensors, **call.operands}
     return [
         n for n, t in given.items()
         if isinstance(t, Tensor) and not t.is_meta and t.numel()
@@ -242,16 +241,20 @@ def check_call(attention: Attention, call: Call) -> None:
     problems = check_operand_kinds(attention, call.operands, call.query.device)
     if problems:
         raise collected(name, problems)
-    if empty := _without_memory(call):
+    if empty := _without_memory({**call.tensors, **call.operands}):
         if shards := [n for n, t in {**call.tensors, **call.operands}.items() if hasattr(t, "to_local")]:
             raise WeftError(
                 f"{name}: {', '.join(shards)}: expected a plain tensor as query is, got a DTensor; distribute the "
                 "query too, or call on local tensors, x.to_local()"
             )
-        raise WeftError(
-            f"{name}: {', '.join(empty)}: expected a tensor with memory, got one whose storage was resized to 0 bytes, "
-            "as sharding frees parameters; call before it is freed, or after it is filled again"
-        )
+        raise _freed(name, empty)
+
+
+def _freed(name: str, tensors: Sequence[str]) -> WeftError:
+    return WeftError(
+        f"{name}: {', '.join(tensors)}: expected a tensor with memory, got one whose storage was resized to 0 bytes, "
+        "as sharding frees parameters; call before it is freed, or after it is filled again"
+    )
 
 
 def check_operand_kinds(
@@ -320,8 +323,20 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
         yield f"{operand.name}: float overflow: expected a number below 3.4e38, got {shown(value)}"
 
 
+def check_kept(name: str, b: BackwardCall) -> None:
+    """Raise WeftError where an operand is no longer what the forward read, as far as dimensions tell."""
+    changed = [f"{n}, of shape {list(t.shape)}" for n, t in b.call.tensors.items() if t.dim() != 4]
+    if changed:
+        raise WeftError(
+            f"{name}: {'; '.join(changed)}: expected what the forward read, got what was put in its place before the "
+            "backward, as by x.data = ...; keep operands until the backward has run"
+        )
+
+
 def check_backward(name: str, b: BackwardCall, pair: bool) -> None:
     """Raise WeftError where what a backward starts from does not fit the forward."""
+    if empty := _without_memory({"out": b.out, "lse": b.lse, "dout": b.dout, "dlse": b.dlse}):
+        raise _freed(name, empty)
     query, value = b.call.query, b.call.value
     batch, heads, rows, _ = query.shape
     statistics = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..compiler.planning.signature import PAGED
 from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
+from . import flops
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset, refuse_tracing
 from .lengths import check_ragged
@@ -302,9 +303,10 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
 # -- autograd --------------------------------------------------------------------------------------------------------
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text, options = inputs
-    flags = list(ctx.needs_input_grad[: len(MAIN) + len(operands)])  # flat here, nested in a backward
     variant = variant_of_text(text)
-    wanted = [n for n, flag in zip(variant.tensor_names, flags) if flag]
+    names = variant.tensor_names  # an exported program may have one more operand, which nobody reads
+    flags = list(ctx.needs_input_grad[: len(names)])  # flat here, nested in a backward
+    wanted = [n for n, flag in zip(names, flags) if flag]
     check_trainable(variant, value is not None, wanted, paged=lengths[-1] is not None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, key, value, rope, *lengths, *operands, *floats)
@@ -329,6 +331,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any,
         )
     )  # fmt: skip
     gradients = [next(found) if flag else None for flag in flags]
+    gradients += [None] * (len(MAIN) + n_operands - len(flags))
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
     return (
         *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, *(None,) * 10
@@ -365,3 +368,4 @@ torch.library.register_autograd("weft::attention", _gradients, setup_context=_se
 torch.library.register_autograd(
     "weft::attention_backward", _refuse_double_backward, setup_context=_keep_text, lib=_LIBRARY
 )
+flops.register(torch.ops.weft.attention, torch.ops.weft.attention_backward)

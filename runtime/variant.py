@@ -46,7 +46,7 @@ from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged
-from .checks import DTYPES, SizeChecks, check_backward, check_call, fits
+from .checks import DTYPES, SizeChecks, check_backward, check_call, check_kept, fits
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .repeated import Known, Repeats
@@ -212,6 +212,8 @@ class Variant:
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
         call = b.call
+        if call.query.dim() != 4:
+            check_kept(self.name, b)
         key = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)
         if ready is not None:
@@ -317,6 +319,8 @@ class Variant:
         """What is prepared for such calls. The call is checked: in full the first time, then what may vary."""
         ready, ragged = kept.get(key), call.ragged
         if ready is None or not fits(call):
+            if b is not None:
+                check_kept(self.name, b)
             if ragged is not None and call.query.dim() == call.key.dim() == 4:
                 check_ragged(self.name, call.query, call.key, ragged)
             check_call(self.attention, call)

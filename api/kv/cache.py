@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..distributed import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
 from .blocks import Blocks
@@ -107,6 +108,12 @@ class Cache:
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
         self._lock = threading.RLock()
+
+    def __reduce__(self) -> NoReturn:
+        raise WeftError(
+            f"{type(self).__name__}: a cache is not copied or pickled, as its blocks belong to sequences of this "
+            "process; make another, and copy a sequence with fork(sequence)"
+        )
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:
         return {"blocks": blocks, "page": page}
@@ -269,6 +276,8 @@ class Cache:
         if keys is None or len(keys) != self.layers or (values is not None and len(values) != self.layers):
             got = "None" if keys is None else f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {self.layers} layers, got {got}")
+        if not isinstance(keys[0], Tensor):
+            raise WeftError(f"append: key: expected a tensor of each layer, got {type(keys[0]).__name__}")
         new = [keys[0].shape[2] if keys[0].dim() == 4 else 0] * len(sequences) if lengths is None else lengths
         pairs = list(zip(keys, [None] * self.layers if values is None else values))
         for layer, pair in enumerate(pairs):
@@ -443,6 +452,8 @@ class Cache:
         return found
 
     def _all(self, method: str, sequences: Sequence[int]) -> list[_Sequence]:
+        if not isinstance(sequences, Collection):
+            raise WeftError(f"{method}: expected a list of the ids of sequences, got {sequences!r}")
         found = [self._idle(method, s, resident=True) for s in sequences]
         if len(set(sequences)) != len(found):
             raise WeftError(f"{method}: two writers: expected each sequence once, got {list(sequences)}")
@@ -453,8 +464,9 @@ class Cache:
     def _checked_lengths(
         self, found: Sequence[_Sequence], sequences: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
-        new = list(lengths)
-        right = len(new) == len(found) and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
+        new = list(lengths) if isinstance(lengths, Iterable) else [lengths]
+        right = isinstance(lengths, Iterable) and len(new) == len(found)
+        right = right and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
         if not right:
             raise WeftError(
                 f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; those on a "
@@ -490,6 +502,9 @@ class Cache:
     def _problems(self, name: str, rows: Tensor | None, shape: tuple[int, ...]) -> list[str]:
         if not isinstance(rows, Tensor):
             return [f"{name}: expected a tensor {list(shape)}, got {type(rows).__name__}"]
+        if is_sharded(rows):
+            return [f"{name}: expected a plain tensor, got a DTensor; give each process a cache of its own heads, as "
+                    "with module.shard(rank, ranks)"]  # fmt: skip
         if rows.shape != shape:
             return [f"{name}: expected {list(shape)}, got {list(rows.shape)}"]
         problems = []
@@ -527,6 +542,8 @@ def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
         if not tokens.is_cpu:
             raise WeftError(f"{what}: expected ids on the host, got a tensor on {tokens.device}")
         tokens = tokens.tolist()
+    if not isinstance(tokens, Iterable):
+        raise WeftError(f"{what}: expected a list of ids, got {tokens!r}")
     found = list(tokens)
     if not all(isinstance(t, int) for t in found):
         raise WeftError(f"{what}: expected ints, got {found[:8]}")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention as Variant
+from ..distributed import is_sharded, replicated
 from ..ir.errors import WeftError, collected
 from ..ir.expr import Load, Symbol, symbol
-from ..ir.walk import children
+from ..ir.walk import children, symbols
 from ..kv import Step
 from ..runtime.checks import MAX_HEAD_DIM
 from .rotary import Rotary, Rotation
@@ -83,12 +84,17 @@ class Attention(nn.Module):
         check_rows("nn.Attention", x, self.width)
         options = options_of(x, cache, options)
         query, key, value = (p(x).unflatten(2, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if query.shape[2] != self.heads or key.shape[2] != self.kv_heads:
+            self._check_part(query.shape[2], key.shape[2])
         if self.q_norm is not None and self.k_norm is not None:
             query, key = normed(self.q_norm, query), normed(self.k_norm, key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.rope is not None:
             if rotation is None:
                 rotation = rotation_of(self.rope, x, cache, positions, options)
+            check_rotation("nn.Attention", rotation, x, self.rope)
+            if is_sharded(query):
+                rotation = replicated(rotation[0], query), replicated(rotation[1], query)
             query, key = self.rope.rotate(query, rotation), self.rope.rotate(key, rotation)
         if cache is not None:
             cache.append(self.layer, key, value)
@@ -98,6 +104,17 @@ class Attention(nn.Module):
             options.setdefault("train", self.training)
         out = self.variant(query, key, value, **options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _check_part(self, heads: int, kv_heads: int) -> None:
+        """Raise where projections that give so many heads, as parallelize_module leaves of them, are no part."""
+        got = (
+            f"nn.Attention: projections give {heads} heads and {kv_heads} key heads of {self.heads} and {self.kv_heads}"
+        )
+        told = "use module.shard(rank, ranks), or ColwiseParallel(use_local_output=False) for q_proj, k_proj and v_proj"
+        if heads * self.kv_heads != kv_heads * self.heads and self.kv_heads != 1:
+            raise WeftError(f"{got}, which belong to other queries: {told}")
+        if any(symbols(e) & {"head", "kv_head", "group"} for e in self.variant.expressions):
+            raise WeftError(f"{got}, and {self.variant.name} reads the number of a head, which is not known: {told}")
 
     def shard(self, rank: int, ranks: int) -> Attention:
         """The part of one of `ranks` devices, with heads / ranks heads: the sum of all parts' outputs is the whole's.
@@ -190,9 +207,29 @@ def rotation_of(
     return rope(positions, x.shape[1] if lengths is None else lengths)
 
 
+def check_rotation(name: str, rotation: Rotation, x: Tensor, rope: Rotary) -> None:
+    """Raise where it is not that of the rows of x: torch would take that of one row for all of them."""
+    batch, length, _ = x.shape
+    rows = (1, length, rope.dim // 2)
+    if len(rotation) == 2 and all(
+        isinstance(t, Tensor) and t.dim() == 4 and t.shape[1:] == rows and t.shape[0] in (1, batch) for t in rotation
+    ):
+        return
+    got = " and ".join(str(list(t.shape)) if isinstance(t, Tensor) else repr(t) for t in rotation)
+    raise WeftError(
+        f"{name}: positions, rotation: expected positions [{length}] or [{batch}, {length}], of each row of x, or the "
+        f"rotation of these by {rope}, {[batch, *rows]}, got a rotation {got}"
+    )
+
+
 def normed(norm: nn.RMSNorm, rows: Tensor) -> Tensor:
     """The norm in the dtype of its weight: under autocast rows have another, and keep it."""
-    found: Tensor = norm(rows.to(norm.weight.dtype))
+    given = rows.to(norm.weight.dtype)
+    if is_sharded(rows):
+        weight = replicated(norm.weight, rows)
+        found = nn.functional.rms_norm(given, tuple(norm.normalized_shape), weight, norm.eps)
+    else:
+        found = norm(given)
     return found.to(rows.dtype)
 
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention as Variant
+from ..distributed import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected
 from ..ir.expr import symbol
 from ..kv import Step
 from .attention import (
     assigned,
+    check_rotation,
     check_rows,
     check_shard,
     layer_problems,
@@ -96,10 +98,16 @@ class LatentAttention(nn.Module):
         check_rows("nn.LatentAttention", x, self.width)
         options = options_of(x, cache, options)
         query = self.q_proj(x) if self.q_lora is None else self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
+        if is_sharded(query) or query.shape[2] != self.heads * (self.nope + self.rope_dim):
+            raise WeftError(
+                "nn.LatentAttention: expected projections with all heads, got those of parallelize_module; use "
+                "module.shard(rank, ranks) for tensor parallelism"
+            )
         query = query.unflatten(2, (self.heads, -1)).transpose(1, 2)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.kv_lora, self.rope_dim], dim=-1)
         if rotation is None:
             rotation = rotation_of(self.rope, x, cache, positions, options)
+        check_rotation("nn.LatentAttention", rotation, x, self.rope)
         turned = self.rope.rotate(query[..., self.nope :], rotation)
         query = torch.cat([query[..., : self.nope], turned], dim=-1)
         vector = torch.cat(

@@ -122,6 +122,9 @@ class Rotary:
 
         lengths: tokens of each sequence, an int or a tensor [B], which DynamicNtkScaling needs.
         """
+        if not isinstance(positions, Tensor) or positions.dim() not in (1, 2):
+            got = list(positions.shape) if isinstance(positions, Tensor) else repr(positions)
+            raise WeftError(f"Rotary: positions: expected a tensor [B, L] or [L], got {got}")
         frequencies = _on(self.frequencies, positions.device)
         angles = positions.to(torch.float32)[..., None] * frequencies
         if isinstance(self.scaling, DynamicNtkScaling):
@@ -144,8 +147,9 @@ class Rotary:
                 )
             longer = (factor * lengths.to(torch.float32) / scaling.original_length - (factor - 1)).clamp(min=1.0)
             return longer[:, None, None] ** powers
-        stretch = max(factor * lengths / scaling.original_length - (factor - 1), 1.0)
-        return torch.tensor(stretch, dtype=torch.float32, device=positions.device) ** powers
+        length = torch.full((), lengths, dtype=torch.float64, device=positions.device)  # torch may know it as a symbol
+        stretch = (factor * length / scaling.original_length - (factor - 1)).clamp(min=1.0)
+        return stretch.to(torch.float32) ** powers
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [B, H, L, D] with its first `dim` columns turned, computed in float32."""

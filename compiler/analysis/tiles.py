@@ -284,12 +284,31 @@ def tile_ranges(
     env: a value for every symbol and scalar by name; for a tensor operand, a callable of its indices. `block` and
     `length` may stand in it, or be given apart where an operand has such a name.
     """
-    values = _values(env)
-    values |= {k: v for k, v in (("block", block), ("length", length)) if v is not None}
-    for line in program.body:
-        values[line.name] = _function(line.value)(values)
+    values = _after(program, env, {k: v for k, v in (("block", block), ("length", length)) if v is not None})
     edge, full = _function(program.edge_tile), _function(program.full_tile)
     return _listed(edge, "n_edge", values), _listed(full, "n_full", values)
+
+
+def tile_runs(
+    program: TileProgram, env: Environment, own: Mapping[str, int] | None = None
+) -> tuple[list[range], list[range]]:
+    """The same tiles as runs of neighbours, some of them empty: as quick for a long row as for a short one.
+
+    own: what is no operand's value, whatever operands are called.
+    """
+    values = _after(program, env, own or {})
+    ends = [values[name] for name in program.outputs]
+    spans: list[tuple[int, int, int, int]] = list(zip(*[iter(ends)] * 4))
+    edge = [run for lo, full_lo, full_hi, hi in spans for run in (range(lo, full_lo), range(full_hi, hi))]
+    return edge, [range(full_lo, full_hi) for _, full_lo, full_hi, _ in spans]
+
+
+def _after(program: TileProgram, env: Environment, own: Mapping[str, int]) -> dict[str, object]:
+    """All values, once the program has run."""
+    values, (lines, _) = {**_values(env), **own}, _runnable(program.body)
+    for target, value in lines:
+        values[target] = value(values)
+    return values
 
 
 def _values(env: Environment) -> dict[str, object]:

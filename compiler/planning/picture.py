@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 from ...ir.errors import WeftError
 from ..analysis.records import TileCounts
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     import numpy
 
 EMPTY, EDGE, FULL = 0, 1, 2
-TileClass = Literal[0, 1, 2]
-Ranges = Callable[[int, int], tuple[list[int], list[int]]]  # (first row, last row) -> edge tiles, full tiles
+# (first row, last row) -> runs of edge tiles, and of full ones
+Ranges = Callable[[int, int], tuple[Sequence[range], Sequence[range]]]
 
 _COLOURS = ("#ffffff", "#f2a541", "#2a6f97")  # empty, edge, full; distinct in grey too
 _LABELS = ("empty: never visited", "edge: mask evaluated", "full: no mask code")
 _LETTERS = " ▒█"
+_MOST_PIXELS = 2048  # of a side: more than the picture has
 _DENSE_PIXELS = 1 << 22  # the mask itself is drawn up to this many pairs
 
 
@@ -31,29 +32,26 @@ class TileGrid:
     kv_len: int
     block_q: int
     block_kv: int
-    classes: tuple[tuple[TileClass, ...], ...]
+    classes: tuple[bytes, ...]  # a byte a tile
 
     @property
     def counts(self) -> TileCounts:
-        flat: list[int] = [c for row in self.classes for c in row]
-        return TileCounts(flat.count(EMPTY), flat.count(EDGE), flat.count(FULL))
+        return TileCounts(*(sum(row.count(which) for row in self.classes) for which in (EMPTY, EDGE, FULL)))
 
 
 def grid_of(ranges: Ranges, q_len: int, kv_len: int, block_q: int, block_kv: int) -> TileGrid:
     """Classes of all tiles, by running the kernel's tile program once a query tile.
 
-    ranges: (first row, last row) of a query tile, inclusive, to its edge tiles and its full tiles.
+    ranges: (first row, last row) of a query tile, inclusive, to runs of its edge tiles and of its full tiles.
     """
     columns = -(-kv_len // block_kv)
     rows = []
     for first in range(0, q_len, block_q):
-        row = [EMPTY] * columns
-        edge, full = ranges(first, min(first + block_q, q_len) - 1)
-        for tile in edge:
-            row[tile] = EDGE
-        for tile in full:
-            row[tile] = FULL
-        rows.append(cast(tuple[TileClass, ...], tuple(row)))
+        row = bytearray(columns)
+        for which, runs in zip((EDGE, FULL), ranges(first, min(first + block_q, q_len) - 1)):
+            for run in runs:
+                row[run.start : run.stop] = bytes([which]) * len(run)
+        rows.append(bytes(row))
     return TileGrid(q_len, kv_len, block_q, block_kv, tuple(rows))
 
 
@@ -76,8 +74,8 @@ def mask_text(grid: TileGrid, *, width: int = 64, title: str = "") -> str:
     )
 
 
-def _cell(rows: tuple[tuple[TileClass, ...], ...], column: int, step: int) -> str:
-    found = {c for row in rows for c in row[column : column + step]}
+def _cell(rows: tuple[bytes, ...], column: int, step: int) -> str:
+    found = set(b"".join(row[column : column + step] for row in rows))
     return _LETTERS[found.pop() if len(found) == 1 else EDGE]
 
 
@@ -86,6 +84,7 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
 
     dense: the mask itself, bool [q_len, kv_len]; drawn faintly over the tiles where it is small enough.
     """
+    import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -98,7 +97,10 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
     rows, columns = len(grid.classes), len(grid.classes[0])
     extent = (0.0, float(columns * grid.block_kv), float(rows * grid.block_q), 0.0)
     colours = ListedColormap(_COLOURS)
-    axes.imshow(grid.classes, cmap=colours, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
+    classes = numpy.frombuffer(b"".join(grid.classes), dtype=numpy.uint8).reshape(rows, columns)
+    step = -(-max(rows, columns) // _MOST_PIXELS)  # the nearest tile is drawn, as matplotlib would of all
+    shown = classes[::step, ::step]
+    axes.imshow(shown, cmap=colours, vmin=0, vmax=2, extent=extent, interpolation="nearest", aspect="auto")
     if dense is not None and dense.size <= _DENSE_PIXELS:
         seen = (0.0, float(grid.kv_len), float(grid.q_len), 0.0)
         axes.imshow(

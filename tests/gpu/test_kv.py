@@ -117,4 +117,4 @@ def test_other_devices_are_refused():
     cache = PagedCache(4, kv_heads=1, head_dim=8, dtype=torch.float32, device="cuda")
     step = cache.extend([cache.allocate()], [1])
     with pytest.raises(weft.WeftError, match="key: expected device cuda:0 as the cache has, got cpu"):
-        step.append(0, torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
+        step.append(0, *torch.zeros(2, 1, 1, 1, 8, device="cpu"))

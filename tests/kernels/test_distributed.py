@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 from pathlib import Path
@@ -124,12 +125,56 @@ def refusals() -> None:
     )
 
 
+def parallelized() -> None:
+    """weft.nn under torch's own tensor parallelism: what is computed, and its gradients, are those of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (4,))
+    causal, rope = VARIANTS["causal"], weft.nn.Rotary(16)
+    alibi = weft.Attention(score + slopes[head] * (kv_pos - q_pos), masks.causal, name="alibi")
+    x = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(1))
+
+    def apart(module: torch.nn.Module, local: bool, names: str = "q k v") -> torch.nn.Module:
+        plan: dict[str, Any] = {f"{n}_proj": ColwiseParallel(use_local_output=local) for n in names.split()}
+        return parallelize_module(copy.deepcopy(module), mesh, {**plan, "o_proj": RowwiseParallel()})
+
+    torch.manual_seed(2)  # every process has the same numbers
+    for options, given in (({"rope": rope, "qk_norm": True}, {}), ({"variant": alibi}, {"slopes": torch.rand(8)})):
+        whole = weft.nn.Attention(128, 8, 4, **{"variant": causal, **options})
+        rows = torch.randn(2, 10, 128)
+        parts = apart(whole, local=False)
+        out, found = whole(rows, **given), parts(rows, **given)
+        assert torch.allclose(found, out, atol=1e-5)
+        out.square().sum().backward()
+        found.square().sum().backward()
+        for (n, p), (_, right) in zip(parts.named_parameters(), whole.named_parameters(), strict=True):
+            gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            assert torch.allclose(gradient, right.grad, atol=1e-4, rtol=1e-4), n
+    grouped = weft.nn.Attention(64, 8, 4, variant=causal, rope=weft.nn.Rotary(8))
+    assert torch.allclose(apart(grouped, local=True)(x), grouped(x), atol=1e-5)
+    with pytest.raises(weft.WeftError, match=r"2 heads and 1 key heads of 8 and 4, and alibi reads.*module\.shard\("):
+        apart(weft.nn.Attention(64, 8, 4, variant=alibi), local=True)(x, slopes=torch.rand(8))
+    with pytest.raises(weft.WeftError, match=r"2 heads and 4 key heads of 8 and 4, which belong.*module\.shard\("):
+        apart(grouped, True, "q")(x)
+    store = weft.kv.PagedCache(16, kv_heads=4, head_dim=8, dtype=torch.float32)
+    step = store.extend([store.allocate(), store.allocate()], [10, 10])
+    with torch.no_grad(), pytest.raises(weft.WeftError, match=r"plain tensor, got a DTensor; .*module\.shard\("):
+        apart(grouped, False)(x, cache=step)
+    latent = weft.nn.LatentAttention(64, 8, kv_lora=16, nope=8, rope_dim=8)
+    for local in (False, True):
+        with pytest.raises(weft.WeftError, match=r"parallelize_module; use module\.shard\("):
+            apart(latent, local, "q kv_b")(x)
+
+
 def child(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.distributed.init_process_group("gloo", rank=rank, world_size=4)
     compare()
     refusals()
+    parallelized()
     torch.distributed.destroy_process_group()
     (folder / str(rank)).touch()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -372,3 +375,61 @@ def test_what_a_packed_step_refuses():
     dense = DenseCache(2, 8, **SIZES)
     with pytest.raises(weft.WeftError, match="extend: packed: DenseCache takes padded rows; a PagedCache takes packed"):
         dense.extend([dense.allocate()], [1], packed=True)
+
+
+def test_caches_are_the_same_whatever_torchs_default_device():
+    """What stays on the host, and what a step brings, is nobody's default."""
+    key, value, query = rows(2, 9), rows(2, 9), rows(2, 1, heads=4)
+
+    def used():
+        store = PagedCache(32, page=4, **SIZES)
+        a, b = store.allocate([1, 2, 3, 4, 5]), store.allocate()
+        store.append([a, b], key, value, lengths=[5, 9], tokens=[[1, 2, 3, 4, 5], None])
+        fork = store.fork(a)
+        store.append([a, b], key[:, :, :1], value[:, :, :1])
+        store.swap_out(b)
+        store.swap_in(b)
+        store.truncate(b, 7)
+        step = store.view([fork, b])
+        fixed = store.fixed_step(2, pages=4)
+        with store.extend([fork, b], [2, 1], packed=True) as packed:
+            assert packed.cu_seqlens_q.device == packed.last.device == step.kv_lens.device == fixed.slots.device
+        with store.extend([fork, b], [1, 1]) as more:
+            more.append(0, key[:, :, :1], value[:, :, :1])
+            fixed.fill(more)
+            return CAUSAL(query, more.keys(), more.values(), **more.options)
+
+    want = used()
+    try:
+        torch.set_default_device("meta")
+        found = used()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "said"),
+    [
+        (lambda s, a: s.extend(a, 1), "extend: expected a list of the ids of sequences, got 0"),
+        (lambda s, a: s.extend((i for i in [a]), [1]), "extend: expected a list of the ids of sequences, got <gen"),
+        (lambda s, a: s.view(a), "view: expected a list of the ids"),
+        (lambda s, a: s.extend([a], 1), r"extend: lengths: expected 1 ints from 0 on, .*, got \[1\]"),
+        (lambda s, a: s.extend([a], [2], [1, 2]), "extend: tokens: expected a list of ids, got 1"),
+        (lambda s, a: s.allocate(5), "allocate: tokens: expected a list of ids, got 5"),
+        (lambda s, a: s.append([a], ["k"], ["v"]), "append: key: expected a tensor of each layer, got str"),
+        (lambda s, a: s.append([a], rows(1, 3).numpy()), "append: key: expected a tensor of each layer, got|got 1 and"),
+    ],
+)
+def test_one_thing_where_a_list_is_expected_is_refused_in_words(misuse, said):
+    store = PagedCache(8, **SIZES)
+    with pytest.raises(weft.WeftError, match=said):
+        misuse(store, store.allocate())
+
+
+def test_a_cache_that_is_copied_says_what_to_do():
+    model = torch.nn.Linear(2, 2)
+    model.cache = PagedCache(8, **SIZES)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(weft.WeftError, match=r"PagedCache: a cache is not copied or pickled.*fork\(sequence\)"):
+            copied(model)

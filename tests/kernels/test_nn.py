@@ -445,3 +445,37 @@ def test_rows_of_another_shape_are_refused_and_none_give_none(kind: str) -> None
             layer(wrong)
     for batch, length in ((1, 0), (0, 3)):
         assert layer(torch.randn(batch, length, 64)).shape == (batch, length, 64)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(
+    "positions",
+    [torch.tensor([5]), torch.zeros(2, 1), torch.arange(7), torch.zeros(3, 10), torch.zeros(2, 10, 1), [0, 1], 3],
+    ids=lambda p: str(list(p.shape)) if isinstance(p, torch.Tensor) else str(p),
+)
+def test_positions_that_are_not_those_of_the_rows_are_refused(latent, positions):
+    """One position for all rows would be broadcast, in silence."""
+    layer = nn.Attention(64, 4, rope=nn.Rotary(16))
+    if latent:
+        layer = nn.LatentAttention(64, 4, kv_lora=8, nope=8, rope_dim=4)
+    x = torch.randn(2, 10, 64)
+    with pytest.raises(weft.WeftError, match="positions"):
+        layer(x, positions=positions)
+    if isinstance(positions, torch.Tensor) and positions.dim() < 3:
+        with pytest.raises(weft.WeftError, match=r"positions, rotation: expected positions \[10\] or \[2, 10\]"):
+            layer(x, rotation=layer.rope(positions))
+    for right in (torch.arange(10), torch.arange(10)[None], torch.arange(10).expand(2, 10)):
+        torch.testing.assert_close(layer(x, positions=right), layer(x))
+
+
+@pytest.mark.parametrize("kind", ["plain", "dynamic scaling", "latent"])
+def test_modules_export_with_a_dynamic_length(kind):
+    scaling = nn.DynamicNtkScaling(4.0, original_length=12) if kind == "dynamic scaling" else None
+    layer = nn.Attention(64, 4, rope=nn.Rotary(16, scaling=scaling), qk_norm=True)
+    if kind == "latent":
+        layer = nn.LatentAttention(64, 4, kv_lora=8, nope=8, rope_dim=4)
+    length = torch.export.Dim("length", min=1, max=512)
+    exported = torch.export.export(layer, (torch.randn(2, 10, 64),), dynamic_shapes=({1: length},)).module()
+    for rows in (10, 33, 2):
+        x = torch.randn(2, rows, 64)
+        torch.testing.assert_close(exported(x), layer(x))

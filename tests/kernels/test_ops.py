@@ -168,6 +168,38 @@ def test_export():
     assert all(part in str(exported.graph) for part in ("weft.attention", 'name="op_test"'))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_calls_have_no_empty_lists_and_the_same_gradients(strict):
+    """AOTInductor's runner gives an op None in place of an empty list."""
+
+    class Bare(torch.nn.Module):
+        def forward(self, query, key, value):
+            return CAUSAL(query, key, value)
+
+    inputs = operands(requires_grad=False)[:3]
+    exported = torch.export.export(Bare(), tuple(inputs), strict=strict)
+    (node,) = [n for n in exported.graph.nodes if n.target is torch.ops.weft.attention.default]
+    assert all(len(given) == 1 for given in node.args[4:7])
+    found, wanted = [t.clone().requires_grad_() for t in inputs], [t.clone().requires_grad_() for t in inputs]
+    exported.module()(*found).square().sum().backward()
+    CAUSAL(*wanted).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, of itself
+def test_a_package_of_aotinductor(tmp_path):
+    class Both(torch.nn.Module):
+        def forward(self, query, key, value, slopes):
+            return CAUSAL(query, key, value) + attend(query, key, value, slopes)
+
+    inputs, length = operands(requires_grad=False), torch.export.Dim("length", min=2, max=1024)
+    exported = torch.export.export(Both(), tuple(inputs), dynamic_shapes=({2: length},) * 3 + (None,))
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    package = torch._inductor.aoti_load_package(path)
+    for given in (inputs, operands(31, requires_grad=False)):
+        assert torch.equal(package(*given), Both()(*given))
+
+
 LATENT = weft.Attention(mask=masks.causal, latent=weft.Latent(8, 8), name="op_test_latent")
 CAUSAL = weft.Attention(mask=masks.causal, name="op_test_causal")
 

@@ -506,3 +506,25 @@ def test_tensors_whose_memory_was_given_back_are_refused(target: str) -> None:
     with pytest.raises(weft.WeftError, match="gain: expected a tensor with memory"):
         SCALED(q, k, v, gain=gain, target=target)
     SCALED(q, k, v, gain=torch.ones(2), target=target)
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+@pytest.mark.parametrize("repeats", [0, 3])
+def test_a_tensor_that_is_gone_before_the_backward_is_named(target: str, repeats: int) -> None:
+    causal = weft.Attention(mask=weft.masks.causal, name="causal")
+
+    def after(change: Callable[..., object]) -> None:
+        leaves, gradient = [t.requires_grad_() for t in three(8)], torch.ones(three(8)[0].shape)
+        for _ in range(repeats):
+            causal(*leaves, target=target).sum().backward()
+        out, lse = causal(*leaves, target=target, return_lse=True)
+        change(*leaves, out, lse, gradient)
+        torch.autograd.grad(out, leaves, gradient)
+
+    names = ("query", "key", "value", "out", "lse", "dout")
+    for place, name in enumerate(names):
+        with pytest.raises(weft.WeftError, match=rf"causal: {name}: expected a tensor with memory.*resized"):
+            after(lambda *given, place=place: given[place].untyped_storage().resize_(0))
+        if place < 3:
+            with pytest.raises(weft.WeftError, match=rf"{name}, of shape \[0\]: expected what the forward read"):
+                after(lambda *given, place=place: setattr(given[place], "data", torch.empty(0)))

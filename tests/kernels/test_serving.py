@@ -205,3 +205,23 @@ def test_loads_that_cannot_be_served(more, words):
 def test_percentiles_are_of_the_measured():
     assert percentiles([k / 1000 for k in range(100, 0, -1)]) == "p50 50.0 ms, p90 90.0 ms, p99 99.0 ms"
     assert percentiles([0.25]) == "p50 250.0 ms, p90 250.0 ms, p99 250.0 ms" and percentiles([]) == "nothing measured"
+
+
+def test_what_is_no_model_or_no_number_is_refused_in_words():
+    def served(model, **options):
+        server = Server(model, PagedCache(8, kv_heads=1, head_dim=8, dtype=torch.float32), **options)
+        server.submit([1, 2], 2)
+        server.run()
+
+    for model in (None, "llama"):
+        with pytest.raises(weft.WeftError, match=r"Server: model: expected a function of \(tokens, step, last\)"):
+            served(model)
+    for found, got in ((None, "NoneType"), ((torch.zeros(1, 5),), "tuple"), (torch.zeros(1, 0), r"\[1, 0\]")):
+        with pytest.raises(weft.WeftError, match=rf"expected logits \[1, vocabulary\].*got {got}"):
+            served(lambda tokens, step, last, found=found: found)
+    for temperature in (-1.0, float("nan"), "0.5"):
+        with pytest.raises(weft.WeftError, match="Server: temperature: expected a number from 0 on"):
+            served(lambda tokens, step, last: torch.zeros(1, 5), temperature=temperature)
+    server = Server(lambda tokens, step, last: None, PagedCache(8, kv_heads=1, head_dim=8, dtype=torch.float32))
+    with pytest.raises(weft.WeftError, match="submit: stop: expected a list of ids, got 2"):
+        server.submit([1], 1, stop=2)

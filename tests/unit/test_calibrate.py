@@ -219,6 +219,21 @@ def with_caches(l2: int, l3: int, cores: int = 4) -> Hardware:
     return cpu_with(guessed_rates(cores, True, (32 * KIB, l2, l3)), cores)
 
 
+def test_steps_of_a_cpu_are_those_of_a_cpu_whatever_torchs_defaults() -> None:
+    steps = [calibration._pass(64), calibration._heads(1), calibration._attention(torch.bfloat16)]
+    want = [step() for step in steps]
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        found = [calibration._pass(64)(), calibration._heads(1)(), calibration._attention(torch.bfloat16)()]
+        calibration._two_products("torch", 64, 64)()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    kinds = [[(t.dtype, t.device) for t in of if isinstance(t, torch.Tensor)] for of in (want, found)]
+    assert len(kinds[0]) == 2 and kinds[0] == kinds[1]
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tiles_follow_the_cache(direction: str) -> None:
     usual, half, small = (

@@ -14,10 +14,10 @@ import torch
 
 import weft
 from tests.planned import planned
-from weft import batch, head, kv_pos, masks, q_pos
+from weft import batch, drawing, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import TileCounts
-from weft.compiler.analysis.tiles import tile_ranges
+from weft.compiler.analysis.tiles import tile_ranges, tile_runs
 from weft.compiler.planning.explain import bytes_text, count_text, explain
 from weft.compiler.planning.hardware import H200, KNOWN
 from weft.compiler.planning.picture import TileGrid, grid_of, mask_picture, mask_text
@@ -276,14 +276,17 @@ def grid(q_len: int, kv_len: int, window: int, block: int = 32) -> TileGrid:
     program, offset = facts_of(LOCAL).kv_tiles, kv_len - q_len
     env = {"q_len": q_len, "kv_len": kv_len, "q_offset": offset, "block": block, "length": kv_len, "window": window}
 
-    def ranges(first: int, last: int) -> tuple[list[int], list[int]]:
-        return tile_ranges(program, {**env, "q_first": first + offset, "q_last": last + offset})
+    def runs(first: int, last: int) -> tuple[list[range], list[range]]:
+        at = {**env, "q_first": first + offset, "q_last": last + offset}
+        found = tile_runs(program, at)
+        assert tuple([t for run in of for t in run] for of in found) == tile_ranges(program, at)
+        return found
 
-    return grid_of(ranges, q_len, kv_len, block, block)
+    return grid_of(runs, q_len, kv_len, block, block)
 
 
 def test_the_grid_is_what_the_tile_program_visits() -> None:
-    assert grid(128, 128, 64).classes == ((1, 0, 0, 0), (2, 1, 0, 0), (1, 2, 1, 0), (0, 1, 2, 1))
+    assert grid(128, 128, 64).classes == tuple(map(bytes, ((1, 0, 0, 0), (2, 1, 0, 0), (1, 2, 1, 0), (0, 1, 2, 1))))
     assert grid(128, 128, 64).counts == TileCounts(empty=7, edge=6, full=3)
 
 
@@ -305,6 +308,16 @@ def test_a_large_grid_is_thinned() -> None:
     assert all(len(line) <= 42 for line in lines[:-1])
     assert lines[-1].endswith("4 x 4 tiles a character")
     assert lines[1][1] == "▒" and lines[1][2] == " "
+
+
+def test_a_picture_of_a_million_positions_is_quick(monkeypatch) -> None:
+    """Work is by rows of tiles and runs in them: a step of Python for each of 61 million tiles takes a minute."""
+    ran = []
+    monkeypatch.setattr(drawing, "tile_runs", lambda *given: ran.append(1) or tile_runs(*given))
+    begun = time.process_time()
+    causal = weft.Attention(mask=weft.masks.causal).show_mask(1_000_000, 1_000_000)
+    assert "30517578 empty, 7813 edge ▒, 30517578 full █" in causal and len(ran) == 7813
+    assert time.process_time() - begun < 20
 
 
 def test_a_png_is_written(tmp_path: Path) -> None:
