@@ -297,7 +297,8 @@ class DirectLauncher(SummingLauncher):
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
         made = {f"distances{n}": rows_of(*self._table_heads(t), "1", "n_distances", dtype="float32")
                 for n, t in enumerate(self.tables)}  # fmt: skip
-        made |= {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
+        slots = {s: f"({s}_slots + 1)" if self.lists_long else f"{s}_slots" for n, s in WORK_SIDES if self.code.has(n)}
+        made |= {f"{s}_work": rows_of(n, "2", dtype="int32") for s, n in slots.items()}
         tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
         if self.code.has(PAIR_CELLS):
             cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", self._kv_rows)]
