@@ -114,9 +114,8 @@ class LatentLauncher(SplitLauncher):
         return found
 
     def _options(self, form: Any) -> dict[str, int]:
-        if not isinstance(form, Tiling):
-            return {"num_warps": 4, **self._rounding()}
-        return super()._options(form) | {"launch_pdl": True}  # it waits by itself for what it reads
+        found = super()._options(form) if isinstance(form, Tiling) else {"num_warps": 4, **self._rounding()}
+        return found | {"launch_pdl": True}  # both wait by themselves for what they read
 
     def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
         return {}
