@@ -85,6 +85,11 @@ class DirectLauncher(SummingLauncher):
             self.interprets or self.own_keys or self.sums or self.code.schedule.algorithm not in ("flash", "split_kv")
         )
 
+    @property
+    def lists_long(self) -> bool:
+        """Whether lists have the tiles of long sequences alone, and their number behind them."""
+        return self.code.signature.share == "long"
+
     def _go_directly(self, mode: Mode, ready: _Prepared) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
         absent = ready.absent

@@ -358,11 +358,6 @@ class TritonLauncher(DirectLauncher):
         number = call.ragged.number(call.query)  # type: ignore[union-attr]
         return rows // block + (min(number, rows // (MOST_SHORT + 1)) if self.lists_long else number) + 1
 
-    @property
-    def lists_long(self) -> bool:
-        """Whether lists have the tiles of long sequences alone, and their number behind them."""
-        return self.code.signature.share == "long"
-
     def _compiled(
         self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]
     ) -> list[Any]:
