@@ -183,7 +183,12 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
 @click.option("--algorithm", type=click.Choice(["flash", "streaming", "standard"]), default="flash", show_default=True)
 @click.pass_context
 def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
-    """Time the forms of kernels worth trying on this machine and remember the fastest."""
+    """Time the forms of kernels worth trying on this machine and remember the fastest.
+
+    Keys of few queries are divided by kernels of their own (schedule split_kv), which are not timed: decode keeps the
+    form that its target chooses, and so does the short side of a call that mixes chunks of prompts and single tokens
+    over pages. Its long side takes what is found for flash.
+    """
     from .tuning import tune as search  # lazy: only this command wants it
 
     ctx.meta[SHARED] |= {"device": None, "target": target, "schedule": None}
@@ -194,6 +199,8 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     for text, reason in found.failed.items():
         click.echo(f"passed over {text}: {reason}")
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
+    if algorithm == "flash" and any(choice.target != "cpu" for choice in found.schedule.kernels.values()):
+        click.echo("of calls of few queries, and of short sequences in mixed ones (split_kv), nothing is tuned")
 
 
 def _outcome_text(outcome: Outcome) -> str:

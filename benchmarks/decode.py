@@ -1,26 +1,34 @@
 """Decode and chunks of prompts on one GPU: queries behind a cache, contiguous and paged, grouped heads and latent ones;
-one query also beside cuDNN.
+one query also beside cuDNN, and beside FlashInfer where that is installed (bench_flashinfer.py).
 
     python benchmarks/decode.py                      every row
     python benchmarks/decode.py --rows B16,MLA       rows whose name has one of these
     python benchmarks/decode.py --forms              also other forms and divisions of the keys, to calibrate with
     python benchmarks/decode.py --queries 1,2,4,8    tokens of a sequence that are decoded together
 
-Time is that of a CUDA graph replayed over several inputs, which together are larger than L2; the median of seven. GB/s
-counts keys and values once, TFLOP/s the two products of visible pairs. Errors are those of a few sequences against
-float32, relative; `differ` says how many of ten more launches gave other bits.
+Time is that of a CUDA graph replayed over several inputs, which together are larger than L2; contenders take turns, in
+another order each round; the median of seven. GB/s counts keys and values once, TFLOP/s the two products of visible
+pairs. Errors are those of a few sequences against float64, relative; `differ` says how many of five more launches gave
+other bits.
+
+FlashInfer reads the same pools: `pip install flashinfer-python`, with nvcc and ninja, which compile it when it is first
+called (two minutes on 16 cores; `--flashinfer ''` leaves it out).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from bench_flashinfer import Builds, FlashInfer, is_installed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
@@ -118,18 +126,35 @@ def in_pages(caches: list[Tensor], page: int) -> tuple[list[Tensor], Tensor]:
 Call = Callable[[], Tensor]
 
 
-def contenders(row: Row, q_len: int, schedule: str | None) -> dict[str, list[Call]]:
+@dataclass(frozen=True)
+class Given:
+    """One set of inputs; all contenders read the same rows."""
+
+    query: Tensor
+    caches: list[Tensor]
+    lens: Tensor
+    paged: dict[int, tuple[list[Tensor], Tensor]]  # by rows of a page: pools and table
+
+    @staticmethod
+    def of(row: Row, q_len: int) -> Given:
+        query, caches, lens = operands(row, q_len)
+        return Given(query, caches, lens, {page: in_pages(caches, page) for page in (64, 16)})
+
+
+def contenders(row: Row, q_len: int, schedule: str | None, sets: list[Given]) -> dict[str, list[Call]]:
     """For each a call for each set of inputs."""
-    sets = max(2, min(16, int(COLD // row.bytes) + 1))
     found: dict[str, list[Call]] = {"weft": [], "page 64": [], "page 16": []}
     if not row.latent and not row.ragged and row.variant is CAUSAL and q_len == 1 and schedule is None:
         found["cuDNN"] = []
-    for _ in range(sets):
-        query, caches, lens = operands(row, q_len)
+    for own in sets:
+        query, caches, lens = own.query, own.caches, own.lens
         given = {"kv_lens": lens} if row.ragged else {}
         found["weft"].append(lambda q=query, c=caches, g=given: row.variant(q, *c, schedule=schedule, **g))
-        for page in (64, 16):
-            pools, table = in_pages(caches, page)
+        if row.latent:
+            found.setdefault("lengths", []).append(
+                lambda q=query, c=caches, n=lens: row.variant(q, *c, schedule=schedule, kv_lens=n)
+            )
+        for page, (pools, table) in own.paged.items():
             found[f"page {page}"].append(
                 lambda q=query, p=pools, t=table, n=lens: row.variant(
                     q, *p, block_table=t, kv_lens=n, schedule=schedule
@@ -148,13 +173,29 @@ def contenders(row: Row, q_len: int, schedule: str | None) -> dict[str, list[Cal
     return found
 
 
+def peers(row: Row, backends: list[str], peer: FlashInfer, sets: list[Given]) -> dict[str, list[Call]]:
+    """FlashInfer's backends, of both sizes of pages."""
+    found: dict[str, list[Call]] = {}
+    scale = 192**-0.5 if row.latent else None
+    for backend, page in itertools.product(backends, (64, 16)):
+        name = f"FlashInfer {backend} {page}"
+        try:
+            calls = [peer.call(backend, own.query, *own.paged[page], row.lens, scale) for own in sets]
+            calls[0]()
+            torch.cuda.synchronize()
+            found[name] = calls
+        except Exception as problem:  # of its own, of any kind
+            print(f"  {name}: {type(problem).__name__} {str(problem).strip()[:200]}", flush=True)
+    return found
+
+
 def cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
-def seconds(calls: list[Call]) -> float:
-    """Of one call: a graph of all sets, several times, replayed."""
+def graph_of(calls: list[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+    """All sets, several times, and how many calls that are."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -163,15 +204,30 @@ def seconds(calls: list[Call]) -> float:
         for _ in range(rounds):
             for call in calls:
                 call()
-    taken = []
+    return graph, rounds * len(calls)
+
+
+def in_turns(calls: dict[str, list[Call]]) -> dict[str, float]:
+    """Seconds of a call of each: their graphs replayed in turns, in another order each round."""
+    graphs = {name: graph_of(own) for name, own in calls.items()}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    order, names = random.Random(0), list(calls)
     for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / 1e3 / (rounds * len(calls)))
-    return statistics.median(taken[1:])
+        order.shuffle(names)
+        for name in names:
+            graph, number = graphs[name]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken[name].append(start.elapsed_time(end) / 1e3 / number)
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+def seconds(calls: list[Call]) -> float:
+    """Of one call."""
+    return in_turns({"": calls})[""]
 
 
 def on_the_host(call: Call) -> float:
@@ -187,24 +243,23 @@ def on_the_host(call: Call) -> float:
     return taken
 
 
-def error(row: Row, q_len: int) -> tuple[float, int]:
-    """Of a few sequences against float32, and of ten launches those that differ in a bit."""
-    torch.manual_seed(0)
-    query, caches, lens = operands(row, q_len)
-    pools, table = in_pages(caches, 16)
-    worst, calls = 0.0, []
-    given = {"kv_lens": lens} if row.ragged else {}
-    calls.append(lambda: row.variant(query, *caches, **given))
-    calls.append(lambda: row.variant(query, *pools, block_table=table, kv_lens=lens))
-    for call in calls:
+def errors(row: Row, q_len: int, given: Given, calls: dict[str, Call]) -> dict[str, tuple[float, int]]:
+    """Of each, for a few sequences against float64 (float32 where queries are many), and of five more launches those
+    that differ in a bit."""
+    exactly, some = torch.float64 if q_len <= 16 else torch.float32, sorted({0, row.batch // 2, row.batch - 1})
+    exact = {}
+    for b in some:
+        own = [given.query[b : b + 1], *(c[b : b + 1, :, : row.lens[b]] for c in given.caches)]
+        exact[b] = row.variant.reference(*(t.to(exactly) for t in own))
+    found = {}
+    for name, call in calls.items():
         out = call()
-        for b in sorted({0, row.batch // 2, row.batch - 1}):
-            n = row.lens[b]
-            own = [query[b : b + 1].float(), *(c[b : b + 1, :, :n].float() for c in caches)]
-            exact = row.variant.reference(*own)
-            worst = max(worst, float((out[b : b + 1].float() - exact).norm() / exact.norm()))
-    differ = sum(not torch.equal(call(), first) for call in calls for first in [call()] for _ in range(5))
-    return worst, differ
+        width = out.shape[-1]
+        out = out.transpose(1, 2).reshape(row.batch, q_len, row.heads, width).transpose(1, 2)
+        worst = max(float((out[b : b + 1].to(exactly) - exact[b]).norm() / exact[b].norm()) for b in some)
+        differ = sum(not torch.equal(call(), first) for first in [call()] for _ in range(5))
+        found[name] = worst, differ
+    return found
 
 
 def shown(row: Row, q_len: int, taken: float) -> str:
@@ -224,7 +279,7 @@ def divided(row: Row, q_len: int) -> str:
     return f"S {kernel.letters['S']:.0f}, {kernel.target}:{kernel.form}"
 
 
-def other_forms(row: Row, q_len: int) -> None:
+def other_forms(row: Row, q_len: int, sets: list[Given]) -> None:
     """Times of other tiles, and of other divisions of the keys."""
     plain = split_launcher.parts_of
     forms = ["triton:64x64w4s3", "triton:64x64w4s4", "triton:64x128w4s2", "triton:64x128w4s3", "triton:64x32w4s4",
@@ -243,8 +298,8 @@ def other_forms(row: Row, q_len: int) -> None:
             split_launcher.parts_of = divided_otherwise  # type: ignore[assignment]
             forget()
             try:
-                made = contenders(row, q_len, f"split_kv/split_forward={form}")
-                line = "  ".join(f"{n}: {shown(row, q_len, seconds(calls))}" for n, calls in made.items())
+                made = in_turns(contenders(row, q_len, f"split_kv/split_forward={form}", sets))
+                line = "  ".join(f"{name}: {shown(row, q_len, taken)}" for name, taken in made.items())
             except (weft.WeftError, RuntimeError) as problem:
                 line = str(problem).splitlines()[0][:100]
             print(f"    {form:45} parts x{times:<4} {line}", flush=True)
@@ -253,26 +308,62 @@ def other_forms(row: Row, q_len: int) -> None:
     forget()
 
 
+def compared(row: Row, q_len: int, backends: list[str], peer: FlashInfer | None, forms: bool) -> dict[str, object]:
+    """One row: errors, then times in turns."""
+    sets = [Given.of(row, q_len) for _ in range(max(2, min(16, int(COLD // row.bytes) + 1)))]
+    calls = contenders(row, q_len, None, sets)
+    if peer is not None and q_len == 1 and row.variant is not WINDOW:
+        calls |= peers(row, backends, peer, sets)
+    print(f"{row.name}, {q_len} queries: {divided(row, q_len)}", flush=True)
+    checked = errors(row, q_len, sets[0], {name: own[0] for name, own in calls.items()})
+    torch.cuda.empty_cache()
+    found: dict[str, object] = {}
+    for name, taken in in_turns(calls).items():
+        host, (worst, differ) = on_the_host(calls[name][0]), checked[name]
+        said = f"host {host * 1e6:6.1f} us, error {worst:.1e}, differ {differ}/5"
+        print(f"  {name:17} {shown(row, q_len, taken)}   {said}", flush=True)
+        found[name] = {"us": taken * 1e6, "gb_s": row.bytes / taken / 1e9, "tflops": row.flops(q_len) / taken / 1e12,
+                       "host_us": host * 1e6, "error": worst, "differ": differ}  # fmt: skip
+    if forms:
+        other_forms(row, q_len, sets)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="")
     parser.add_argument("--queries", default="1")
     parser.add_argument("--forms", action="store_true")
+    parser.add_argument("--flashinfer", default="fa2,fa3", help="its backends, where it is installed; '' for none")
+    parser.add_argument("--patience", type=float, default=600, help="seconds that FlashInfer may take to compile")
+    parser.add_argument("--json", help="a file for all figures")
     given = parser.parse_args()
-    for row in ROWS:
-        if given.rows and not any(part in row.name for part in given.rows.split(",")):
-            continue
-        for q_len in [row.queries] if row.queries else map(int, given.queries.split(",")):
-            worst, differ = error(row, q_len)
-            said = f"error {worst:.1e}, differ {differ}/10, {divided(row, q_len)}"
-            print(f"{row.name}, {q_len} queries: {said}", flush=True)
+    cases = [
+        (row, q_len)
+        for row in ROWS
+        if not given.rows or any(part in row.name for part in given.rows.split(","))
+        for q_len in ([row.queries] if row.queries else map(int, given.queries.split(",")))
+    ]
+    peer, builds, until = None, None, time.perf_counter() + given.patience
+    asked = [part for part in given.flashinfer.split(",") if part]
+    if asked and is_installed() and any(q_len == 1 for _, q_len in cases):
+        peer, builds = FlashInfer(), Builds(asked, sorted({row.latent for row, q_len in cases if q_len == 1}))
+        for row, q_len in cases:  # Weft's kernels meanwhile
+            one = [Given.of(row, q_len)]
+            for own in contenders(row, q_len, None, one).values():
+                own[0]()
+            del one
             torch.cuda.empty_cache()
-            for name, calls in contenders(row, q_len, None).items():
-                host = on_the_host(calls[0])
-                print(f"  {name:8} {shown(row, q_len, seconds(calls))}   host {host * 1e6:.1f} us", flush=True)
-            if given.forms:
-                other_forms(row, q_len)
-            torch.cuda.empty_cache()
+    ready = {latent: builds.ready(latent, until) if builds else [] for latent in (False, True)}
+    found = {}
+    for row, q_len in cases:
+        try:
+            found[f"{row.name}, {q_len} queries"] = compared(row, q_len, ready[row.latent], peer, given.forms)
+        except (weft.WeftError, RuntimeError) as problem:
+            print(f"{row.name}, {q_len} queries: {str(problem)[:300]}", flush=True)
+        torch.cuda.empty_cache()
+        if given.json:
+            Path(given.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,11 @@ class DirectLauncher(SummingLauncher):
             return None
         return finishes(self.sums, self.ways, _AT_ZERO[self.code.signature.offset])
 
+    @property
+    def lists_long(self) -> bool:
+        """Whether lists have the tiles of long sequences alone, and their number behind them."""
+        return self.code.signature.share == "long"
+
     def _go_directly(self, mode: Mode, ready: _Prepared) -> None:
         """The shortest way: one function from a call to its results, for operands that fit and are aligned."""
         absent = ready.absent
@@ -340,7 +345,8 @@ class DirectLauncher(SummingLauncher):
         programs = (("kv", self.facts.kv_tiles), ("q", self.facts.q_tiles))
         made = {f"distances{n}": rows_of(*self._table_heads(t), "1", "n_distances", dtype="float32")
                 for n, t in enumerate(self.tables)}  # fmt: skip
-        made |= {f"{s}_work": rows_of(f"{s}_slots", "2", dtype="int32") for n, s in WORK_SIDES if self.code.has(n)}
+        slots = {s: f"({s}_slots + 1)" if self.lists_long else f"{s}_slots" for n, s in WORK_SIDES if self.code.has(n)}
+        made |= {f"{s}_work": rows_of(n, "2", dtype="int32") for s, n in slots.items()}
         tiles = {"kv": "q_slots", "q": "kv_slots"} if self.sequences == "packed" else {}
         if self.code.has(PAIR_CELLS):
             cells = [f"(({length} + {CELL - 1}) // {CELL})" for length in ("q_len", self._kv_rows)]

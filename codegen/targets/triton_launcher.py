@@ -341,7 +341,7 @@ class TritonLauncher(DirectLauncher):
             if kernel.name in WORK:
                 side, block = self._listed(kernel.name, aligned)
                 # each sequence, and what lies behind all, has one tile at most that is not whole
-                number = f"min(n_sequences, q_len // {MOST_SHORT + 1})" if self._lists_long else "n_sequences"
+                number = f"min(n_sequences, q_len // {MOST_SHORT + 1})" if self.lists_long else "n_sequences"
                 rows[f"{side}_slots"] = f"{side}_len // {block} + {number} + 1"
         return rows
 
@@ -358,12 +358,7 @@ class TritonLauncher(DirectLauncher):
         )
         rows = (call.query if side == "q" else call.key).shape[2]
         number = call.ragged.number(call.query)  # type: ignore[union-attr]
-        return rows // block + (min(number, rows // (MOST_SHORT + 1)) if self._lists_long else number) + 1
-
-    @property
-    def _lists_long(self) -> bool:
-        """Whether lists have the tiles of long sequences alone."""
-        return self.code.signature.share == "long"
+        return rows // block + (min(number, rows // (MOST_SHORT + 1)) if self.lists_long else number) + 1
 
     def _compiled(
         self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]

@@ -58,9 +58,10 @@ def distances_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dic
 
 
 def work_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:
-    """Lists of the tiles of packed sequences, int32 [slots, 2]."""
+    """Lists of the tiles of packed sequences, int32 [slots, 2], and behind them what is counted."""
     sides = [side for name, side in WORK_SIDES if launcher.code.has(name)]
-    return {f"{s}_work": flat_place(launcher.slots(s, call, mode.aligned), 2, dtype=torch.int32) for s in sides}
+    slots = {s: launcher.slots(s, call, mode.aligned) + launcher.lists_long for s in sides}
+    return {f"{s}_work": flat_place(n, 2, dtype=torch.int32) for s, n in slots.items()}
 
 
 def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict[str, Place]:

@@ -142,18 +142,30 @@ def test_pages_are_copied_16_bytes_at_a_time(page, sequences):
         assert kernel.count("wgmma.mma_async") and kernel.count(r"cp.async.cg.shared.global .* 0x10") >= 16, name
 
 
-@pytest.mark.parametrize("share", ["long", "short"])
-def test_a_share_of_sequences_has_the_loops_of_all(share):
+COUNTED = ("wgmma.mma_async", "mma.sync", "cp.async.c")
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_long_sequences_have_the_loops_of_all(target):
     """Which sequences are whose is settled before the loops, on either target."""
-    how = {"sequences": "packed_paged", "heads": 8, "q_len": 16 if share == "short" else 256}
-    for target in ("triton", "hopper") if share == "long" else ("triton",):
-        whole, made = (compiled(CAUSAL, "forward", 128, target=target, **how, share=s).kernels for s in ("all", share))
-        assert made.keys() == whole.keys()
-        for name in made.keys() - LISTS:
-            own, kernel = made[name], whole[name]
-            assert own.sram <= kernel.sram and own.spilled <= kernel.spilled and not own.serialised, name
-            for pattern in ("wgmma.mma_async", "mma.sync", "cp.async.c"):
-                assert own.count(pattern) == kernel.count(pattern), f"{name}: {pattern}"
+    how = {"sequences": "packed_paged", "heads": 8, "q_len": 256, "target": target}
+    whole, made = (compiled(CAUSAL, "forward", 128, **how, share=s).kernels for s in ("all", "long"))
+    assert made.keys() == whole.keys()
+    for name in made.keys() - LISTS:
+        own, kernel = made[name], whole[name]
+        assert own.sram <= kernel.sram and own.spilled <= kernel.spilled and not own.serialised, name
+        assert all(own.count(pattern) == kernel.count(pattern) for pattern in COUNTED), name
+
+
+def test_short_sequences_have_low_tiles_and_whole_ones():
+    """The loops of calls of few rows and of those of many, in the SRAM of these, and nothing spilled."""
+    how = {"sequences": "packed_paged", "heads": 8, "schedule": "split_kv/split_forward=triton:64x64w4s3"}
+    low, whole, made = (
+        compiled(CAUSAL, "forward", 128, **how, q_len=q_len, share=share).kernels["split_forward"]
+        for q_len, share in ((1, "all"), (16, "all"), (16, "short"))
+    )
+    assert made.sram == whole.sram > low.sram and not made.spilled and not made.serialised
+    assert all(made.count(pattern) == low.count(pattern) + whole.count(pattern) for pattern in COUNTED)
 
 
 def test_pages_on_other_gpus():

@@ -350,6 +350,41 @@ def test_a_graph_is_replayed_with_other_lengths(is_latent, paging, captured):
         assert all(torch.equal(a, b) for a, b in zip(found, step())), other
 
 
+def test_latent_decode_waits_for_what_is_in_front_of_it(captured):
+    """Its kernels are launched early, but read queries and keys that kernels in front of them have just written."""
+    query = torch.randn(4, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(4, 1, 4096, 576, device="cuda", dtype=torch.bfloat16)
+
+    def step(wait=lambda: None):
+        found, rows, keys = [], query, cache
+        for n in range(4):
+            rows, keys = rows * 0.75 + 0.1, keys.roll(n + 1, 2) * 0.9
+            wait()
+            found.append(LATENT["causal"](rows, keys))
+            wait()
+        return tuple(found)
+
+    apart = step(torch.cuda.synchronize)
+    graph, found = captured(step)
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, apart))
+
+
+@pytest.mark.parametrize(("heads", "batch", "rows"), [(128, 1, 16384), (64, 64, 1024)])
+def test_small_columns_of_latent_parts_beside_large_ones(heads, batch, rows):
+    """Outputs of parts in 16 bits have scales: the error of columns is small beside their own size."""
+    size = torch.cat([torch.tensor([2.0**7, 2.0**-9, 1.0]).repeat(171)[:512], torch.ones(64)]).cuda()
+    query = (torch.randn(batch, heads, 1, 576, device="cuda") / size / 2**7).bfloat16()
+    cache = (torch.randn(batch, 1, rows, 576, device="cuda") * size).bfloat16()
+    for lens in ({}, {"kv_lens": torch.full((batch,), rows, device="cuda", dtype=torch.int32)}):
+        out = LATENT["causal"](query, cache, **lens)[:2].double()
+        exact = LATENT["causal"].reference(query[:2].double(), cache[:2].double())
+        for first in range(3):
+            own, known = out[..., first::3], exact[..., first::3]
+            assert float((own - known).norm() / known.norm()) < 2**-7
+
+
 def test_a_long_cache_beyond_32_bits():
     """Places in a cache lie 2**31 elements apart."""
     rows = (1 << 31) // (8 * 128) + 3000

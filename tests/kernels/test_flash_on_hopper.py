@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -238,6 +239,10 @@ def test_packed_queries_over_pages(name, page, dim):
         assert torch.equal(tensor[:, :, :150], results[label][:, :, :150]), label
         assert bool((tensor[:, :, 150:156] == 7.0).all()), label
         assert torch.equal(tensor[:, :, 156:], results[label][:, :, 156:]), label
+    short = torch.tensor([0, 50, 60, 61, 100, 159], dtype=torch.int32)
+    none = {name: torch.full_like(tensor, 7.0) for name, tensor in results.items()}
+    launch(declared, replace(call, sequences=PackedPaged(short, kv_lens, table.int(), page, None)), none, share="long")
+    assert all(bool((tensor == 7.0).all()) for tensor in none.values())
     given = {"cu_seqlens_q": starts, "kv_lens": kv_lens, "block_table": table.int(), "return_lse": True}
     exact, usual = (
         declared.reference(query.to(t), *(p.to(t) for p in pools), **given, **{n: o.to(t) for n, o in operands.items()})

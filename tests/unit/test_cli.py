@@ -223,6 +223,7 @@ def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
         shown = succeeds("explain", *LOCAL, *small, *asked)
         assert re.search(rf"^schedule +{algorithm}$", shown, re.MULTILINE)
         assert all(re.search(rf"^ +{choice}$", shown, re.MULTILINE) for choice in choices)
+    assert "nothing is tuned" not in output and "(schedule split_kv), which are not timed" in succeeds("tune", "--help")
     assert "missing window; write --set window=NUMBER" in fails("tune", *LOCAL[:-2], *small)
     assert "without tensor operands" in fails("tune", "--score", "score + t[head]", "--tensor", "t:1", *small)
 
