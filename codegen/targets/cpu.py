@@ -21,7 +21,7 @@ from ...compiler.planning.signature import PACKED, Direction, Signature, Widths
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.attention import Attention
 from ...ir.errors import UnavailableError, WeftError
-from ...ir.expr import call, symbol
+from ...ir.expr import TensorOperand, call, symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
 from ..binding import Packer, fitting, function, like
@@ -171,7 +171,9 @@ class _CpuLauncher:
         plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
         self.direct = self._direct() if plain else _never
         whole = getattr(module, "gradients_as_a_whole", None)
-        self.backward_of = _never if whole is None or not dense else _as_they_come(whole, code.signature.wanted)
+        n_operands = sum(isinstance(p, TensorOperand) for p in facts.attention.parameters)
+        wanted = code.signature.wanted
+        self.backward_of = _never if whole is None or not dense else _as_they_come(whole, wanted, n_operands)
 
     def _direct(self) -> Callable[[Any], Any]:
         """From a call to (out, lse) with nothing between, where operands fit."""
@@ -241,8 +243,9 @@ def _never(*call: Any) -> None:
     """There is one way only."""
 
 
-def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str]) -> Callable[..., Any]:
+def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str], n_operands: int) -> Callable[..., Any]:
     """Gradients of a call that torch's own kernel computes, in its layout: copies would take a tenth of its time."""
+    nothing = (None,) * (1 + n_operands)  # of a rotary key, and of operands
 
     def backward_of(
         query: Any, key: Any, value: Any, operands: Any, q_offset: Any, out: Any, lse: Any, dout: Any, dlse: Any
@@ -255,6 +258,6 @@ def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str]) -> Callable
             return None
         sizes = batch, heads, kv_heads, q_len, kv_len, width
         found = whole(dout, out, lse, query, key, value, operands.values(), q_offset, sizes)
-        return found and tuple([g if n in wanted else None for n, g in zip(_PRODUCTS, found, strict=True)])
+        return found and (*[g if n in wanted else None for n, g in zip(_PRODUCTS, found, strict=True)], *nothing)
 
     return backward_of

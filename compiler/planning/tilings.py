@@ -116,14 +116,22 @@ def _tilings(
     return (wanted, *[t for t in ranked if t != wanted][: _ALTERNATIVES - 1])
 
 
+def _diagonal_stages(hardware: Hardware, wide: bool) -> tuple[int, ...]:
+    """With one, two programs of 128 columns have room on an SM of 228 KB."""
+    if hardware.kind != "cuda":
+        return (1,)
+    return (1, 2) if wide and hardware.capability >= 90 else (2, 1)
+
+
 def square_tilings(
     kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits
 ) -> list[Tiling]:  # fmt: skip
     """Those of kernels that sum over tiles of pairs, as many queries as keys: the largest that fits first."""
-    wide = hardware.capability < 90 and max(parts.qk_columns, parts.v_columns) > 64  # else sums of a warp spill
-    sizes = ((64, 8), (64, 4), (32, 4), (16, 4)) if wide else ((64, 4), (64, 8), (32, 4), (16, 4))
+    wide = max(parts.qk_columns, parts.v_columns) > 64
+    before_90 = hardware.capability < 90
+    sizes = ((64, 8), (64, 4), (32, 4), (16, 4)) if wide and before_90 else ((64, 4), (64, 8), (32, 4), (16, 4))
     grid = [Tiling(block, block, warps, stages) for block, warps in sizes
-            for stages in ((2, 1) if hardware.kind == "cuda" else (1,))]  # fmt: skip
+            for stages in _diagonal_stages(hardware, wide)]  # fmt: skip
     found = [t for t in grid if fits(kernel, t, nominal(shape), hardware, parts, traits)]
     if shape.dtype in ("fp32", "fp64"):
         found = [t for t in found if t.block_q <= 32] or found
