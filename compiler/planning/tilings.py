@@ -128,7 +128,7 @@ def square_tilings(
 ) -> list[Tiling]:  # fmt: skip
     """Those of kernels that sum over tiles of pairs, as many queries as keys: the largest that fits first."""
     wide = max(parts.qk_columns, parts.v_columns) > 64
-    before_90 = hardware.capability < 90
+    before_90 = hardware.capability < 90  # where sums of a warp spill beside wide tiles
     sizes = ((64, 8), (64, 4), (32, 4), (16, 4)) if wide and before_90 else ((64, 4), (64, 8), (32, 4), (16, 4))
     grid = [Tiling(block, block, warps, stages) for block, warps in sizes
             for stages in _diagonal_stages(hardware, wide)]  # fmt: skip
