@@ -13,7 +13,6 @@ from ...ir.errors import InternalError
 from .records import Stage
 from .stages_cpu import cpu_backward, cpu_forward
 from .stages_hopper import (
-    HELD_PARTS,
     hopper_flash_backward,
     hopper_flash_dquery,
     hopper_flash_forward,
@@ -90,16 +89,12 @@ def _split_forward(t: Tiles) -> list[Stage]:
     ]
 
 
-def _join_parts(t: Tiles, held: str = "float32") -> list[Stage]:
+def _join_parts(t: Tiles) -> list[Stage]:
     return [
-        loads("parts", f"O and lse of each part of the row's keys, {held}", ONCE, "HBM -> registers"),
+        loads("parts", "O and lse of each part of the row's keys, float32", ONCE, "HBM -> registers"),
         computes("output", "O = sum(O of a part * exp(its lse - max)), and of these factors the sum", ONCE),
         stores("output", f"O / sum, lse = max + log(sum){t.sink_text}"),
     ]
-
-
-def _hopper_join_parts(t: Tiles) -> list[Stage]:
-    return _join_parts(t, HELD_PARTS)
 
 
 _LEVEL_SUMS = "sums of dload over tiles whose pairs all read one entry, at either end of the distances; the entries"
@@ -329,7 +324,6 @@ _STAGES: dict[tuple[str, str], Callable[[Tiles], list[Stage]]] = {
     ("", "join_parts"): _join_parts,
     ("hopper", "flash_forward"): hopper_flash_forward,
     ("hopper", "split_forward"): hopper_split_forward,
-    ("hopper", "join_parts"): _hopper_join_parts,
     ("", "row_statistics"): row_statistics,
     ("hopper", "row_statistics"): hopper_row_statistics,
     ("hopper", "flash_backward"): hopper_flash_backward,

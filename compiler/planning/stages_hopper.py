@@ -50,15 +50,12 @@ def hopper_flash_forward(t: Tiles) -> list[Stage]:
     ]
 
 
-HELD_PARTS = "O in float16 with scales of rows (bf16 calls), else float32"
-
-
 def hopper_split_forward(t: Tiles) -> list[Stage]:
     """Of latent caches: a producer warp loads, one warpgroup finds weights, two sum values."""
     rows = f"{t.query()}, rows of all queries and heads that share the keys; half stays in SRAM, half in registers"
     rotary = "; P = exp2(S - reference) takes the place of the rotary columns"
     weights = f"reference raised to the maximum, or a little less{rotary}"
-    parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several {HELD_PARTS}"
+    parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several in float32"
     early = "+prefetch: from contiguous keys to L2 before, where tiles of rows share them and all programs run at once"
     later = "+ordered: after the next tile's scores, where tiles of rows share keys"
     return [

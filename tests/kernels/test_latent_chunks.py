@@ -167,7 +167,7 @@ def test_parts_of_packed_chunks_take_memory_by_programs():
         call = Call(query, pool, None, None, {}, PackedPaged(starts, starts[1:], table, 64, None), Options(), 576)
         results = {"out": query}
         places = launcher.workspace(call, results, launcher.partition(call, results))
-        return [places[name].size[0] for name in ("part_out", "joins")]
+        return [places[name].size[0] for name in ("part_lse", "joins")]
 
     assert rows(100)[0] == rows(4000)[0] == 2 * 64 * 132
     assert rows(100)[1] == rows(4000)[1] == 4 * 132 + 4
@@ -183,7 +183,7 @@ def test_parts_of_chunks_take_memory_by_programs(kind):
         call = Call(query, key, None, None, {}, sequences, Options(), 576)
         results = {"out": query}
         places = launcher.workspace(call, results, launcher.partition(call, results))
-        assert places["part_out"].size[0] <= 2 * 2 * 64 * 132, (batches, heads, q_len)
+        assert places["part_lse"].size[0] <= 2 * 2 * 64 * 132, (batches, heads, q_len)
 
 
 @pytest.mark.parametrize("q_offset", mostly([[200, -4, 63]], [[200, -4, 63], 40]))
