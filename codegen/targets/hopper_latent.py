@@ -30,14 +30,9 @@ def latent_context(code: CodePlan, facts: Facts) -> Context:
     config = {
         **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
         "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
-        "loads_at_positions": facts.loads_at_positions, "halves": parts_in_halves(code.signature),
+        "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
     return {"config": config, "tiles_by_head": False, "many": not code.signature.few}
-
-
-def parts_in_halves(signature: Signature) -> bool:
-    """Whether outputs of parts have 16 bits: they lose less than an output of bf16 does, as much as one of fp16."""
-    return signature.dtype == "bf16"
 
 
 def undivided(signature: Signature, facts: Facts) -> str | None:

@@ -14,7 +14,6 @@ from ...compiler.planning.quantities import ROTARY_COLUMNS
 from ...compiler.planning.signature import PACKED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
-from .hopper_latent import parts_in_halves
 from .hopper_launcher import Box, Described, RaggedBox, processors
 from .split_launcher import JOIN, MOST_ROWS, SPLIT, SplitLauncher
 from .triton_launcher import Mode
@@ -23,7 +22,6 @@ from .triton_workspace import flat_place
 MANY = 16  # programs for each SM, from which on sequences of any lengths keep all busy to the end
 # (rows, parts, columns) that a program which joins parts reads together: where rows are many, parts are few
 JOINED_FEW, JOINED_MANY = (4, 2, 512), (2, 64, 128)
-JOINED_HALVES = 1, 64, 256  # in place of the latter, where columns have 16 bits
 MANY_ROWS = 512
 JOINERS = 32  # programs for each SM at most: more only cost time where nothing is to be joined
 
@@ -78,20 +76,9 @@ class LatentLauncher(SplitLauncher):
             even, own = self._even_shares(batches, tiles * kv_heads), partition.splits * batches
             slots = 2 * (max(own, even) if partition.splits > 1 else even)
             rows, joins = max(slots * heads * q_len, 1), 2 * batches + 1
-        dtype = torch.float16 if self._halves else torch.float32
-        places = {"part_out": flat_place(rows, self._width, dtype=dtype)}
-        places |= {"part_lse": flat_place(self._statistics * rows)}
+        places = {"part_out": flat_place(rows, self._width), "part_lse": flat_place(self._statistics * rows)}
         places |= {"joins": flat_place(joins, dtype=torch.int32)}
         return super().workspace(call, results, partition) | places
-
-    @property
-    def _halves(self) -> bool:
-        return parts_in_halves(self.code.signature)
-
-    @property
-    def _statistics(self) -> int:
-        """Of a row of a part: scales of its output too, where that is in halves."""
-        return 4 if self._halves else super()._statistics
 
     def _together(self, heads: int, kv_heads: int) -> int:
         """Programs of packed queries: as many as run together, at least one for each tile of rows of a round."""
@@ -134,7 +121,7 @@ class LatentLauncher(SplitLauncher):
         return {}
 
     def _constants(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, object]:
-        rows, parts, columns = JOINED_FEW if mode.joined else JOINED_HALVES if self._halves else JOINED_MANY
+        rows, parts, columns = JOINED_FEW if mode.joined else JOINED_MANY
         return super()._constants(kernel, form, mode) | {
             "HEADS": mode.heads, "ORDERED": self._form.ordered and mode.rows > self._form.block_q,
             "JOINED_ROWS": rows, "JOINED_PARTS": parts, "JOINED_COLUMNS": gcd(columns, self._width),
@@ -166,9 +153,9 @@ class LatentLauncher(SplitLauncher):
         return super()._made(mode) | {
             "rows": f"{2 * rows} * n_programs" if packed else "slots * heads * q_len",
             "statistics": f"({self._statistics} * rows + 3) // 4 * 4",  # a multiple of 16 bytes
-            "parts": f"empty((statistics + rows * {self._width // (1 + self._halves)} + {joins},), (1,), float32)",
+            "parts": f"empty((statistics + rows * {self._width} + {joins},), (1,), float32)",
             "part_out": "part_lse + 4 * statistics",
-            "joins": f"part_out + {4 // (1 + self._halves)} * rows * {self._width}",
+            "joins": f"part_out + 4 * rows * {self._width}",
         }
 
     def _rows(self, aligned: bool) -> dict[str, str]:

@@ -94,7 +94,7 @@ def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form):
     split = kernels["split_forward"]
     assert split.sram <= by_name("h200").sram_per_block and not split.serialised
     assert split.product_loops() and split.spills_in_loops() <= (40 if variant is FAR else 0)
-    assert split.spilled < (448 if kind == "packed_paged" else 384)  # of the producer, and beside loops
+    assert split.spilled < (448 if kind == "packed_paged" else 256)  # of the producer, and before loops
     assert split.count("cp.async.bulk.tensor") >= 9 and split.count("wgmma.mma_async")
     assert kernels["join_parts"].spilled <= 16
 

@@ -553,7 +553,6 @@ class Kernels:
         body = re.sub(r"^(?:import|from) .*?(?:\n(?= ).*)*$", "", source, flags=re.MULTILINE)
         body = re.sub(r"= \w+(\(\w+\))?\.type\.layout$", "= None", body, flags=re.MULTILINE)
         body = re.sub(r",\s*gl\.SliceLayout\(1, sums\.type\.layout\)", ", None", body)
-        body = re.sub(r"\.to\((gl\.\w+), bitcast=True\)", r".view(\1)", body)
 
         def same(function: Any = None, **options: object) -> Any:
             return same if function is None else function

@@ -12,12 +12,12 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
-from weft.codegen.targets import hopper_latent, latent_launcher
+from weft.codegen.targets import latent_launcher
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
-from weft.runtime.variant import forget, offset_kind
+from weft.runtime.variant import offset_kind
 
 from ..support import check_errors, mostly
 from .gluon import Deadlock, Kernels, OnACpu, Pointer
@@ -164,29 +164,6 @@ CASES = [
 )
 def test_rows_pages_and_parts(heads, q_len, kv_lens, q_lens, page, form, parts):
     check(CAUSAL, heads, q_len, kv_lens, q_lens, page, form=form, parts=parts)
-
-
-@pytest.mark.parametrize("rank", mostly([512], [512, 384]))
-def test_small_columns_of_parts_beside_large_ones(rank, monkeypatch):
-    """Outputs of parts in 16 bits have scales: columns keep their own precision, also where others are large."""
-    torch.manual_seed(3)
-    declared = CAUSAL if rank == 512 else variant("latent_384", rank=rank, rope=32)
-    size = torch.tensor([2.0**7, 2.0**-9, 1.0]).repeat(rank)[:rank]
-    size = torch.cat([size, torch.ones(declared.latent.rope)])
-    query, key = (torch.randn(1, n, rows, len(size)) for n, rows in ((64, 1), (1, 330)))
-    query, key = (query / size / 2**7).bfloat16(), (key * size).bfloat16()
-    exact, errors = declared.reference(query.double(), key.double(), q_offset=329), []
-    for halves in (True, False):
-        for module in (latent_launcher, hopper_latent):
-            monkeypatch.setattr(module, "parts_in_halves", lambda signature, halves=halves: halves)
-        forget()
-        out, _, parts = run(declared, query, key, Dense(329), parts=3)
-        errors.append((out.double() - exact).norm(dim=1))  # of each column
-        assert parts == [3]
-    forget()
-    assert not torch.equal(*errors)
-    times = errors[0] / errors[1]
-    assert float(times.max()) < 1.5 and float(times.mean()) < 1.02
 
 
 @pytest.mark.parametrize(("heads", "page"), mostly([(16, 16)], [(16, 16), (64, 0), (64, 64)]))
