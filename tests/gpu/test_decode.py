@@ -373,7 +373,7 @@ def test_latent_decode_waits_for_what_is_in_front_of_it(captured):
 
 @pytest.mark.parametrize(("heads", "batch", "rows"), [(128, 1, 16384), (64, 64, 1024)])
 def test_small_columns_of_latent_parts_beside_large_ones(heads, batch, rows):
-    """Outputs of parts in 16 bits have scales: the error of columns is small beside their own size."""
+    """Parts are joined column by column: the error of small ones is small beside their own size."""
     size = torch.cat([torch.tensor([2.0**7, 2.0**-9, 1.0]).repeat(171)[:512], torch.ones(64)]).cuda()
     query = (torch.randn(batch, heads, 1, 576, device="cuda") / size / 2**7).bfloat16()
     cache = (torch.randn(batch, 1, rows, 576, device="cuda") * size).bfloat16()
