@@ -22,6 +22,7 @@ from ..codegen import starting
 from ..codegen.repeating import Again
 from ..codegen.targets.hopper_launcher import boxed_bytes
 from ..codegen.targets.shared_launcher import SharedLauncher
+from ..codegen.targets.triton_finish import as_read, read_of, sizes_as_read
 from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
@@ -583,12 +584,17 @@ def _heads(call: Call) -> dict[str, Any]:
 
 def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor) -> None:
     """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
+    device, read = total.device, read_of(gradient)
+    sums = total if total.dim() == 3 else total[..., None]
+    if device.type == "cuda" and read is not None and isinstance(call.sequences, Dense):
+        is_whole = result.shape == sizes_as_read(read, *sums.shape)
+        if is_whole and (gradient.kind != "row" or (type(call.q_offset) is int and call.q_offset == 0)):
+            result += as_read(sums, read.over, read.order, result)  # the usual one, as the shortest way does it
+            return
     by_head = total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]
-    if by_head and result.shape[0] >= total.shape[1]:  # the usual one, in few launches; nobody reads a shorter operand
+    if by_head and result.shape[0] >= total.shape[1]:  # in few launches; nobody reads a shorter operand
         result[: total.shape[1]] += total.sum(0)
         return
-    device = total.device
-    sums = total if total.dim() == 3 else total[..., None]
     env = _heads(call)
     ragged, exists = call.ragged, None
     if ragged is None:

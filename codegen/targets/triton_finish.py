@@ -56,20 +56,39 @@ def finishes(gradients: Sequence[OperandGradient], ways: Ways, at_zero: str) -> 
     return found
 
 
-def _summed(n: int, gradient: OperandGradient, at_zero: str) -> Finish | None:
-    """Of sums [batch, head, rows or tiles], where each dimension of the operand is one of these, or of one entry."""
-    tensor, index = gradient.load.tensor.name, [i.text for i in gradient.load.index]
+class Read(NamedTuple):
+    """An operand each of whose dimensions is one of sums [batch, head, rows or tiles], or of one entry."""
+
+    over: tuple[int, ...]  # dimensions of the sums that it does not have
+    order: tuple[int, ...]  # of those that are left, as the operand has them
+    index: Sequence[str]
+
+
+def read_of(gradient: OperandGradient) -> Read | None:
+    index = [i.text for i in gradient.load.index]
     places = ["batch", "head", _ROWS.get(gradient.kind, "tile")]
     indexed = [i for i in index if i != "0"]
     if not set(indexed) <= set(places) or len(set(indexed)) < len(indexed):
         return None
-    over = tuple(d for d, place in enumerate(places) if place not in indexed)
     left = [place for place in places if place in indexed]
-    order = tuple(left.index(i) for i in indexed)
-    shape = f"({''.join(f'{_SIZES[i]}, ' for i in index)})"
+    over = tuple(d for d, place in enumerate(places) if place not in indexed)
+    return Read(over, tuple(left.index(i) for i in indexed), index)
+
+
+def _summed(n: int, gradient: OperandGradient, at_zero: str) -> Finish | None:
+    tensor, read = gradient.load.tensor.name, read_of(gradient)
+    if read is None:
+        return None
+    shape = f"({''.join(f'{_SIZES[i]}, ' for i in read.index)})"
     conditions = [f"arg_{tensor}.shape == {shape}"]
     conditions += [at_zero] if gradient.kind == "row" else []
-    return Finish(f"as_read(sum{n}, {over}, {order}, arg_{tensor})", conditions)
+    return Finish(f"as_read(sum{n}, {read.over}, {read.order}, arg_{tensor})", conditions)
+
+
+def sizes_as_read(read: Read, batches: int, heads: int, rows: int) -> tuple[int, ...]:
+    """Of the operand whose gradient `as_read` gives."""
+    sizes = {"batch": batches, "head": heads, "q_pos": rows, "kv_pos": rows, "0": 1}
+    return tuple(sizes[i] for i in read.index)
 
 
 def typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +96,13 @@ def typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_read(sums: Tensor, over: tuple[int, ...], order: tuple[int, ...], operand: Tensor) -> Tensor:
-    """The gradient of an operand: sums over some dimensions, the others in the order of its index."""
+    """The gradient of an operand: sums over some dimensions, the others in the order of its index.
+
+    Tiles are added up before heads and batch rows: the longer way does it so, and gives the same bits.
+    """
+    if 2 in over:
+        sums = sums.sum(2) if sums.shape[2] > 1 else sums.squeeze(2)
+        over = over[:-1]
     sizes = sums.shape
     if over and max([sizes[d] for d in over]) > 1:
         sums = sums.sum(over)  # in one order

@@ -34,7 +34,7 @@ wide, bias = weft.tensor("wide", 3), weft.tensor("bias", 4)
 bf16 = torch.bfloat16
 # score, mask, sizes of its operand and dtype, torch ops of its gradient at most, launches beside those of a plain one
 LEARNED: dict[str, tuple[Any, Any, tuple[int, ...], torch.dtype, int, int]] = {
-    "slopes": (scores.alibi(vector)(score), masks.causal, (HEADS,), torch.float32, 1, 0),
+    "slopes": (scores.alibi(vector)(score), masks.causal, (HEADS,), torch.float32, 2, 0),
     "t5": (scores.t5_bias(matrix, 8, 20, bidirectional=False)(score), masks.causal, (HEADS, 8), torch.float32, 5, 3),
     "by key": (score + matrix[head, kv_pos], masks.causal, (HEADS, ROWS), torch.float32, 2, 0),
     "by key, in turn": (score + wide[kv_pos, head, 0], True, (ROWS, HEADS, 1), bf16, 5, 0),
