@@ -252,9 +252,13 @@ def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str], n_operands:
     ) -> Any:
         if dlse is not None or type(q_offset) is not int or torch.is_autocast_enabled("cpu"):
             return None
+        if not out.shape == query.shape == dout.shape or key.shape != value.shape or not query.dim() == key.dim() == 4:
+            return None  # operands are not what they were: `check_kept` says so
         batch, heads, q_len, width = query.shape
         kv_heads, kv_len = key.shape[1:3]
-        if not batch * heads * q_len * kv_len or out.stride(3) != 1:
+        if lse.shape != (batch, heads, q_len) or out.stride(3) != 1:
+            return None
+        if not all([t.data_ptr() for t in (query, key, value, out, lse, dout)]):  # empty, or given back
             return None
         sizes = batch, heads, kv_heads, q_len, kv_len, width
         found = whole(dout, out, lse, query, key, value, operands.values(), q_offset, sizes)
