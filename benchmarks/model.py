@@ -118,37 +118,7 @@ def measured(text: str) -> list[Measured]:
                         add(f"{title} S4096 causal", row, direction, cells[0].removeprefix("Weft "), rate.strip())
     for name, direction, target, rate in _variants(text):
         add(name, BY_NAME[name], direction, target, rate)
-    for each in _milliseconds(text):
-        found.setdefault((each.row.name, each.direction, each.target, each.deterministic), each)
     return list(found.values())
-
-
-# Rows of tables of milliseconds, behind what stands before them: the words, and the row that they are.
-LEARNED = {
-    "a T5 table": ("t5", 32), "a bias of heads by key": ("bias_by_key", 0),
-    "a factor of heads by query": ("factor_by_query", 0), "plain": ("causal", 0),
-}  # fmt: skip
-
-
-def _milliseconds(text: str) -> Iterator[Measured]:
-    """The table of scores that read by one position or by distance."""
-    for titles, rows in tables(text):
-        if titles != ["forward / backward, ms", "Weft triton", "Weft hopper", "hopper, two passes"]:
-            continue
-        for words, triton, hopper, repeats in rows:
-            dim, length, batch = (int(n) for n in re.findall(r"[DSB](\d+)", words))
-            variant, parameter = next(v for name, v in LEARNED.items() if words.endswith(name))
-            row = Row(variant, batch, 16, length, dim, parameter)
-            yield from _both(row, "triton", None, triton)
-            yield from _both(row, "hopper", None, hopper)
-            yield from _both(row, "hopper", True, f"/ {repeats}")
-
-
-def _both(row: Row, target: str, repeats: bool | None, cell: str) -> Iterator[Measured]:
-    """Of a cell "forward / backward (rate)", milliseconds."""
-    for direction, number in zip(("forward", "backward"), cell.split("/")):
-        if found := re.match(r"\s*([\d.]+)", number):
-            yield Measured(row.name, row, direction, target, float(found[1]) * 1e-3, repeats)
 
 
 def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
@@ -169,7 +139,10 @@ def _variants(text: str) -> Iterator[tuple[str, str, str, str]]:
             yield name, "forward", "triton", forward[1]
             if forward[2]:
                 yield name, "forward", "hopper", forward[2]
-            yield name, "backward", "triton", cells[2]
+            if backward := re.match(r"(\d+)(?: / (\d+))?", cells[2]):
+                yield name, "backward", "triton", backward[1]
+                if backward[2]:
+                    yield name, "backward", "hopper", backward[2]
 
 
 def plan_of(each: Measured) -> Plan:

@@ -30,7 +30,7 @@ from .paces import PACES
 from .plan import KernelPlan, Plan, Sums
 from .rates import LEVELS
 from .records import Segment
-from .sums import LISTED, PUT
+from .sums import DIAGONAL, LISTED, PUT
 
 WIDTH = 100
 _GLOSSARY = (
@@ -301,12 +301,15 @@ def _totals(plan: Plan, names: Places) -> Iterator[Text]:
 
 
 def _sums_text(sums: Sums) -> str:
-    """What torch takes of that, term by term."""
-    terms = [f"{sums.host * 1e3:.4g} of the host"]
-    for quantity, each, how in ((sums.rows, PUT, "rows and keys"), (sums.listed, LISTED, "listed sums")):
+    """What adding up takes of that, term by term."""
+    terms = [f"{sums.last * 1e3:.4g} of the last sums"]
+    for quantity, each, how in (
+        (sums.rows, PUT, "rows and keys"), (sums.along, DIAGONAL, "sums along diagonals"),
+        (sums.listed, LISTED, "listed sums"),
+    ):  # fmt: skip
         if quantity.value:
             terms.append(f"{quantity.formula} = {quantity.value:,.0f} {how} at {each * 1e9:.4g} ns")
-    return f"  of which torch takes {sums.seconds * 1e3:.4f} ms for gradients of operands: " + ", ".join(terms)
+    return f"  of which adding up gradients of operands takes {sums.seconds * 1e3:.4f} ms: " + ", ".join(terms)
 
 
 def _stage_table(kernel: KernelPlan, names: Places) -> Table:

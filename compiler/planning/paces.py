@@ -56,8 +56,10 @@ _LONG_SPANS = Pace(program=0.113)
 # with all others held; so were gathers of flash_ddiagonals, of one kernel that was timed alone.
 # fmt: off
 PACES: dict[str, Pace] = {
-    "hopper flash_backward": Pace(matrix=1.14, exp=0, other=1.47, levels=20, mask=1.91, program=4.16),
-    "hopper flash_backward next": Pace(matrix=1.09, exp=1.01, other=0.304, mask=20, tile=0.0293, program=0.656),
+    "hopper flash_backward": Pace(
+        matrix=0.876, exp=0, other=1.56, pair_reads=5.66, gathers=5.47, row_reads=5, levels=3, tile=0.39, program=3.82,
+    ),
+    "hopper flash_backward next": Pace(matrix=1.06, exp=0.986, other=0.295, mask=0.216, tile=0.0786, program=2.37),
     "hopper flash_dkey_dvalue": Pace(
         matrix=0.82, exp=0, row_reads=16.5, levels=15, mask=3.29, tile=0.0428, piece=0.0865,
     ),
@@ -71,7 +73,7 @@ PACES: dict[str, Pace] = {
         gathers=2, row_reads=6, mask=2.95, program=2.29,
     ),
     "hopper flash_forward of three": Pace(matrix=0.885, exp=0.325, other=0.0776, tile=0.135, program=2.14),
-    "triton flash_ddiagonals": Pace(matrix=1.2, exp=0, other=1, gathers=150),
+    "triton flash_ddiagonals": Pace(matrix=1.2, exp=0, other=1, gathers=100),
     "triton flash_dkey_dvalue": Pace(
         matrix=1.29, exp=0, other=1.58, pair_reads=188, gathers=49, row_reads=35,
         mask=16.9, tile=0.00334, piece=0.0435, program=2.19,

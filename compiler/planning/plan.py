@@ -263,11 +263,12 @@ class VisiblePairs:
 
 @dataclass(frozen=True)
 class Sums:
-    """What torch takes of a backward with gradients of operands, besides kernels: see sums.py."""
+    """What a backward with gradients of operands takes besides kernels of its modules: see sums.py."""
 
-    host: float  # seconds
-    rows: Quantity  # sums of rows and keys
-    listed: Quantity  # sums that are listed with their entries
+    last: float  # seconds: of the sums that end all
+    rows: Quantity  # sums of rows and keys that lie otherwise than the operand
+    along: Quantity  # sums along diagonals
+    listed: Quantity  # sums of pairs that are listed with their entries
     seconds: float  # of all
 
 

@@ -1,8 +1,7 @@
 """What a backward with gradients of operands takes besides its kernels: what adds up what these left.
 
-The three constants are of one H200 and its host, and of calls before such backwards took the shortest way: the first of
-three backwards whose kernels store all of a bias' gradient (0.52 to 0.56 ms more than their kernels are predicted to
-take), the second of biases by key, the third of what half a million listed sums took alone.
+The constants are of one H200: first and third of T5 tables and biases by key, whose kernels a profiler timed, the
+others of what half a million sums took alone.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from ..analysis.records import PAIR_KINDS
 from .plan import Sums
 from .records import Quantity, Shape
 from .signature import Signature
-from .tables import DDIAGONALS, ways_of
+from .tables import DDIAGONALS, DIAGONAL_PARTS, ways_of
 
-HOST = 0.53e-3  # seconds: of the host, before the first kernel
-PUT = 1.26e-9  # of a sum of a row or key, by index_put_, which sorts
-LISTED = 0.14e-9  # of a sum that is listed with its entry: sorted, and each entry's added up by a block
+LAST = 5e-6  # seconds: of the last sum of all, and of those of rows and keys that lie as the operand does
+PUT = 1.26e-9  # of a sum of a row or key that lies otherwise, by index_put_, which sorts
+DIAGONAL = 4e-12  # of a sum along a diagonal, by a kernel of ours
+LISTED = 0.14e-9  # of a pair's sum that is listed with its entry: sorted, and each entry's added up by a block
+_AS_IT_LIES = {"batch", "head", "q_pos", "kv_pos", "0"}  # indices
 
 
 def sums_of(facts: Facts, signature: Signature, shape: Shape) -> Sums | None:
@@ -28,12 +29,12 @@ def sums_of(facts: Facts, signature: Signature, shape: Shape) -> Sums | None:
     heads, q_len, kv_len = shape.batch * shape.heads, shape.q_len, shape.kv_len
     ways = [way for way in ways_of(reads, signature).of_reads if way is not None and way.finish == "list"]
     diagonals = sum(way.kernel == DDIAGONALS for way in ways)
-    rows = _sum_of(("B*Hq*L", heads * q_len, kinds.count("row")), ("B*Hq*T", heads * kv_len, kinds.count("column")))
-    listed = _sum_of(
-        ("2*B*Hq*(L + T)", 2 * heads * (q_len + kv_len), diagonals),
-        ("B*Hq*L*T", heads * q_len * kv_len, len(ways) - diagonals),
-    )
-    return Sums(HOST, rows, listed, HOST + PUT * rows.value + LISTED * listed.value)
+    put = [kind for load, kind in reads if not {i.text for i in load.index} <= _AS_IT_LIES]
+    rows = _sum_of(("B*Hq*L", heads * q_len, put.count("row")), ("B*Hq*T", heads * kv_len, put.count("column")))
+    sums = 2 * DIAGONAL_PARTS
+    along = _sum_of((f"{sums}*B*Hq*(L + T)", sums * heads * (q_len + kv_len), diagonals))
+    listed = _sum_of(("B*Hq*L*T", heads * q_len * kv_len, len(ways) - diagonals))
+    return Sums(LAST, rows, along, listed, LAST + PUT * rows.value + DIAGONAL * along.value + LISTED * listed.value)
 
 
 def _sum_of(*terms: tuple[str, int, int]) -> Quantity:

@@ -33,8 +33,9 @@ from weft import head, kv_pos, masks, q_pos, score, scores
 
 ALL_TARGETS = ("hopper", "triton", "cpu")  # cpu: to see that cases run, where there is no GPU
 TOOLS = ("memcheck", "synccheck", "initcheck")
-# cases of a tool in which it takes for an error what is none
-LEFT_OUT: dict[str, str] = {}
+# Cases of a tool in which it takes for an error what is none (docs/experiments.md): several warps that wait at one
+# hardware barrier; a word that is read beside one that says that it means nothing, and what TMA wrote.
+LEFT_OUT = {"synccheck": "dropout.*hopper", "initcheck": "^packed-|dropout-hopper-dim=192-deterministic"}
 BF16 = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Q_LEN, KV_LEN = 150, 203  # neither ends with a tile
