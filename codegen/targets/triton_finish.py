@@ -61,7 +61,7 @@ class Read(NamedTuple):
 
     over: tuple[int, ...]  # dimensions of the sums that it does not have
     order: tuple[int, ...]  # of those that are left, as the operand has them
-    index: Sequence[str]
+    indices: Sequence[str]
 
 
 def read_of(gradient: OperandGradient) -> Read | None:
@@ -79,7 +79,7 @@ def _summed(n: int, gradient: OperandGradient, at_zero: str) -> Finish | None:
     tensor, read = gradient.load.tensor.name, read_of(gradient)
     if read is None:
         return None
-    shape = f"({''.join(f'{_SIZES[i]}, ' for i in read.index)})"
+    shape = f"({''.join(f'{_SIZES[i]}, ' for i in read.indices)})"
     conditions = [f"arg_{tensor}.shape == {shape}"]
     conditions += [at_zero] if gradient.kind == "row" else []
     return Finish(f"as_read(sum{n}, {read.over}, {read.order}, arg_{tensor})", conditions)
@@ -88,7 +88,7 @@ def _summed(n: int, gradient: OperandGradient, at_zero: str) -> Finish | None:
 def sizes_as_read(read: Read, batches: int, heads: int, rows: int) -> tuple[int, ...]:
     """Of the operand whose gradient `as_read` gives."""
     sizes = {"batch": batches, "head": heads, "q_pos": rows, "kv_pos": rows, "0": 1}
-    return tuple(sizes[i] for i in read.index)
+    return tuple(sizes[i] for i in read.indices)
 
 
 def typed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
