@@ -408,6 +408,8 @@ class Attention(Declaration):
             raise WeftError(
                 f"{self.name}: value: latent attention takes query and cache only; its values come from the cache"
             )
+        if form not in (None, "expanded", "absorbed"):
+            raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
         query, cache = _autocast(query, cache)
         if uk is not None and uv is not None:
             uk, uv = _autocast(uk, uv)
@@ -418,8 +420,6 @@ class Attention(Declaration):
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
-            if form not in (None, "absorbed"):
-                raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
             return self._run(query, cache, None, None, *tail, lengths)
         nope = query.shape[3] - rope_dim
         if paged:
@@ -435,8 +435,6 @@ class Attention(Declaration):
             # one product of all heads, [B, T, rank] by [rank, H * width]: by heads, copies of the cache would be made
             key, value = (torch.einsum("btr,hrd->bhtd", latent[:, 0], w) for w in (uk, uv))
             return self._run(query, key, value, rope, *tail, lengths)
-        if form != "absorbed":
-            raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
         # a product a head, of all batch rows: by rows, copies of uk and uv would be made
         absorbed = torch.cat([torch.einsum("bhln,hrn->bhlr", query[..., :nope], uk), query[..., nope:]], dim=-1)
         result = self._run(absorbed, cache, None, None, *tail, lengths, head_dim=query.shape[3])

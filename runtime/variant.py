@@ -47,11 +47,12 @@ from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged
-from .checks import DTYPES, SizeChecks, check_backward, check_call, check_kept, fits
+from .checks import DTYPES, check_backward, check_call, check_kept, fits
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .repeated import Known, Repeats
 from .settings import checks_values, keeps_tiles
+from .sizes import SizeChecks
 from .torch_private import are_plain, current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}

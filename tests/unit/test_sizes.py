@@ -11,7 +11,7 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.runtime import checks
+from weft.runtime import sizes
 from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged, Paged
 
 window, shift = weft.scalar("window", int), weft.tensor("shift", 1)
@@ -43,7 +43,7 @@ def calls(kind: str, q_offset: Any) -> Iterator[Call]:
 def test_calls_of_one_bucket_have_one_proof(kind: str, q_offset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for record in (Lengths, Packed, Paged, PackedPaged):  # as if they lay on a device
         monkeypatch.setattr(record, "on_host", False)
-    monkeypatch.setattr(checks, "_known_rows", lambda call, sequences: None)
+    monkeypatch.setattr(sizes, "_known_rows", lambda call, sequences: None)
     proofs: dict[object, object] = {}
     seen = RECENT._variant._sizes
     if kind == "dense" and q_offset is None:
@@ -57,11 +57,11 @@ def test_calls_of_one_bucket_have_one_proof(kind: str, q_offset: Any, monkeypatc
             at = None if isinstance(q_offset, torch.Tensor) else (q_offset, q_offset)
             proof: object = seen._ranges(call, at, ints, rounded=True)
         else:
-            ends = [checks._ragged_ranges(call, call.sequences, None, least) for least in (0, 1)]
+            ends = [sizes._ragged_ranges(call, call.sequences, None, least) for least in (0, 1)]
             rounded = [
-                ({n: checks._rounded(r) for n, r in env.items()}, far and checks._rounded(far)) for env, far in ends
+                ({n: sizes._rounded(r) for n, r in env.items()}, far and sizes._rounded(far)) for env, far in ends
             ]
-            proof = rounded, checks._octave(ints[0])
+            proof = rounded, sizes._octave(ints[0])
         assert proofs.setdefault(names[1], proof) == proof
     assert len(proofs) < len(given)
     assert isinstance(q_offset, int) or len(proofs) < len(given) / 2
@@ -93,7 +93,7 @@ def test_a_known_call_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("proven again")
 
-    monkeypatch.setattr(checks.SizeChecks, "_problems", fails)
+    monkeypatch.setattr(sizes.SizeChecks, "_problems", fails)
     for length in range(19, 32):
         RECENT(q, k[:, :, :length], k[:, :, :length], window=6)
         SHIFTED(q, k[:, :, :length], k[:, :, :length], shift=torch.zeros(2))
