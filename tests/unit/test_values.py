@@ -10,7 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import WeftError, batch, head, kv_pos, masks, q_pos, score
-from weft.runtime import checks, settings, values
+from weft.runtime import settings, sizes, values
 
 doc, table, block = weft.tensor("doc", 1, int), weft.tensor("table", 1), weft.tensor("block", 1, int)
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
@@ -39,7 +39,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return values_known(offset)
 
     values_known = values.known_offsets
-    for module in (values, checks):
+    for module in (values, sizes):
         monkeypatch.setattr(module, "known_offsets", known)
     yield
 
