@@ -21,13 +21,14 @@ from ..compiler.planning.kernels import Algorithm
 from ..compiler.planning.measures import (
     DISTANCE_TABLES,
     FEW,
-    LIST_HEAD,
     LISTS,
+    LIST_HEAD,
     LONG_SPANS,
     MEASURES,
     PAIR_CELLS,
     RUNS,
     SPANS,
+    SPAN_ROOM,
     ends_of,
 )
 from ..compiler.planning.plan import CodePlan
@@ -92,6 +93,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "source": code.tile_source,
         "measures": {"program": "", "spans": "spans, ", "lists": "lists, room, "}[code.tile_source],
         "list_head": LIST_HEAD,
+        "span_room": SPAN_ROOM,
         "few": FEW,
         "survey": found is not None,
         **_looked_at(found),
@@ -263,6 +265,7 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         "kv_bounds": ", ".join(facts.kv_tiles.outputs),
         "kv_ranges": len(facts.kv_tiles.outputs) // 4,
         "list_head": LIST_HEAD,
+        "span_room": SPAN_ROOM,
         "few": FEW,
     }
     name = f"triton/tile_{facts.tile_source}.py.jinja"
@@ -361,9 +364,13 @@ def _score_of_tiles(facts: Facts, code: CodePlan, family: str, beside: bool) -> 
 def _looked_at(found: Survey | None) -> Context:
     """What templates need of a survey."""
     if found is None:
-        return {"values": {}, "cells": [], "by_pair": False, "decides": False, "cell": CELL}
+        return {"values": {}, "equal": (), "cells": [], "by_pair": False, "decides": False, "cell": CELL}
     return {
-        "values": {"q": _measured("q", found.q_values), "kv": _measured("kv", found.kv_values)},
+        "values": {
+            "q": _measured("q", found.q_values, {n for n, _ in found.equal}),
+            "kv": _measured("kv", found.kv_values, {m for _, m in found.equal}),
+        },
+        "equal": found.equal,
         "cells": _cells(found.cells),
         "by_pair": found.by_pair,
         "decides": found.decides,
@@ -375,10 +382,14 @@ def _cells(found: tuple[Cells, ...]) -> list[dict[str, int]]:
     return [{"i": i, "q": c.q, "kv": c.kv} for i, c in enumerate(found)]
 
 
-def _measured(axis: str, values: tuple[Expr, ...]) -> list[dict[str, object]]:
-    """Which values a kernel must measure: a tile's ends are those of the positions in it. `name` is that of all."""
+def _measured(axis: str, values: tuple[Expr, ...], compared: set[int]) -> list[dict[str, object]]:
+    """Which values a kernel must measure: a tile's ends are those of the positions in it. `name` is that of all.
+
+    compared: those that must be equal to one of the other axis, of which kernels find `bits` too.
+    """
     known = [(i, not isinstance(value, Symbol)) for i, value in enumerate(values)]
-    return [{"i": i, "measured": own, "name": f"{axis}{i}" if own else f"{axis}_pos"} for i, own in known]
+    return [{"i": i, "measured": own, "name": f"{axis}{i}" if own else f"{axis}_pos", "bits": i in compared}
+            for i, own in known]  # fmt: skip
 
 
 def _may_approximate(signature: Signature) -> bool:

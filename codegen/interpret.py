@@ -149,6 +149,17 @@ def _quicker() -> Iterator[_Override]:
     yield interpreter, "_get_np_dtype", _by_name(interpreter._get_np_dtype)
     yield tl.tensor, "__init__", _with_shared_shape
     yield tl.core.block_type, "__init__", _made_once(tl.core.block_type.__init__)
+    yield interpreter, "ReduceOps", _Reduced
+
+
+class _Reduced(interpreter.ReduceOps):
+    """Reduces bits as sums and extremes are, where Triton goes from one element to the next."""
+
+    def apply_impl(self, input: Any) -> Any:
+        if self.combine_fn != tl.standard._or_combine:
+            return super().apply_impl(input)
+        found = np.bitwise_or.reduce(input[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, input[0].dtype)
 
 
 def _by_name(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:

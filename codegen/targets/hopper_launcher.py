@@ -358,6 +358,10 @@ class HopperForwardLauncher(HopperLauncher):
             return super()._programs(kernel, constants)
         return self._one_an_sm("query_tiles * batch_heads")
 
+    @property
+    def _neighbours(self) -> int:
+        return 1 if self.sequences == "packed" else forward_form(self.code).consumers
+
     def _rows(self, aligned: bool) -> dict[str, str]:
         block_q = forward_form(self.code).block_q
         return {

@@ -231,6 +231,10 @@ class SplitLauncher(TritonLauncher):
             return constants
         return constants | {"BLOCK_Q": mode.rows, "SPAN_Q": form.block_q, "ROWS_APART": ROWS_APART}
 
+    @property
+    def _neighbours(self) -> int:
+        return 0 if self.facts.mask_differs_by_head else 1  # of rows of several heads, who ask for their runs
+
     def form(self, kernel: str, aligned: bool) -> Tiling:
         """That of the kernel that is joined has a few warps of its own."""
         found = super().form(SPLIT if kernel == JOIN else kernel, aligned)

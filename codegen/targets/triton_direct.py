@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.measures import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH
+from ...compiler.planning.measures import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH, span_width
 from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.target import Place
 from ...ir.expr import TensorOperand
@@ -354,7 +354,7 @@ class DirectLauncher(SummingLauncher):
         for axis, program in programs:
             own = tiles.get(axis, f"{axis}_measured_tiles")
             if self.code.has(f"{axis}_spans"):
-                made[f"{axis}_spans"] = rows_of(rows, own, str(len(program.outputs)), dtype="int32")
+                made[f"{axis}_spans"] = rows_of(rows, own, str(span_width(program)), dtype="int32")
             if self.code.has(f"{axis}_lists"):
                 made[f"{axis}_lists"] = rows_of(rows, own, f"({LIST_HEAD} + {axis}_room)", dtype="int32")
         return made | self._made_ends(mode)
@@ -366,6 +366,6 @@ class DirectLauncher(SummingLauncher):
             if kernel.name in ENDS:
                 axis, block = kernel.kernel.axis, self.rows_of_tiles(kernel.kernel.axis, mode.aligned)
                 places = f"({self._places(axis, str(block))} + {self._places(axis, f'{STRETCH} * {block}')})"
-                ends = rows_of(self._mask_rows, str(2 * self.measured_values(axis)), places, dtype="int64")
+                ends = rows_of(self._mask_rows, str(self.numbers_of_ends(axis)), places, dtype="int64")
                 made[kernel.name] = f"{ends} if {self._launched_if(kernel.kernel)} else {axis}_spans"
         return made

@@ -118,7 +118,8 @@ class TritonLauncher(DirectLauncher):
         aligned = partition.mode.aligned  # type: ignore[attr-defined]
         found = [k.name for k in self.code.kernels if k.name in MEASURES and k.name not in LONG_SPANS]
         forms = {name: self.form(name, aligned) for name in found}
-        return {name: f"{name} {form.block_q}x{form.block_kv}" for name, form in forms.items()}
+        beside = f" by {self._neighbours}" if self._neighbours != 1 else ""
+        return {name: f"{name} {form.block_q}x{form.block_kv}{beside}" for name, form in forms.items()}
 
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         return workspace_of(self, call, partition.mode)  # type: ignore[arg-type]

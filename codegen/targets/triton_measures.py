@@ -49,11 +49,11 @@ class MeasuringLauncher:
             return form
         return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in MEASURES else UNALIGNED
 
-    def measured_values(self, axis: Axis) -> int:
-        """Values of an axis whose least and greatest are measured: not positions, which tiles have by themselves."""
+    def numbers_of_ends(self, axis: Axis) -> int:
+        """What is measured of a tile: least and greatest of values, and bits; not of positions, which it has by itself."""
         found = self.facts.traits.measured
         assert found is not None
-        return found.kv_values if axis == "kv" else found.q_values
+        return 2 * found.kv_values + found.kv_bits if axis == "kv" else 2 * found.q_values + found.q_bits
 
     def rows_of_tiles(self, axis: Axis, aligned: bool) -> int:
         """Rows of the tiles of an axis whose ends are written."""
@@ -71,7 +71,10 @@ class MeasuringLauncher:
         if kernel.name in RUNS:
             if kernel.name in ENDS:
                 return {"TILES": min(max(1, ENDS_TOGETHER // rows), STRETCH), "STRETCH": STRETCH}
-            return {"TILES": max(1, ROWS_TOGETHER // rows), "STRETCH": STRETCH}
+            neighbours = self._neighbours
+            together = 1 << (neighbours * (form.block_q + form.block_kv - rows) - 1).bit_length()
+            return {"TILES": max(1, ROWS_TOGETHER // rows), "STRETCH": STRETCH,
+                    "NEIGHBOURS": neighbours, "NEIGHBOUR_ROWS": max(1, together)}  # fmt: skip
         if kernel.name not in (*LISTS, PAIR_CELLS):
             return {}
         found = self.facts.survey
@@ -88,6 +91,11 @@ class MeasuringLauncher:
         values = found.kv_values if kernel.axis == "kv" else found.q_values
         numbers += [rows] if any(not isinstance(value, Symbol) for value in values) else []
         return {**own, "TILES": max(1, min(TILES_TOGETHER, ROWS_TOGETHER // max(numbers)))}
+
+    @property
+    def _neighbours(self) -> int:
+        """Tiles beside each other that are measured apart, and visit as one; 0 where no list is read."""
+        return 1
 
     def _measuring_programs(self, kernel: Kernel) -> str:
         """Of a kernel that measures tiles: one for each tile that visits, or for each stretch of visited ones."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compiler.analysis.facts import Facts
 from ...compiler.analysis.records import Axis, TileProgram
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.measures import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK
+from ...compiler.planning.measures import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK, span_width
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, DQUERY, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Place
@@ -86,7 +86,7 @@ def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict
             own, others = (q_tiles, kv_tiles) if axis == "kv" else (kv_tiles, q_tiles)
             if launcher.sequences == "packed":
                 own = launcher.slots(side, call, mode.aligned)
-            width = len(program.outputs) if kernel.endswith("spans") else LIST_HEAD + min(others, LIST_ROOM)
+            width = span_width(program) if kernel.endswith("spans") else LIST_HEAD + min(others, LIST_ROOM)
             places[kernel] = flat_place(rows, own, width, dtype=torch.int32)
         if launcher.code.has(f"{axis}_ends"):
             places[f"{axis}_ends"] = _place_of_ends(launcher, call, mode, axis, q_len if axis == "q" else kv_len)
@@ -106,7 +106,7 @@ def _place_of_ends(launcher: TritonLauncher, call: CallTensors, mode: Mode, axis
     else:
         rows *= batches
         places = sum(tiles_of(extent, size) for size in (block, STRETCH * block))
-    return flat_place(rows, 2 * launcher.measured_values(axis), places, dtype=torch.int64)
+    return flat_place(rows, launcher.numbers_of_ends(axis), places, dtype=torch.int64)
 
 
 def cells_of(block: int, cell: int, from_start: bool) -> int:

@@ -1,7 +1,7 @@
 """Which tiles a call visits where kernels measure that, computed in plain Python: for plans, pictures and tests.
 
-The model of the kernels `kv_spans` and `q_spans` (templates/triton/tile_spans.py.jinja), range for range, and of
-`kv_lists` and `q_lists` (tile_lists.py.jinja), tile for tile where lists have room. Ints have any size here and floats
+The model of the kernels `kv_spans` and `q_spans` (templates/triton/tile_spans.py.jinja), range for range and tile for
+tile, and of `kv_lists` and `q_lists` (tile_lists.py.jinja), tile for tile where lists have room. Ints have any size here and floats
 64 bits, so it differs where the arithmetic of a kernel overflows or rounds.
 """
 
@@ -21,6 +21,7 @@ from .records import Axis, Measuring, TileCounts, TileProgram
 from .survey import CELL, Survey
 from .tiles import Environment, Value, _function, _operand, _values
 
+SPAN_ROOM = 512  # tiles that a list behind ranges has room for: where there are more, ranges are visited as runs
 MOST_STEPS = 1 << 22  # operators applied to pairs of tiles by one count of all heads: a fifth of a second
 MOST_PAIRS = 1 << 24  # pairs of a head that are looked at for a count
 MOST_POSITIONS = 1 << 20  # positions of all heads measured together whose values are computed
@@ -56,7 +57,7 @@ def measuring(found: Survey, kv_tiles: TileProgram, q_tiles: TileProgram, by_hea
     return Measuring(
         by_head, kv_ranges, q_ranges, reads(found.q_values), reads(found.kv_values),
         "lists" if found.joins_reads else "spans", len(found.cells), min((c.q for c in found.cells), default=0),
-        found.by_pair, q_values, kv_values,
+        found.by_pair, q_values, kv_values, len({n for n, _ in found.equal}), len({m for _, m in found.equal}),
     )  # fmt: skip
 
 
@@ -65,6 +66,11 @@ def visited(spans: Iterable[Span]) -> Visited:
     spans = list(spans)
     edge = [t for s in spans for t in (*range(s.lo, s.full_lo), *range(s.full_hi, s.hi))]
     return edge, [t for s in spans for t in range(s.full_lo, s.full_hi)]
+
+
+def is_listed(runs: Iterable[Span], seen: int) -> bool:
+    """Whether the kernels list the tiles that are seen, in place of these ranges."""
+    return 8 * seen < 7 * sum(run.hi - run.lo for run in runs) and seen <= SPAN_ROOM
 
 
 # -- operands ---------------------------------------------------------------------------------------------------------
@@ -149,8 +155,10 @@ class Measurement:
         }  # fmt: skip
         self.positions: dict[Axis, range] = {"q": range(offset, offset + q_len), "kv": range(kv_len)}
         self._known: dict[tuple[Axis, int], Ends] = {}
+        self._equal = () if found.joins_reads else found.equal  # lists for pairs go by ends alone
         self._blocks = lru_cache(maxsize=None)(blocks) if blocks and found.by_pair else None
         self._steps = sum(isinstance(n, Call) for node in (found.possible, found.certain) for n in nodes(node))
+        self._steps *= 1 if found.joins_reads else 2  # ranges, and lists
         self._steps += sum(12 * sum(1 for _ in nodes(c.condition)) for c in found.cells)
         _check_given(found, self.env)
 
@@ -169,25 +177,35 @@ class Measurement:
         return column
 
     def _ends(self, axis: Axis, block: int) -> Ends:
-        """Least and greatest value in each tile of an axis, by the names that the survey has for them."""
+        """Least and greatest value in each tile of an axis, by the names that the survey has for them; and bits."""
         if (axis, block) not in self._known:
             ends: Ends = {}
             for n, column in enumerate(self._measured[axis]):
                 parts = [column[start : start + block] for start in range(0, len(column), block)]
                 ends[f"{axis}{n}_low"] = [int(min(part)) for part in parts]
                 ends[f"{axis}{n}_high"] = [int(max(part)) for part in parts]
+            for n in {pair[axis == "kv"] for pair in self._equal}:
+                column = self._measured[axis][n]
+                ends[f"{axis}{n}_bits"] = [_bits(column[at : at + block]) for at in range(0, len(column), block)]
             self._known[axis, block] = ends
         return self._known[axis, block]
 
     def tiles(self, program: TileProgram, block_q: int, block_kv: int) -> Callable[[int], Visited]:
         """The edge tiles and the full tiles that a tile of the other axis visits, as a function of its number."""
+        lists = self.lists(program, block_q, block_kv)
         if self.found.joins_reads:
-            return self.lists(program, block_q, block_kv)
+            return lists
         spans = self.spans(program, block_q, block_kv)
-        return lambda tile: visited(spans(tile))
+
+        def of(tile: int) -> Visited:
+            runs = spans(tile)
+            edge, full = lists(tile)
+            return (edge, full) if is_listed(runs, len(edge) + len(full)) else visited(runs)
+
+        return of
 
     def lists(self, program: TileProgram, block_q: int, block_kv: int) -> Callable[[int], Visited]:
-        """The same where kernels list tiles one by one."""
+        """Those that kernels list one by one."""
         own: Axis = "q" if program.axis == "kv" else "kv"
         sizes: dict[Axis, int] = {"q": block_q, "kv": block_kv}
         mine, others = self._ends(own, sizes[own]), self._ends(program.axis, sizes[program.axis])
@@ -215,8 +233,20 @@ class Measurement:
     def _pairs(self, known: Mapping[str, Column], values: dict[str, object], span: Span) -> Iterable[tuple[bool, bool]]:
         """(possible, certain) of a tile and each of the tiles of a range."""
         both = (_each(node, known, values) for node in (self.found.possible, self.found.certain))
-        columns = [each if isinstance(each, (list, range)) else [each] * (span.hi - span.lo) for each in both]
-        return zip(*columns)
+        possible, certain = (
+            each if isinstance(each, (list, range)) else [each] * (span.hi - span.lo) for each in both
+        )
+        return zip(self._sharing(possible, known, values), certain)
+
+    def _sharing(self, possible: Iterable[Value], others: Mapping[str, Column], values: Mapping[str, object]) -> list[bool]:
+        """What is possible of a tile and each of others, where values that must be equal share a bit."""
+        found = [bool(each) for each in possible]
+        for n, m in self._equal:
+            names = [f"q{n}_bits", f"kv{m}_bits"]
+            column = next(others[name] for name in names if name in others)
+            own = next(values[name] for name in names if name not in others)
+            found = [each and own & bits != 0 for each, bits in zip(found, column)]  # type: ignore[operator]
+        return found
 
     def _cells(self, own: Axis, tile: int, others: range, sizes: Mapping[Axis, int]) -> dict[str, list[Value]]:
         """cells<n>_any and cells<n>_all of a tile and each of others: a pair of each block is looked at."""
@@ -289,6 +319,8 @@ class Measurement:
     def _narrowed(self, span: Span, others: Ends, values: dict[str, object], complete: int) -> Span:
         """A range from its first to its last tile in which a pair may be visible; full tiles where they are one run."""
         possible = _decided(self.found.possible, others, values, span.lo, span.hi)
+        known = {name: column[span.lo : span.hi] for name, column in others.items()}
+        possible = self._sharing(possible, known, values)
         if True not in possible:
             return Span(*[span.lo] * 4)
         first, end = span.lo + possible.index(True), span.hi - possible[::-1].index(True)
@@ -298,7 +330,7 @@ class Measurement:
         full = [
             tile
             for tile, sure in zip(range(first, min(end, complete)), certain)
-            if sure or span.full_lo <= tile < span.full_hi
+            if possible[tile - span.lo] and (sure or span.full_lo <= tile < span.full_hi)
         ]
         if not full or full[-1] + 1 - full[0] != len(full):
             return Span(first, end, end, end)
@@ -333,6 +365,11 @@ class Measurement:
 def _blocks_of(tile: int, rows: int, length: int) -> range:
     """Numbers of the blocks of CELL rows that a tile reaches into."""
     return range(tile * rows // CELL, -(-min((tile + 1) * rows, length) // CELL))
+
+
+def _bits(column: Sequence[Value]) -> int:
+    """A bit for each value, as the kernels set them."""
+    return sum(1 << place for place in {(int(v) ^ int(v) >> 6 ^ int(v) >> 12) & 63 for v in column})
 
 
 def _decided(condition: Expr, others: Ends, values: dict[str, object], first: int, end: int) -> list[Value]:

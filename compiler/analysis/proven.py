@@ -51,6 +51,7 @@ def _lines(mask: Expr, kv: TileProgram, q: TileProgram, survey: Survey | None) -
         found = (*survey.q_values, *survey.kv_values, survey.possible, survey.certain)
         yield from (_text(node, numbers) for node in found)
         yield from (f"cells {c.q} {c.kv} {_text(c.condition, numbers)}" for c in survey.cells)
+        yield from (f"equal {n} {m}" for n, m in survey.equal)
         if survey.by_pair:
             yield "pairs"
 

@@ -78,6 +78,8 @@ class Measuring:
     by_pair: bool = False  # and one that is looked at for each pair
     q_values: int = 0  # values of which the least and greatest in a tile of queries is found: not positions themselves
     kv_values: int = 0  # the same of keys
+    q_bits: int = 0  # those of them of which 64 bits say what is not among them, too
+    kv_bits: int = 0
 
 
 GradientKind: TypeAlias = Literal["total", "row", "column", "diagonal", "pair", "sink"]

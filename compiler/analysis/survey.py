@@ -15,7 +15,8 @@ block, a cell; one that differs from pair to pair is left to whoever looks at al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import TypeAlias
 
@@ -59,6 +60,8 @@ class Survey:
     certain: Expr  # bool, likewise: every pair is visible
     cells: tuple[Cells, ...] = ()  # sorted by text
     by_pair: bool = False  # what is left over depends on what a tensor holds for each pair
+    # (n, m): a pair is visible only where q_values[n] and kv_values[m], ints and no positions, are equal; sorted
+    equal: tuple[tuple[int, int], ...] = ()
 
     @property
     def decides(self) -> bool:
@@ -81,7 +84,26 @@ def survey(mask: Expr) -> Survey | None:
     found = surveyor.truth(mask)
     if is_bool(found.possible, True) and not surveyor.by_pair:
         return None
-    return surveyor.published(found)
+    published = surveyor.published(found)
+    return replace(published, equal=tuple(sorted(_equalities(mask, published))))
+
+
+def _equalities(node: Expr, found: Survey) -> Iterator[tuple[int, int]]:
+    """By number, the measured values whose equality this condition asks for, whatever else it asks for."""
+    match node:
+        case Call("and", (a, b)):
+            yield from _equalities(a, found)
+            yield from _equalities(b, found)
+        case Call("eq", (a, b)) if {a.dtype, b.dtype} == {"int"}:
+            for x, y in ((a, b), (b, a)):
+                if not isinstance(x, Symbol) and not isinstance(y, Symbol):
+                    n, m = _number_of(x, found.q_values), _number_of(y, found.kv_values)
+                    if n is not None and m is not None:
+                        yield n, m
+
+
+def _number_of(node: Expr, values: Sequence[Expr]) -> int | None:
+    return next((n for n, value in enumerate(values) if value.text == node.text), None)
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from ..analysis.records import Axis, Measuring
+from ..analysis.records import Axis, Measuring, TileProgram
+from ..analysis.measured import SPAN_ROOM
 from ..analysis.survey import CELL
 from .kernels import FLASH, HOPPER_BACKWARD, KEYS_AGAIN, QUERIES_AGAIN, ROW_STATISTICS, SPLIT_KV, Again, Kernel, Slot
-from .quantities import LEAST_AND_GREATEST, READ, SPAN, Sizes, none
+from .quantities import BITS, LEAST_AND_GREATEST, READ, SPAN, Sizes, none
 from .signature import Direction, SequenceKind
 
 
@@ -43,6 +44,11 @@ _A_FEW_CELLS = f"a few blocks of {CELL} keys, each with {CELL} queries"
 _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many at a time" for what in ("key", "query"))
 
 
+def span_width(program: TileProgram) -> int:
+    """Numbers that are written of a tile: its ranges, whether its tiles are listed, and the list."""
+    return len(program.outputs) + 1 + SPAN_ROOM
+
+
 @lru_cache(maxsize=64)
 def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
     """kv_spans or q_spans: which tiles of `axis` each tile of the other one must visit.
@@ -66,7 +72,7 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
         return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.j))
 
     def written(x: Sizes) -> float:
-        return SPAN * ranges * programs(x)
+        return (SPAN * ranges + 4) * programs(x)
 
     def steps(x: Sizes) -> float:
         return _in_steps(x.T if axis == "kv" else x.L, ROWS_TOGETHER)
@@ -79,6 +85,14 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
     )  # fmt: skip
 
 
+def _bytes_of_ends(axis: Axis, measuring: Measuring) -> int:
+    """What is written of a tile: least and greatest of each value, and bits of some."""
+    values, bits = measuring.kv_values, measuring.kv_bits
+    if axis == "q":
+        values, bits = measuring.q_values, measuring.q_bits
+    return LEAST_AND_GREATEST * values + BITS * bits
+
+
 @lru_cache(maxsize=64)
 def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
     """kv_long_spans or q_long_spans: the same of a long axis, of which ends were written.
@@ -86,9 +100,7 @@ def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: M
     A program reads those of all stretches, and as many again: of the tiles of one or two.
     """
     by_tiles = spans_kernel(axis, direction, slot, measuring)
-    own_reads, values = measuring.q_reads, measuring.kv_values
-    if axis == "q":
-        own_reads, values = measuring.kv_reads, measuring.q_values
+    own_reads = measuring.q_reads if axis == "kv" else measuring.kv_reads
 
     def programs(x: Sizes) -> float:
         return x.r * by_tiles.programs(x._replace(r=0))
@@ -96,7 +108,7 @@ def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: M
     def read(x: Sizes) -> float:
         own, tiles = (x.L, x.nkv) if axis == "kv" else (x.T, x.nq)
         ends = x.B * tiles * (1 - x.j) + programs(x) * (tiles / STRETCH + 2 * STRETCH) * x.j
-        return READ * x.B * own_reads * own + LEAST_AND_GREATEST * values * ends
+        return READ * x.B * own_reads * own + _bytes_of_ends(axis, measuring) * ends
 
     def written(x: Sizes) -> float:
         return by_tiles.written(x._replace(r=0))
@@ -108,9 +120,7 @@ def long_spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: M
 @lru_cache(maxsize=64)
 def ends_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuring) -> Kernel:
     """kv_ends or q_ends: least and greatest of what a mask reads in tiles of a long axis, and in stretches of them."""
-    reads, values = measuring.kv_reads, measuring.kv_values
-    if axis == "q":
-        reads, values = measuring.q_reads, measuring.q_values
+    reads = measuring.kv_reads if axis == "kv" else measuring.q_reads
 
     def tiles(x: Sizes) -> float:
         return x.r * x.B * (x.Hq if measuring.by_head else 1) * (x.nkv if axis == "kv" else x.nq)
@@ -122,7 +132,7 @@ def ends_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measuri
         return READ * reads * x.r * x.B * (x.T if axis == "kv" else x.L)
 
     def written(x: Sizes) -> float:
-        return LEAST_AND_GREATEST * values * (tiles(x) + programs(x))
+        return _bytes_of_ends(axis, measuring) * (tiles(x) + programs(x))
 
     def steps(x: Sizes) -> float:
         return _in_steps(STRETCH * (x.bkv if axis == "kv" else x.bq), ENDS_TOGETHER)

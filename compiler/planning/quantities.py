@@ -23,6 +23,7 @@ RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
 SPAN = 16  # bytes of a range of tiles: four int32
 LEAST_AND_GREATEST = 16  # bytes of the ends of a value in a tile: two int64
+BITS = 8  # bytes of the bits of a value in a tile
 READ = 8  # bytes of what a mask reads at a position, at most
 
 

@@ -26,11 +26,11 @@ def q_long_spans(t: Tiles) -> list[Stage]:
 
 def _long_spans(by_tiles: list[Stage], wrote: str, t: Tiles) -> list[Stage]:
     """The same by stretches, whose ends another kernel wrote where they are not those of positions."""
-    own, others, matches, ranges = by_tiles
+    own, others, matches, *stored = by_tiles
     known = f"what {wrote} wrote of" if wrote in ends_of(t.traits.measured) else "least and greatest position of"
     what = f"{known} {STRETCH} tiles as one, then of each where that leaves it open"
     ends = loads("ends", what, others.per, others.moves)
-    return [own, ends, matches, ranges]
+    return [own, ends, matches, *stored]
 
 
 def kv_ends(t: Tiles) -> list[Stage]:
@@ -55,6 +55,7 @@ def _spans(own: str, others: str, each: str) -> list[Stage]:
         loads("others", f"what the mask reads at {others}; least and greatest of each", each, "HBM -> registers"),
         computes("matches", "by least and greatest: can any pair match, must every pair", each),
         stores("ranges", "first and last tile to visit, run of full ones; for each range"),
+        stores("list", "the tiles to visit, one by one, where an eighth of these ranges and more is none"),
     ]
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.measured import Measurement, Table
+from weft.compiler.analysis.measured import SPAN_ROOM, Measurement, Table, is_listed
+from weft.compiler.analysis.records import TileProgram
 from weft.compiler.planning.hardware import for_device
 from weft.compiler.planning.measures import PAIR_CELLS
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
@@ -53,7 +54,10 @@ ROWS = 300  # positions that the operands have values for
 def operands(kind: str) -> dict[str, Tensor | int]:
     generator = torch.Generator().manual_seed(4)
     found = torch.randint(0, 6, (2, ROWS), generator=generator)
-    found = {"sorted": found.sort().values, "unsorted": found, "padded": found.sort().values * (found > 0)}[kind]
+    runs = torch.randint(0, 90, (2, ROWS // 12), generator=generator).repeat_interleave(12, 1)
+    found = {
+        "sorted": found.sort().values, "unsorted": found, "padded": found.sort().values * (found > 0), "runs": runs
+    }[kind]  # fmt: skip
     flags = torch.arange(ROWS) < torch.tensor([[50], [90]])
     return {
         "ids": found + 2**40, "doc": found[0].to(torch.int8), "valid": flags, "window": 45,
@@ -62,7 +66,7 @@ def operands(kind: str) -> dict[str, Tensor | int]:
 
 
 def modelled(variant: weft.Attention, given: dict[str, Tensor | int], axis: str, **sizes) -> list[list[list[int]]]:
-    """The table that the kernel of an axis should write, [rows, tiles, 4 * ranges]."""
+    """What the kernel of an axis should write, [rows, tiles]: ranges, or 0, number of edge tiles, ..., and all listed tiles."""
     facts = facts_of(variant)
     block_q, block_kv, offsets = sizes["block_q"], sizes["block_kv"], sizes["offsets"]
     lengths = {"q_len": sizes["q_len"], "kv_len": sizes["kv_len"]}
@@ -73,9 +77,28 @@ def modelled(variant: weft.Attention, given: dict[str, Tensor | int], axis: str,
     for b in range(2):
         for h in range(4 if facts.mask_differs_by_head else 1):
             env = {**tables, "batch": b, "head": h, "kv_head": h // 2, "group": 2}
-            spans = Measurement(facts.survey, env, q_offset=offsets[b], **lengths).spans(program, block_q, block_kv)
-            rows.append([[end for span in spans(tile) for end in span] for tile in range(tiles)])
+            found = Measurement(facts.survey, env, q_offset=offsets[b], **lengths)
+            rows.append([expected_row(found, program, block_q, block_kv, tile) for tile in range(tiles)])
     return rows
+
+
+def expected_row(found: Measurement, program: TileProgram, block_q: int, block_kv: int, tile: int) -> list[int]:
+    """The ends of ranges of a tile, whether its tiles are listed, and then these: edge tiles and full ones."""
+    spans = found.spans(program, block_q, block_kv)(tile)
+    edge, full = found.lists(program, block_q, block_kv)(tile)
+    if not is_listed(spans, len(edge) + len(full)):
+        return [end for span in spans for end in span] + [0]
+    ends = [0, len(edge), len(edge) + len(full), len(edge) + len(full)]
+    return ends + [0] * (4 * len(spans) - 4) + [1, *edge, *full]
+
+
+def written_row(row: list[int]) -> list[int]:
+    """The same of a row of the table."""
+    ends, flag, entries = row[: -SPAN_ROOM - 1], row[-SPAN_ROOM - 1], row[-SPAN_ROOM:]
+    if not flag:
+        return [*ends, 0]
+    n_edge, n_all = ends[1], ends[3]
+    return [*ends, flag, *entries[:n_edge], *entries[::-1][: n_all - n_edge]]
 
 
 def measured(
@@ -123,7 +146,8 @@ def check(name: str, kind: str, lengths: tuple[int, int, object], blocks: tuple[
         expected = modelled(
             variant, given, axis, q_len=q_len, kv_len=kv_len, offsets=offsets, block_q=block_q, block_kv=block_kv
         )
-        assert table.tolist() == expected, f"{name}, {kind}, {axis}, {lengths}, {blocks}"
+        written = [[written_row(row) for row in of_row] for of_row in table.tolist()]
+        assert written == expected, f"{name}, {kind}, {axis}, {lengths}, {blocks}"
 
 
 @pytest.fixture(params=[None, 2, 4], ids=["by_tiles", "by_stretches_of_2", "by_stretches_of_4"])
@@ -135,7 +159,7 @@ def stretch(request, monkeypatch) -> int | None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded"])
+@pytest.mark.parametrize("kind", ["sorted", "unsorted", "padded", "runs"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_kernels_write_what_the_model_says(name: str, kind: str, stretch: int | None) -> None:
     for lengths in LENGTHS:
@@ -171,8 +195,8 @@ def test_axes_longer_than_what_a_program_looks_at_together(length: int, other: i
     for axis, program, blocks in (("kv", facts.kv_tiles, (1024, other)), ("q", facts.q_tiles, (other, 1024))):
         table = measured(variant, axis, blocks, (length, length), 0, given, (1, 1, 1))
         spans = measurement.spans(program, *blocks)
-        assert table[0].tolist() == [list(spans(tile)[0]) for tile in range(-(-length // 1024))]
-        lo, full_lo, full_hi, hi = table[0].unbind(-1)
+        assert table[0, :, :5].tolist() == [[*spans(tile)[0], 0] for tile in range(-(-length // 1024))]
+        lo, full_lo, full_hi, hi = table[0, :, :4].unbind(-1)
         assert (full_hi - full_lo).max() > 4 and (hi - lo).max() > 9
 
 
