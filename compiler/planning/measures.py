@@ -11,7 +11,7 @@ from ..analysis.records import Axis, Measuring, TileProgram
 from ..analysis.measured import SPAN_ROOM
 from ..analysis.survey import CELL
 from .kernels import FLASH, HOPPER_BACKWARD, KEYS_AGAIN, QUERIES_AGAIN, ROW_STATISTICS, SPLIT_KV, Again, Kernel, Slot
-from .quantities import BITS, LEAST_AND_GREATEST, READ, SPAN, Sizes, none
+from .quantities import BITS, FLAG, LEAST_AND_GREATEST, READ, SPAN, Sizes, none
 from .signature import Direction, SequenceKind
 
 
@@ -72,7 +72,7 @@ def spans_kernel(axis: Axis, direction: Direction, slot: Slot, measuring: Measur
         return READ * x.B * (own_reads * own + reads * other * (1 + (rows(x) - 1) * x.j))
 
     def written(x: Sizes) -> float:
-        return (SPAN * ranges + 4) * programs(x)
+        return (SPAN * ranges + FLAG) * programs(x)
 
     def steps(x: Sizes) -> float:
         return _in_steps(x.T if axis == "kv" else x.L, ROWS_TOGETHER)

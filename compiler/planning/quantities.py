@@ -22,6 +22,7 @@ ROW_STATISTIC = 4  # bytes of one number a row (lse, delta, running maximum or s
 RUNNING = 4  # bytes of an element of a running sum in HBM: float32
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
 SPAN = 16  # bytes of a range of tiles: four int32
+FLAG = 4  # bytes that say whether tiles are listed behind ranges: an int32
 LEAST_AND_GREATEST = 16  # bytes of the ends of a value in a tile: two int64
 BITS = 8  # bytes of the bits of a value in a tile
 READ = 8  # bytes of what a mask reads at a position, at most

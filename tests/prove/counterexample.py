@@ -151,7 +151,8 @@ def _wrapped(value: Number, bits: int) -> Number:
 
 def wrong_survey(survey: Survey, mask: Expr, kind: str, at: Evaluator) -> bool:
     if kind == "impossible":
-        return bool(at.value(mask)) and not at.value(survey.possible)
+        equal = all(at.value(survey.q_values[n]) == at.value(survey.kv_values[m]) for n, m in survey.equal)
+        return bool(at.value(mask)) and not (equal and at.value(survey.possible))
     return not at.value(mask) and bool(at.value(survey.certain))
 
 

@@ -136,6 +136,9 @@ MUTANTS = (
            weft.minimum(q_pos, 5) >= kv_pos, "kv order"),
     Mutant("measured ends are exchanged", "survey._compared",
            "_holds(op, a[0], b[1])", "_holds(op, a[1], b[0])", masks.document(ids), "impossible"),
+    Mutant("one of two alternatives must be equal", "survey._equalities",
+           'case Call("and", (a, b)):', 'case Call("and" | "or", (a, b)):', masks.document(ids) | masks.prefix_lm(40),
+           "impossible"),
     Mutant("measured conditions are negated each by itself", "survey._negated",
            'make("or" if op == "and" else "and"', "make(op", ~(masks.document(ids) & masks.causal), "impossible"),
 )  # fmt: skip

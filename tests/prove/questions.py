@@ -246,7 +246,10 @@ def lookup_question(program: TileProgram) -> Question:
 
 # -- measured tiles ---------------------------------------------------------------------------------------------------
 def survey_questions(mask: Expr, found: Survey) -> list[Question]:
-    """A visible pair of two tiles that are called impossible; a hidden one of two that are called certain."""
+    """A visible pair of two tiles that are called impossible; a hidden one of two that are called certain.
+
+    Impossible are also tiles none of whose values are equal where they must be: bits show no more than that.
+    """
     questions = [_cells_question(mask, found)] if found.cells else []
     for kind in ("impossible", "certain"):
         call = Call.of(mask)
@@ -255,7 +258,8 @@ def survey_questions(mask: Expr, found: Survey) -> list[Question]:
         visible = pair.truth(mask)
         decision = Reader(call.terms, {**call.values, **_ends(found, pair, call), **_cells(found, pair, call)})
         if kind == "impossible":
-            wrong = z3.And(visible, z3.Not(decision.truth(found.possible)))
+            equal = [_as_int(found.q_values[n], pair) == _as_int(found.kv_values[m], pair) for n, m in found.equal]
+            wrong = z3.And(visible, z3.Not(z3.And(decision.truth(found.possible), *equal)))
         else:
             wrong = z3.And(z3.Not(visible), decision.truth(found.certain))
         questions.append(_question(kind, "", call, pair, [(f"a pair that shows {kind} wrong", wrong)]))

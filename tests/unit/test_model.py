@@ -177,7 +177,7 @@ def test_measuring_tiles_of_long_axes_takes_what_was_measured(tokens: int, measu
     times = {k.code.name: k.times.seconds * 1e6 for k in plan.kernels if k.code.kernel.direction == "forward"}
     del times["flash_forward"]
     assert times.keys() == {"kv_ends", "kv_long_spans"}
-    assert sum(times.values()) == pytest.approx(measured, rel=0.05)
+    assert sum(times.values()) == pytest.approx(measured, rel=0.15)  # before there were bits, which are read too
 
 
 def test_the_bytes_of_a_bias_that_is_brought_are_counted() -> None:
