@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
+from ..compiler.analysis.measured import SPAN_ROOM
 from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
@@ -21,14 +22,13 @@ from ..compiler.planning.kernels import Algorithm
 from ..compiler.planning.measures import (
     DISTANCE_TABLES,
     FEW,
-    LISTS,
     LIST_HEAD,
+    LISTS,
     LONG_SPANS,
     MEASURES,
     PAIR_CELLS,
     RUNS,
     SPANS,
-    SPAN_ROOM,
     ends_of,
 )
 from ..compiler.planning.plan import CodePlan

@@ -152,7 +152,7 @@ def _quicker() -> Iterator[_Override]:
     yield interpreter, "ReduceOps", _Reduced
 
 
-class _Reduced(interpreter.ReduceOps):
+class _Reduced(interpreter.ReduceOps):  # type: ignore[misc]
     """Reduces bits as sums and extremes are, where Triton goes from one element to the next."""
 
     def apply_impl(self, input: Any) -> Any:

@@ -50,7 +50,7 @@ class MeasuringLauncher:
         return Tiling(UNALIGNED.block_q, UNALIGNED.block_kv, form.num_warps, 1) if kernel in MEASURES else UNALIGNED
 
     def numbers_of_ends(self, axis: Axis) -> int:
-        """What is measured of a tile: least and greatest of values, and bits; not of positions, which it has by itself."""
+        """What is measured of a tile: least and greatest of values, and bits; of positions, it has them by itself."""
         found = self.facts.traits.measured
         assert found is not None
         return 2 * found.kv_values + found.kv_bits if axis == "kv" else 2 * found.q_values + found.q_bits

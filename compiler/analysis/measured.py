@@ -1,8 +1,8 @@
 """Which tiles a call visits where kernels measure that, computed in plain Python: for plans, pictures and tests.
 
 The model of the kernels `kv_spans` and `q_spans` (templates/triton/tile_spans.py.jinja), range for range and tile for
-tile, and of `kv_lists` and `q_lists` (tile_lists.py.jinja), tile for tile where lists have room. Ints have any size here and floats
-64 bits, so it differs where the arithmetic of a kernel overflows or rounds.
+tile, and of `kv_lists` and `q_lists` (tile_lists.py.jinja), tile for tile where lists have room. Ints have any size
+here and floats 64 bits, so it differs where the arithmetic of a kernel overflows or rounds.
 """
 
 from __future__ import annotations
@@ -230,15 +230,17 @@ class Measurement:
 
         return of
 
-    def _pairs(self, known: Mapping[str, Column], values: dict[str, object], span: Span) -> Iterable[tuple[bool, bool]]:
+    def _pairs(
+        self, known: Mapping[str, Column], values: dict[str, object], span: Span
+    ) -> Iterable[tuple[bool, Value]]:
         """(possible, certain) of a tile and each of the tiles of a range."""
         both = (_each(node, known, values) for node in (self.found.possible, self.found.certain))
-        possible, certain = (
-            each if isinstance(each, (list, range)) else [each] * (span.hi - span.lo) for each in both
-        )
+        possible, certain = (each if isinstance(each, (list, range)) else [each] * (span.hi - span.lo) for each in both)
         return zip(self._sharing(possible, known, values), certain)
 
-    def _sharing(self, possible: Iterable[Value], others: Mapping[str, Column], values: Mapping[str, object]) -> list[bool]:
+    def _sharing(
+        self, possible: Iterable[Value], others: Mapping[str, Column], values: Mapping[str, object]
+    ) -> list[bool]:
         """What is possible of a tile and each of others, where values that must be equal share a bit."""
         found = [bool(each) for each in possible]
         for n, m in self._equal:
@@ -318,9 +320,8 @@ class Measurement:
 
     def _narrowed(self, span: Span, others: Ends, values: dict[str, object], complete: int) -> Span:
         """A range from its first to its last tile in which a pair may be visible; full tiles where they are one run."""
-        possible = _decided(self.found.possible, others, values, span.lo, span.hi)
         known = {name: column[span.lo : span.hi] for name, column in others.items()}
-        possible = self._sharing(possible, known, values)
+        possible = self._sharing(_decided(self.found.possible, others, values, span.lo, span.hi), known, values)
         if True not in possible:
             return Span(*[span.lo] * 4)
         first, end = span.lo + possible.index(True), span.hi - possible[::-1].index(True)

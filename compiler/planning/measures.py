@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from ..analysis.records import Axis, Measuring, TileProgram
 from ..analysis.measured import SPAN_ROOM
+from ..analysis.records import Axis, Measuring, TileProgram
 from ..analysis.survey import CELL
 from .kernels import FLASH, HOPPER_BACKWARD, KEYS_AGAIN, QUERIES_AGAIN, ROW_STATISTICS, SPLIT_KV, Again, Kernel, Slot
 from .quantities import BITS, FLAG, LEAST_AND_GREATEST, READ, SPAN, Sizes, none

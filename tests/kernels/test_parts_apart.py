@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import batch, head, kv_pos, masks, q_pos
+from weft import head, kv_pos, masks, q_pos
 from weft.codegen.targets.triton_launcher import TritonLauncher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table, visited

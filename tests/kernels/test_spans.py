@@ -66,7 +66,7 @@ def operands(kind: str) -> dict[str, Tensor | int]:
 
 
 def modelled(variant: weft.Attention, given: dict[str, Tensor | int], axis: str, **sizes) -> list[list[list[int]]]:
-    """What the kernel of an axis should write, [rows, tiles]: ranges, or 0, number of edge tiles, ..., and all listed tiles."""
+    """What the kernel of an axis should write, [rows, tiles], as `expected_row` has it."""
     facts = facts_of(variant)
     block_q, block_kv, offsets = sizes["block_q"], sizes["block_kv"], sizes["offsets"]
     lengths = {"q_len": sizes["q_len"], "kv_len": sizes["kv_len"]}

@@ -209,12 +209,24 @@ def test_functions_serve_as_tables() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("causal_documents", Measuring(False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=1,
-                                       q_bits=1, kv_bits=1)),
-        ("two_ranges", Measuring(False, kv_ranges=2, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=2,
-                                 q_bits=1, kv_bits=1)),
-        ("three_ranges", Measuring(False, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=1, q_values=5, kv_values=5,
-                                   q_bits=1, kv_bits=1)),
+        (
+            "causal_documents",
+            Measuring(
+                False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=1, q_bits=1, kv_bits=1
+            ),
+        ),
+        (
+            "two_ranges",
+            Measuring(
+                False, kv_ranges=2, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=2, q_bits=1, kv_bits=1
+            ),
+        ),
+        (
+            "three_ranges",
+            Measuring(
+                False, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=1, q_values=5, kv_values=5, q_bits=1, kv_bits=1
+            ),
+        ),
         ("by_head", Measuring(True, kv_ranges=1, q_ranges=1, q_reads=0, kv_reads=1, q_values=1, kv_values=1)),
         ("indirect", Measuring(False, kv_ranges=1, q_ranges=1, q_reads=2, kv_reads=1, q_values=1, kv_values=1)),
     ],
