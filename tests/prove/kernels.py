@@ -19,6 +19,7 @@ from .terms import INT32, Terms
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 LARGEST_TILE = 512  # rows: forms of GPU kernels have 192 at most
+NEIGHBOURS = 3  # tiles that are listed for as one, at most
 TOGETHER = 4096  # rows that tile_spans looks at together, at most
 start, block, length, offset = z3.Ints("start block length offset")
 row = z3.Int("row")  # of a tile
@@ -57,6 +58,8 @@ STEPS = (
     Step(SPANS, "(stops * BLOCK_{{ AXIS }} <= {{ axis }}_len)", (start + TOGETHER + block, stretches)),
     Step(SPANS, "stretches * STRETCH, (stretches + 1) * STRETCH", (stretches,)),
     Step(SPANS, "tiles = stretch * STRETCH + tl.arange(0, STRETCH)", (start + STRETCH * block,)),
+    Step(SPANS, "tiles = tile + tl.arange(0, {{ TOGETHER }})", (start + TOGETHER, start + STRETCH * block)),
+    Step(SURVEY, "{{ own }}_first + {{ 'NEIGHBOURS * ' if neighbours }}BLOCK_{{ OWN }}", (start + NEIGHBOURS * block,)),
     Step(LISTS, "((tiles + 1) * BLOCK_{{ AXIS }} <= {{ axis }}_len)", (start + TOGETHER + block,)),
     Step(SEEN, "last_row = gl.minimum(row + rows, {{ owner }}_len) - 1", (start + block,)),
     Step(SEEN, "return kv_tiles(q_offset + row, q_offset + last_row,", (offset + start, offset + length - 1)),
