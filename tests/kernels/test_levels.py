@@ -42,6 +42,7 @@ SCORES = {
 MASKS = {
     "causal": masks.causal, "none": True, "window": masks.causal & (AWAY < 60),
     "documents": masks.causal & (docs[batch, q_pos] == docs[batch, kv_pos]), "future": AWAY <= 0,
+    "parts": masks.causal & (docs[batch, q_pos] % 2 == docs[batch, kv_pos] % 2),
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def operands_of(attention: weft.Attention, far: float = 0.0) -> dict[str, Tensor
     made = {
         "table": torch.randn(401, generator=generator) * 0.5, "tables": torch.randn(4, 130, generator=generator) * 0.5,
         "lookup": torch.tensor([3, 1, 4, 1, 5, 9, 2, 6] + [7] * 53),
-        "docs": torch.arange(170)[None].expand(2, -1) // torch.tensor([[130], [90]]),
+        "docs": torch.arange(260)[None].expand(2, -1) // torch.tensor([[130], [90]]),
     }  # fmt: skip
     made["tables"][:, 7] += far
     return {t.name: made[t.name] for t in attention.tensors}
@@ -78,6 +79,12 @@ def test_every_index(name: str) -> None:
 @pytest.mark.parametrize("mask", mostly(("none", "documents"), ["none", "window", "documents", "future"]))
 def test_masks(mask: str) -> None:
     check("t5", mask)
+
+
+def test_listed_tiles_are_in_no_order() -> None:
+    """Level ones among them are no run, and are computed as others are."""
+    runs = torch.arange(260)[None].expand(2, -1) // torch.tensor([[64], [40]])
+    check("t5", "parts", (230, 230), batches=2, more={"docs": runs})
 
 
 @pytest.mark.parametrize("far", [1000.0, -1e9])
