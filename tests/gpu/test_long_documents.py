@@ -86,8 +86,6 @@ def skip_without(target: str) -> None:
 @pytest.mark.parametrize("length", [FEW, FEW + 1, 20_000, 66_000, 200_000])
 def test_documents(length: int, order: str, deterministic: bool, target: str) -> None:
     skip_without(target)
-    if order == "parts" and length > 70_000:
-        pytest.skip("every tile between the parts of a document is visited")
     rows = 1 if length > 70_000 else 2
     marks, given = documents(rows, length, order), operands(rows, length, 4, 2, 64)
     found = computed(DOCUMENTS, given, ids=marks, target=target, deterministic=deterministic)
@@ -95,6 +93,24 @@ def test_documents(length: int, order: str, deterministic: bool, target: str) ->
         for mark in (marks[row, 0], *marks[row, torch.randint(0, length, (SEEN,))], marks[row, -1]):
             tokens = (marks[row] == mark).nonzero()[:, 0]
             check(found, given, row, slice(0, 4), tokens, f"{target} {order} {length} row {row} document {mark}")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+@pytest.mark.parametrize("length", [8192, 65_536])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_between_the_parts_of_documents_are_not_visited(dim: int, length: int, target: str) -> None:
+    """NaN in one document's values and gradients of the output stays there: tiles have rows of one document here."""
+    skip_without(target)
+    marks = (torch.arange(length) // 768 % 8)[None].expand(2, -1).cuda()  # document 1 lies between parts of others
+    given = operands(2, length, 4, 2, dim)
+    for tensor in given[2:]:
+        tensor[:, :, marks[0] == 1] = torch.nan
+    found = computed(DOCUMENTS, given, ids=marks, target=target)
+    for name, tensor in zip(("out", "dquery", "dkey", "dvalue"), found):
+        assert tensor[:, :, marks[0] != 1].isfinite().all(), name
+    tokens = (marks[1] == 6).nonzero()[:, 0]
+    check(found, given, 1, slice(0, 4), tokens, f"{target} {length} document 6")
 
 
 @pytest.mark.slow(10)

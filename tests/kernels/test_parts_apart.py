@@ -137,6 +137,22 @@ def test_sequences_of_their_own_lengths(target: str, name: str, packed: bool, st
         check_errors(*tensors, f"{target} {name} {label}")
 
 
+@pytest.mark.parametrize("name", ["causal", "two ranges", "of heads"])
+def test_few_queries_whose_keys_are_divided(name: str) -> None:
+    query, key, value, _ = operands(700)
+    own = {p.name: torch.stack([in_runs(700, seed) for seed in range(4)]) for p in VARIANTS[name].parameters}
+    query = query[:, :, -6:]
+    found = VARIANTS[name](
+        *(t.float() for t in (query, key, value)), **own, target="interpret", schedule="split_kv", return_lse=True
+    )
+    exact, usual = (
+        VARIANTS[name].reference(*(t.to(dtype) for t in (query, key, value)), **own, return_lse=True)
+        for dtype in (torch.float64, torch.float32)
+    )
+    for label, *tensors in zip(("out", "lse"), found, exact, usual):
+        check_errors(*tensors, f"{name} {label}")
+
+
 # -- what is visited ---------------------------------------------------------------------------------------------------
 ORDER = [0, 1, 2, 1, 0, 2, 2, 0]  # document 1 lies between the parts of the others
 
