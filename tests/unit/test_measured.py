@@ -104,6 +104,32 @@ def test_ranges_are_sound(name: str, order: str) -> None:
     assert skipped > 100 or order == "unsorted"
 
 
+@pytest.mark.parametrize("name", [n for n in MASKS if n != "indirect"])
+def test_lists_are_sound_and_leave_out_tiles_of_runs(name: str) -> None:
+    found, draw, fewer = facts(MASKS[name]), random.Random(name), 0
+    for _ in range(30):
+        case = random_case(MASKS[name], draw, "unsorted")
+        case.operands["ids"] = np.repeat(case.operands["ids"], 6, axis=1)[:, : case.operands["ids"].shape[1]]
+        truth, measured = classes(case), measurement(found, case)
+        for axis, program in (("kv", found.kv_tiles), ("q", found.q_tiles)):
+            of, runs = (find(program, case.block_q, case.block_kv) for find in (measured.tiles, measured.spans))
+            for tile, row in enumerate(truth if axis == "kv" else truth.T):
+                edge, full = of(tile)
+                assert {*np.flatnonzero(row)} <= {*edge, *full} and all(row[full] == 2), f"{axis} {tile}: {case}"
+                fewer += sum(run.hi - run.lo for run in runs(tile)) - len(edge) - len(full)
+    assert fewer > 50 or name not in ("documents", "causal_documents")
+
+
+def test_values_that_must_be_equal_share_a_bit() -> None:
+    """Between 3 and 9 lie 5 and 7, but no query has them."""
+    mask = marks[q_pos] == marks[kv_pos]
+    case = Case(mask, 8, 24, 8, 4, 0, {"marks": np.array([9] * 4 + [3] * 4 + [5, 7] * 6 + [3] * 4)})
+    found = facts(mask)
+    measured = measurement(found, case)
+    assert measured.spans(found.kv_tiles, 8, 4)(0) == [Span(0, 6, 6, 6)]
+    assert measured.tiles(found.kv_tiles, 8, 4)(0) == ([0, 1, 5], [])
+
+
 def test_values_that_other_values_index_are_read_place_by_place() -> None:
     mask = MASKS["indirect"]
     values = {"marks": np.arange(60) % 7, "limits": np.array([5, 9]), "batch": 1}

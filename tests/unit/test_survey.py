@@ -82,6 +82,22 @@ def test_the_largest_parts_of_one_side_are_measured_once() -> None:
     assert text(mask)[:2] == ["marks[1 + marks[q_pos]] % 4, marks[q_pos] < 5", "2 * kv_pos, kv_pos"]
 
 
+@pytest.mark.parametrize(
+    ("mask", "equal"),
+    [
+        (causal & document, ((0, 0),)),
+        (document & (marks[kv_pos] + 1 == marks[q_pos]), ((0, 1), (1, 0))),
+        (document | causal, ()),
+        (marks[q_pos] == kv_pos, ()),
+        (marks[q_pos] <= marks[kv_pos], ()),
+        (valid[q_pos] == valid[kv_pos], ()),
+    ],
+)
+def test_what_must_be_equal(mask: Expr, equal: tuple[tuple[int, int], ...]) -> None:
+    result = found(mask)
+    assert result is not None and result.equal == equal
+
+
 def test_what_reads_no_position_stands_for_itself() -> None:
     assert text(causal & valid[head])[2:] == [
         "(kv0_low <= q0_high) & valid[head]",
