@@ -138,8 +138,8 @@ def own_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
 
 
 def overlap(*tensors: Tensor) -> bool:
-    """Whether rows of one begin inside of others, as those of `x.unfold(...)`: torch's own kernels lay their results out
-    as operands are, and are wrong for such ones. Rows that are one, as of `x.expand(...)`, are no harm."""
+    """Whether rows of one begin inside of others, as those of `x.unfold(...)`: torch's own kernels lay results out as
+    operands are, and are wrong for such ones. Rows that are one and the same, as of `x.expand(...)`, are no harm."""
     for tensor in tensors:
         *sizes, width = tensor.shape
         for size, stride in zip(sizes, tensor.stride()):

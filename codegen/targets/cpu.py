@@ -254,11 +254,12 @@ def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str], n_operands:
             return None
         if not out.shape == query.shape == dout.shape or key.shape != value.shape or not query.dim() == key.dim() == 4:
             return None  # operands are not what they were: `check_kept` says so
-        batch, heads, q_len, width = query.shape
-        kv_heads, kv_len = key.shape[1:3]
-        if lse.shape != (batch, heads, q_len) or out.stride(3) != 1:
+        (batch, heads, q_len, width), (key_batch, kv_heads, kv_len, key_width) = query.shape, key.shape
+        if batch != key_batch or width != key_width or not kv_heads or heads % kv_heads:
             return None
-        if not all([t.data_ptr() for t in (query, key, value, out, lse, dout)]):  # empty, or given back
+        if lse.shape != (batch, heads, q_len) or not (lse.data_ptr() and dout.data_ptr()):  # empty, or given back
+            return None
+        if not all([t.data_ptr() and t.stride(3) == 1 and t.dtype == out.dtype for t in (query, key, value, out)]):
             return None
         sizes = batch, heads, kv_heads, q_len, kv_len, width
         found = whole(dout, out, lse, query, key, value, operands.values(), q_offset, sizes)

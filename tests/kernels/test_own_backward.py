@@ -234,6 +234,29 @@ def test_sequences_of_their_own_lengths(own) -> None:
             assert not got[row, :, length:].any()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.randn(1, *x.shape[1:]), lambda x: torch.randn(2, 3, 70, 16), lambda x: torch.randn(2, 2, 70, 8),
+        lambda x: torch.randn(3, *x.shape[1:]), lambda x: x.double(), lambda x: x.mT.contiguous().mT,
+    ],
+    ids=["fewer rows", "other heads", "narrower", "more rows", "other dtype", "other strides"],
+)  # fmt: skip
+def test_operands_that_were_replaced_are_named(own, change) -> None:
+    """torch's kernel would read beyond them: it looks at sizes of the query alone."""
+    for variant in (FULL, CAUSAL):
+        for calls in range(3):  # those after the first have nothing between
+            tensors, dout = drawn(70, 70), torch.randn(2, 4, 70, 16)
+            for _ in range(calls):
+                gradients(variant, tensors, dout)
+            out, *_ = before = [variant(*tensors, target="cpu", schedule=OWN), *own]
+            for x in tensors[1:]:
+                x.data = change(x.data)
+            with pytest.raises(WeftError, match="key"):
+                torch.autograd.grad(out, tensors, dout)
+            assert before[1:] == own
+
+
 # -- what is not finite ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 3, 9, 17, 70])
