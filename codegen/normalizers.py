@@ -282,11 +282,6 @@ def _softmax_of_cpu(terms: Terms) -> Blocks:
 
 def _softmax_in_one_piece(terms: Terms) -> str:
     """Not torch.softmax, whose exponentials have 20 bits on some processors."""
-    reference, divisor = "top", "total"
-    if terms.masked or not terms.linear:  # a score may be -inf
-        seen = " if n_seen == kv_len else" if terms.linear else ""
-        reference = f"top{seen}" * bool(seen) + " top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing"
-        divisor = f"total{seen}" * bool(seen) + " total.masked_fill(total == 0.0, 1.0)"
     scaled = ".mul_(LOG2_E)" if terms.far else ""
     saved = "torch.add(total.log_().view(lse.shape), top.view(lse.shape), alpha=LN_2, out=lse)"
     if terms.far:
@@ -295,10 +290,10 @@ def _softmax_in_one_piece(terms: Terms) -> str:
     powers = powers if terms.linear else f"cut({powers})"
     return _lines(f"""
         top = logits.amax(-1, keepdim=True)
-        reference = {reference.strip()}
+        reference = top.masked_fill(top == -math.inf, 0.0)  # a row that sees nothing, or scores of -inf alone
         weights = {powers}.exp2_()
         total = weights.sum(-1, keepdim=True)
-        weights.div_({divisor.split("  #")[0].strip()})
+        weights.div_(total.masked_fill(total == 0.0, 1.0))
         values = value.to(dtype).reshape(batch * kv_heads, kv_len, -1)
         if out.dtype == dtype and out.is_contiguous():
             torch.bmm(weights, values, out=out.view(batch * kv_heads, -1, values.shape[-1]))

@@ -137,6 +137,17 @@ def own_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
     return attend if right else None
 
 
+def overlap(*tensors: Tensor) -> bool:
+    """Whether rows of one begin inside of others, as those of `x.unfold(...)`: torch's own kernels lay results out as
+    operands are, and are wrong for such ones. Rows that are one and the same, as of `x.expand(...)`, are no harm."""
+    for tensor in tensors:
+        *sizes, width = tensor.shape
+        for size, stride in zip(sizes, tensor.stride()):
+            if 0 < stride < width and size > 1:
+                return True
+    return False
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------
 MOST_THREADS = 2  # of Python: each waits for the others between any two calls of torch; four are slower than two
 

@@ -314,8 +314,13 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
 
 
 def check_kept(name: str, b: BackwardCall) -> None:
-    """Raise WeftError where an operand is no longer what the forward read, as far as dimensions tell."""
-    changed = [f"{n}, of shape {list(t.shape)}" for n, t in b.call.tensors.items() if t.dim() != 4]
+    """Raise WeftError where an operand is no longer what the forward read, as far as dimensions and dtypes tell."""
+    dtype = b.out.dtype
+    changed = [
+        f"{n}, of {f'shape {list(t.shape)}' if t.dim() != 4 else t.dtype}"
+        for n, t in b.call.tensors.items()
+        if t.dim() != 4 or t.dtype != dtype
+    ]
     if changed:
         raise WeftError(
             f"{name}: {'; '.join(changed)}: expected what the forward read, got what was put in its place before the "

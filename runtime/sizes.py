@@ -46,8 +46,8 @@ def NAME(call):
         at = (at, q_len) if type(at) is int else type(sequences.q_offset)
         sizes = type(sequences), batches, heads, q_len, kv_heads, kv_len, call.head_dim, at, EXACT
         bucket = (
-            type(sequences), (batches - 1).bit_length(), heads, q_len.bit_length(), (q_len - 1).bit_length(), kv_heads,
-            kv_len.bit_length(), (kv_len - 1).bit_length(), call.head_dim, at, ROUGH
+            type(sequences), max(batches - 1, 0).bit_length(), heads, q_len.bit_length(), (q_len - 1).bit_length(),
+            kv_heads, kv_len.bit_length(), (kv_len - 1).bit_length(), call.head_dim, at, ROUGH
         )
     return RESULT
 """
@@ -215,14 +215,21 @@ class SizeChecks:
         self, call: Call, offsets: Range | None, ints: Sequence[int], extents: Mapping[str, tuple[int, ...]],
         rounded: bool,
     ) -> list[str]:  # fmt: skip
-        env, floats = self._ranges(call, offsets, ints, rounded), self._floats_of(call)
-        found = [p for expression in self._expressions for p in check_integers(expression, env, extents, floats)]
+        env, floats, expressions = self._ranges(call, offsets, ints, rounded), self._floats_of(call), self._read(call)
+        found = [p for expression in expressions for p in check_integers(expression, env, extents, floats)]
         if offsets is None:
             far = (-LARGEST_OFFSET, LARGEST_OFFSET + env["q_len"][1])
             env |= {"q_pos": far}
-            everywhere = [p for e in self._expressions for p in check_integers(e, env, extents, floats)]
+            everywhere = [p for e in expressions for p in check_integers(e, env, extents, floats)]
             found += [f"{p}; {_UNKNOWN_OFFSETS}" for p in everywhere if not _is_of_an_index(p)]
         return list(dict.fromkeys(found))
+
+    def _read(self, call: Call) -> tuple[Expr, ...]:
+        """What a dense call computes: nothing without queries, and without keys what rows see."""
+        batch, _, q_len, _ = call.query.shape
+        if batch == 0 or q_len == 0:
+            return ()
+        return self._expressions if call.key.shape[2] else self._of_rows
 
     def _floats_of(self, call: Call) -> dict[str, float]:
         """Values of the scalars of which ints are made."""

@@ -237,7 +237,7 @@ class Variant:
         results |= {f"d{name}": tensor for name, tensor in found.items()}
         sums = _run(ready, call, results)
         if sums:
-            found |= self._operand_gradients(call, b.wanted, sums)
+            found |= self._operand_gradients(call, b.wanted, self.facts.operand_gradients(b.wanted), sums)
         return found
 
     def _flat(self, b: BackwardCall, names: frozenset[str]) -> dict[str, Tensor]:
@@ -278,27 +278,22 @@ class Variant:
         if self.facts.scores_lie_far:
             lse, dlse = lse[0], dlse[0]  # of the sum of both statistics, which is what callers see
         dlse = torch.where(lse == -torch.inf, 0.0, dlse)  # of rows without a sink, and of those that no sequence has
-        batch, heads, q_len = dlse.shape
         exists, sums = None, []
         if call.ragged is None:
             of_sinks, env = dlse.sum(-1), _env(call)
         else:
             of_sinks, own, exists = summed_by_sequence(dlse, call.ragged, call.query, call.key)
             env = _heads(call) | own
-        for gradient in self.facts.operand_gradients(wanted):
-            length = {"row": (q_len,), "column": (0,)}.get(gradient.kind, ())
-            if gradient.kind in PAIR_KINDS:
-                sums.append(dlse.new_zeros(tensors[gradient.load.tensor.name].shape))
-            elif gradient.kind == "sink":
-                slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device, exists).expand(*of_sinks.shape, 1)
-                sums.append(torch.where(of_sinks == 0.0, 0.0, of_sinks * slope[..., 0]))
-            else:
-                sums.append(dlse.new_zeros(batch, heads, *length))
-        return found | self._operand_gradients(call, wanted, sums)
+        read = [g for g in self.facts.operand_gradients(wanted) if g.kind == "sink"]
+        for gradient in read:
+            slope = evaluate(gradient.derivative, env, dlse.dtype, dlse.device, exists).expand(*of_sinks.shape, 1)
+            sums.append(torch.where(of_sinks == 0.0, 0.0, of_sinks * slope[..., 0]))
+        return found | self._operand_gradients(call, wanted, read, sums)
 
-    def _operand_gradients(self, call: Call, wanted: frozenset[str], sums: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _operand_gradients(
+        self, call: Call, wanted: frozenset[str], gradients: Sequence[OperandGradient], sums: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
         operands = {n: t for n, t in call.operands.items() if n in wanted and isinstance(t, Tensor)}
-        gradients = self.facts.operand_gradients(wanted)
         totals = {}
         for name, tensor in operands.items():
             own = [(g, total) for g, total in zip(gradients, sums) if g.load.tensor.name == name]

@@ -187,18 +187,19 @@ class _CpuLauncher:
             packer.expression(condition)
         operands = "call.operands.values()" if self.reads_operands else "()"
         whole = getattr(self.module, "attended_as_a_whole", None)
+        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
+        out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
         attended = [
             "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
             f"    found = whole(query, key, value, {operands}, q_offset, sizes)",
-            "    if found is not None:", "        out, lse = found",  # in [B, L, H, D], as some queries are
-            "        return (out if query_sh < query_sl else out.contiguous()), lse.contiguous()",
+            "    if found is not None:", "        attended, lse = found",  # laid out as the query is
+            "        if attended.stride() == out_strides:", "            return attended, lse.contiguous()",
+            f"        return {out['out']}.copy_(attended), lse.contiguous()",
         ]  # fmt: skip
-        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
-        out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
         text = [
             "def direct(call):", *(f"    {line}" for line in packer.lines),
-            f"    if not ({' and '.join(conditions)}):", "        return None", *(attended if whole else []),
-            *(f"    {name} = {value}" for name, value in out.items()),
+            f"    if not ({' and '.join(conditions)}):", "        return None",
+            f"    out_strides = {out['out_strides']}", *(attended if whole else []), f"    out = {out['out']}",
             f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
             f"    forward(query, [key], value, {operands}, q_offset, call.head_dim, out, lse, **blocks)",
             "    return out, lse",
@@ -254,11 +255,12 @@ def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str], n_operands:
             return None
         if not out.shape == query.shape == dout.shape or key.shape != value.shape or not query.dim() == key.dim() == 4:
             return None  # operands are not what they were: `check_kept` says so
-        batch, heads, q_len, width = query.shape
-        kv_heads, kv_len = key.shape[1:3]
-        if lse.shape != (batch, heads, q_len) or out.stride(3) != 1:
+        (batch, heads, q_len, width), (key_batch, kv_heads, kv_len, key_width) = query.shape, key.shape
+        if batch != key_batch or width != key_width or not kv_heads or heads % kv_heads:
             return None
-        if not all([t.data_ptr() for t in (query, key, value, out, lse, dout)]):  # empty, or given back
+        if lse.shape != (batch, heads, q_len) or not (lse.data_ptr() and dout.data_ptr()):  # empty, or given back
+            return None
+        if not all([t.data_ptr() and t.stride(3) == 1 and t.dtype == out.dtype for t in (query, key, value, out)]):
             return None
         sizes = batch, heads, kv_heads, q_len, kv_len, width
         found = whole(dout, out, lse, query, key, value, operands.values(), q_offset, sizes)

@@ -401,6 +401,11 @@ class HopperBackwardLauncher(HopperLauncher):
     def _is_persistent(self) -> bool:
         return is_persistent(self.code, self.facts)
 
+    def _options(self, form: Any) -> dict[str, int]:
+        if isinstance(form, Tiling):
+            return super()._options(form)
+        return super()._options(form) | {"launch_pdl": True}  # they wait by themselves for what they read
+
     def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
         batches, heads, q_len, _ = call.query.shape
         packed, ragged = self.sequences == "packed", self.sequences != "dense"

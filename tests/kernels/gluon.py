@@ -349,7 +349,7 @@ class Language:
     def __init__(self) -> None:
         self.machine: Any = None
         self.program, self.programs = 0, 1
-        self.extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None))
+        self.extra = SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None))
 
     def inline_asm_elementwise(self, text: str, operands: str, args: Any, *rest: object, **more: object) -> Any:
         if found := re.search(r"bar\.(arrive|sync) [$\w]+, (\d+)", text):

@@ -177,6 +177,34 @@ def test_views_between_nan(own, blhd, dtype) -> None:
         torch.testing.assert_close(got, wanted, rtol=error, atol=error)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("across", ["rows", "heads"])
+def test_rows_that_overlap_have_tiles(own, across, dtype) -> None:
+    """torch's kernels lay results out as operands are, and write rows of contiguous columns there in any case: an
+    output of garbage, and in 16 bits an error."""
+    others, dout = drawn(70, 70, dtype), torch.randn(2, 4, 70, 16).to(dtype)
+    for which in range(4):
+        *tensors, dout = (x.detach() for x in (*others, dout))
+        given = [*tensors, dout]
+        batch, heads, rows, width = given[which].shape
+        if across == "rows":
+            given[which] = torch.randn(batch, heads, rows + width).to(dtype).unfold(2, width, 1)[:, :, :rows]
+        else:
+            wide = torch.randn(batch, rows, heads + width).to(dtype)
+            given[which] = wide.unfold(2, width, 1)[:, :, :heads].transpose(1, 2)
+        *tensors, dout = given
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        apart = [x.contiguous().requires_grad_() for x in map(torch.clone, tensors)]
+        for variant in (FULL, CAUSAL):
+            out, expected = variant(*leaves, target="cpu", schedule=OWN), variant(*apart, target="cpu", schedule=TILES)
+            error = 0.1 if dtype.itemsize == 2 else 1e-5
+            torch.testing.assert_close(out, expected, rtol=error, atol=error)
+            found = torch.autograd.grad(out, leaves, dout)
+            for got, wanted in zip(found, torch.autograd.grad(expected, apart, dout), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=error, atol=error)
+    assert not own
+
+
 def test_a_gradient_that_is_one_number(own) -> None:
     """out.sum() gives a gradient without strides."""
     tensors = drawn(70, 70)
@@ -204,6 +232,29 @@ def test_sequences_of_their_own_lengths(own) -> None:
         for got, wanted in zip(found, exact, strict=True):
             torch.testing.assert_close(got[row : row + 1, :, :length].double(), wanted, rtol=1e-5, atol=1e-5)
             assert not got[row, :, length:].any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.randn(1, *x.shape[1:]), lambda x: torch.randn(2, 3, 70, 16), lambda x: torch.randn(2, 2, 70, 8),
+        lambda x: torch.randn(3, *x.shape[1:]), lambda x: x.double(), lambda x: x.mT.contiguous().mT,
+    ],
+    ids=["fewer rows", "other heads", "narrower", "more rows", "other dtype", "other strides"],
+)  # fmt: skip
+def test_operands_that_were_replaced_are_named(own, change) -> None:
+    """torch's kernel would read beyond them: it looks at sizes of the query alone."""
+    for variant in (FULL, CAUSAL):
+        for calls in range(3):  # those after the first have nothing between
+            tensors, dout = drawn(70, 70), torch.randn(2, 4, 70, 16)
+            for _ in range(calls):
+                gradients(variant, tensors, dout)
+            out, *_ = before = [variant(*tensors, target="cpu", schedule=OWN), *own]
+            for x in tensors[1:]:
+                x.data = change(x.data)
+            with pytest.raises(WeftError, match="key"):
+                torch.autograd.grad(out, tensors, dout)
+            assert before[1:] == own
 
 
 # -- what is not finite ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What generated code of target `cpu` calls: products with and without oneDNN, and threads."""
 
+import math
 import os
 import sys
 import threading
@@ -243,6 +244,24 @@ def test_nan_in_a_query_is_in_its_row(variant, q_len, kv_len):
         out, lse = variant(query, key, value, target="cpu", return_lse=True, **lengths)
         assert out[0, 1, -1].isnan().all() and lse[0, 1, -1].isnan()
         assert out[0, 0].isfinite().all() and out[0, 1, :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_len", [1, 2, 40, 70, 200])
+def test_a_row_of_infinite_scores(kv_len, dtype):
+    """All of -inf: it sees nothing. One of inf: NaN, where torch's own kernel gives 0 in 16 bits."""
+    for q_len, value_dim in ((1, 8), (3, 8), (3, 4)):  # of which the last has scores in one piece
+        query, key, value = (torch.randn(1, 2, n, w) for n, w in ((q_len, 8), (kv_len, 8), (kv_len, value_dim)))
+        query[..., 5], key[..., 5] = 1.0, 1.0
+        for sign, expected, saved in ((-1.0, 0.0, -math.inf), (1.0, math.nan, None)):
+            query[0, 1, -1, 5] = sign * math.inf
+            given = [x.to(dtype) for x in (query, key, value)]
+            out, lse = weft.Attention(name="sees_all")(*given, target="cpu", return_lse=True)
+            torch.testing.assert_close(
+                out[0, 1, -1], torch.full_like(out[0, 1, -1], expected), rtol=0, atol=0, equal_nan=True
+            )
+            assert saved is None or (lse[0, 1, -1] == saved).all()
+            assert out[0, 0].isfinite().all() and lse[0, 0].isfinite().all() and out[0, 1, :-1].isfinite().all()
 
 
 @pytest.mark.parametrize("mode", ["bfloat16", "float64", "meta", "autocast"])

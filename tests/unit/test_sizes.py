@@ -17,11 +17,11 @@ from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged
 window, shift = weft.scalar("window", int), weft.tensor("shift", 1)
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="sizes_recent")
 SHIFTED = weft.Attention(score=score + shift[head], mask=masks.causal & (q_pos - kv_pos < 9), name="sizes_shifted")
-LENGTHS = (1, 2, 3, 4, *range(16, 32, 3))
+LENGTHS, BATCHES = (1, 2, 3, 4, *range(16, 32, 3)), (0, 1, 2, 5)
 
 
 def calls(kind: str, q_offset: Any) -> Iterator[Call]:
-    for batch, q_len, kv_len, size in product((1, 2, 5), LENGTHS, LENGTHS, (1, 3, 4)):
+    for batch, q_len, kv_len, size in product(BATCHES, LENGTHS, LENGTHS, (1, 3, 4)):
         query = torch.empty(1 if "packed" in kind else batch, 2, q_len, 8)
         key = torch.empty(query.shape[0], 1, kv_len, 8)
         if "paged" in kind:
@@ -82,7 +82,7 @@ def test_what_was_proven_of_an_offset_is_not_taken_for_another(monkeypatch: pyte
         for call in calls(kind, 3)
         if (found := names(call))
     }
-    assert len(exact) == 5 * 3 * 3 * len(LENGTHS) ** 2
+    assert len(exact) == 5 * len(BATCHES) * 3 * len(LENGTHS) ** 2
 
 
 def test_a_known_call_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +101,22 @@ def test_a_known_call_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) ->
         RECENT(q, k, k, window=1 << 20)
     with pytest.raises(AssertionError, match="proven again"):
         SHIFTED(q, k, k, shift=torch.zeros(1))
+
+
+@pytest.mark.parametrize("place", ["batch", "q_pos", "kv_pos", "q_pos // kv_len"])
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+def test_a_call_of_nothing_reads_nothing(target: str, place: str) -> None:
+    """An operand that is as empty as the call, a divisor of 0 where there are no keys."""
+    row, own = weft.tensor("row", 1), weft.tensor("own", 1)
+    variant = weft.Attention(score + weft.parse(f"row[{place}]", {"row": row}), sink=own[head], name="sizes_of_nothing")
+    for batch, q_len, kv_len in ((0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)):
+        tensors = [torch.randn(batch, 2, n, 8).requires_grad_() for n in (q_len, kv_len, kv_len)]
+        operands = {"row": torch.randn(0).requires_grad_(), "own": torch.randn(2).requires_grad_()}
+        out, lse = variant(*tensors, **operands, target=target, return_lse=True)
+        assert not out.any() and torch.equal(lse, operands["own"][None, :, None].expand(lse.shape))
+        *_, of_own = torch.autograd.grad((out, lse), [*tensors, *operands.values()], (out, torch.ones_like(lse)))
+        assert torch.equal(of_own, torch.full((2,), float(batch * q_len)))
+        if place != "q_pos // kv_len":
+            full = [torch.randn(2, 2, 3, 8)] * 3  # what was sound of nothing is not of these
+            with pytest.raises(weft.WeftError, match="row has 0 entries there"):
+                variant(*full, **operands, target=target)
