@@ -45,8 +45,8 @@ _MANY_KEYS, _MANY_QUERIES = (f"the {what} tiles that positions leave over, many 
 
 
 def span_width(program: TileProgram) -> int:
-    """Numbers that are written of a tile: its ranges, whether its tiles are listed, and the list."""
-    return len(program.outputs) + 1 + SPAN_ROOM
+    """Numbers that a tile has room for: its ranges, where its tiles are listed, and the list, from a multiple of 4."""
+    return len(program.outputs) + 4 + SPAN_ROOM
 
 
 @lru_cache(maxsize=64)
