@@ -106,7 +106,8 @@ def check(
     launched = variant.replace(latent=weft.Latent(16, rope_dim)) if rope_dim else variant
     sums = launch(launched, call, results, wanted, deterministic, seed, kind_of_offset)
     if sums:
-        own = variant._variant._operand_gradients(call, frozenset(wanted), sums)
+        read = variant._variant.facts.operand_gradients(frozenset(wanted))
+        own = variant._variant._operand_gradients(call, frozenset(wanted), read, sums)
         found |= {f"d{n}": g for n, g in own.items()}
     assert found.keys() == {f"d{n}" for n in wanted}
     for name, gradient in found.items():
