@@ -48,6 +48,7 @@ class Kernel:
     assembly: str  # PTX or AMD assembly
     log: str  # what ptxas said, with -v
     cubin: bytes  # empty on AMD
+    launched_early: bool  # while what is in front of it runs
 
     @property
     def registers(self) -> int:
@@ -235,5 +236,5 @@ def compile_ahead(seen: Compilation, machine: Hardware) -> Kernel:
     spilled = re.findall(r"(\d+) bytes spill stores|vgpr_spill_count: *(\d+)", said.getvalue() + assembly)
     return Kernel(
         seen.name, made.metadata.shared, sum(int(a or b) for a, b in spilled), assembly, said.getvalue(),
-        made.asm.get("cubin", b""),
+        made.asm.get("cubin", b""), bool(seen.options.get("launch_pdl")),
     )  # fmt: skip

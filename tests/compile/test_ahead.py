@@ -366,6 +366,27 @@ def test_scores_far_from_0_are_rounded_alike_in_every_kernel(target: str) -> Non
 NARROW = [("streaming", 32, 16), ("streaming", 24, 8), ("flash", 32, 16)]
 
 
+@pytest.mark.parametrize(
+    ("name", "head_dim", "deterministic", "sequences"),
+    mostly(
+        [("causal", 64, False, "dense"), ("documents", 128, True, "packed")],
+        [("softcap", 128, True, "dense"), ("causal", 256, False, "dense"), ("causal", 128, False, "lengths")],
+    ),
+)
+def test_backwards_of_hopper_are_launched_early_and_wait(
+    name: str, head_dim: int, deterministic: bool, sequences: SequenceKind
+) -> None:
+    """Each kernel waits for the one before it, and all but the last let the next one begin."""
+    made = compiled(
+        VARIANTS[name], "backward", head_dim, target="hopper", deterministic=deterministic, sequences=sequences
+    )
+    early = [kernel for kernel in made.kernels.values() if kernel.launched_early]
+    assert len(early) == 3 and "row_statistics" == early[0].name
+    assert [kernel.count(r"griddepcontrol\.wait") for kernel in early] == [1, 1, 1]
+    assert all(kernel.count(r"griddepcontrol\.launch_dependents") for kernel in early[:-1])
+    assert not any(kernel.count("griddepcontrol") for kernel in made.kernels.values() if kernel not in early)
+
+
 @pytest.mark.parametrize(("schedule", "head_dim", "value_dim"), NARROW)
 def test_addresses_of_narrow_tiles(schedule: str, head_dim: int, value_dim: int) -> None:
     wanted = frozenset({"query", "value"})
