@@ -282,7 +282,8 @@ def test_a_scale_of_any_sign_costs_the_full_loops_of_hopper_nothing(head_dim: in
 DOCUMENT_SPILLS = {"flash_forward": 32, "flash_dquery": 32, "flash_dkey_dvalue": 256}
 MEASURING_SPILLS = 0 if triton.__version__.startswith("3.6") else 512  # 3.7 holds all that a program looks at together
 HOPPER_DOCUMENT_BACKWARD_SPILLS = {64: 0, 128: 224}
-HOPPER_DOCUMENT_SPILLS = {64: 48, 128: 288}  # 44 at D128 with Triton 3.6, 260 with 3.7
+# 20 and 52 with Triton 3.6, 12 and 360 with 3.7, which is not the supported one; 260 there before tiles were listed
+HOPPER_DOCUMENT_SPILLS = {64: 24, 128: 56 if triton.__version__.startswith("3.6") else 368}
 
 
 @pytest.mark.sampled(3)
@@ -381,7 +382,7 @@ def test_backwards_of_hopper_are_launched_early_and_wait(
         VARIANTS[name], "backward", head_dim, target="hopper", deterministic=deterministic, sequences=sequences
     )
     early = [kernel for kernel in made.kernels.values() if kernel.launched_early]
-    assert len(early) == 3 and "row_statistics" == early[0].name
+    assert len(early) == 3 and early[0].name == "row_statistics"
     assert [kernel.count(r"griddepcontrol\.wait") for kernel in early] == [1, 1, 1]
     assert all(kernel.count(r"griddepcontrol\.launch_dependents") for kernel in early[:-1])
     assert not any(kernel.count("griddepcontrol") for kernel in made.kernels.values() if kernel not in early)

@@ -169,7 +169,7 @@ def test_a_fit_finds_paces_that_give_the_times_that_were_measured() -> None:
         assert again == pytest.approx(example.seconds, rel=0.02)
 
 
-@pytest.mark.parametrize(("tokens", "measured"), [(1 << 16, 16.6), (1 << 18, 19.5), (1 << 20, 31.5)])
+@pytest.mark.parametrize(("tokens", "measured"), [(1 << 16, 16.9), (1 << 18, 19.5), (1 << 20, 33.2)])
 def test_measuring_tiles_of_long_axes_takes_what_was_measured(tokens: int, measured: float) -> None:
     """Of documents of 1024 tokens, D128 H8: the kernels of a forward that measure, microseconds."""
     documents = weft.Attention(mask=CAUSAL & (DOC[kv_pos] == DOC[q_pos]), name="documents")
@@ -177,7 +177,7 @@ def test_measuring_tiles_of_long_axes_takes_what_was_measured(tokens: int, measu
     times = {k.code.name: k.times.seconds * 1e6 for k in plan.kernels if k.code.kernel.direction == "forward"}
     del times["flash_forward"]
     assert times.keys() == {"kv_ends", "kv_long_spans"}
-    assert sum(times.values()) == pytest.approx(measured, rel=0.15)  # before there were bits, which are read too
+    assert sum(times.values()) == pytest.approx(measured, rel=0.1)  # 256k before there were bits
 
 
 def test_the_bytes_of_a_bias_that_is_brought_are_counted() -> None:
