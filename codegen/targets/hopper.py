@@ -75,6 +75,7 @@ from .hopper_tiles import (
     piecewise,
     places_of_results,
     statistics_of_a_row,
+    stores_first,
     sums_of_a_tile,
 )
 from .latent_launcher import LatentLauncher
@@ -287,6 +288,7 @@ class HopperTarget:
             "stored": _stored(code, facts),
             "diagonals": code.borrows_diagonals,
             "persistent": persistent,
+            "stores_first": stores_first(code, facts),
             "places": places_of_results(form, own) if persistent and main == "flash_backward" else None,
         } | ({"slope_at_end": True} if tables_in(code, facts) else {})  # fmt: skip
 

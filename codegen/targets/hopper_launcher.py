@@ -30,6 +30,7 @@ from .hopper_tiles import (
     part_columns,
     pieces_of,
     statistics_of_a_row,
+    stores_first,
     sums_of_a_tile,
 )
 from .triton_direct import PADDING
@@ -37,6 +38,8 @@ from .triton_launcher import Mode, TritonLauncher
 from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of, writes_all
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
+# Up to so many queries a head's first shares of dQ are stored: zeros for the sums cost longer calls nothing.
+MOST_STORED = 4096
 _LINE = 128  # floats of a line of a part
 _LEAST_STEP = 8  # elements of 16 bytes, of operands
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
@@ -396,7 +399,8 @@ class HopperBackwardLauncher(HopperLauncher):
         # in one allocation, which takes the host longer than addresses, where no statistics are cleared
         self._together = self.code.has("flash_backward") and self.sequences != "packed"
         if self._together:
-            self.numbers |= {"statistics", "dquery_sums"}
+            self.numbers |= {"statistics", "dquery_sums", "shares_stored"}
+        self._stores_first = stores_first(self.code, self.facts)
 
     def _is_persistent(self) -> bool:
         return is_persistent(self.code, self.facts)
@@ -416,6 +420,8 @@ class HopperBackwardLauncher(HopperLauncher):
         own = {"statistics": flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)}
         if self.code.has("flash_backward"):
             own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
+        if self._stores_first:
+            own["shares_stored"] = flat_place(tiles, CONSUMERS, dtype=torch.int32)
         if "drope" in results:  # of all heads together, or of each where sums must repeat
             shares, fill = (call.key.shape[1], None) if self.code.signature.deterministic else (1, 0.0)
             own[f"dkey{self._apart}"] = flat_place(batches, shares, *results["drope"].shape[2:], fill=fill)
@@ -503,11 +509,14 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _made(self, mode: Mode) -> dict[str, str]:
         if self._together:
+            floats = ["statistics_floats", "dquery_sums_floats", *([f"{CONSUMERS} * all_query_tiles"] if self._stores_first else [])]
             own = {
-                "sums": rows_of("statistics_floats + dquery_sums_floats", dtype="float32"),
+                "sums": rows_of(" + ".join(floats), dtype="float32"),
                 "statistics": "sums.data_ptr()", "at_statistics": "statistics",
                 "dquery_sums": "statistics + 4 * statistics_floats", "at_dquery_sums": "dquery_sums",
             }  # fmt: skip
+            if self._stores_first:
+                own["shares_stored"] = "dquery_sums + 4 * dquery_sums_floats"  # ints of as many bytes
         else:
             statistics = rows_of("statistics_floats", dtype="float32")
             own = {"statistics": f"{statistics}.zero_()" if self.sequences == "packed" else statistics}
@@ -542,7 +551,8 @@ class HopperBackwardLauncher(HopperLauncher):
             floats["dquery_sums"] = sums_of_a_tile(form, self.code.signature.widths)
         return {
             **super()._rows(aligned),
-            **{f"{name}_floats": f"batches * heads * query_tiles * {number}" for name, number in floats.items()},
+            **{f"{name}_floats": f"all_query_tiles * {number}" for name, number in floats.items()},
+            "all_query_tiles": "batches * heads * query_tiles",
             "n_rows": "batches * heads * q_len",
             "query_tiles": f"q_len // {form.block_q} + n_sequences + 1" if packed
             else f"(q_len + {form.block_q - 1}) // {form.block_q}",
@@ -550,6 +560,7 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
+            "stored_first": f"int(group == 1 and q_offset >= 0 and q_len <= {MOST_STORED})",
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": "q_slots" if packed
             else f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",

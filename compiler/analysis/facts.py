@@ -14,6 +14,7 @@ from ...ir.attention import Attention
 from ...ir.canonical import canonical
 from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
+from .affine import const, make
 from .bounds import kv_bounds, q_bounds
 from .distances import ByDistance, parts_by_distance, with_tables
 from .measured import measuring
@@ -70,6 +71,14 @@ class Facts:
             return False
         own = {"kv_pos": symbol("q_pos")}
         return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= FAR)
+
+    @cached_property
+    def first_key_is_seen(self) -> bool:
+        """Whether every query, at a position of 0 or more, sees key 0 for certain."""
+        # an absolute value is known to be no less than 0, which a position is not
+        return holds(
+            substitute(self.attention.folded_mask, {"kv_pos": const(0), "q_pos": make("abs", symbol("q_pos"))})
+        )
 
     @cached_property
     def kv_bounds(self) -> Bounds:

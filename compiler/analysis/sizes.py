@@ -6,7 +6,7 @@ import math
 
 from ...ir.canonical import canonical
 from ...ir.expr import Call, Const, Expr, Symbol
-from .affine import at_most, simplified
+from .affine import at_most, const, make, simplified
 from .ranges import has_64_bits
 
 FAR = 1000.0  # of scores: roundings of a log-sum-exp of this size change weights by 2**-13 at most
@@ -24,6 +24,12 @@ def holds(condition: Expr) -> bool:
             return any(map(holds, args))
         case Call("le", (a, b)) if a.dtype == b.dtype == "int":
             return at_most(*(canonical(simplified(x)) for x in (a, b)))
+        case Call("lt", (a, b)) if a.dtype == b.dtype == "int":
+            return holds(make("le", make("add", a, const(1)), b))
+        case Call("not", (Call("lt", (a, b)),)):
+            return holds(make("le", b, a))
+        case Call("not", (Call("le", (a, b)),)):
+            return holds(make("lt", b, a))
         case _:
             return False
 
