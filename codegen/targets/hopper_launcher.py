@@ -38,8 +38,6 @@ from .triton_launcher import Mode, TritonLauncher
 from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of, writes_all
 
 L2_BYTES = 40_000_000  # of an H100's or H200's 50 MB: what K and V of the heads in flight may take
-# Up to so many queries a head's first shares of dQ are stored: zeros for the sums cost longer calls nothing.
-MOST_STORED = 4096
 _LINE = 128  # floats of a line of a part
 _LEAST_STEP = 8  # elements of 16 bytes, of operands
 _ANY = 0x7FFF0000  # a size that no coordinate reaches
@@ -509,14 +507,14 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _made(self, mode: Mode) -> dict[str, str]:
         if self._together:
-            floats = ["statistics_floats", "dquery_sums_floats", *([f"{CONSUMERS} * all_query_tiles"] if self._stores_first else [])]
+            counts = f" + {CONSUMERS} * all_query_tiles" if self._stores_first else ""  # ints of as many bytes
             own = {
-                "sums": rows_of(" + ".join(floats), dtype="float32"),
+                "sums": rows_of(f"statistics_floats + dquery_sums_floats{counts}", dtype="float32"),
                 "statistics": "sums.data_ptr()", "at_statistics": "statistics",
                 "dquery_sums": "statistics + 4 * statistics_floats", "at_dquery_sums": "dquery_sums",
             }  # fmt: skip
             if self._stores_first:
-                own["shares_stored"] = "dquery_sums + 4 * dquery_sums_floats"  # ints of as many bytes
+                own["shares_stored"] = "dquery_sums + 4 * dquery_sums_floats"
         else:
             statistics = rows_of("statistics_floats", dtype="float32")
             own = {"statistics": f"{statistics}.zero_()" if self.sequences == "packed" else statistics}
@@ -560,7 +558,7 @@ class HopperBackwardLauncher(HopperLauncher):
             # Q, dO and the sums of dQ of one head of keys
             "query_bytes": f"{(self.columns + self.value_columns) * 2 + self.columns * 4} * q_len * group",
             "heads_together": "sharing_l2(batch_kv_heads, query_bytes)",
-            "stored_first": f"int(group == 1 and q_offset >= 0 and q_len <= {MOST_STORED})",
+            "stored_first": "int(group == 1 and q_offset >= 0 and kv_len > 0)",
         } | ({} if not self.code.has("flash_dquery") else {
             "own_tiles": "q_slots" if packed
             else f"(q_len + {self._query_form.block_q - 1}) // {self._query_form.block_q}",

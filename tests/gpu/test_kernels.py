@@ -258,6 +258,32 @@ def test_repeated_launches_agree_bit_for_bit(target, dim, deterministic):
                     assert torch.equal(a, b), f"{variant.name} {target} D{dim}: a bit of d{name} differs"
 
 
+@pytest.mark.slow(12)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_first_shares_are_stored_before_others_are_added(dim):
+    """Many programs of few heads wait for each other, on two streams at once; a share that is lost or read too early is
+    far off."""
+    generator = torch.Generator().manual_seed(dim)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for heads, q_len, kv_len in ((1, 6000, 6000), (16, 1024, 1024), (3, 1, 700), (2, 1700, 3000), (40, 300, 200)):
+        lengths = (q_len, kv_len, kv_len)
+        q, k, v = (
+            torch.randn(1, heads, n, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in lengths
+        )
+        offset = int(torch.randint(0, 3, (), generator=generator)) * 100
+        calls = [CAUSAL(q, k, v, q_offset=offset, target="hopper", deterministic=d) for d in (True, False)]
+        dout = torch.randn_like(calls[0])
+        exact = torch.autograd.grad(calls[0], [q, k, v], dout)[0]
+        torch.cuda.synchronize()
+        found = []
+        for turn in range(60):
+            with torch.cuda.stream(streams[turn % 2]):
+                found.append(torch.autograd.grad(calls[1], [q, k, v], dout, retain_graph=True)[0])
+        torch.cuda.synchronize()
+        for dq in found:
+            assert (dq - exact).float().norm() <= 4e-3 * exact.float().norm()
+
+
 @pytest.mark.slow(9)
 def test_determinism_is_as_torch_is_set():
     q, k, v = (torch.randn(1, 4, 700, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

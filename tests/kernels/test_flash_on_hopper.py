@@ -162,6 +162,20 @@ def test_lengths_at_the_edges_of_tiles(q_len, kv_len):
     check("causal" if q_len <= kv_len else "dense", operands_of(2, 2, q_len, kv_len, 128, 64, 128, batch=1))
 
 
+FIRST = [  # queries, keys, key heads of 2, offset; not stored in groups, or before position 0
+    (300, 300, 2, 0), (130, 400, 2, 270), (300, 130, 2, 0), (130, 400, 2, 7), (300, 300, 1, 0), (300, 200, 2, -100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "kv_heads", "offset"), mostly([FIRST[0], FIRST[3], FIRST[4], FIRST[5]], FIRST)
+)
+@pytest.mark.parametrize("name", mostly(["causal"], ["causal", "dense", "cap"]))
+def test_shares_of_first_keys_are_stored(name, q_len, kv_len, kv_heads, offset):
+    """Sums of dQ hold NaN before, which a share that is added to them would leave there. Some keys have no query."""
+    check(name, operands_of(2, kv_heads, q_len, kv_len, 64, 0, 64), offset=offset)
+
+
 def test_sums_over_heads_repeat_where_they_must():
     sizes = (4, 4, 130, 130, 128, 64, 128)
     first, second = (check("causal", operands_of(*sizes), deterministic=True, seed=seed) for seed in (0, 7))

@@ -147,3 +147,31 @@ SLOPES = [  # score, whether its slope is finite at any values of tensors and sc
 @pytest.mark.parametrize(("score", "finite"), SLOPES, ids=[str(score) for score, _ in SLOPES])
 def test_slopes_that_are_finite(score: Expr, finite: bool) -> None:
     assert facts_of(Attention(score)).slope_is_finite == finite
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+WINDOW, TABLE = scalar("window", int), tensor("table", 1, int)
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (True, True),
+        (KV_POS <= Q_POS, True),
+        (Q_POS >= KV_POS, True),
+        (KV_POS < Q_POS + 1, True),
+        (~(KV_POS > Q_POS), True),
+        ((KV_POS <= Q_POS) | (KV_POS < WINDOW), True),
+        (KV_POS - Q_POS < 3, True),
+        (KV_POS < Q_POS, False),
+        (KV_POS <= Q_POS - 1, False),
+        (KV_POS >= Q_POS, False),
+        ((KV_POS <= Q_POS) & (Q_POS - KV_POS < WINDOW), False),
+        ((KV_POS <= Q_POS) & (TABLE[Q_POS] == TABLE[KV_POS]), False),
+        (KV_POS < WINDOW, False),
+    ],
+    ids=str,
+)
+def test_whether_all_queries_see_the_first_key(mask: Expr, seen: bool) -> None:
+    """Only where it is certain: a query that does not would be waited for (docs/design.md, "The backward")."""
+    assert facts_of(Attention(mask=mask)).first_key_is_seen == seen
