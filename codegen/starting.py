@@ -7,6 +7,7 @@ nothing is cached): neither holds Python's lock.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from collections.abc import Callable
 
@@ -14,8 +15,13 @@ _threads: list[threading.Thread] = []
 
 
 def begin() -> None:
-    """Return at once; the first call in a process starts the work."""
+    """Return once Triton is imported; the first call in a process starts the rest of the work.
+
+    Its modules import each other in circles: threads that import them at the same time may find them half made.
+    """
     if not _threads:
+        with contextlib.suppress(Exception):  # likewise
+            importlib.import_module("triton.language")  # lazy: `import weft` does without Triton
         _threads.extend(threading.Thread(target=_try, args=(step,), daemon=True) for step in (_hash, _reach_driver))
         for thread in _threads:
             thread.start()
@@ -33,12 +39,12 @@ def _try(step: Callable[[], object]) -> None:
 
 
 def _hash() -> None:
-    from triton.runtime.cache import triton_key  # lazy: `import weft` does without Triton
+    from triton.runtime.cache import triton_key  # lazy, as above
 
     triton_key()
 
 
 def _reach_driver() -> None:
-    from triton.runtime import driver  # lazy: likewise
+    from triton.runtime import driver  # lazy, as above
 
     getattr(driver.active, "utils")  # noqa: B009  it is made when it is asked for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -71,6 +73,24 @@ def test_what_triton_does_once_is_begun_once_and_waited_for(monkeypatch: pytest.
     goes_on.set()
     monkeypatch.setattr(launching, "compiled", lambda kernel, *rest: [kernel, *sorted(done)])
     assert launching.compiled_together(-1, [asked("a")]) == [["a", "driver", "hash"]]
+
+
+def test_threads_find_triton_imported() -> None:
+    """Modules that import each other in circles are half made for a second thread that imports them meanwhile."""
+    script = """
+import sys
+from weft.codegen import starting
+
+def seen():
+    found.append([sys.modules[name].__spec__._initializing for name in ("triton", "triton.language", "triton.runtime")])
+
+found, starting._hash, starting._reach_driver = [], seen, seen
+assert "triton" not in sys.modules
+starting.begin()
+starting.wait()
+assert found == [[False] * 3] * 2, found
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_nothing_of_triton_is_begun_by_a_call_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
