@@ -84,7 +84,7 @@ def drawing_loops(kernel: Kernel) -> list[list[str]]:
 SPILLED_KEYS = 3  # keys of rounds, which a drawer of sequences with lengths may load anew for each counter
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_hopper_backward_of_sequences(width: int, sequences: SequenceKind) -> None:
@@ -101,7 +101,7 @@ def test_the_hopper_backward_of_sequences(width: int, sequences: SequenceKind) -
         assert count_opcode("(?:LDL|STL)", loop) <= SPILLED_KEYS
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequences", ["dense", "packed"])
 @pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128)])
 def test_the_hopper_backward_in_two_passes(width: int, value_dim: int, sequences: SequenceKind) -> None:

@@ -35,6 +35,7 @@ def module(name: str, head_dim: int, deterministic: bool) -> Module:
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", mostly([128], [64, 80, 128]))
 @pytest.mark.parametrize("name", VARIANTS)
@@ -53,7 +54,8 @@ def test_pairs_of_a_distance_share_a_load() -> None:
         assert not count_opcode("MUFU.LG2", loop)
 
 
-@pytest.mark.parametrize("sequences", ["lengths", "packed"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sequences", ["packed", "lengths"])
 def test_sequences(sequences: SequenceKind) -> None:
     for name in ("t5", "by_key"):
         wanted = frozenset({"query", "key", "value", *(t.name for t in VARIANTS[name].tensors)})

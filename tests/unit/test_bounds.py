@@ -256,7 +256,7 @@ def random_case(mask: Expr, draw: random.Random) -> Case:
     return Case(mask, *lengths, *blocks, offset, values, past_end=draw.random() < 0.5)
 
 
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**40))
 def test_random_masks_are_sound_on_both_axes(seed: int) -> None:
     check_random_mask(seed)
