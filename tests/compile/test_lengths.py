@@ -44,9 +44,7 @@ OF_HOPPER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("sequences", "direction", "dim", "value_dim"), mostly([OF_HOPPER[1]], OF_HOPPER)
-)
+@pytest.mark.parametrize(("sequences", "direction", "dim", "value_dim"), mostly([OF_HOPPER[1]], OF_HOPPER))
 def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, value_dim):
     """A sequence's own lengths cost a few instructions of the loops, no SRAM but a card's, and serialise no product."""
     dense, made = (
@@ -73,9 +71,7 @@ IN_TWO_PASSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("variant", "sequences", "dim", "value_dim"), mostly([IN_TWO_PASSES[0]], IN_TWO_PASSES)
-)
+@pytest.mark.parametrize(("variant", "sequences", "dim", "value_dim"), mostly([IN_TWO_PASSES[0]], IN_TWO_PASSES))
 def test_loops_of_two_passes_on_hopper_are_those_of_dense_kernels(variant, sequences, dim, value_dim):
     """Also where tiles are measured, and where gradients of operands are summed."""
     wanted = ALL | {"gain"} if variant is GAIN else None
