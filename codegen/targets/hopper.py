@@ -34,12 +34,14 @@ from .hopper_backwards import (
     DIAGONAL_SUMS,
     ONE_PASS,
     ONE_PASS_DRAWN,
+    ONE_PASS_STORED,
     fits_by_rows,
     is_one_pass,
     no_backward,
     no_distances,
     no_drawn,
     stores_boxes,
+    stores_first,
     sums_diagonals,
     sums_of_keys,
     sums_of_queries,
@@ -75,7 +77,6 @@ from .hopper_tiles import (
     piecewise,
     places_of_results,
     statistics_of_a_row,
-    stores_first,
     sums_of_a_tile,
 )
 from .latent_launcher import LatentLauncher
@@ -103,7 +104,8 @@ class HopperTarget:
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             if is_one_pass(signature) and not summed:
-                kernels = ONE_PASS_DRAWN if facts.attention.drops else ONE_PASS
+                stored = ONE_PASS_STORED if stores_first(signature, facts) else ONE_PASS
+                kernels = ONE_PASS_DRAWN if facts.attention.drops else stored
             else:
                 by_keys = sums_of_keys(signature, facts)
                 kernels = two_passes(signature.wanted, summed, by_keys, facts.attention.drops)
@@ -288,7 +290,7 @@ class HopperTarget:
             "stored": _stored(code, facts),
             "diagonals": code.borrows_diagonals,
             "persistent": persistent,
-            "stores_first": stores_first(code, facts),
+            "stores_first": main == "flash_backward" and stores_first(code.signature, facts),
             "places": places_of_results(form, own) if persistent and main == "flash_backward" else None,
         } | ({"slope_at_end": True} if tables_in(code, facts) else {})  # fmt: skip
 

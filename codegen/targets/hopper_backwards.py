@@ -11,6 +11,7 @@ from ...compiler.planning.distances import levels_of, tables_of
 from ...compiler.planning.kernels import (
     DRAWN_BACKWARD,
     DRAWN_KEYS,
+    FIRST_STORED_STATISTICS,
     FLASH,
     HOPPER_BACKWARD,
     HOPPER_STATISTICS,
@@ -20,6 +21,7 @@ from ...compiler.planning.kernels import (
 )
 from ...compiler.planning.quantities import hopper_statistics_sram, statistics_written
 from ...compiler.planning.signature import Signature, Widths
+from .hopper_tiles import key_pieces, piecewise
 
 
 def fits_by_rows(widths: Widths) -> bool:
@@ -41,7 +43,21 @@ def is_one_pass(signature: Signature) -> bool:
 OWNED_BY_KEYS = {"key", "value", "rope"}  # what the pass that owns keys has gradients of
 
 
+def stores_first(signature: Signature, facts: Facts) -> bool:
+    """Whether one pass stores shares of dQ of a head's first keys, and adds the others to them: no sums need zeros.
+
+    A query tile without such a share would be waited for in vain: all queries must see key 0. Where the columns of a
+    query are two pieces, nothing was gained (docs/experiments.md). Query heads that share keys go without (a number of
+    the launch).
+    """
+    plain = signature.sequences == "dense" and signature.offset != "per_row" and facts.tile_source == "program"
+    if not plain or facts.attention.drops or (facts.boxed_read is not None and signature.boxed):
+        return False
+    return len(key_pieces(piecewise(signature.widths.head_dim), signature.widths)) == 1 and facts.first_key_is_seen
+
+
 ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
+ONE_PASS_STORED: tuple[Kernel, ...] = (FIRST_STORED_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
 
 
 DIAGONAL_SUMS = PAIR_SUMS[1]  # of another target, in a module of its own

@@ -18,6 +18,7 @@ from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
+from .hopper_backwards import stores_first
 from .hopper_tiles import (
     CONSUMERS,
     ROWS,
@@ -30,7 +31,6 @@ from .hopper_tiles import (
     part_columns,
     pieces_of,
     statistics_of_a_row,
-    stores_first,
     sums_of_a_tile,
 )
 from .triton_direct import PADDING
@@ -398,7 +398,7 @@ class HopperBackwardLauncher(HopperLauncher):
         self._together = self.code.has("flash_backward") and self.sequences != "packed"
         if self._together:
             self.numbers |= {"statistics", "dquery_sums", "shares_stored"}
-        self._stores_first = stores_first(self.code, self.facts)
+        self._stores_first = self.code.has("flash_backward") and stores_first(self.code.signature, self.facts)
 
     def _is_persistent(self) -> bool:
         return is_persistent(self.code, self.facts)

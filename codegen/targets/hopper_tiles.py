@@ -153,20 +153,6 @@ def is_persistent(code: CodePlan, facts: Facts) -> bool:
     return bool(main) and form.is_persistent(facts.attention.drops)
 
 
-def stores_first(code: CodePlan, facts: Facts) -> bool:
-    """Whether shares of dQ of a head's first keys may be stored, and the others added to them: no sums need zeros.
-
-    A query tile without such a share would be waited for in vain: all queries must see key 0. Where a consumer has more
-    than one part of dQ nothing was gained (docs/experiments.md).
-    """
-    signature = code.signature
-    plain = signature.sequences == "dense" and signature.offset != "per_row" and code.tile_source == "program"
-    one_pass = code.has("flash_backward") and is_persistent(code, facts)
-    if not (plain and one_pass) or code.brings_boxes or not facts.first_key_is_seen:
-        return False
-    return left_parts(main_form(code)[1], signature.widths) == 1
-
-
 def places_of_results(form: HopperBackwardForm, widths: Widths) -> dict[str, Any] | None:
     """Where a consumer's dK and dV lie in the place of its shares of dQ; None where one of them does not fit.
 

@@ -74,6 +74,7 @@ from .quantities import (
     standard_softmax_exps,
     standard_softmax_written,
     standard_weights_read,
+    statistics_and_group_zeros,
     statistics_and_zeros,
     statistics_read,
     statistics_written,
@@ -274,6 +275,8 @@ HOPPER_STATISTICS = Kernel(
     "row_statistics", "backward", "backward_q", "kv", _ROWS, query_programs, hopper_statistics_and_zeros_sram,
     statistics_read, statistics_and_zeros, none, none, KEYS_AGAIN, "flash_backward",
 )  # fmt: skip
+# where a head's first shares of dQ are stored
+FIRST_STORED_STATISTICS = replace(HOPPER_STATISTICS, written=statistics_and_group_zeros)
 HOPPER_BACKWARD = Kernel(
     "flash_backward", "backward", "backward_kv", "q", _OVER_QUERIES, key_programs, hopper_backward_sram,
     flash_dkey_dvalue_read, hopper_backward_written, streaming_backward_flops, score_count, QUERIES_AGAIN,

@@ -381,6 +381,11 @@ def statistics_and_zeros(x: Sizes) -> float:
     return statistics_written(x) + sums_of_dquery(x)
 
 
+def statistics_and_group_zeros(x: Sizes) -> float:
+    """lse and delta, and zeros for the sums of dQ where query heads share keys."""
+    return statistics_written(x) if x.Hq == x.Hkv else statistics_and_zeros(x)
+
+
 def hopper_statistics_sram(x: Sizes) -> float:
     """O and dO."""
     return 2 * x.bq * x.Cv * x.e
