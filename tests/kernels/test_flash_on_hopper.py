@@ -176,6 +176,13 @@ def test_shares_of_first_keys_are_stored(name, q_len, kv_len, kv_heads, offset):
     check(name, operands_of(2, kv_heads, q_len, kv_len, 64, 0, 64), offset=offset)
 
 
+@pytest.mark.parametrize(("dim", "value_dim"), mostly([(32, 128)], [(32, 128), (128, 128), (128, 64), (16, 16)]))
+def test_shares_of_first_keys_beside_results_that_leave_elsewhere(dim, value_dim):
+    """Those of 32 and 128 columns have no room where shares of dQ leave."""
+    for seed in range(3):
+        check("causal", operands_of(2, 2, 130, 200, dim, 0, value_dim, batch=1), seed=seed)
+
+
 def test_sums_over_heads_repeat_where_they_must():
     sizes = (4, 4, 130, 130, 128, 64, 128)
     first, second = (check("causal", operands_of(*sizes), deterministic=True, seed=seed) for seed in (0, 7))
