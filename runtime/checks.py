@@ -354,6 +354,8 @@ def check_q_offset(q_offset: object, batch: int | None, device: torch.device | N
     if isinstance(q_offset, Tensor) and batch is None:
         raise WeftError("q_offset: expected an int, got a tensor; a picture is of one row of the batch")
     if isinstance(q_offset, Tensor):
+        if (problem := form_problem("q_offset", q_offset)) is not None:
+            raise WeftError(problem)
         if q_offset.dtype != torch.int32 or q_offset.dim() != 1 or q_offset.shape[0] != batch:
             how = "pass int(x)" if q_offset.dim() == 0 else "pass x.to(torch.int32), one for each batch row"
             got = f"{q_offset.dtype} {list(q_offset.shape)}"

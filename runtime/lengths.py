@@ -13,7 +13,7 @@ from ..codegen.targets.triton_workspace import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected
 from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, sequences_of
-from .checks import MAX_LENGTH, check_q_offset
+from .checks import MAX_LENGTH, check_q_offset, form_problem
 from .settings import checks_values
 
 _INTS = (torch.int32, torch.int64)
@@ -80,7 +80,13 @@ def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_off
     q_lens, kv_lens, cu_q, cu_kv, table = given
     padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
     if padded and (table is None or (type(table) is Tensor and table.dim() == 2)):
-        return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
+        try:
+            return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
+        except RuntimeError:
+            all_given = zip((*LENS, "block_table"), (q_lens, kv_lens, table))
+            if problems := [p for n, t in all_given if t is not None and (p := form_problem(n, t)) is not None]:
+                raise collected(name, problems) from None
+            raise
     packed = q_lens is cu_kv is None and type(cu_q) is Tensor and cu_q.dim() == 1 and type(kv_lens) is Tensor
     if packed and type(table) is Tensor and table.dim() == 2:
         return sequences_of(q_offset, None, kv_lens, cu_q, None, table, key.shape[2])
@@ -181,6 +187,9 @@ def _table_problems(query: Tensor, key: Tensor, table: object, number: int, each
         made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(table, "__len__") else ""
         yield f"block_table: expected {_table_of(number)}, got {type(table).__name__}{made}"
         return
+    if (problem := form_problem("block_table", table)) is not None:
+        yield problem
+        return
     if table.dtype != torch.int32 or table.dim() != 2:
         how = "; pass x.to(torch.int32)" if table.dtype == torch.int64 else ""
         yield f"block_table: expected {_table_of(number)}, got {table.dtype} {list(table.shape)}{how}"
@@ -232,6 +241,8 @@ def _kind_problem(query: Tensor, label: str, tensor: object, entries: object) ->
     if not isinstance(tensor, Tensor):
         made = "; torch.tensor(x, dtype=torch.int32) makes one" if hasattr(tensor, "__len__") else ""
         return f"{label}: expected {_numbers_of(entries)}, got {type(tensor).__name__}{made}"
+    if (problem := form_problem(label, tensor)) is not None:
+        return problem
     if tensor.dtype not in _INTS or tensor.dim() != 1:
         return f"{label}: expected {_numbers_of(entries)}, got {tensor.dtype} {list(tensor.shape)}"
     if tensor.device != query.device:

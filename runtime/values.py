@@ -18,6 +18,7 @@ from ..ir.expr import INT32_MAX, Call, Expr, Load
 from ..ir.operators import OPERATORS, Range
 from ..ir.reference import dense_mask, evaluate, positions
 from ..ir.walk import loads, nodes
+from .checks import form_problem
 from .settings import checks_values
 from .torch_private import under_transform
 
@@ -26,11 +27,13 @@ _TRUSTED = 2**30  # ints read from a tensor are below it in size where they are 
 
 
 def known_offsets(offset: int | Tensor) -> Range | None:
-    """The lowest and the highest q_offset of a call; None where they lie on a device and no check was asked for, and
-    where torch.func maps over them."""
+    """The lowest and the highest q_offset of a call; None where they lie on a device and no check was asked for, where
+    torch.func maps over them, and where they are complex, which is refused with what else is wrong."""
     if not isinstance(offset, Tensor):
         return offset, offset
     if not (offset.is_cpu or checks_values()) or under_transform():
+        return None
+    if offset.is_complex():
         return None
     if offset.numel() == 0:
         return 0, 0
@@ -40,6 +43,8 @@ def known_offsets(offset: int | Tensor) -> Range | None:
 
 def check_offsets(name: str, offset: int | Tensor) -> None:
     """Raise WeftError for positions that no kernel can compute with; what a device holds is not looked at unasked."""
+    if isinstance(offset, Tensor) and (problem := form_problem("q_offset", offset)) is not None:
+        raise WeftError(f"{name}: {problem}")
     found = known_offsets(offset)
     if found is None or (-LARGEST_OFFSET <= found[0] and found[1] <= LARGEST_OFFSET):
         return

@@ -355,6 +355,32 @@ def test_operands_that_kernels_cannot_read(prepared: bool) -> None:
         packed(q, k, v, ids=torch.zeros(8, dtype=torch.int32).to_sparse())
 
 
+ROWS = torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"q_offset": ROWS.to(torch.complex64)},
+            r"q_offset: expected an int or an int32 tensor \[2\], got torch.complex64",
+        ),
+        ({"q_offset": ROWS.to_sparse()}, r"q_offset: expected a dense tensor, got layout .*; call x.to_dense\(\)"),
+        ({"kv_lens": ROWS.to_sparse()}, "kv_lens: expected a dense tensor, got layout"),
+        ({"q_lens": ROWS.to_sparse(), "kv_lens": ROWS}, "q_lens: expected a dense tensor, got layout"),
+        (
+            {"kv_lens": ROWS, "block_table": torch.stack([ROWS, ROWS]).to_sparse()},
+            "block_table: expected a dense tensor",
+        ),
+    ],
+)
+def test_lengths_and_offsets_that_have_no_strides(given: dict[str, torch.Tensor], message: str) -> None:
+    q, pool = torch.zeros(2, 2, 8, 16), torch.zeros(4, 2, 16, 16)
+    with pytest.raises(WeftError, match=message):
+        keys = pool if "block_table" in given else q
+        weft.Attention(mask=weft.kv_pos <= weft.q_pos)(q, keys, keys, **given)
+
+
 def test_latent_attention() -> None:
     mla = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=16, rope=4), name="mla")
     query, cache = torch.randn(1, 2, 8, 12), torch.randn(1, 1, 8, 20)
