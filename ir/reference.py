@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 
@@ -42,7 +42,8 @@ def evaluate(
     """Value of an expression; `env` maps symbol, scalar and tensor names to values that broadcast together.
 
     Integers are computed in int64, floats in `dtype`. Where `visible` is False no operand is read: an index may lie
-    outside its extent there, and no gradient comes back from there, not even a NaN.
+    outside its extent there, and no gradient comes back from there, not even a NaN. Likewise from the branch of a
+    float `where` that is not taken.
     """
     return _Evaluation(env, dtype, device, visible).of(root)
 
@@ -61,21 +62,33 @@ class _Evaluation:
             case Const(value):
                 return self._tensor(value, node.dtype)
             case Symbol(name) | Scalar(name):
-                return self._tensor(self.env[name], node.dtype)
+                value = self.env[name]
+                found = self._tensor(value, node.dtype)
+                return self._seen(found) if isinstance(value, Tensor) and node.dtype == "float" else found
             case Load(tensor, index):
                 operand = _operand(self.env, tensor.name)
                 if not index:
-                    return self._tensor(operand, node.dtype)
+                    found = self._tensor(operand, node.dtype)
+                    return self._seen(found) if node.dtype == "float" else found  # an int may be divided by
                 places = [self.of(i) for i in index]
                 if self.visible is None:
                     return self._tensor(operand[torch.broadcast_tensors(*places)], node.dtype)
                 places = [torch.where(self.visible, i, 0) for i in places]
-                found = self._tensor(operand[torch.broadcast_tensors(*places)], node.dtype)
-                return found.masked_fill(~self.visible, 0)
+                return self._seen(self._tensor(operand[torch.broadcast_tensors(*places)], node.dtype))
+            case Call("where", (condition, a, b)) if node.dtype == "float":
+                taken = self.of(condition)
+                return self._apply("where", [taken, self._where(taken).of(a), self._where(~taken).of(b)], node)
             case Call(op, args):
                 return self._apply(op, [self.of(a) for a in args], node)
             case _:
                 raise InternalError(f"reference: unknown node {type(node).__name__}")
+
+    def _where(self, taken: Tensor) -> _Evaluation:
+        """What is evaluated there alone: torch.where multiplies an infinite derivative elsewhere by 0, which is NaN."""
+        return replace(self, visible=taken if self.visible is None else self.visible & taken)
+
+    def _seen(self, found: Tensor) -> Tensor:
+        return found if self.visible is None else found.masked_fill(~self.visible, 0)
 
     def _tensor(self, value: Value, kind: str) -> Tensor:
         wanted = {"int": torch.int64, "float": self.dtype, "bool": torch.bool}[kind]

@@ -72,6 +72,39 @@ def test_softcap_is_applied_to_the_scaled_score() -> None:
     torch.testing.assert_close(out, scores.softmax(-1) @ value)
 
 
+def test_no_gradient_comes_from_the_branch_that_is_not_taken() -> None:
+    """There log(0) and the square root of 0 have infinite derivatives, which torch.where makes NaN of."""
+    query, key, value = operands(kv_heads=4)
+    pace = torch.tensor([0.5, 0.7, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    rates, distance = tensor("pace", 1), q_pos - kv_pos
+    near = fn.where(distance > 0, fn.log(rates[head] * distance), 0.0)
+    root = fn.where(score > 0.0, fn.sqrt(score), score)
+    variant = Attention(root + near, causal)
+    apart = torch.arange(5)[:, None] + 2 - torch.arange(7)
+    scores = query @ key.mT / math.sqrt(8)
+    scores = torch.where(scores > 0, scores.clamp(min=1e-30).sqrt(), scores)
+    exact = scores + torch.where(apart > 0, torch.log(pace.view(4, 1, 1) * apart.clamp(min=1)), 0.0)
+    expected = exact.masked_fill(apart < 0, -math.inf).softmax(-1) @ value
+    out = reference(variant, query, key, value, {"pace": pace})[0]
+    for got, want in zip(
+        gradients(out, query, key, value, pace), gradients(expected, query, key, value, pace), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_no_gradient_of_one_number_comes_from_hidden_pairs() -> None:
+    """log(1 + c (q - k)) is NaN at keys far behind the query, which a causal mask hides."""
+    query, key, value = operands(q_len=7, kv_heads=4)
+    rate, given = tensor("rate", 0), torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    out = reference(
+        Attention(score - fn.log(1.0 + rate * (q_pos - kv_pos)), causal), query, key, value, {"rate": given}
+    )
+    apart = torch.arange(7)[:, None] - torch.arange(7)
+    scores = query @ key.mT / math.sqrt(8) - torch.log(1.0 + given * apart.clamp(min=0))
+    expected = scores.masked_fill(apart < 0, -math.inf).softmax(-1) @ value
+    torch.testing.assert_close(gradients(out[0], given), gradients(expected, given))
+
+
 def test_constants_and_scalars_keep_all_their_digits() -> None:
     env: dict[str, Value] = {"cap": 0.1}
     for e in (0.1 + 0.0 * scalar("cap"), 0.0 + scalar("cap")):
