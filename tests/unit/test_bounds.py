@@ -286,7 +286,7 @@ def test_random_masks_were_many_and_not_all_trivial(record_property: pytest.Reco
     print(f"\nrandom masks checked on both axes, cases and tiles: {COUNTED}")
     if COUNTED["cases"] == 0:
         pytest.skip("the random masks ran in another process")
-    assert COUNTED["cases"] >= 900
+    assert COUNTED["cases"] >= 300
     assert COUNTED["skipped"] > COUNTED["cases"]
     assert COUNTED["full"] > COUNTED["cases"]
 

@@ -254,7 +254,7 @@ def test_tuning_one_algorithm_leaves_the_others_as_they_were(on_a_cpu, monkeypat
 
 # -- in calls and plans ------------------------------------------------------------------------------------------------
 SMALL = weft.shape(heads=1, q_len=96, head_dim=16, dtype="fp32")
-WON = {"flash_forward": CpuForm(64, 64), "flash_backward": CpuForm(128, 256)}
+KERNELS = ("flash_forward", "flash_backward")
 
 
 @pytest.fixture
@@ -270,10 +270,19 @@ def tuned_variant(name: str) -> weft.Attention:
     return weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 77), name=name)
 
 
-def decided(monkeypatch) -> None:
-    """A clock on which other forms win than those that are chosen without one."""
-    clock = lambda schedule, kernel: 1.0 if schedule.form(kernel) == WON[kernel] else 2.0  # noqa: E731
+def decided(monkeypatch, variant: weft.Attention) -> dict[str, CpuForm]:
+    """A clock on which other forms win than those that are chosen without one, whatever is tried on this machine; these
+    forms, once they were timed."""
+    before, won = variant.plan(SMALL).schedule, {}
+
+    def clock(schedule, kernel):
+        form = schedule.form(kernel)
+        if form != before.form(kernel):
+            won.setdefault(kernel, form)
+        return 1.0 if form == won.get(kernel) else 2.0
+
     monkeypatch.setattr(tuning, "_clock", lambda *_: clock)
+    return won
 
 
 def used(variant: weft.Attention, monkeypatch) -> Schedule:
@@ -306,18 +315,17 @@ def resolved_now(variant: weft.Attention, machine: hardware.Hardware) -> Schedul
 
 
 def test_a_tuned_schedule_is_the_one_that_plans_show_and_calls_use(on_a_cpu, monkeypatch) -> None:
-    decided(monkeypatch)
     variant = tuned_variant("tuned_once")
-    before = variant.plan(SMALL).schedule
-    assert all(isinstance(before.form(name), CpuForm) and before.form(name) != WON[name] for name in WON)
+    won, before = decided(monkeypatch, variant), variant.plan(SMALL).schedule
     found = tuning.tune(variant, SMALL, {}, progress=False)
-    assert {name: found.schedule.form(name) for name in WON} == WON and found.tried == 10
+    assert all(isinstance(won[name], CpuForm) and before.form(name) != won[name] for name in KERNELS)
+    assert {name: found.schedule.form(name) for name in KERNELS} == won and found.tried == 10
     assert found.schedule == variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu)
     again = weft.Attention(variant.score, variant.mask, name="tuned_once")
     assert used(again, monkeypatch) == found.schedule
     for other in (SMALL, replace(SMALL, batch=3, heads=2, q_len=7)):
         assert again.plan(other).schedule == found.schedule
-    assert "flash_forward=cpu:64x64" in variant.explain(SMALL)
+    assert f"flash_forward=cpu:{won['flash_forward']}" in variant.explain(SMALL)
     assert variant.plan(SMALL, schedule="flash").schedule == found.schedule != before
     # what a call asks for comes before what was timed
     part = variant.plan(SMALL, schedule="flash/flash_forward=cpu:32x32").schedule
@@ -325,8 +333,8 @@ def test_a_tuned_schedule_is_the_one_that_plans_show_and_calls_use(on_a_cpu, mon
 
 
 def test_a_tuned_schedule_serves_calls_that_were_prepared_before(on_a_cpu, monkeypatch) -> None:
-    decided(monkeypatch)
     variant = tuned_variant("tuned_after_a_call")
+    decided(monkeypatch, variant)
     before = used(variant, monkeypatch)
     found = tuning.tune(variant, SMALL, {}, progress=False)
     assert before != found.schedule
