@@ -155,10 +155,15 @@ class Node(Foreign):
         )
 
     def __rshift__(self, other: object) -> NoReturn:
-        fail("`>>` is not part of the language; write x // 2, x // 4, ...")
+        fail(
+            "`>>` is not part of the language; write x // 2, x // 4, ..., and for places that differ "
+            "x // weft.maximum(powers[places], 1), of powers of 2 that the call gives; weft.masks.bit_packed reads bits"
+        )
 
     def __lshift__(self, other: object) -> NoReturn:
-        fail("`<<` is not part of the language; write x * 2, x * 4, ...")
+        fail(
+            "`<<` is not part of the language; write x * 2, x * 4, ..., or x * powers[places], of powers that the call gives"
+        )
 
     def __matmul__(self, other: object) -> NoReturn:
         fail("`@` is not part of the language: weft.score is scale * (query . key) already")
@@ -414,7 +419,8 @@ def expression(value: Operand) -> Expr:
 _TYPE_HINTS = {
     ("int", "float"): " (weft.floor gives an int)",
     ("number", "bool"): " (write weft.where(c, a, 0) for c * a; what is to be hidden goes into mask=)",
-    ("bool", "int"): " (& | ^ bind more tightly than comparisons: write (a <= b) & (c < d))",
+    ("bool", "int"): " (& | ^ bind more tightly than comparisons: write (a <= b) & (c < d); bits of an int "
+    "are x % 2, x // 2 % 2, x // 4 % 2, ...)",
 }
 
 

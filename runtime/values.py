@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.analysis.ranges import cure_of_index
 from ..ir.attention import Attention
 from ..ir.errors import WeftError, collected
 from ..ir.expr import INT32_MAX, Call, Expr, Load
@@ -118,6 +119,5 @@ def _check_loads(attention: Attention, root: Expr, env: Mapping[str, Any], visib
                 got = int(places.expand(outside.shape)[outside][0])
                 raise WeftError(
                     f"{attention.name}: `{load}`: index {axis}, `{index}`, is {got} in this call, but "
-                    f"{load.tensor.name} has {extent} entries there; pass a larger tensor, or clamp the index: "
-                    f"weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+                    f"{load.tensor.name} has {extent} entries there; {cure_of_index(index, extent)}"
                 )

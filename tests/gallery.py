@@ -54,7 +54,7 @@ class Entry:
         """The entry as the page has it."""
         picture = self.variant.show_mask(
             self.q_len, self.kv_len, block_q=self.block, block_kv=self.block, **self.operands
-        ).replace("attention: ", "")
+        ).removeprefix("attention: ")
         said = f"{self.source}.{' ' + self.words if self.words else ''}"
         return f"### {self.title}\n\n{said}\n\n```python\n{self.code}\n```\n\n```text\n{picture.rstrip()}\n```\n"
 

@@ -387,6 +387,13 @@ def _index_problems(node: Load, indices: list[Range], extents: Extents) -> Itera
         if isinstance(index, Load) or low < 0 or high >= extent:
             found = "is read from a tensor" if isinstance(index, Load) else f"ranges from {low} to {high} in this call"
             yield (
-                f"`{node}`: index {d}, `{index}`, {found}, but {tensor} has {extent} entries there; pass a larger "
-                f"tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+                f"`{node}`: index {d}, `{index}`, {found}, but {tensor} has {extent} entries there; "
+                f"{cure_of_index(index, extent)}"
             )
+
+
+def cure_of_index(index: Expr, extent: int) -> str:
+    """What is done about an index that leaves the extent of its tensor there."""
+    if extent == 1:
+        return "index it with 0, or pass x.expand(...), a view with as many entries: nothing is broadcast"
+    return f"pass a larger tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"

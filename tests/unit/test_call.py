@@ -98,6 +98,8 @@ def test_an_index_that_can_leave_its_tensor_is_refused():
     q, k, v = qkv()
     with pytest.raises(WeftError, match=r"`slopes\[head\]`: index 0, `head`, ranges from 0 to 3 .* 2 entries"):
         ALIBI(q, k, v, slopes=torch.ones(2))
+    with pytest.raises(WeftError, match=r"1 entries there; index it with 0, or pass x.expand.*nothing is broadcast"):
+        ALIBI(q, k, v, slopes=torch.ones(1))
     loose = weft.Attention(score + table[kv_pos - q_pos + 7], name="loose")
     loose(q, k, v, table=torch.ones(15))
     with pytest.raises(WeftError, match=r"ranges from 0 to 14 .* 14 entries there; .* clamp the index: weft.minimum"):

@@ -37,6 +37,8 @@ def test_pictures_are_true(entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.title)
 def test_they_read_back_and_name_a_source(entry: Entry) -> None:
+    named = "" if entry.variant.name == "attention" else f"{entry.variant.name}: "
+    assert f"```text\n{named}{entry.q_len} queries, {entry.kv_len} keys" in entry.text
     assert weft.parse_attention(str(entry.variant)) == entry.variant
     assert entry.source and not entry.source.endswith(".")
 

@@ -429,6 +429,8 @@ PROGRAMS = [
     ("masked(q, k, v, seen=torch.ones(4, 4).bool())", r"`seen\[q_pos, kv_pos\]`: index 0, .* but seen has 4 entries"),
     ("weft.Attention(q, k, v)", r"tensors are given to the variant: causal = .*, then causal\(query, key, value\)"),
     ("weft.Attention(mask=kv_pos <= q_pos & q_pos - kv_pos < 4)", r"& \| \^ bind more tightly than comparisons: write"),
+    ("weft.tensor('bits', 1, int)[q_pos] & 1", r"bits of an int are x % 2, x // 2 % 2, x // 4 % 2"),
+    ("weft.tensor('bits', 1, int)[q_pos] >> kv_pos", r"write x // 2, .* powers of 2 .*; weft.masks.bit_packed reads"),
     ("weft.Attention(score + (kv_pos > q_pos) * -1e9)", r"write weft.where\(c, a, 0\) for c \* a; .* goes into mask="),
     ("weft.Attention(scale=weft.head_dim**-0.5)", r"weft.sqrt\(x\) for x\*\*0.5, weft.rsqrt\(x\) for x\*\*-0.5"),
     ("weft.Attention(scale=1 / math.sqrt(weft.head_dim))", r"write weft.tanh\(x\) for math.tanh\(x\), and so"),
