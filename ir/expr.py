@@ -162,7 +162,8 @@ class Node(Foreign):
 
     def __lshift__(self, other: object) -> NoReturn:
         fail(
-            "`<<` is not part of the language; write x * 2, x * 4, ..., or x * powers[places], of powers that the call gives"
+            "`<<` is not part of the language; write x * 2, x * 4, ..., or x * powers[places], of powers of 2 that the "
+            "call gives"
         )
 
     def __matmul__(self, other: object) -> NoReturn:
