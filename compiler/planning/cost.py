@@ -178,7 +178,7 @@ def sizes_of(
         Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, h=in_sram,
         p=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
         k=1, j=1, w=0 if traits.linear else 1, R=sum(s.width for s in parts.qk if s.source == "rope"),
-        r=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > FEW),
+        r=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > FEW), z=int(shape.group > 1),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import sympy
 from .quantities import Formula, Sizes
 
 # Letters that are a property of the machine or the schedule rather than of the problem: written as numbers.
-_SWITCHES = ("R", "d", "e", "h", "j", "p", "r", "s", "w")
+_SWITCHES = ("R", "d", "e", "h", "j", "p", "r", "s", "w", "z")
 
 
 def formula_text(formula: Formula, sizes: Sizes) -> str:

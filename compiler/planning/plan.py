@@ -20,7 +20,7 @@ from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_sh
 from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
-from .kernels import SPLIT_KV, Bound, Kernel
+from .kernels import FIRST_STORED_STATISTICS, SPLIT_KV, Bound, Kernel
 from .measures import BESIDE, DISTANCE_TABLES, ENDS, LISTS, LONG_SPANS, PAIR_CELLS, RUNS, SPANS
 from .quantities import Formula, Sizes
 from .records import Quantity, Shape, Stage
@@ -143,6 +143,7 @@ def code_plan(
         tiles = Tiles(
             form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass,
             _brings_boxes(form), isinstance(form, HopperBackwardForm) and form.is_persistent(traits.drops),
+            FIRST_STORED_STATISTICS in kernels,
         )  # fmt: skip
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 

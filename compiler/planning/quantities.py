@@ -61,6 +61,7 @@ class Sizes(NamedTuple):  # hundreds are made where forms are ranked: a dataclas
     t: float = 0  # tiles of a CPU where neighbours that need no mask are joined
     R: float = 0  # columns of the key that are those of all heads
     u: float = 0  # visited tiles whose pairs are not all level, where level ones have a loop of their own
+    z: float = 1  # 1 where sums of dQ begin as zeros even if first shares can be stored: query heads share keys; else 0
 
 
 Formula: TypeAlias = Callable[[Sizes], float]
@@ -383,7 +384,7 @@ def statistics_and_zeros(x: Sizes) -> float:
 
 def statistics_and_group_zeros(x: Sizes) -> float:
     """lse and delta, and zeros for the sums of dQ where query heads share keys."""
-    return statistics_written(x) if x.Hq == x.Hkv else statistics_and_zeros(x)
+    return statistics_written(x) + x.z * sums_of_dquery(x)
 
 
 def hopper_statistics_sram(x: Sizes) -> float:

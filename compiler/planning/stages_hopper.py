@@ -80,7 +80,8 @@ def hopper_split_forward(t: Tiles) -> list[Stage]:
 def hopper_row_statistics(t: Tiles) -> list[Stage]:
     """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
     load, compute, *_ = row_statistics(t)
-    zeros = Stage("store zeros", "store", f"{t.query('zeros for sums of dQ')} float32", "SRAM -> HBM", ONCE)
+    where = ", where query heads share keys" if t.stores_first else ""
+    zeros = Stage("store zeros", "store", f"{t.query('zeros for sums of dQ')} float32{where}", "SRAM -> HBM", ONCE)
     return [
         load,
         *([zeros] if t.one_pass else []),
@@ -103,6 +104,9 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
     own = EACH_KV if t.persistent else ONCE
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
+    share = "share of dQ, added to its sums by TMA"
+    if t.stores_first:
+        share += " of a warp for each consumer; a head's first one is stored, where its keys are its own"
     stored = t.boxes and "pair" in t.sums
     shared = "; of columns that heads share, float32 sums of each head or of all" if t.wants_shared_dkey else ""
     bits = "which pairs are dropped, a bit each in SRAM, ahead, by a warp for 32 queries"
@@ -128,7 +132,7 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
             if stored
             else []
         ),
-        Stage("store dquery", "store", "share of dQ, added to its sums by TMA", "registers -> SRAM -> HBM", EACH_Q),
+        Stage("store dquery", "store", share, "registers -> SRAM -> HBM", EACH_Q),
         Stage("store dkey", "store", ", ".join(key_results(t)) + shared, "registers -> SRAM -> HBM", own),
     ]
     left_out = set() if t.one_pass else {"compute dquery", "store dquery"}

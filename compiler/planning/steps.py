@@ -24,6 +24,7 @@ class Tiles:
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
     boxes: bool = False  # tiles of what each pair reads are brought to SRAM
     persistent: bool = False  # programs that own keys take one tile of them after another
+    stores_first: bool = False  # a head's first shares of dQ are stored, but where query heads share keys
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {columns(self.parts.qk)}]"
