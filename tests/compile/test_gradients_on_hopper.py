@@ -24,7 +24,7 @@ VARIANTS = {
     "t5": weft.Attention(scores.t5_bias(weft.tensor("table", 2), bidirectional=False)(score), MASK, name="t5"),
 }
 # Words that loops spill and load again, of each consumer: addresses and numbers of the head, beside the sums.
-SPILLS = {("by_key", 128): 4, ("by_query", 128): 20, ("t5", 64): 12, ("t5", 80): 12, ("t5", 128): 20}
+SPILLS = {("by_key", 128): 8, ("by_query", 128): 20, ("t5", 64): 12, ("t5", 80): 12, ("t5", 128): 20}
 
 
 @cache
