@@ -80,23 +80,28 @@ def _floats(numbers: Sequence[object]) -> Tensor:
 
 
 VERY_SHORT = 1 << 13  # scores of calls that cost what the host takes for them: one op is then faster than any tiles
+# Queries times keys times columns of a head, forward and backward, below which one op is faster than the tiles of a
+# processor that has fast ones: what torch takes for each of its ops is then more than is won (docs/performance.md).
+SHORT_HEAD, SHORT_HEAD_BACKWARD = 1 << 24, 1 << 23
 
 
-def whole_attention(scores: int, in_tiles: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def whole_attention(scores: int, of_a_head: int, in_tiles: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """torch's own attention with its log-sum-exp, for calls that it computes as they are and faster than tiles do.
 
     (query, key, value, 0.0, is_causal, scale=...) -> (out, lse). None where there is none, and in calls of more scores
-    where tiles are the faster ones (in_tiles), which a form says.
+    where tiles are the faster ones (in_tiles), which a form says. of_a_head: queries times keys times columns.
     """
-    return own_attention() if scores <= VERY_SHORT or not in_tiles else None
+    return own_attention() if not in_tiles or scores <= VERY_SHORT or of_a_head < SHORT_HEAD else None
 
 
-def whole_backward(scores: int, in_tiles: bool = False) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+def whole_backward(
+    scores: int, of_a_head: int, in_tiles: bool = False
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
     """The gradients of such a call, by the same rule.
 
     (dout, query, key, value, out, lse, 0.0, is_causal, scale=...) -> (dquery, dkey, dvalue). lse must be finite.
     """
-    return own_backward() if scores <= VERY_SHORT or not in_tiles else None
+    return own_backward() if not in_tiles or scores <= VERY_SHORT or of_a_head < SHORT_HEAD_BACKWARD else None
 
 
 @lru_cache(maxsize=1)

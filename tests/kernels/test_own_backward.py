@@ -368,10 +368,13 @@ def test_torchs_backward_is_tried_before_it_is_used(monkeypatch, op) -> None:
         products.own_backward.cache_clear()
 
 
-def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast() -> None:
-    assert products.whole_backward(products.VERY_SHORT, in_tiles=True) is products.own_backward()
-    assert products.whole_backward(products.VERY_SHORT + 1, in_tiles=True) is None
-    assert products.whole_backward(1 << 40) is products.own_backward()
+def test_a_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SHORT_HEAD_BACKWARD", long := 1 << 23)
+    short = long - 1
+    assert products.whole_backward(products.VERY_SHORT, long, in_tiles=True) is products.own_backward()
+    assert products.whole_backward(products.VERY_SHORT + 1, long, in_tiles=True) is None
+    assert products.whole_backward(1 << 40, short, in_tiles=True) is products.own_backward()
+    assert products.whole_backward(1 << 40, 1 << 40) is products.own_backward()
 
 
 def test_a_plan_says_what_torch_computes() -> None:

@@ -179,8 +179,8 @@ def attended(monkeypatch):
 
     for name, module in list(sys.modules.items()):
         if name.startswith("weft_generated_"):
-            monkeypatch.setattr(module, "whole_attention", lambda scores: counted, raising=False)
-    monkeypatch.setattr(products, "whole_attention", lambda scores: counted)
+            monkeypatch.setattr(module, "whole_attention", lambda scores, of_a_head: counted, raising=False)
+    monkeypatch.setattr(products, "whole_attention", lambda scores, of_a_head: counted)
     return calls
 
 
@@ -305,9 +305,12 @@ def test_the_mode_of_a_first_call_does_not_decide_for_all(probe, mode):
         torch.set_default_dtype(before)
 
 
-def test_a_very_short_call_is_torchs_whatever_makes_tiles_fast():
-    assert products.whole_attention(products.VERY_SHORT, in_tiles=True) is products.own_attention()
-    assert products.whole_attention(products.VERY_SHORT + 1, in_tiles=True) is None
+def test_a_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch):
+    monkeypatch.setattr(products, "SHORT_HEAD", long := 1 << 24)
+    short = long - 1
+    assert products.whole_attention(products.VERY_SHORT, long, in_tiles=True) is products.own_attention()
+    assert products.whole_attention(products.VERY_SHORT + 1, long, in_tiles=True) is None
+    assert products.whole_attention(1 << 40, short, in_tiles=True) is products.own_attention()
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
