@@ -374,6 +374,7 @@ def test_a_short_call_is_torchs_whatever_makes_tiles_fast(monkeypatch: pytest.Mo
     assert products.whole_backward(products.VERY_SHORT, long, in_tiles=True) is products.own_backward()
     assert products.whole_backward(products.VERY_SHORT + 1, long, in_tiles=True) is None
     assert products.whole_backward(1 << 40, short, in_tiles=True) is products.own_backward()
+    assert products.whole_backward(1 << 40, short, in_tiles=True, in_16_bits=True) is None
     assert products.whole_backward(1 << 40, 1 << 40) is products.own_backward()
 
 
