@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import parts
-from .codegen.targets.cpu import computes_whole
+from .codegen.targets.cpu import computes_whole, short_heads
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
@@ -295,7 +295,7 @@ def _computed_whole(
         if found and found.code.target == "cpu" and computes_whole(found.code, facts)
     ]  # fmt: skip
     if not whole:
-        return ()
+        return _computed_short(facts, r)
     context = whole[0].target.context(whole[0].code, facts)
     seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
     seen += ", or all up to its own," if context["causal"] else ""
@@ -307,10 +307,21 @@ def _computed_whole(
     x = r.sizes
     own = context["causal"] and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
     if visible is None or r.sequences or not (own or visible.count == x.batch * x.heads * x.q_len * x.kv_len):
-        return (f"{said}; figures are of tiles",)
+        return (f"{said}; figures are of tiles", *_computed_short(facts, r))
     times = [own_seconds(d, visible.count, x.head_dim, x.dtype, r.machine) for d in directions]
     of = ", ".join(f"{d} {1e3 * t:.4g} ms" for d, t in zip(directions, times) if t is not None)
-    return (f"{said}; figures above are of tiles{f', torch is predicted to take: {of}' if of else ''}",)
+    predicted = f", torch is predicted to take: {of}" if of else ""
+    return (f"{said}; figures above are of tiles{predicted}", *_computed_short(facts, r))
+
+
+def _computed_short(facts: Facts, r: Request) -> tuple[str, ...]:
+    """Which calls have none although tiles are faster in longer ones."""
+    cpu = [found.code for found in (r.forward, r.backward) if found and found.code.target == "cpu"]
+    limits = [f"{limit:,} of a {code.signature.direction}" for code in cpu if (limit := short_heads(code, facts))]
+    if not limits:
+        return ()
+    what = "with fewer queries * keys * columns than"
+    return (f"short heads, {what} {' and '.join(limits)}, are computed by torch's own kernel",)
 
 
 def _many_rows(code: CodePlan) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from ...ir.errors import UnavailableError, WeftError
 from ...ir.expr import TensorOperand, call, symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
+from .. import products
 from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
@@ -124,6 +125,16 @@ def computes_whole(code: CodePlan, facts: Facts) -> bool:
     form = code.kernels[-1].form
     assert isinstance(form, CpuForm)
     return _has_whole(facts, code.signature) and not form.in_tiles and _own(code.signature.direction) is not None
+
+
+def short_heads(code: CodePlan, facts: Facts) -> int:
+    """Queries times keys times columns of a head below which it computes them although tiles are faster; or 0."""
+    form, direction = code.kernels[-1].form, code.signature.direction
+    assert isinstance(form, CpuForm)
+    if not form.in_tiles or not _has_whole(facts, code.signature) or _own(direction) is None:
+        return 0
+    in_16_bits = code.signature.dtype in ("bf16", "fp16")
+    return products.SHORT_HEAD if direction == "forward" else 0 if in_16_bits else products.SHORT_HEAD_BACKWARD
 
 
 def _own(direction: Direction) -> Callable[..., Any] | None:
