@@ -62,9 +62,9 @@ class _Evaluation:
             case Const(value):
                 return self._tensor(value, node.dtype)
             case Symbol(name) | Scalar(name):
-                value = self.env[name]
-                found = self._tensor(value, node.dtype)
-                return self._seen(found) if isinstance(value, Tensor) and node.dtype == "float" else found
+                given = self.env[name]
+                found = self._tensor(given, node.dtype)
+                return self._seen(found) if isinstance(given, Tensor) and node.dtype == "float" else found
             case Load(tensor, index):
                 operand = _operand(self.env, tensor.name)
                 if not index:
