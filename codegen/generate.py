@@ -215,7 +215,7 @@ def _normalizer_texts(
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
     terms = Terms(
         linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
-        less_lse, facts.attention.drops,
+        less_lse, facts.attention.drops, code.brings_boxes,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once

@@ -18,6 +18,10 @@ What the lines find and what they must leave, besides LN_2 and LOG2_E (a forward
             latter from values [N, keys, Dv] and douts [N, queries, Dv]; log_total and minus_delta [N, queries] of a
             normalizer that saves lse, under `terms.less_lse` taken off the score before; under `terms.drops` kept
             [N, keys, queries], by which the gradient of a weight is multiplied
+  hopper    forward: `terms.score`, -inf for hidden pairs, of which `scale` is above 0; in a softmax's also acc, sums of
+            weighted values, and all that parts/softmax.py.jinja has. The weights are left in p, and what is `running`.
+            backward, of a normalizer that saves nothing: `terms.score`, -inf for hidden pairs and for rows that do not
+            exist; p, and what else of it is `kept`; dp, whose dP of such pairs may be anything finite
 
 Scores are in units of log 2, so that exp2 serves, but for `terms.far`; gradients of scores are per natural unit.
 """
@@ -43,14 +47,15 @@ class Terms:
     sums: tuple[str, ...]  # running sums of weighted values, by name (family triton)
     far: bool = False  # scores may lie far from 0 and are in natural units; only where a normalizer saves lse
     less_lse: bool = False  # cpu, backward: the score of a pair is less log_total already
-    drops: bool = False  # weights are dropped: of family triton the templates do that
+    drops: bool = False  # weights are dropped: of families triton and hopper the templates do that
+    boxed: bool = False  # hopper, forward: a slot is still held that what pairs read was loaded from (`release_read`)
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The texts of one normalizer: lines from column 0 on, "" for none, or expressions where that is said."""
 
-    init: str = ""  # before the loop over tiles; cpu: an expression
+    init: str = ""  # before the loop over tiles; cpu: an expression; hopper: the weights of the first tile, "" as others
     again: str = ""  # cpu: an expression like `init`, of an object that is slower and holds always
     weigh: str = ""  # the weights of a visited tile
     accumulate: str = ""  # what runs along, brought up to date, and sums rescaled
@@ -58,10 +63,13 @@ class Blocks:
     factor: str = ""  # triton: what follows a tile of sums where it is stored, as " * weight[:, None]"
     save: str = ""  # triton: row_lse [BLOCK_Q], natural log, of a normalizer that saves lse
     backward_weight: str = ""  # the weights again, from scores and what was saved
-    backward_score: str = ""  # triton: the gradient of the score, an expression of p and dp; cpu: lines
+    backward_score: str = ""  # triton, hopper: the gradient of the score, an expression of p and dp; cpu: lines
     scaled_backward_score: str = ""  # triton: the same times `scale`, where that is no plain product
     define: str = ""  # functions and classes of a forward's module
     backward_define: str = ""  # the same of a backward's
+    # hopper: what a consumer keeps of its rows from tile to tile, by its names there and where a tile ends
+    running: tuple[tuple[str, str], ...] = ()
+    kept: str = ""  # hopper: a tile besides p that `backward_weight` leaves, and `backward_score` reads
     in_one_piece: str = ""  # cpu: out and lse of a small call from all its `logits`; without it such calls have tiles
 
     @property
@@ -75,6 +83,10 @@ SCORES = {
     ("triton", "forward", False): "qk",
     ("triton", "backward", True): "qk * scale",
     ("triton", "backward", False): "scores(qk, q_pos, kv_pos, {env})",
+    ("hopper", "forward", True): "score * scale",
+    ("hopper", "forward", False): "score",
+    ("hopper", "backward", True): "score",
+    ("hopper", "backward", False): "score",
     **{("cpu", "forward", linear): "scores_tile" for linear in (True, False)},
     **{("cpu", "backward", linear): "logits" for linear in (True, False)},
 }
@@ -84,7 +96,7 @@ _texts: dict[tuple[str, str], Texts] = {}
 
 
 def register(normalizer: Normalizer, family: str, texts: Texts) -> None:
-    """Give the texts of a normalizer in one family of templates, "triton" (targets triton and interpret) or "cpu"."""
+    """Give the texts of a normalizer in one family of templates: "triton" (targets triton and interpret), "hopper" or "cpu"."""
     _texts[normalizer.name, family] = texts
 
 
@@ -182,6 +194,33 @@ def _weights_of_far_scores(terms: Terms) -> str:
         power = ({terms.score} - row_shift) * LOG2_E - row_lse2
         p = tl.exp2(tl.minimum(power, 0.0))  # where roundings are large, this score may be above the forward's
     """)
+
+
+# -- softmax, family hopper --------------------------------------------------------------------------------------------
+def _softmax_of_hopper(terms: Terms) -> Blocks:
+    """Functions of parts/softmax.py.jinja, in an order that is tuned. Statistics of rows are the templates' own."""
+    highest, released = "row_maximum(score, scale)", ["reference = row_maximum(score, scale)"]
+    raised = ["moved = raised(reference, row_maximum(score, scale))"]
+    if terms.boxed:
+        release = "release_read(FIRST_FREE_KEY, count, {})"
+        released += [release.format("reference")]
+        raised = [f"highest = {highest}", release.format("highest"), "moved = raised(reference, highest)"]
+    return Blocks(
+        init="\n".join(
+            [*released, "p = gl.exp2(exponent(score, finite(reference), scale))", "sums = thread_sums(p)"]
+        ),
+        weigh="\n".join(
+            [
+                *raised,
+                "subtract = finite(moved)",
+                "factor = gl.exp2(in_base_2(reference - subtract))",
+                "p = gl.exp2(exponent(score, subtract, scale))",
+                "sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + thread_sums(p)",
+            ]
+        ),
+        accumulate="acc = rescale(acc, factor)",
+        running=(("reference", "moved"), ("sums", "sums")),
+    )
 
 
 # -- softmax, family cpu -----------------------------------------------------------------------------------------------
@@ -315,6 +354,58 @@ def _relu_of_triton(terms: Terms) -> Blocks:
     return Blocks(weigh=lines, backward_weight=lines, backward_score="tl.where(logit <= 0.0, 0.0, dp)")
 
 
+_SIGMOIDS = '''
+def _sigmoids_asm():
+    """PTX of the sigmoids of eight powers, four of each of a thread's two rows: a / (1 + a) of a = 2 ** power.
+
+    The four of a row share one reciprocal, of the product of their divisors, so that each costs 1.25 instructions of
+    the special units in place of 2. No weight is lost in that: 2 ** 30 / (1 + 2 ** 30) is 1 in float32, and the product
+    of four such divisors is finite; small ones are as exact as large ones, and that of -inf is 0.
+    """
+    lines = [".reg .f32 a<8>, d<8>, x, y, r;"]
+    for i in range(8):
+        lines += [f"min.NaN.f32 a{i}, ${8 + i}, 0f41F00000;", f"ex2.approx.ftz.f32 a{i}, a{i};"]
+        lines += [f"add.f32 d{i}, a{i}, 0f3F800000;"]
+    for i, j, k, l in ((0, 1, 4, 5), (2, 3, 6, 7)):  # of a row
+        lines += [f"mul.f32 x, d{i}, d{j};", f"mul.f32 y, d{k}, d{l};", "mul.f32 r, x, y;"]
+        lines += ["rcp.approx.ftz.f32 r, r;", "mul.f32 y, r, y;", "mul.f32 x, r, x;"]  # 1 / (di dj), 1 / (dk dl)
+        for one, other, both in ((i, j, "y"), (k, l, "x")):
+            lines += [f"mul.f32 d{other}, d{other}, {both};", f"mul.f32 d{one}, d{one}, {both};"]
+            lines += [f"mul.f32 ${one}, a{one}, d{other};", f"mul.f32 ${other}, a{other}, d{one};"]
+    return "{ " + " ".join(lines) + " }"
+
+
+SIGMOIDS_ASM = gl.constexpr(_sigmoids_asm())
+SIGMOIDS_OPERANDS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
+
+
+@gluon.jit
+def sigmoids(powers):
+    """The sigmoid of scores in base-2 units, in the layout of a product."""
+    return gl.inline_asm_elementwise(SIGMOIDS_ASM, SIGMOIDS_OPERANDS, [powers], gl.float32, True, 8)
+'''
+
+
+def _sigmoid_of_hopper(terms: Terms) -> Blocks:
+    """Forwards are bound by exponentials and reciprocals, backwards by products, which hide two of these a pair."""
+    return Blocks(
+        define=_lines(_SIGMOIDS),
+        weigh=f"p = sigmoids({terms.score})",
+        backward_weight=f"p = 1.0 / (1.0 + gl.exp2(-({terms.score})))",
+        backward_score="(p - p * p) * dp",
+    )
+
+
+def _relu_of_hopper(terms: Terms) -> Blocks:
+    """Comparisons that let NaN through; of p in place of the score, which would take registers to be kept."""
+    factor = "(scale * LN2)" if terms.linear else "LN2"
+    return Blocks(
+        weigh=f"p = gl.where(score <= 0.0, 0.0, score * {factor})",
+        backward_weight="p = gl.where(score <= 0.0, 0.0, score * LN2)",
+        backward_score="gl.where(p <= 0.0, 0.0, dp)",
+    )
+
+
 _WEIGHTS_OF_CPU = {
     "sigmoid": '''
 def weights_of(scores):
@@ -385,9 +476,12 @@ def _pairs_of_cpu(name: str, slope: str) -> Texts:
 
 
 register(SOFTMAX, "triton", _softmax_of_triton)
+register(SOFTMAX, "hopper", _softmax_of_hopper)
 register(SOFTMAX, "cpu", _softmax_of_cpu)
 register(SIGMOID, "triton", _sigmoid_of_triton)
+register(SIGMOID, "hopper", _sigmoid_of_hopper)
 register(SIGMOID, "cpu", _pairs_of_cpu("sigmoid", "dscore.mul_(weights).mul_(1.0 - weights)"))
 register(RELU, "triton", _relu_of_triton)
+register(RELU, "hopper", _relu_of_hopper)
 register(RELU, "cpu", _pairs_of_cpu("relu", "dscore.masked_fill_(weights == 0.0, 0.0)"))
 _OWN = frozenset(name for name, _ in _texts)  # the key of what is generated knows the sources of this package

@@ -26,10 +26,11 @@ from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...ir.attention import Attention
 from ...ir.errors import WeftError
 from ...ir.expr import Expr, Load, Symbol
+from ...ir.normalizer import SOFTMAX
 from ...ir.walk import nodes
 from ..functions import GLUON_LANGUAGE
 from ..loader import load
-from ..normalizers import softmax_only
+from ..normalizers import lacks, softmax_only
 from .hopper_backwards import (
     DIAGONAL_SUMS,
     ONE_PASS,
@@ -40,6 +41,7 @@ from .hopper_backwards import (
     no_backward,
     no_distances,
     no_drawn,
+    no_pairs,
     stores_boxes,
     stores_first,
     sums_diagonals,
@@ -109,6 +111,8 @@ class HopperTarget:
             else:
                 by_keys = sums_of_keys(signature, facts)
                 kernels = two_passes(signature.wanted, summed, by_keys, facts.attention.drops)
+            if not facts.attention.weighs.saves_lse:
+                kernels = tuple(k for k in kernels if k.name != "row_statistics")
             kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
         found = with_measuring(kernels, facts.traits.measured)
         found = with_work(found) if signature.sequences in PACKED else found
@@ -128,8 +132,11 @@ class HopperTarget:
             return f"hopper: needs compute capability 9.0, this is {signature.arch}"
         if signature.dtype not in ("bf16", "fp16"):
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
-        if lacking := softmax_only(facts.attention.weighs):
+        if lacking := lacks(facts.attention.weighs, self.family):
             return f"hopper: {lacking}"
+        absorbed = kernel in SPLIT_KV or widths.value_is_key
+        if absorbed and (lacking := softmax_only(facts.attention.weighs)):
+            return f"hopper: for absorbed latent attention {lacking}"
         if kernel in SPLIT_KV:
             return undivided(signature, facts)
         if widths.value_is_key:
@@ -140,6 +147,8 @@ class HopperTarget:
                 f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
                 f"got D {widths.head_dim}, Dv {widths.value_dim}"
             )
+        if facts.attention.weighs != SOFTMAX and (lacking := no_pairs(kernel, signature, facts)):
+            return f"hopper: {lacking} of {facts.attention.weighs.name} are computed by the triton target"
         if facts.attention.drops and kernel.direction == "backward" and (lacking := no_drawn(signature, facts)):
             return f"hopper: the backward of dropout {lacking} is computed by the triton target"
         if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
@@ -278,7 +287,7 @@ class HopperTarget:
         }  # fmt: skip
         scale = facts.linear_scale
         # Products that start from a row's statistics wait for these: of the next tile's scores nothing could hide that.
-        folds = not form.next_scores and not facts.scores_lie_far
+        folds = not form.next_scores and not facts.scores_lie_far and facts.attention.weighs.saves_lse
         return {
             **offset,
             "main": main,

@@ -66,6 +66,23 @@ DIAGONAL_SUMS = PAIR_SUMS[1]  # of another target, in a module of its own
 ONE_PASS_DRAWN: tuple[Kernel, ...] = (HOPPER_STATISTICS, DRAWN_BACKWARD, ROUND_DQUERY)
 
 
+def no_pairs(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
+    """What it does not compute of a normalizer whose weights are found pair by pair, in words."""
+    if facts.attention.weighs.saves_lse:
+        return "calls"  # statistics of rows in its templates are those of a softmax
+    if facts.attention.drops:
+        return "weights that are dropped,"
+    if facts.boxed_read is not None:
+        return "scores that read a tensor by both positions,"
+    if kernel.direction == "forward":
+        return None
+    if not fits_by_rows(signature.widths):
+        return "backwards with D above 192 or Dv above 128,"
+    if tables_of(facts, "flash", signature) or sums_diagonals(signature, facts):
+        return "backwards of scores that are read by distance,"
+    return None
+
+
 MOST_BY_DISTANCE = 128  # columns beside which a tile's reads have registers
 
 

@@ -35,6 +35,11 @@ def hopper_flash_forward(t: Tiles) -> list[Stage]:
         "V; sum and O rescaled"
     )
     results = f"{t.output('O / sum')} by TMA, {t.rows('lse = reference + log(sum)')}{t.sink_text}"
+    if not t.traits.normalizer.saves_lse:
+        sums = f"{t.output('O')} float32, by {consumers}"
+        beside = "O += P V of the tile before; on full tiles beside the weights of this one"
+        weights = f"{t.weights()}, which waits in registers for its V"
+        results = f"{t.output('O')} by TMA"
     pairs = [loads("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as K", EACH_KV, AHEAD)] if t.boxes else []
     return [
         loads("work", f"number of the next query tile, from an atomic counter{order}", EACH_Q, "HBM -> registers"),
@@ -104,6 +109,7 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
     own = EACH_KV if t.persistent else ONCE
     slot = "into a slot of its ring, by the producer's TMA"
     product = "asynchronous"
+    less_delta, weight = (" - delta", "P") if t.traits.normalizer.saves_lse else ("", "P'")
     share = "share of dQ, added to its sums by TMA"
     if t.stores_first:
         share += " of a warp for each consumer; a head's first one is stored, where its keys are its own"
@@ -120,9 +126,9 @@ def hopper_flash_backward(t: Tiles) -> list[Stage]:
         loads("doutput", f"{t.output('dO')}, {slot}", EACH_Q, AHEAD),
         *drawn,
         computes("scores", f"{t.scores()} = Q K^T, {product}", EACH_Q),
-        computes("dweights", f"{t.scores('dP')} = dO V^T - delta, {product}", EACH_Q),
+        computes("dweights", f"{t.scores('dP')} = dO V^T{less_delta}, {product}", EACH_Q),
         computes("weights", f"{weights_text(t)}{t.mask_text}", EACH_Q),
-        computes("dscores", f"dS = P * {t.kept('dP')}" + ("" if t.traits.linear else " * score'"), EACH_Q),
+        computes("dscores", f"dS = {weight} * {t.kept('dP')}" + ("" if t.traits.linear else " * score'"), EACH_Q),
         *([stores("sums", KEY_SUMS, "query head")] if t.sums & {"column", "level"} else []),
         computes("dvalue", f"dV += {t.kept('P')}^T dO", EACH_Q),
         computes("dquery", f"{t.query('dQ share')} = dS K, with dS from SRAM, where all consumers left it", EACH_Q),
