@@ -396,9 +396,12 @@ class HopperBackwardLauncher(HopperLauncher):
         super().__init__(*arguments)
         # in one allocation, which takes the host longer than addresses, where no statistics are cleared
         self._together = self.code.has("flash_backward") and self.sequences != "packed"
+        # nobody else clears them
+        self._clears = self.code.has("flash_backward") and not self.code.has("row_statistics")
         if self._together:
             self.numbers |= {"statistics", "dquery_sums", "shares_stored"}
         self._stores_first = self.code.has("flash_backward") and stores_first(self.code.signature, self.facts)
+        self.tools |= {"cleared": cleared}
 
     def _is_persistent(self) -> bool:
         return is_persistent(self.code, self.facts)
@@ -415,11 +418,16 @@ class HopperBackwardLauncher(HopperLauncher):
         of_head = q_len // block_q + call.ragged.number(call.query) + 1 if packed else tiles_of(q_len, block_q)  # type: ignore[union-attr]
         tiles = batches * heads * of_head
         # a sequence without queries has a tile that nobody writes, and that its keys visit
-        own = {"statistics": flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)}
+        own = {}
+        if self.code.has("row_statistics"):
+            own["statistics"] = flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)
+        fill = 0.0 if self._clears else None
         if self.code.has("flash_backward"):
-            own["dquery_sums"] = flat_place(tiles, sums_of_a_tile(self._form, self.code.signature.widths))
+            added = not self._stores_first or not self._begins_stored(call)
+            floats = sums_of_a_tile(self._form, self.code.signature.widths)
+            own["dquery_sums"] = flat_place(tiles, floats, fill=fill if added else None)
         if self._stores_first:
-            own["shares_stored"] = flat_place(tiles, CONSUMERS, dtype=torch.int32)
+            own["shares_stored"] = flat_place(tiles, CONSUMERS, fill=fill, dtype=torch.int32)
         if "drope" in results:  # of all heads together, or of each where sums must repeat
             shares, fill = (call.key.shape[1], None) if self.code.signature.deterministic else (1, 0.0)
             own[f"dkey{self._apart}"] = flat_place(batches, shares, *results["drope"].shape[2:], fill=fill)
@@ -438,6 +446,10 @@ class HopperBackwardLauncher(HopperLauncher):
             own[f"sum{n}"] = flat_place(batches, heads, number, fill=None if whole else 0.0)
         mode: Mode = partition.mode  # type: ignore[assignment]
         return work_of(self, call, mode) | measures_of(self, call, mode) | own | of_diagonals
+
+    def _begins_stored(self, call: CallTensors) -> bool:
+        """As `stored_first` of the vocabulary: whether first shares of dQ are stored, and not added to zeros."""
+        return call.query.shape[1] == call.key.shape[1] and call.q_offset >= 0 and call.key.shape[2] > 0  # type: ignore[operator]
 
     def _diagonals_of(self, call: CallTensors, partition: Partition) -> dict[str, Place]:
         """What is read by distance, and what flash_ddiagonals reads and lists: level pairs last, two numbers a head."""
@@ -506,7 +518,9 @@ class HopperBackwardLauncher(HopperLauncher):
         return statistics_of_a_row(self.facts) * self._form.block_q
 
     def _made(self, mode: Mode) -> dict[str, str]:
-        if self._together:
+        if not self.code.has("row_statistics"):
+            own = self._made_sums()
+        elif self._together:
             counts = f" + {CONSUMERS} * all_query_tiles" if self._stores_first else ""  # ints of as many bytes
             own = {
                 "sums": rows_of(f"statistics_floats + dquery_sums_floats{counts}", dtype="float32"),
@@ -521,6 +535,21 @@ class HopperBackwardLauncher(HopperLauncher):
             if self.code.has("flash_backward"):
                 own["dquery_sums"] = rows_of("dquery_sums_floats", dtype="float32")
         return self._made_measures(mode) | self._made_gradients() | own | self._counted()
+
+    def _made_sums(self) -> dict[str, str]:
+        """Sums of dQ, which begin at 0 unless first shares are stored; then what counts these does."""
+        if not self.code.has("flash_backward"):
+            return {}
+        if not self._together:
+            return {"dquery_sums": f"{rows_of('dquery_sums_floats', dtype='float32')}.zero_()"}
+        counts, kept = "", "0"
+        if self._stores_first:
+            counts, kept = f" + {CONSUMERS} * all_query_tiles", "stored_first * dquery_sums_floats"
+        sums = rows_of(f"dquery_sums_floats{counts}", dtype="float32")
+        own = {"sums": f"cleared({sums}, {kept})", "dquery_sums": "sums.data_ptr()", "at_dquery_sums": "dquery_sums"}
+        if self._stores_first:
+            own["shares_stored"] = "dquery_sums + 4 * dquery_sums_floats"
+        return own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
         if kernel.name in (DISTANCE_TABLES, DDIAGONALS, *RUNS, *WORK):
@@ -544,7 +573,7 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         form, packed = self._form, self.sequences == "packed"
-        floats = {"statistics": self._statistics_of_a_tile}
+        floats = {"statistics": self._statistics_of_a_tile} if self.code.has("row_statistics") else {}
         if self.code.has("flash_backward"):
             floats["dquery_sums"] = sums_of_a_tile(form, self.code.signature.widths)
         return {
@@ -609,6 +638,12 @@ class HopperBackwardLauncher(HopperLauncher):
             "dquery_sums_desc": [ROWS * columns // _LINE, _LINE],
             **self._boxes_of_pairs(form.block_q, ROWS),
         }
+
+
+def cleared(tensor: Tensor, kept: int) -> Tensor:
+    """The tensor, 0 behind the first `kept` elements."""
+    (tensor[kept:] if kept else tensor).zero_()
+    return tensor
 
 
 @cache
