@@ -31,6 +31,7 @@ from ..compiler.planning.measures import (
     SPANS,
     ends_of,
 )
+from ..compiler.planning.paces import NARROW
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -213,9 +214,10 @@ def _normalizer_texts(
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
     less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
+    widths = code.signature.widths
     terms = Terms(
         linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
-        less_lse, facts.attention.drops, code.brings_boxes,
+        less_lse, facts.attention.drops, code.brings_boxes, max(widths.head_dim, widths.value_dim) <= NARROW,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once

@@ -49,6 +49,7 @@ class Terms:
     less_lse: bool = False  # cpu, backward: the score of a pair is less log_total already
     drops: bool = False  # weights are dropped: of families triton and hopper the templates do that
     boxed: bool = False  # hopper, forward: a slot is still held that what pairs read was loaded from (`release_read`)
+    narrow: bool = False  # hopper, forward: tiles are so narrow that special units are busy longer than products
 
 
 @dataclass(frozen=True)
@@ -358,8 +359,8 @@ _SIGMOIDS = '''
 def _sigmoids_asm():
     """PTX of the sigmoids of eight powers, four of each of a thread's two rows: a / (1 + a) of a = 2 ** power.
 
-    The four of a row share one reciprocal, of the product of their divisors, so that each costs 1.25 instructions of
-    the special units in place of 2. No weight is lost in that: 2 ** 30 / (1 + 2 ** 30) is 1 in float32, and the product
+    The four of a row share one reciprocal, of the product of their divisors: each costs 1.25 instructions of the special
+    units in place of 2, and 3.5 others more. No weight is lost in that: 2 ** 30 / (1 + 2 ** 30) is 1 in float32, and the product
     of four such divisors is finite; small ones are as exact as large ones, and that of -inf is 0.
     """
     lines = [".reg .f32 a<8>, d<8>, x, y, r;"]
@@ -394,25 +395,37 @@ def reciprocal(x):
 
 
 def _sigmoid_of_hopper(terms: Terms) -> Blocks:
-    """Forwards are bound by exponentials and reciprocals, backwards by products, which hide two of these a pair.
+    """An exponential and a reciprocal; tanh has no digits for the small weights of many keys.
 
-    There a row of a tile has several queries, of which one that is NaN must not make others so.
+    Sharing a reciprocal pays where tiles are narrow. Not in a backward, where a row of a tile has several queries, of
+    which one that is NaN must not make others so.
     """
+    weigh = f"p = reciprocal(1.0 + gl.exp2(-({terms.score})))"
     return Blocks(
-        define=_lines(_SIGMOIDS),
-        weigh=f"p = sigmoids({terms.score})",
+        define=_lines(_SIGMOIDS if terms.narrow else _RECIPROCAL),
+        weigh=f"p = sigmoids({terms.score})" if terms.narrow else weigh,
         backward_define=_lines(_RECIPROCAL),
-        backward_weight=f"p = reciprocal(1.0 + gl.exp2(-{terms.score}))",
+        backward_weight=weigh,
         backward_score="(p - p * p) * dp",
     )
 
 
+_POSITIVE = '''
+@gluon.jit
+def positive(x):
+    """x where it is above 0 or NaN, else 0."""
+    return gl.inline_asm_elementwise("max.NaN.f32 $0, $1, 0f00000000;", "=f,f", [x], gl.float32, True, 1)
+'''
+
+
 def _relu_of_hopper(terms: Terms) -> Blocks:
-    """Comparisons that let NaN through; of p in place of the score, which would take registers to be kept."""
+    """Its derivative is found from p in place of the score, which would take registers to be kept."""
     factor = "(scale * LN2)" if terms.linear else "LN2"
     return Blocks(
-        weigh=f"p = gl.where(score <= 0.0, 0.0, score * {factor})",
-        backward_weight="p = gl.where(score <= 0.0, 0.0, score * LN2)",
+        define=_lines(_POSITIVE),
+        weigh=f"p = positive(score) * {factor}",
+        backward_define=_lines(_POSITIVE),
+        backward_weight="p = positive(score) * LN2",
         backward_score="gl.where(p <= 0.0, 0.0, dp)",
     )
 

@@ -123,11 +123,17 @@ def of_definition(variant, tensors, operands, lengths, offset, dout, dtype, want
         leaves[n] = leaves[n].detach().clone().requires_grad_()
     given = {n: leaves[n] for n in own}
     key = joined(leaves["key"], leaves.get("rope"))
-    out, lse = variant.reference(
-        leaves["query"], key, leaves["value"], **given, **lengths, q_offset=offset, return_lse=True
-    )
+    out, lse = reference_of(variant, leaves["query"], key, leaves["value"], **given, **lengths, q_offset=offset)
     found = torch.autograd.grad(out, [leaves[n] for n in wanted], torch.nan_to_num(dout).to(dtype))
     return {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(wanted, found)}}
+
+
+def reference_of(variant, *tensors, **options):
+    """out and lse; NaN of each row for a variant that has no log-sum-exp."""
+    if variant.weighs.saves_lse:
+        return variant.reference(*tensors, **options, return_lse=True)
+    out = variant.reference(*tensors, **options)
+    return out, torch.full_like(out[..., 0], torch.nan)
 
 
 KINDS = ["padded", "packed"]
@@ -263,16 +269,17 @@ def in_blocks(tensor, lens, page, blocks):
     return pool
 
 
-def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None):
+def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands=None):
     """Output and log-sum-exp, 0 and -inf behind lengths."""
-    operands, of_keys = operands_of(variant), "padded" if kind == "paged" else kind
+    operands = operands_of(variant) if operands is None else operands
+    of_keys = "padded" if kind == "paged" else kind
     sequences, lengths = sequences_of(of_keys, offset)
     query, key, value = (made(of_keys, h, n > 0, dim, n)[0] for n, h in enumerate((heads, kv_heads, kv_heads)))
     exact, usual = (
-        variant.reference(
-            *(torch.nan_to_num(t).to(dtype) for t in (query, key, value)),
+        reference_of(
+            variant, *(torch.nan_to_num(t).to(dtype) for t in (query, key, value)),
             **{n: t.to(dtype) if t.is_floating_point() else t for n, t in operands.items()}, **lengths,
-            q_offset=offset, return_lse=True,
+            q_offset=offset,
         )
         for dtype in (torch.float64, DTYPE)
     )  # fmt: skip
@@ -284,7 +291,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None):
     call = Call(query, key, value, None, operands, sequences, Options(), dim)
     results = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}
     launch(variant, call, results)
-    for n, name in enumerate(results):
+    for n, name in enumerate(results if variant.weighs.saves_lse else ["out"]):
         check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
 
 

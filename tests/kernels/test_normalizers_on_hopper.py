@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
+from weft import head, kv_len, kv_pos, masks, q_len, q_pos, score
 from weft.codegen import normalizers as texts
 from weft.codegen.normalizers import Blocks, Terms
+from weft.codegen.targets import target_named
+from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir import normalizer as records
 from weft.ir.normalizer import Normalizer
 from weft.runtime.call import Call, Dense, Options
+from weft.runtime.driver import resolve, why_not
 
 from ..support import check_errors, mostly, poisoned
 from . import test_lengths_on_hopper as ragged
@@ -185,3 +190,73 @@ def test_gradients_that_nobody_wants_are_left_out(normalizer: str, leave_out: st
 @OWN
 def test_float16(normalizer: str) -> None:
     check(variant(normalizer), dtype=torch.float16)
+
+
+# -- sequences of their own lengths: NaN lies behind all of them -------------------------------------------------------
+@OWN
+@pytest.mark.parametrize("kind", [*ragged.KINDS, "paged"])
+@pytest.mark.parametrize("name", ["causal", "capped", "of_papers"])
+def test_outputs_of_sequences(normalizer: str, name: str, kind: str) -> None:
+    ragged.check_forward(variant(normalizer, name, **DECLARED[name]), kind, 64, heads=4, kv_heads=2)
+
+
+@OWN
+@pytest.mark.parametrize("kind", [*ragged.KINDS, "paged"])
+def test_outputs_of_measured_tiles(normalizer: str, kind: str) -> None:
+    measured = ragged.MEASURED["documents"].replace(normalizer=normalizer, name=f"documents_{normalizer}")
+    ragged.check_forward(measured, kind, 64, heads=4, kv_heads=2)
+
+
+@OWN
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ragged.KINDS)
+@pytest.mark.parametrize("name", mostly(["causal", "capped"], ["causal", "capped", "of_papers", "dense", "window"]))
+def test_gradients_of_sequences(normalizer: str, name: str, kind: str, deterministic: bool) -> None:
+    declared = variant(normalizer, name, **DECLARED[name])
+    for dim in (64, 128):
+        ragged.check(declared, kind, dim, heads=4, kv_heads=2, deterministic=deterministic)
+
+
+@OWN
+@pytest.mark.parametrize("kind", ragged.KINDS)
+def test_gradients_of_measured_tiles_and_of_operands(normalizer: str, kind: str) -> None:
+    given = {"slopes": torch.randn(ragged.NUMBER, 4, generator=torch.Generator().manual_seed(6))}
+    for name in ("documents", "gain"):
+        own = ragged.operands_of(ragged.MEASURED["documents"]) if name == "documents" else {}
+        declared = ragged.SUMMED[name].replace(normalizer=normalizer, name=f"{name}_{normalizer}")
+        for wanted in (MAIN, (*MAIN, "slopes")):
+            ragged.check(declared, kind, 64, heads=4, kv_heads=2, deterministic=False, wanted=wanted,
+                         operands=given | own)  # fmt: skip
+
+
+@OWN
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_not_there_has_no_weights(normalizer: str, deterministic: bool) -> None:
+    """However large a score would be of keys without queries, and of rows behind the last one, where it is infinite."""
+    behind = weft.exp(-1e3 * weft.minimum(q_len - 1 - q_pos, 0))  # 1 of each row that exists, else infinite
+    declared = weft.Attention(
+        score + behind + weft.where(q_len > 0, 0.0, 1e3 * (1 + kv_pos)),
+        name=f"endless_{normalizer}", normalizer=normalizer,
+    )  # fmt: skip
+    for kind in ragged.KINDS:
+        ragged.check(declared, kind, 32, deterministic=deterministic, offset=0)
+    check(declared, deterministic=deterministic, offset=0)
+
+
+# -- what is left to others --------------------------------------------------------------------------------------------
+REFUSED = [
+    ({"dropout": 0.1}, 64, "forward", "weights that are dropped,"),
+    ({"score": score + weft.tensor("pairs", 2)[q_pos, kv_pos]}, 64, "forward", "scores that read a tensor by both"),
+    ({}, 256, "backward", "D above 192 or Dv above 128,"),
+    ({"score": weft.scores.t5_bias(weft.tensor("table", 2))(score)}, 64, "backward", "that are read by distance"),
+]
+
+
+@pytest.mark.parametrize(("changes", "dim", "direction", "words"), REFUSED)
+def test_what_it_leaves_to_triton_it_says(changes: Any, dim: int, direction: str, words: str) -> None:
+    declared = variant("sigmoid", "left", **changes)
+    wanted = frozenset(MAIN) if direction == "backward" else frozenset()
+    signature = Signature(direction, "sm_90", Dtypes.all("bf16"), Widths(dim, dim, 0), wanted=wanted)  # type: ignore[arg-type]
+    said = why_not(target_named("hopper"), "flash", signature, facts_of(declared))
+    assert said is not None and words in said and said.endswith("of sigmoid are computed by the triton target")
+    assert resolve(declared, signature, by_name("h200")).target.name == "triton"
