@@ -449,7 +449,8 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _begins_stored(self, call: CallTensors) -> bool:
         """As `stored_first` of the vocabulary: whether first shares of dQ are stored, and not added to zeros."""
-        return call.query.shape[1] == call.key.shape[1] and call.q_offset >= 0 and call.key.shape[2] > 0  # type: ignore[operator]
+        alone = call.query.shape[1] == call.key.shape[1]
+        return alone and (call.q_offset or 0) >= 0 and call.key.shape[2] > 0  # type: ignore[operator]
 
     def _diagonals_of(self, call: CallTensors, partition: Partition) -> dict[str, Place]:
         """What is read by distance, and what flash_ddiagonals reads and lists: level pairs last, two numbers a head."""

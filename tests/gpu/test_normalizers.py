@@ -71,3 +71,53 @@ def test_a_backward_takes_no_memory_for_statistics(most_memory):
         dout = torch.ones_like(out)
         extra = most_memory(lambda out=out, dout=dout: torch.autograd.grad(out, leaves, dout))
         assert extra == sum(x.numel() * x.element_size() for x in leaves), turn
+
+
+# -- on hopper ---------------------------------------------------------------------------------------------------------
+ON_HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+OWN = pytest.mark.parametrize("normalizer", ["relu", "sigmoid"])
+
+
+@ON_HOPPER
+@OWN
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("lengths", [(200, 200), (1000, 1300), (513, 130), (1, 70)], ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (80, 96), (192, 128)], ids=str)
+def test_hopper(normalizer, widths, lengths, kv_heads):
+    shapes = ((2, 4, lengths[0], widths[0]), (2, kv_heads, lengths[1], widths[0]), (2, kv_heads, lengths[1], widths[1]))
+    tensors = [poisoned(shape, torch.bfloat16, "cuda", seed=n) for n, shape in enumerate(shapes)]
+    check_variant(toy(normalizer=normalizer), *tensors, target="hopper", lse=False)
+
+
+@ON_HOPPER
+@OWN
+@pytest.mark.parametrize("width", [64, 128])
+def test_results_repeat_on_hopper(normalizer, width):
+    """Bit for bit, but for a gradient of queries to which programs add; in two passes that does, too."""
+    leaves = [torch.randn(2, 8, 2048, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+    variant = toy(normalizer=normalizer)
+    for deterministic in (False, True):
+        found = []
+        for _ in range(10):
+            out = variant(*leaves, target="hopper", deterministic=deterministic)
+            dquery, *others = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            found.append([out.detach(), *others, *([dquery] if deterministic else [])])
+        assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again))
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("width", [64, 128])
+def test_small_weights_of_a_sigmoid_have_all_their_digits(width):
+    """Those of many keys are small, and each is seen alone here; that of -inf is 0."""
+    exponents = -torch.linspace(0.0, 60.0, width, device="cuda")
+    of_keys = weft.tensor("of_keys", 1)
+    variant = toy(mask=True, score=0.0 * score + of_keys[kv_pos], normalizer="sigmoid")
+    given = torch.cat([exponents[:-1], torch.tensor([-torch.inf], device="cuda")])
+    query, key = (torch.zeros(1, 1, width, width, device="cuda", dtype=torch.bfloat16) for _ in "qk")
+    value = torch.eye(width, device="cuda", dtype=torch.bfloat16)[None, None]
+    out = variant(query, key, value, of_keys=given, target="hopper")[0, 0].double()
+    exact = torch.sigmoid(given.double())
+    assert ((out - exact).abs() <= 2.0**-8 * exact).all() and not out[:, -1].any()
