@@ -56,7 +56,9 @@ class Terms:
 class Blocks:
     """The texts of one normalizer: lines from column 0 on, "" for none, or expressions where that is said."""
 
-    init: str = ""  # before the loop over tiles; cpu: an expression; hopper: the weights of the first tile, "" as others
+    init: str = (
+        ""  # before the loop over tiles; cpu: an expression; hopper: the weights of the first tile, "" as others
+    )
     again: str = ""  # cpu: an expression like `init`, of an object that is slower and holds always
     weigh: str = ""  # the weights of a visited tile
     accumulate: str = ""  # what runs along, brought up to date, and sums rescaled
@@ -97,7 +99,10 @@ _texts: dict[tuple[str, str], Texts] = {}
 
 
 def register(normalizer: Normalizer, family: str, texts: Texts) -> None:
-    """Give the texts of a normalizer in one family of templates: "triton" (targets triton and interpret), "hopper" or "cpu"."""
+    """Give the texts of a normalizer in one family of templates, "triton" (of interpret too), "hopper" or "cpu".
+
+    Those of family hopper are of normalizers that save nothing: statistics of rows are there those of a softmax.
+    """
     _texts[normalizer.name, family] = texts
 
 
@@ -207,16 +212,15 @@ def _softmax_of_hopper(terms: Terms) -> Blocks:
         released += [release.format("reference")]
         raised = [f"highest = {highest}", release.format("highest"), "moved = raised(reference, highest)"]
     return Blocks(
-        init="\n".join(
-            [*released, "p = gl.exp2(exponent(score, finite(reference), scale))", "sums = thread_sums(p)"]
-        ),
+        init="\n".join([*released, "p = gl.exp2(exponent(score, finite(reference), scale))", "sums = thread_sums(p)"]),
         weigh="\n".join(
             [
                 *raised,
                 "subtract = finite(moved)",
                 "factor = gl.exp2(in_base_2(reference - subtract))",
                 "p = gl.exp2(exponent(score, subtract, scale))",
-                "sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + thread_sums(p)",
+                "sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None]"
+                " + thread_sums(p)",
             ]
         ),
         accumulate="acc = rescale(acc, factor)",
@@ -359,9 +363,9 @@ _SIGMOIDS = '''
 def _sigmoids_asm():
     """PTX of the sigmoids of eight powers, four of each of a thread's two rows: a / (1 + a) of a = 2 ** power.
 
-    The four of a row share one reciprocal, of the product of their divisors: each costs 1.25 instructions of the special
-    units in place of 2, and 3.5 others more. No weight is lost in that: 2 ** 30 / (1 + 2 ** 30) is 1 in float32, and the product
-    of four such divisors is finite; small ones are as exact as large ones, and that of -inf is 0.
+    The four of a row share one reciprocal, of the product of their divisors: each costs 1.25 instructions of the
+    special units in place of 2, and 3.5 others more. No weight is lost in that: 2 ** 30 / (1 + 2 ** 30) is 1 in
+    float32, and the product of four such divisors is finite; small ones are as exact as large ones, that of -inf is 0.
     """
     lines = [".reg .f32 a<8>, d<8>, x, y, r;"]
     for i in range(8):

@@ -231,7 +231,7 @@ class HopperLauncher(TritonLauncher):
         self.tools = {
             **{box.__name__: box for box in (Box, RaggedBox, OperandBox, FlatBox)}, "sharing_l2": sharing_l2,
             "least": min,
-            "counter": self._launching.counter,
+            "counter": self._launching.counter, "cleared": cleared,
         }  # fmt: skip
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
@@ -401,7 +401,6 @@ class HopperBackwardLauncher(HopperLauncher):
         if self._together:
             self.numbers |= {"statistics", "dquery_sums", "shares_stored"}
         self._stores_first = self.code.has("flash_backward") and stores_first(self.code.signature, self.facts)
-        self.tools |= {"cleared": cleared}
 
     def _is_persistent(self) -> bool:
         return is_persistent(self.code, self.facts)
@@ -449,8 +448,8 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _begins_stored(self, call: CallTensors) -> bool:
         """As `stored_first` of the vocabulary: whether first shares of dQ are stored, and not added to zeros."""
-        alone = call.query.shape[1] == call.key.shape[1]
-        return alone and (call.q_offset or 0) >= 0 and call.key.shape[2] > 0  # type: ignore[operator]
+        alone, offset = call.query.shape[1] == call.key.shape[1], call.q_offset
+        return alone and not isinstance(offset, Tensor) and (offset or 0) >= 0 and call.key.shape[2] > 0
 
     def _diagonals_of(self, call: CallTensors, partition: Partition) -> dict[str, Place]:
         """What is read by distance, and what flash_ddiagonals reads and lists: level pairs last, two numbers a head."""

@@ -109,7 +109,7 @@ REFUSALS = {
         _for_hopper(lambda built: built.variant.latent is not None),
     ),
     "hopper: normalizer": _refusal(
-        r"UnavailableError: .*hopper: has the normalizer softmax only",
+        r"UnavailableError: .*hopper: (.* of (sigmoid|relu) are computed by|.*has the normalizer softmax only)",
         _for_hopper(lambda built: built.variant.normalizer != "softmax"),
     ),
     "hopper: cache": _refusal(

@@ -169,9 +169,7 @@ FIRST = [  # queries, keys, key heads of 4, offset; first shares of dQ are not s
 
 @OWN
 @pytest.mark.parametrize(("q_len", "kv_len", "kv_heads", "offset"), mostly([FIRST[0], FIRST[3], FIRST[5]], FIRST))
-def test_shares_of_first_keys_are_stored(
-    normalizer: str, q_len: int, kv_len: int, kv_heads: int, offset: int
-) -> None:
+def test_shares_of_first_keys_are_stored(normalizer: str, q_len: int, kv_len: int, kv_heads: int, offset: int) -> None:
     """What counts them begins at 0, and sums of dQ do only where all shares are added."""
     for seed in range(2):
         check(variant(normalizer), q_len, kv_len, kv_heads=kv_heads, offset=offset, seed=seed)
