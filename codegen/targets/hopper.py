@@ -249,6 +249,8 @@ class HopperTarget:
         else:
             assert isinstance(form, HopperForm)
             reason = no_form(form, widths) or no_boxes(form, signature)
+            if (form.lazy_rescale or form.pair_maximum) and not facts.attention.weighs.saves_lse:
+                reason = "rows have no maximum"
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)

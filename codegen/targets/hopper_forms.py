@@ -114,6 +114,12 @@ def is_plain(scale: Expr) -> bool:
 
 
 def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
+    """The form of a forward; where rows have no maximum, without what is about that."""
+    form = _best_of_softmax(widths, facts, short)
+    return form if facts.attention.weighs.saves_lse else replace(form, lazy_rescale=False, pair_maximum=False)
+
+
+def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
