@@ -221,6 +221,8 @@ class FunctionPrinter:
             return call("mul", Const(LOG2_E), node) if self.base2 else node
         from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
+        if self.base2 and self.language.module == "gl" and not self.facts.attention.weighs.saves_lse:
+            return _multiplied(simplify(node))  # an instruction a pair is a larger part there
         return simplify(call("mul", node, Const(LOG2_E)) if self.base2 else node)
 
     def _mask_parts(self) -> list[str]:
@@ -606,3 +608,19 @@ def as_bound(x):
     # it adds or multiplies is promised to be below 2**30: bounds keep their meaning beside what is cut one further off.
     return {m}.minimum({m}.maximum(x.to({m}.int64), -2147483649), 2147483648)
 '''
+
+
+def _multiplied(node: Expr) -> Expr:
+    """The node times log2(e), by factors that are one number where there are such, so that no pair is multiplied."""
+    match node:
+        case Const(value):
+            return Const(value * LOG2_E)
+        case Call("add" | "sub", (left, right)) if node.dtype == "float":
+            return call(node.op, _multiplied(left), _multiplied(right))
+        case Call("neg", (operand,)) if node.dtype == "float":
+            return call("neg", _multiplied(operand))
+        case Call("mul", (left, right)) if not axes(right):
+            return call("mul", left, _multiplied(right))
+        case Call("mul", (left, right)) if not axes(left):
+            return call("mul", _multiplied(left), right)
+    return call("mul", Const(LOG2_E), node)

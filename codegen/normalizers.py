@@ -390,11 +390,13 @@ def sigmoids(powers):
     return gl.inline_asm_elementwise(SIGMOIDS_ASM, SIGMOIDS_OPERANDS, [powers], gl.float32, True, 8)
 '''
 
-_RECIPROCAL = '''
+_SIGMOIDS_EACH = '''
 @gluon.jit
-def reciprocal(x):
-    """1 / x by one instruction, of numbers from 1 on; 0 of those above 2 ** 126."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+def sigmoids(powers):
+    """The sigmoid of scores in base-2 units, 0 of -inf. In lines of its own a sign costs no instruction."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 x; neg.f32 x, $1; ex2.approx.ftz.f32 x, x; add.f32 x, x, 0f3F800000; rcp.approx.ftz.f32 $0, x; }",
+        "=f,f", [powers], gl.float32, True, 1)
 '''
 
 
@@ -404,11 +406,11 @@ def _sigmoid_of_hopper(terms: Terms) -> Blocks:
     Sharing a reciprocal pays where tiles are narrow. Not in a backward, where a row of a tile has several queries, of
     which one that is NaN must not make others so.
     """
-    weigh = f"p = reciprocal(1.0 + gl.exp2(-({terms.score})))"
+    weigh = f"p = sigmoids({terms.score})"
     return Blocks(
-        define=_lines(_SIGMOIDS if terms.narrow else _RECIPROCAL),
-        weigh=f"p = sigmoids({terms.score})" if terms.narrow else weigh,
-        backward_define=_lines(_RECIPROCAL),
+        define=_lines(_SIGMOIDS if terms.narrow else _SIGMOIDS_EACH),
+        weigh=weigh,
+        backward_define=_lines(_SIGMOIDS_EACH),
         backward_weight=weigh,
         backward_score="(p - p * p) * dp",
     )
