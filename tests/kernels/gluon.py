@@ -394,8 +394,8 @@ class Language:
     def zeros_like(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
-    def cast(self, x: Any, dtype: torch.dtype) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) else x
+    def cast(self, x: Any, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return _of(x).contiguous().view(dtype) if bitcast else x.to(dtype) if isinstance(x, Tensor) else x
 
     def where(self, condition: Any, a: Any, b: Any) -> Tensor:
         return torch.where(_of(condition), a, b)
