@@ -36,6 +36,7 @@ from .hopper_backwards import (
     ONE_PASS_DRAWN,
     ONE_PASS_STORED,
     fits_by_rows,
+    is_lean,
     is_one_pass,
     no_backward,
     no_distances,
@@ -194,7 +195,8 @@ class HopperTarget:
             return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware, facts) is None)]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts, signature.short_call)
         if kernel.direction == "backward":
-            best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
+            summed = sums_of_queries(signature, facts)
+            best = best_backward_form(kernel, widths, facts, summed, is_lean(signature, facts))
         if signature.boxed:
             brought = with_boxes(best, signature.boxed)
             fit = (form for form in brought if self._why_not(kernel, form, signature, hardware, facts) is None)

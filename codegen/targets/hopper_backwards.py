@@ -21,6 +21,8 @@ from ...compiler.planning.kernels import (
 )
 from ...compiler.planning.quantities import hopper_statistics_sram, statistics_written
 from ...compiler.planning.signature import Signature, Widths
+from ...ir.expr import Const
+from ...ir.walk import loads
 from .hopper_tiles import key_pieces, piecewise
 
 
@@ -102,6 +104,15 @@ def sums_of_queries(signature: Signature, facts: Facts) -> bool:
 def sums_of_keys(signature: Signature, facts: Facts) -> bool:
     """The same of the pass that owns keys, which has level pairs of tables too."""
     return "column" in _wanted_kinds(signature, facts) or levels_of(facts, "flash", signature) is not None
+
+
+def is_lean(signature: Signature, facts: Facts) -> bool:
+    """Whether a score's one table by distance, of which one read at most has a gradient and that read no factor, is all
+    that pairs read: tiles of 128 queries leave registers for that."""
+    if len(tables_of(facts, "flash", signature)) != 1 or loads(facts.attention.folded_mask):
+        return False
+    gradients = [g for g in facts.operand_gradients(signature.wanted) if g.kind != "sink"]
+    return len(gradients) <= 1 and all(isinstance(g.derivative, Const) and g.derivative.value == 1 for g in gradients)
 
 
 def sums_diagonals(signature: Signature, facts: Facts) -> bool:

@@ -155,11 +155,14 @@ def with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterat
                 )  # fmt: skip
 
 
-def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:
+def best_backward_form(
+    kernel: Kernel, widths: Widths, facts: Facts, summed: bool, lean: bool = False
+) -> HopperBackwardForm:
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
-    summed: gradients of the score's operands are wanted, for which the same holds.
+    summed: gradients of the score's operands are wanted, for which the same holds. lean: not so where one pass has level
+    pairs of a table by distance apart (`is_lean`).
     """
     width = max(columns_of(widths))
     busy = facts.loads_at_positions or facts.traits.drops
@@ -173,6 +176,6 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
     if kernel.name == "flash_dquery":
         wide = spare or (width <= 64 and not facts.loads_at_positions)
         return HopperBackwardForm(128, 128 if wide and not summed else 64)
-    if width > 64 or not spare:
+    if width > 64 or not (spare or (lean and kernel.name == "flash_backward")):
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")
