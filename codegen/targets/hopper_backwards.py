@@ -107,12 +107,14 @@ def sums_of_keys(signature: Signature, facts: Facts) -> bool:
 
 
 def is_lean(signature: Signature, facts: Facts) -> bool:
-    """Whether a score's one table by distance, of which one read at most has a gradient and that read no factor, is all
-    that pairs read: tiles of 128 queries leave registers for that."""
-    if len(tables_of(facts, "flash", signature)) != 1 or loads(facts.attention.folded_mask):
+    """Whether all that pairs read is one table by distance, level from some distance on, that has one read with a
+    gradient, and that read no factor: tiles of 128 queries leave registers for that."""
+    levels = levels_of(facts, "flash", signature)
+    one = len(tables_of(facts, "flash", signature)) == 1 and not loads(facts.attention.folded_mask)
+    if not one or levels is None or levels.score is None or len(levels.reads) != 1:
         return False
     gradients = [g for g in facts.operand_gradients(signature.wanted) if g.kind != "sink"]
-    return len(gradients) <= 1 and all(isinstance(g.derivative, Const) and g.derivative.value == 1 for g in gradients)
+    return len(gradients) == 1 and isinstance(gradients[0].derivative, Const) and gradients[0].derivative.value == 1
 
 
 def sums_diagonals(signature: Signature, facts: Facts) -> bool:
