@@ -253,9 +253,11 @@ class TritonLauncher(DirectLauncher):
 
     def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
         """Options that hold a kernel's registers to what its programs have room for."""
-        if kernel.name == DDIAGONALS and self.code.signature.arch == "sm_90" and not self.interprets:
-            return {"maxnreg": DIAGONAL_REGISTERS}
-        return {}
+        signature = self.code.signature
+        if kernel.name != DDIAGONALS or self.levels is None or self.interprets or signature.arch != "sm_90":
+            return {}
+        narrow = max(signature.widths.head_dim, signature.widths.value_dim) <= 64  # or loops spill
+        return {"maxnreg": DIAGONAL_REGISTERS} if narrow and form.num_warps == 4 else {}
 
     def _rounding(self) -> dict[str, int]:
         """Far from 0 every kernel must round scores alike: where one of them adds to a product before that is rounded,
