@@ -161,8 +161,8 @@ def best_backward_form(
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
-    summed: gradients of the score's operands are wanted, for which the same holds. lean: not so where one pass has level
-    pairs of a table by distance apart (`is_lean`).
+    summed: gradients of the score's operands are wanted, for which the same holds. lean: not so in one pass, where all
+    that pairs read is a table that levels off (`is_lean`).
     """
     width = max(columns_of(widths))
     busy = facts.loads_at_positions or facts.traits.drops
