@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.measures import DISTANCE_TABLES, RUNS, WORK
+from ...compiler.planning.measures import BESIDE, MEASURES, WORK
 from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
@@ -355,13 +355,13 @@ class HopperForwardLauncher(HopperLauncher):
         return True
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
+        if kernel.name in (*BESIDE, *WORK):
             return super()._programs(kernel, constants)
         return self._one_an_sm("query_tiles * batch_heads")
 
     @property
     def _neighbours(self) -> int:
-        return 1 if self.sequences == "packed" else forward_form(self.code).consumers
+        return 1 if self.sequences == "packed" or self.code.tile_source == "lists" else forward_form(self.code).consumers
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         block_q = forward_form(self.code).block_q
@@ -523,7 +523,7 @@ class HopperBackwardLauncher(HopperLauncher):
         return self._made_measures(mode) | self._made_gradients() | own | self._counted()
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, DDIAGONALS, *RUNS, *WORK):
+        if kernel.name in (DDIAGONALS, *BESIDE, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             units = "key_tiles * batch_kv_heads"
@@ -537,7 +537,7 @@ class HopperBackwardLauncher(HopperLauncher):
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         if kernel.name == "row_statistics":
             return super()._renamed(kernel) | {"n_heads": "heads", "delta_ptr": "delta"}
-        if kernel.name in RUNS or kernel.axis == "kv":
+        if kernel.name in MEASURES or kernel.axis == "kv":
             own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
             return super()._renamed(kernel) | {"n_heads": "heads"} | own
         return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}

@@ -338,7 +338,7 @@ class Language:
     """`gl`, and `tl` of the kernel that joins parts."""
 
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
-    float16, uint8, uint32 = torch.float16, torch.uint8, torch.int64  # words, as `_words_of` has them
+    float16, uint8, uint32, int1 = torch.float16, torch.uint8, torch.int64, torch.bool  # words, as `_words_of` has them
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = (
         DistributedLinearLayout
