@@ -66,8 +66,21 @@ def no_cells(facts: Facts) -> str | None:
     assert found is not None
     if found.by_pair:
         return "pair by pair"
-    small = [f"{c.q} x {c.kv}" for c in found.cells if c.q < ROWS or c.kv % ROWS]
-    return f"in blocks of {small[0]}, where {ROWS} or more queries and a multiple of {ROWS} keys are expected," if small else None
+    for c in found.cells:
+        if c.q < ROWS or c.kv % ROWS:
+            return f"in blocks of {c.q} x {c.kv}, and not {ROWS} queries or more and a multiple of {ROWS} keys,"
+    return None
+
+
+def _has_few_edges(facts: Facts) -> bool:
+    """Whether most tiles see all or nothing, whatever the mask computes: it is the same in blocks of 128 x 128 pairs,
+    but for what positions decide."""
+    found = facts.survey
+    if facts.tile_source != "lists" or facts.linear_scale is None or facts.attention.drops:
+        return False
+    assert found is not None
+    of_positions = all(isinstance(value, Symbol) for value in (*found.q_values, *found.kv_values))
+    return of_positions and not found.by_pair and not any(c.q < 128 or c.kv % 128 for c in found.cells)
 
 
 def no_cells_form(kernel: Kernel, form: HopperForm | HopperBackwardForm, facts: Facts) -> str | None:
@@ -163,7 +176,7 @@ def _best_form(widths: Widths, facts: Facts, short: bool) -> HopperForm:
             return HopperForm(2, 64, 4, query_in_registers=True, lazy_rescale=True, pair_maximum=True)
         return HopperForm(
             3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True,
-            lazy_rescale=facts.traits.drops,
+            lazy_rescale=facts.traits.drops or _has_few_edges(facts),
         )  # fmt: skip
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
@@ -203,6 +216,8 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
     if kernel.name == "flash_dquery":
         wide = spare or (width <= 64 and not facts.loads_at_positions)
         return HopperBackwardForm(128, 128 if wide and not summed else 64)
+    if width <= 64 and kernel.name == "flash_backward" and not summed and _has_few_edges(facts):
+        return HopperBackwardForm(128)
     if width > 64 or not spare:
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")

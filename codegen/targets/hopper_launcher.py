@@ -361,7 +361,8 @@ class HopperForwardLauncher(HopperLauncher):
 
     @property
     def _neighbours(self) -> int:
-        return 1 if self.sequences == "packed" or self.code.tile_source == "lists" else forward_form(self.code).consumers
+        whole = self.sequences == "packed" or self.code.tile_source == "lists"
+        return 1 if whole else forward_form(self.code).consumers
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         block_q = forward_form(self.code).block_q

@@ -85,10 +85,11 @@ def test_against_float64(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("blocks", "hopper"), ("wide_blocks", "hopper"), ("causal_blocks", "triton"), ("allowed", "triton")]
+    ("name", "target"),
+    [("blocks", "hopper"), ("wide_blocks", "hopper"), ("causal_blocks", "triton"), ("allowed", "triton")],
 )
 def test_who_computes_them(name: str, target: str) -> None:
-    """Of a mask that differs from pair to pair, or in narrow blocks, hopper's loops have no registers to look at pairs."""
+    """Hopper's loops have no registers to look at pairs: masks that differ from pair to pair, or in narrow blocks."""
     variant = variant_of(name)
     plan = variant.plan(*rows(700, 1021, 64, torch.bfloat16), **given(variant, 1100))
     assert plan.code("forward").target == target and plan.code("forward").tile_source == "lists"
@@ -97,7 +98,10 @@ def test_who_computes_them(name: str, target: str) -> None:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize(
     ("name", "target"),
-    mostly([("causal_allowed", "triton"), ("blocks", "hopper")], [("causal_blocks", "triton"), ("causal_allowed", "triton"), ("blocks", "hopper")]),
+    mostly(
+        [("causal_allowed", "triton"), ("blocks", "hopper")],
+        [("causal_blocks", "triton"), ("causal_allowed", "triton"), ("blocks", "hopper")],
+    ),
 )
 def test_graphs_follow_what_the_tensors_hold(name: str, target: str) -> None:
     """Captured once, replayed with other contents in the same tensors; also inside a block that keeps tiles."""

@@ -207,7 +207,8 @@ def test_the_same_part_orders_query_tiles_for_kernels_that_own_keys(name: str, l
     printer = FunctionPrinter(facts, GLUON_LANGUAGE)
     part = environment().get_template("hopper/parts/tiles_seen.py.jinja")
     text = part.render(
-        seen="q", lookups="q_", ranges=", ".join(facts.q_tiles.outputs), env=printer.env, measured=False
+        seen="q", lookups="q_", ranges=", ".join(facts.q_tiles.outputs), env=printer.env, measured=False,
+        source="program",
     )  # fmt: skip
     needs = ["tiles_seen_from", "q_tile", "own_tiles"]
     code = run_as_python(printer.backward(()) + text, needs=needs, MASKED=name != "dense", ROWS=64, BLOCK_Q=128)
