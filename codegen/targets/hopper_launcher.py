@@ -462,15 +462,17 @@ class HopperBackwardLauncher(HopperLauncher):
         return super().__call__(call, {**results, **read}, workspace, partition)
 
     def _place_of_pairs(self, call: CallTensors, n: int) -> Place:
-        """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write.
+        """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write where it does.
 
         Where all pairs of a dense call are visible, and there are as many entries, every entry is written.
         """
         size = tuple(self._operand_of(n, call).shape)
-        row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
+        words = self.code.signature.boxed == 4
+        row = size[-1] if words else tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
         batches, heads, q_len, _ = call.query.shape
         fill = None if writes_all(self, size, batches * heads * q_len * call.key.shape[2]) else 0.0
-        return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
+        dtype = torch.float32 if words else call.query.dtype
+        return Place(size, flat_place(*size[:-1], row).stride, dtype, fill)
 
     def _sums_of_a_head(self, kind: str, call: CallTensors) -> int:
         """How many partial sums of an operand's gradient a query head has."""
@@ -576,6 +578,8 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _stored(self) -> dict[str, Described]:
         """Of the gradient of what pairs read, where it is stored by tiles."""
+        if self.code.signature.boxed == 4:
+            return {}  # entry by entry
         stored = [_of_pairs(f"sum{n}", g.load) for n, g in enumerate(self.sums) if g.kind == "pair"]
         return dict(zip(["dpairs_desc"], stored))
 
