@@ -55,6 +55,8 @@ from .hopper_forms import (
     is_plain,
     no_backward_form,
     no_boxes,
+    no_cells,
+    no_cells_form,
     no_form,
     with_boxes,
 )
@@ -145,8 +147,8 @@ class HopperTarget:
             return f"hopper: the backward of dropout {lacking} is computed by the triton target"
         if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
             return f"hopper: {lacking}; computed by the triton target"
-        if facts.tile_source == "lists":
-            return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
+        if facts.tile_source == "lists" and (lacking := no_cells(facts)):
+            return f"hopper: a mask that reads a tensor by both positions {lacking} is for the triton target"
         if signature.sequences == "packed_paged" and facts.traits.measured is not None:
             return "hopper: masks that read tensors, of packed queries over pages, are computed by the triton target"
         if kernel.direction == "backward" and (lacking := no_distances(signature, facts)):
@@ -242,6 +244,7 @@ class HopperTarget:
         else:
             assert isinstance(form, HopperForm)
             reason = no_form(form, widths) or no_boxes(form, signature)
+        reason = reason or no_cells_form(kernel, form, facts)
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
@@ -290,6 +293,7 @@ class HopperTarget:
             "folded": scale is not None and folds and is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
+            "stores_words": code.signature.boxed == 4 and stores_boxes(code.signature, facts),
             "diagonals": code.borrows_diagonals,
             "persistent": persistent,
             "stores_first": main == "flash_backward" and stores_first(code.signature, facts),
