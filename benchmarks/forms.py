@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ ROWS = (
     Row("window", 2, 16, 8192, 128, 1024),
     Row("documents", 2, 16, 8192, 128, 1024),
     Row("softcap", 2, 32, 8192, 64, 20),
+    Row("blocks", 1, 16, 65536, 128, 5),
+    Row("blocks", 1, 16, 65536, 64, 5),
     Row("causal", 64, 16, 512, 64),  # short calls, which have forms of their own
     Row("full", 64, 12, 256, 64),
 )
@@ -185,12 +188,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--list", action="store_true", help="print the forms and what the model says, and time nothing")
-    parser.add_argument("--rows", type=int, default=len(ROWS), help="only the first so many")
+    parser.add_argument("--rows", metavar="REGEX", default="", help="only rows whose name matches")
     parser.add_argument("--targets", default="hopper,triton")
     parser.add_argument("--seconds", type=float, default=140, help="begin no row after so many")
     options = parser.parse_args()
     begin = time.perf_counter()
-    rows = ROWS[: options.rows]
+    rows = [row for row in ROWS if re.search(options.rows, row.name)]
     cases = {row: list(cases_of(row, options.targets.split(","))) for row in rows}
     if options.list:
         for case in (case for found in cases.values() for case in found):

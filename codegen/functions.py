@@ -82,6 +82,7 @@ class FunctionPrinter:
     tables: tuple[ByDistance, ...] = ()  # what scores read by distance
     levels: tuple[Expr, Expr | None] | None = None  # slope and rest of a score where all pairs of a tile read alike
     boxed: Load | None = None  # what pairs read and scores are handed, because a tile of it lies in SRAM
+    places_boxed: bool = False  # kernels store a gradient of it entry by entry
 
     @property
     def base2(self) -> bool:
@@ -130,6 +131,8 @@ class FunctionPrinter:
         if self.language.module != "gl":  # kernels in Gluon leave sums of pairs to others
             parts += [self.place(f"place_{i}", g.load) for i, g in numbered if g.kind in PAIR_KINDS]
         parts += [self.box(self.boxed)] if self.boxed is not None else []
+        if self.boxed is not None and self.places_boxed:
+            parts.append(self.place("place_of_pairs", self.boxed))
         if scale is not None:
             title = "d score / d (q.k), per natural unit of score: one number."
             parts.append(self.elementwise("score_slope", scale, title, tile=False))
@@ -372,7 +375,8 @@ class FunctionPrinter:
         return self._function(f"first_of_box(q_pos, kv_pos, {self.env})", title, [*lines, *_returned(texts)])
 
     def _entry(self, text: str) -> str:
-        return f"tl.cast({text}, tl.int64)" if self.wide else text
+        module = self.language.module
+        return f"{module}.cast({text}, {module}.int64)" if self.wide else text
 
     def _float_tile(self, printer: Printer, result: Expr, value: Expr) -> str:
         """The result as floats; on a GPU, where a row's maximum is taken of it, of the tile's whole shape."""

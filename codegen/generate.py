@@ -68,7 +68,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         facts, target.language, approximate=_may_approximate(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
         tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
-        boxed=facts.boxed_read if code.brings_boxes else None,
+        boxed=facts.boxed_read if code.brings_boxes else None, places_boxed=_stores_words(facts, signature),
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
@@ -349,6 +349,11 @@ def _summed_elsewhere(
     if beside:
         return frozenset(range(len(gradients))) - of_diagonals
     return frozenset(of_diagonals if code.borrows_diagonals and levels_in(code, facts) is None else ())
+
+
+def _stores_words(facts: Facts, signature: Signature) -> bool:
+    """Whether the gradient of what pairs read, which has 32 bits, is wanted."""
+    return signature.boxed == 4 and facts.boxed_read is not None and facts.boxed_read.tensor.name in signature.wanted
 
 
 def _score_of_tiles(facts: Facts, code: CodePlan, family: str, beside: bool) -> tuple[Expr, Expr | None] | None:

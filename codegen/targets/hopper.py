@@ -37,6 +37,7 @@ from .hopper_backwards import (
     ONE_PASS_DRAWN,
     ONE_PASS_STORED,
     fits_by_rows,
+    is_lean,
     is_one_pass,
     no_backward,
     no_distances,
@@ -56,6 +57,8 @@ from .hopper_forms import (
     is_plain,
     no_backward_form,
     no_boxes,
+    no_cells,
+    no_cells_form,
     no_form,
     with_boxes,
 )
@@ -153,8 +156,8 @@ class HopperTarget:
             return f"hopper: the backward of dropout {lacking} is computed by the triton target"
         if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
             return f"hopper: {lacking}; computed by the triton target"
-        if facts.tile_source == "lists":
-            return "hopper: lists of tiles, of a mask that reads a tensor by both positions, are for the triton target"
+        if facts.tile_source == "lists" and (lacking := no_cells(facts)):
+            return f"hopper: a mask that reads a tensor by both positions {lacking} is for the triton target"
         if signature.sequences == "packed_paged" and facts.traits.measured is not None:
             return "hopper: masks that read tensors, of packed queries over pages, are computed by the triton target"
         if kernel.direction == "backward" and (lacking := no_distances(signature, facts)):
@@ -203,7 +206,8 @@ class HopperTarget:
             return [chosen, *(form for form in near if self._why_not(kernel, form, signature, hardware, facts) is None)]
         best: HopperForm | HopperBackwardForm = best_form(widths, facts, signature.short_call)
         if kernel.direction == "backward":
-            best = best_backward_form(kernel, widths, facts, sums_of_queries(signature, facts))
+            summed = sums_of_queries(signature, facts)
+            best = best_backward_form(kernel, widths, facts, summed, is_lean(signature, facts))
         if signature.boxed:
             brought = with_boxes(best, signature.boxed)
             fit = (form for form in brought if self._why_not(kernel, form, signature, hardware, facts) is None)
@@ -251,6 +255,7 @@ class HopperTarget:
             reason = no_form(form, widths) or no_boxes(form, signature)
             if (form.lazy_rescale or form.pair_maximum) and not facts.attention.weighs.saves_lse:
                 reason = "rows have no maximum"
+        reason = reason or no_cells_form(kernel, form, facts)
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
@@ -299,6 +304,7 @@ class HopperTarget:
             "folded": scale is not None and folds and is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
+            "stores_words": code.signature.boxed == 4 and stores_boxes(code.signature, facts),
             "diagonals": code.borrows_diagonals,
             "persistent": persistent,
             "stores_first": main == "flash_backward" and stores_first(code.signature, facts),

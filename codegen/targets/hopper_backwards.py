@@ -21,6 +21,8 @@ from ...compiler.planning.kernels import (
 )
 from ...compiler.planning.quantities import hopper_statistics_sram, statistics_written
 from ...compiler.planning.signature import Signature, Widths
+from ...ir.expr import Const
+from ...ir.walk import loads
 from .hopper_tiles import key_pieces, piecewise
 
 
@@ -83,6 +85,7 @@ def no_pairs(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
     return None
 
 
+MOST_BESIDE_WORDS = 192  # columns of D and Dv beside which tiles of 32 bits an entry have SRAM
 MOST_BY_DISTANCE = 128  # columns beside which a tile's reads have registers
 
 
@@ -121,6 +124,17 @@ def sums_of_keys(signature: Signature, facts: Facts) -> bool:
     return "column" in _wanted_kinds(signature, facts) or levels_of(facts, "flash", signature) is not None
 
 
+def is_lean(signature: Signature, facts: Facts) -> bool:
+    """Whether all that pairs read is one table by distance, level from some distance on, that has one read with a
+    gradient, and that read no factor: tiles of 128 queries leave registers for that."""
+    levels = levels_of(facts, "flash", signature)
+    one = len(tables_of(facts, "flash", signature)) == 1 and not loads(facts.attention.folded_mask)
+    if not one or levels is None or levels.score is None or len(levels.reads) != 1:
+        return False
+    gradients = [g for g in facts.operand_gradients(signature.wanted) if g.kind != "sink"]
+    return len(gradients) == 1 and isinstance(gradients[0].derivative, Const) and gradients[0].derivative.value == 1
+
+
 def sums_diagonals(signature: Signature, facts: Facts) -> bool:
     """Whether the kernel that sums along diagonals runs beside these."""
     return "diagonal" in _wanted_kinds(signature, facts)
@@ -137,9 +151,10 @@ def stores_boxes(signature: Signature, facts: Facts) -> bool:
     """Whether one pass stores the gradient of what each pair reads: tiles of dS, which lie in SRAM for dQ.
 
     So it is where it is added to the score, each entry once, and q.k has one factor, with which sums are multiplied.
+    Of operands of 32 bits the gradient leaves from registers, before dS is rounded.
     """
     read = facts.boxed_read
-    if read is None or signature.boxed != 2 or not is_one_pass(signature):
+    if read is None or not signature.boxed or not is_one_pass(signature):
         return False
     alone = read.tensor.name in signature.wanted and _wanted_kinds(signature, facts).total() == 1
     return alone and read_once(read) and facts.scale_beside_box is not None
@@ -184,8 +199,14 @@ def no_backward(signature: Signature, facts: Facts) -> str | None:
         if read is None or [read.tensor.name] != by_pair or not read_once(read):
             return lacking
         return (
-            f"{lacking}, but in one pass, where {by_pair[0]} has 16 bits an entry, rows a multiple of 16 bytes apart, "
-            "and is added to a score that is a number times q.k"
+            f"{lacking}, but in one pass, where {by_pair[0]} has 16 or 32 bits an entry, rows a multiple of 16 bytes "
+            "apart, and is added to a score that is a number times q.k"
+        )
+    columns = piecewise(signature.widths.head_dim) + piecewise(signature.widths.value_dim)
+    if by_pair and signature.boxed == 4 and columns > MOST_BESIDE_WORDS:
+        return (
+            f"hopper: tiles of {by_pair[0]}, 32 bits an entry, have SRAM beside {MOST_BESIDE_WORDS} columns of D and Dv "
+            f"together, got {columns}: its gradient is computed by the triton target"
         )
     if sums_of_keys(signature, facts) and not fits_by_rows(signature.widths):
         return (

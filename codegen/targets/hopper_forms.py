@@ -15,7 +15,7 @@ from ...ir.expr import Call, Const, Expr, Symbol
 from ...ir.reference import evaluate
 from ...ir.walk import nodes
 from .hopper_backwards import fits_by_rows
-from .hopper_tiles import columns_of, columns_of_form, pieces_of, piecewise, places_of_results
+from .hopper_tiles import ROWS, columns_of, columns_of_form, pieces_of, piecewise, places_of_results
 
 
 def no_form(form: Form, widths: Widths) -> str | None:
@@ -58,6 +58,42 @@ def no_boxes(form: Form, signature: Signature) -> str | None:
         f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, "
         "and another one q_pos, and whose address and strides are multiples of 16 bytes"
     )
+
+
+def no_cells(facts: Facts) -> str | None:
+    """Why it does not look at the pairs of a mask in a few numbers a tile, in words after "a mask that reads ..."."""
+    found = facts.survey
+    assert found is not None
+    if found.by_pair:
+        return "pair by pair"
+    for c in found.cells:
+        if c.q < ROWS or c.kv % ROWS:
+            return f"in blocks of {c.q} x {c.kv}, and not {ROWS} queries or more and a multiple of {ROWS} keys,"
+    return None
+
+
+def _has_few_edges(facts: Facts) -> bool:
+    """Whether most tiles see all or nothing, whatever the mask computes: it is the same in blocks of 128 x 128 pairs,
+    but for what positions decide."""
+    found = facts.survey
+    if facts.tile_source != "lists" or facts.linear_scale is None or facts.attention.drops:
+        return False
+    assert found is not None
+    of_positions = all(isinstance(value, Symbol) for value in (*found.q_values, *found.kv_values))
+    return of_positions and not found.by_pair and not any(c.q < 128 or c.kv % 128 for c in found.cells)
+
+
+def no_cells_form(kernel: Kernel, form: HopperForm | HopperBackwardForm, facts: Facts) -> str | None:
+    """Why the tiles of a form lie in more blocks of pairs, over which the mask is the same, than kernels look at."""
+    if facts.tile_source != "lists":
+        return None
+    by_queries = isinstance(form, HopperForm) or kernel.name == "flash_dquery"
+    queries, keys = (ROWS, form.block_kv) if by_queries else (form.block_q, ROWS)  # of a consumer
+    assert facts.survey is not None
+    for c in facts.survey.cells:
+        if queries > c.q or c.kv % keys:
+            return f"a mask that is the same in blocks of {c.q} queries and {c.kv} keys needs smaller tiles"
+    return None
 
 
 def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
@@ -114,9 +150,15 @@ def is_plain(scale: Expr) -> bool:
 
 
 def best_form(widths: Widths, facts: Facts, short: bool = False) -> HopperForm:
-    """The form of a forward; where rows have no maximum, without what is about that."""
-    form = _best_of_softmax(widths, facts, short)
-    return form if facts.attention.weighs.saves_lse else replace(form, lazy_rescale=False, pair_maximum=False)
+    """The form of a forward, with tiles of keys that lie in one block of those over which the mask is the same.
+
+    Where rows have no maximum, it goes without what is about that.
+    """
+    best = _best_of_softmax(widths, facts, short)
+    if not facts.attention.weighs.saves_lse:
+        best = replace(best, lazy_rescale=False, pair_maximum=False)
+    small = facts.tile_source == "lists" and any(c.kv % best.block_kv for c in facts.survey.cells)  # type: ignore[union-attr]
+    return replace(best, block_kv=ROWS) if small else best
 
 
 def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
@@ -139,7 +181,7 @@ def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
             return HopperForm(2, 64, 4, query_in_registers=True, lazy_rescale=True, pair_maximum=True)
         return HopperForm(
             3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True,
-            lazy_rescale=facts.traits.drops,
+            lazy_rescale=facts.traits.drops or _has_few_edges(facts),
         )  # fmt: skip
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
@@ -161,11 +203,14 @@ def with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterat
                 )  # fmt: skip
 
 
-def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: bool) -> HopperBackwardForm:
+def best_backward_form(
+    kernel: Kernel, widths: Widths, facts: Facts, summed: bool, lean: bool = False
+) -> HopperBackwardForm:
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What a score's derivative computes, or a mask reads, needs registers that tiles of 128 queries leave to none.
-    summed: gradients of the score's operands are wanted, for which the same holds.
+    summed: gradients of the score's operands are wanted, for which the same holds. lean: not so in one pass, where all
+    that pairs read is a table that levels off (`is_lean`).
     """
     width = max(columns_of(widths))
     busy = facts.loads_at_positions or facts.traits.drops
@@ -179,6 +224,8 @@ def best_backward_form(kernel: Kernel, widths: Widths, facts: Facts, summed: boo
     if kernel.name == "flash_dquery":
         wide = spare or (width <= 64 and not facts.loads_at_positions)
         return HopperBackwardForm(128, 128 if wide and not summed else 64)
-    if width > 64 or not spare:
+    if width <= 64 and kernel.name == "flash_backward" and not summed and _has_few_edges(facts):
+        return HopperBackwardForm(128)
+    if width > 64 or not (spare or (lean and kernel.name == "flash_backward")):
         return HopperBackwardForm(64)
     return HopperBackwardForm(128, next_scores=kernel.name == "flash_backward")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compiler.analysis.places import rows_of_boxes
 from ...compiler.planning.forms import HopperBackwardForm, Tiling
 from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.measures import DISTANCE_TABLES, RUNS, WORK
+from ...compiler.planning.measures import BESIDE, MEASURES, WORK
 from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
@@ -355,13 +355,14 @@ class HopperForwardLauncher(HopperLauncher):
         return True
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, *RUNS, *WORK):
+        if kernel.name in (*BESIDE, *WORK):
             return super()._programs(kernel, constants)
         return self._one_an_sm("query_tiles * batch_heads")
 
     @property
     def _neighbours(self) -> int:
-        return 1 if self.sequences == "packed" else forward_form(self.code).consumers
+        whole = self.sequences == "packed" or self.code.tile_source == "lists"
+        return 1 if whole else forward_form(self.code).consumers
 
     def _rows(self, aligned: bool) -> dict[str, str]:
         block_q = forward_form(self.code).block_q
@@ -473,15 +474,17 @@ class HopperBackwardLauncher(HopperLauncher):
         return super().__call__(call, {**results, **read}, workspace, partition)
 
     def _place_of_pairs(self, call: CallTensors, n: int) -> Place:
-        """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write.
+        """Of the gradient of what pairs read, in the shape of its operand, with rows that TMA can write where it does.
 
         Where all pairs of a dense call are visible, and there are as many entries, every entry is written.
         """
         size = tuple(self._operand_of(n, call).shape)
-        row = tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
+        words = self.code.signature.boxed == 4
+        row = size[-1] if words else tiles_of(size[-1], _LEAST_STEP) * _LEAST_STEP
         batches, heads, q_len, _ = call.query.shape
         fill = None if writes_all(self, size, batches * heads * q_len * call.key.shape[2]) else 0.0
-        return Place(size, flat_place(*size[:-1], row).stride, call.query.dtype, fill)
+        dtype = torch.float32 if words else call.query.dtype
+        return Place(size, flat_place(*size[:-1], row).stride, dtype, fill)
 
     def _sums_of_a_head(self, kind: str, call: CallTensors) -> int:
         """How many partial sums of an operand's gradient a query head has."""
@@ -552,7 +555,7 @@ class HopperBackwardLauncher(HopperLauncher):
         return own
 
     def _programs(self, kernel: Kernel, constants: Mapping[str, object]) -> str:
-        if kernel.name in (DISTANCE_TABLES, DDIAGONALS, *RUNS, *WORK):
+        if kernel.name in (DDIAGONALS, *BESIDE, *WORK):
             return super()._programs(kernel, constants)
         if kernel.axis == "q":
             units = "key_tiles * batch_kv_heads"
@@ -566,7 +569,7 @@ class HopperBackwardLauncher(HopperLauncher):
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         if kernel.name == "row_statistics":
             return super()._renamed(kernel) | {"n_heads": "heads", "delta_ptr": "delta"}
-        if kernel.name in RUNS or kernel.axis == "kv":
+        if kernel.name in MEASURES or kernel.axis == "kv":
             own = {"heads_together": "heads_sharing_keys"} if kernel.name == "flash_dquery" else {}
             return super()._renamed(kernel) | {"n_heads": "heads"} | own
         return super()._renamed(kernel) | {"n_heads": "kv_heads", "batch_heads": "batch_kv_heads"}
@@ -604,6 +607,8 @@ class HopperBackwardLauncher(HopperLauncher):
 
     def _stored(self) -> dict[str, Described]:
         """Of the gradient of what pairs read, where it is stored by tiles."""
+        if self.code.signature.boxed == 4:
+            return {}  # entry by entry
         stored = [_of_pairs(f"sum{n}", g.load) for n, g in enumerate(self.sums) if g.kind == "pair"]
         return dict(zip(["dpairs_desc"], stored))
 

@@ -168,7 +168,6 @@ class LatentLauncher(SplitLauncher):
             "n_even": "even_shares(batches, n_row_tiles * kv_heads)",
             "n_shares": "most(n_parts * batches, n_even)",
             "slots": "2 * (n_shares if n_parts > 1 else n_even)",
-            "prefetches": "int(n_row_tiles > 1 and n_row_tiles * kv_heads * n_shares <= n_at_once)",
         }  # fmt: skip
 
     def _described(self) -> dict[str, Described]:

@@ -19,7 +19,7 @@ from ...compiler.planning.kernels import Kernel
 from ...compiler.planning.measures import DISTANCE_TABLES, LIST_ROOM, LISTED, LONG_SPANS, MEASURES, PAIR_CELLS, WORK
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
-from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS
+from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS, DPAIRS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
@@ -253,7 +253,11 @@ class TritonLauncher(DirectLauncher):
 
     def _limits(self, kernel: Kernel, form: Any, mode: Mode) -> dict[str, int]:
         """Options that hold a kernel's registers to what its programs have room for."""
-        return {}
+        signature = self.code.signature
+        if kernel.name != DDIAGONALS or self.levels is None or self.interprets or signature.arch != "sm_90":
+            return {}
+        narrow = max(signature.widths.head_dim, signature.widths.value_dim) <= 64  # or loops spill
+        return {"maxnreg": DIAGONAL_REGISTERS} if narrow and form.num_warps == 4 else {}
 
     def _rounding(self) -> dict[str, int]:
         """Far from 0 every kernel must round scores alike: where one of them adds to a product before that is rounded,
@@ -283,8 +287,11 @@ class TritonLauncher(DirectLauncher):
                 [] if "head" in over else ["kv_heads" if "group" in over else "heads"]
             )
             text = f"min({' * '.join([Q_TILES, f'({KV_TILES})', *shares])} - first_program, most_programs)"
-        elif kernel.name == DDIAGONALS and self.sequences == "packed":
-            text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads * {PARTS}"
+        elif kernel.name == DDIAGONALS:
+            text = self._diagonal_slots()
+            if self.levels is not None and self.sequences != "packed":  # programs go through those of a head
+                parts = f"batches * heads * {DIAGONAL_PARTS}"
+                text = f"min({text}, {parts} * (1 + {DIAGONAL_PROGRAMS} // ({parts})))"
         elif kernel.name == DISTANCE_TABLES:
             of = [(t.by_batch, t.by_head) for t in self.tables]
             of += [(self.levels.by_batch, self.levels.by_head)] if self.levels is not None else []
@@ -300,6 +307,12 @@ class TritonLauncher(DirectLauncher):
         else:
             text = _PROGRAMS[kernel.programs]
         return text.format(**constants)
+
+    def _diagonal_slots(self) -> str:
+        """Parts of diagonals, of which flash_ddiagonals lists sums."""
+        if self.sequences == "packed":
+            return "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads * {PARTS}"
+        return _PROGRAMS[formulas.diagonal_programs]
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""

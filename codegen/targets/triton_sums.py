@@ -38,6 +38,10 @@ class SummingLauncher(MeasuringLauncher):
         """The grid of a kernel, as an expression."""
         raise NotImplementedError
 
+    def _diagonal_slots(self) -> str:
+        """Parts of diagonals, of which flash_ddiagonals lists sums, as an expression of its blocks."""
+        raise NotImplementedError
+
     def _list_more(
         self, ready: _Prepared, given: Mapping[str, Any], first: int, tables: Mapping[int, Tensor], stream: int
     ) -> None:
@@ -110,10 +114,8 @@ class SummingLauncher(MeasuringLauncher):
         if self.levels is not None:
             values += self.levels.indices
             block = self.form(DDIAGONALS, aligned).block_q
-            listed = self._programs(
-                next(k.kernel for k in self.code.kernels if k.name == DDIAGONALS),
-                {"BLOCK_Q": block, "BLOCK_KV": block, "PARTS": DIAGONAL_PARTS},
-            )
+            blocks = {"BLOCK_Q": block, "BLOCK_KV": block, "PARTS": DIAGONAL_PARTS}
+            listed = self._diagonal_slots().format(**blocks)
             rows |= {"beyond": str(beyond), "level_list": f"{listed} * {2 * block}"}
         read = {load.tensor for value in values for load in loads(value)}
         return rows | {f"last{d}_{t.name}": f"arg_{t.name}.shape[{d}] - 1" for t in read for d in range(t.rank)}

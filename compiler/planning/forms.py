@@ -245,7 +245,7 @@ class HopperLatentForm:
     slots: int = 11  # for pieces of keys
     # where several tiles of rows share keys
     ordered: bool = False  # products with values wait for the scores of the next tile
-    prefetch: bool = False  # keys, not in pages, are brought to L2 two tiles early where all programs run at once
+    prefetch: bool = False  # keys are brought to L2 two tiles early, where queries are few
     narrow: bool = False  # pieces of NARROW_COLUMNS columns: a rank has an even number of pieces
     block_q: ClassVar[int] = ROWS_OF_A_WARPGROUP
     block_kv: ClassVar[int] = 64

@@ -132,8 +132,9 @@ def code_plan(
             visitor = schedule.form(next(others))
             own_warps = {**dict.fromkeys(LONG_SPANS, LONG_SPANS_WARPS), **dict.fromkeys(ENDS, ENDS_WARPS)}
             warps = own_warps.get(kernel.name, SPANS_WARPS)
-            # of packed sequences the list of work has whole tiles
-            rows = visitor.block_q if signature.sequences == "packed" else visitor.span_rows
+            # of packed sequences the list of work has whole tiles, and so have lists
+            whole = signature.sequences == "packed" or kernel.name in LISTS
+            rows = visitor.block_q if whole else visitor.span_rows
             own, words, form = measured_by, "", Tiling(rows, visitor.block_kv, warps, 1)
         if kernel.name == DDIAGONALS:
             own, words = measured_by, ""

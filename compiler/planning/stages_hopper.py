@@ -61,7 +61,7 @@ def hopper_split_forward(t: Tiles) -> list[Stage]:
     rotary = "; P = exp2(S - reference) takes the place of the rotary columns"
     weights = f"reference raised to the maximum, or a little less{rotary}"
     parts = f"{t.output('O / sum')}, {t.rows('lse = reference + log(sum)')}; of one part of several in float32"
-    early = "+prefetch: from contiguous keys to L2 before, where tiles of rows share them and all programs run at once"
+    early = "+prefetch: to L2 two tiles before, where tiles of rows of few queries share them"
     later = "+ordered: after the next tile's scores, where tiles of rows share keys"
     return [
         loads("query", rows, "part of a sequence", AHEAD),

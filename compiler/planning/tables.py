@@ -27,6 +27,8 @@ from .signature import Signature
 Finish = Literal["store", "list", "add"]
 DQUERY, DPAIRS, DDIAGONALS = "flash_dquery", "flash_dpairs", "flash_ddiagonals"
 DIAGONAL_PARTS = 2  # programs of a diagonal of tiles: where a table levels off, few diagonals have anything to sum
+DIAGONAL_PROGRAMS = 1024  # are enough, where a table levels off: they go through the diagonals of a head
+DIAGONAL_REGISTERS = 168  # of its threads, at most, so that three programs run on an SM
 MOST_LISTED = 1 << 24  # sums that are listed at once: 12 bytes each, and what sorts them
 
 

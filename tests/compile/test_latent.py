@@ -97,6 +97,15 @@ def test_latent_tiles_fit_and_overlap(variant, kind, heads, q_len, page, form):
     assert split.spilled < (448 if kind == "packed_paged" else 256)  # of the producer, and before loops
     assert split.count("cp.async.bulk.tensor") >= 9 and split.count("wgmma.mma_async")
     assert kernels["join_parts"].spilled <= 16
+    lines = split.count(r"prefetch\.")
+    assert lines == split.count(r"prefetch\.global\.L2")  # bulk prefetches of lanes go one after the other
+    is_early = "prefetch" in form and q_len <= FEW_QUERIES
+    row = 2 * (variant.latent.rank + variant.latent.rope)
+    assert lines == (-(-row // 128) if is_early or "paged" in kind else 0)
+    texts = [text for _, text in split.sass]
+    last = max(i for i, text in enumerate(texts) if "UTMALDG" in text)
+    waited = max(i for i in range(last) if "SYNCS.PHASECHK" in texts[i])
+    assert not any("LDG.E" in text for text in texts[waited:last])  # no copy stands behind a look at a table
 
 
 EXPANDED = {

@@ -59,19 +59,19 @@ def test_indices(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mask", [True, masks.causal])
 def test_head_dimensions(width: int, dtype: torch.dtype, mask: Any) -> None:
-    operands = biases("full", 520, 520, dtype)
-    differentiate = ("bias4",) if dtype == torch.bfloat16 else ()
+    operands, differentiate = biases("full", 520, 520, dtype), ("bias4",)
     for lens in ((513, 513), (129, 520)):
         check_variant(variant("full", mask), *given(*lens, width), operands=operands, differentiate=differentiate)
 
 
-@pytest.mark.sampled(81)
+@pytest.mark.sampled(162)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mask", [True, masks.causal, masks.sliding_window(50)])
 @pytest.mark.parametrize("length", [1000, 1, 17, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("name", ONE_PASS)
-def test_gradients(name: str, length: int, mask: Any) -> None:
+def test_gradients(name: str, length: int, mask: Any, dtype: torch.dtype) -> None:
     for more in (0, 40):
-        tensors, operands = given(length, length + more), biases(name, length + more, length + more)
+        tensors, operands = given(length, length + more), biases(name, length + more, length + more, dtype)
         check_variant(variant(name, mask), *tensors, operands=operands, differentiate=("bias4",))
 
 
@@ -90,13 +90,16 @@ def test_the_plan_is_that_of_one_pass() -> None:
     assert "flash_backward=hopper" in text and text.count("p2") == 2
     operands = {"bias4": operands["bias4"].detach().float().requires_grad_()}
     text = planned("full", given(200, 200), operands)
-    assert "p4" in text and "flash_dquery=triton" in text
+    assert "flash_backward=hopper" in text and text.count("p4") == 2
+    text = planned("full", given(200, 200, 128), operands)  # no SRAM beside 128 columns
+    assert text.count("p4") == 1 and "flash_dquery=triton" in text
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("differentiate", [(), ("bias4",)], ids=["", "dbias"])
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_sequences(kind: str, differentiate: tuple[str, ...]) -> None:
+def test_sequences(kind: str, differentiate: tuple[str, ...], dtype: torch.dtype) -> None:
     lens = ([100, 1, 0, 129, 70], [130, 1, 7, 129, 0])
     if kind == "packed":
         sizes = [(1, h, sum(x) + 11, 64) for h, x in zip((4, 2, 2), (lens[0], lens[1], lens[1]))]
@@ -106,7 +109,7 @@ def test_sequences(kind: str, differentiate: tuple[str, ...]) -> None:
         sizes = [(5, h, max(x) + 3, 64) for h, x in zip((4, 2, 2), (lens[0], lens[1], lens[1]))]
         more = {"q_lens": torch.tensor(lens[0], device="cuda"), "kv_lens": torch.tensor(lens[1], device="cuda")}
     tensors = [poisoned(size, torch.bfloat16, "cuda", seed=n) for n, size in enumerate(sizes)]
-    bias = torch.randn(5, 4, 296, 296, device="cuda").bfloat16()
+    bias = torch.randn(5, 4, 296, 296, device="cuda").to(dtype)
     check_variant(variant("full"), *tensors, operands={"bias4": bias} | more, differentiate=differentiate)
 
 
@@ -159,13 +162,13 @@ def test_other_tensors_are_read_as_before(case: str) -> None:
 
 @pytest.mark.slow(11)
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (64, torch.float32)])
 @pytest.mark.parametrize("mask", [True, masks.causal])
-def test_launches_repeat(mask: Any, width: int) -> None:
+def test_launches_repeat(mask: Any, width: int, dtype: torch.dtype) -> None:
     """Bit for bit, but for dQ of one pass: what is read from a slot of SRAM is read before it is filled again."""
     torch.manual_seed(1)
     tensors = [torch.randn(2, 8, 2048, width, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
-    bias = torch.randn(2, 8, 2048, 2048, device="cuda").bfloat16().requires_grad_()
+    bias = torch.randn(2, 8, 2048, 2048, device="cuda").to(dtype).requires_grad_()
     dout, first = torch.randn_like(tensors[0]), []
     for _ in range(20):
         out, lse = variant("full", mask)(*tensors, bias4=bias, return_lse=True)

@@ -334,8 +334,8 @@ def _asm(text: str, operands: str, arguments: Sequence[Any], *rest: object, **mo
     if "tanh" in text:
         return torch.tanh(arguments[0])
     assert "prefetch" in text, text
-    pointer, nbytes = arguments[0], int(re.search(r"\[\$1\], (\d+)", text)[1])  # type: ignore[index]
-    assert bool((pointer.at >= 0).all() and (pointer.at + nbytes // 2 <= len(pointer.storage)).all()), "a wild read"
+    pointer, last = arguments[0], max(int(found) for found in re.findall(r"\[\$1\+(\d+)\]", text))
+    assert bool((pointer.at >= 0).all() and (pointer.at + last // 2 < len(pointer.storage)).all()), "a wild read"
     return 0
 
 
@@ -343,7 +343,7 @@ class Language:
     """`gl`, and `tl` of the kernel that joins parts."""
 
     int16, int32, int64, float32, bfloat16 = torch.int16, torch.int32, torch.int64, torch.float32, torch.bfloat16
-    float16, uint8, uint32 = torch.float16, torch.uint8, torch.int64  # words, as `_words_of` has them
+    float16, uint8, uint32, int1 = torch.float16, torch.uint8, torch.int64, torch.bool  # words, as `_words_of` has them
     tensor = shared_memory_descriptor = object
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = BlockedLayout = SwizzledSharedLayout = (
         DistributedLinearLayout
@@ -399,8 +399,8 @@ class Language:
     def zeros_like(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
 
-    def cast(self, x: Any, dtype: torch.dtype) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) else x
+    def cast(self, x: Any, dtype: torch.dtype, bitcast: bool = False) -> Any:
+        return _of(x).contiguous().view(dtype) if bitcast else x.to(dtype) if isinstance(x, Tensor) else x
 
     def where(self, condition: Any, a: Any, b: Any) -> Tensor:
         return torch.where(_of(condition), a, b)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score, scores
+from weft.codegen.targets import triton_launcher
 from weft.codegen.targets.triton_sums import SummingLauncher
 from weft.codegen.targets.triton_workspace import sums_by_entry
 from weft.compiler.planning.tables import DIAGONAL_PARTS
+from weft.runtime import variant
 
 from ..support import check_variant, mostly, poisoned
 
@@ -159,6 +161,26 @@ def test_each_pair_is_summed_once_and_where_it_should_be(monkeypatch: pytest.Mon
     assert (entries[of_diagonals:].view(tiles, 2) == torch.tensor([7, 0])).all()
     assert not own[0, 0, 0] and own[0, 1, -(far_from - 1) :].all()
     assert far_from > 0
+
+
+@pytest.mark.parametrize("mask", ["causal", "none"])
+def test_programs_go_through_the_diagonals_of_a_head(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, each diagonal is summed as it was."""
+    attention = weft.Attention(SCORES["t5"], MASKS[mask], name=f"t5_{mask}")
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((2, 170), (1, 200), (1, 200))
+    tensors = [torch.randn(1, heads, rows, 16, generator=generator).requires_grad_() for heads, rows in shapes]
+
+    def gradient(programs: int) -> Tensor:
+        monkeypatch.setattr(triton_launcher, "DIAGONAL_PROGRAMS", programs)
+        variant.forget()
+        operands = {n: t.clone().requires_grad_() for n, t in operands_of(attention).items()}
+        attention(*tensors, **operands, target="interpret").cos().sum().backward()
+        assert operands["tables"].grad is not None
+        return operands["tables"].grad
+
+    few, many = gradient(1), gradient(1024)
+    assert few.abs().sum() > 0 and torch.equal(few, many)
 
 
 def weft_bucket(distance: int) -> int:
