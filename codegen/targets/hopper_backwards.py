@@ -205,8 +205,8 @@ def no_backward(signature: Signature, facts: Facts) -> str | None:
     columns = piecewise(signature.widths.head_dim) + piecewise(signature.widths.value_dim)
     if by_pair and signature.boxed == 4 and columns > MOST_BESIDE_WORDS:
         return (
-            f"hopper: tiles of {by_pair[0]}, 32 bits an entry, have SRAM beside {MOST_BESIDE_WORDS} columns of D and Dv "
-            f"together, got {columns}: its gradient is computed by the triton target"
+            f"hopper: tiles of {by_pair[0]}, 32 bits an entry, have SRAM beside {MOST_BESIDE_WORDS} columns of D and "
+            f"Dv together, got {columns}: its gradient is computed by the triton target"
         )
     if sums_of_keys(signature, facts) and not fits_by_rows(signature.widths):
         return (
