@@ -423,9 +423,9 @@ class HopperBackwardLauncher(HopperLauncher):
             own["statistics"] = flat_place(tiles, self._statistics_of_a_tile, fill=0.0 if packed else None)
         fill = 0.0 if self._clears else None
         if self.code.has("flash_backward"):
-            added = not self._stores_first or not self._begins_stored(call)
+            stored = self._clears and self._stores_first and self._begins_stored(call)
             floats = sums_of_a_tile(self._form, self.code.signature.widths)
-            own["dquery_sums"] = flat_place(tiles, floats, fill=fill if added else None)
+            own["dquery_sums"] = flat_place(tiles, floats, fill=None if stored else fill)
         if self._stores_first:
             own["shares_stored"] = flat_place(tiles, CONSUMERS, fill=fill, dtype=torch.int32)
         if "drope" in results:  # of all heads together, or of each where sums must repeat

@@ -127,7 +127,7 @@ def places_of(
     given = {n: torch.empty(size, dtype=own, device="meta") for n, (size, own) in zip(names, operands, strict=True)}
     call: Any = SimpleNamespace(
         query=torch.empty(query, dtype=dtype, device="meta"), key=torch.empty(key, dtype=dtype, device="meta"),
-        rope=None, operands=given, ragged=None, kv_rows=key[2],
+        rope=None, operands=given, ragged=None, kv_rows=key[2], q_offset=0,
     )  # fmt: skip
     found: dict[str, Any] = {}
     bytes_of: dict[str, int] = {}
