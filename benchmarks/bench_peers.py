@@ -362,7 +362,7 @@ def _fa4_varlen(row: Row, operands: Operands) -> Contender:
     return Contender(forward, (query, key, value), grad_out, seq_first=True, packed=True)
 
 
-LEARNS = ("bias", "t5", "bias_by_key", "factor_by_query")  # variants whose operands' gradients are timed
+LEARNS = ("bias", "bias_fp32", "t5", "bias_by_key", "factor_by_query")  # variants whose operands' gradients are timed
 
 
 # --- Weft ---------------------------------------------------------------------------------------------------------

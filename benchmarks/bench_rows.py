@@ -71,7 +71,7 @@ class Row:
         if self.lens:
             return sum(length * (length + 1) // 2 for length in self.lens)
         match self.variant:
-            case "full" | "bias":
+            case "full" | "bias" | "bias_fp32":
                 return s * s
             case "causal" | "softcap" | "alibi" | "sink" | "dropout" | "sigmoid" | "latent":
                 return causal
@@ -143,6 +143,7 @@ PACKED = (  # causal, with cu_seqlens; sequences of 1 to 16k tokens beside equal
 LEARNED = (  # gradients of what the score reads are timed too: a bias [B, H, S, S] in bf16, a table of 32 buckets, a
     # bias [H, S] of keys, a factor [H, S] of queries
     Row("bias", 1, 16, 4096, 64),
+    Row("bias_fp32", 1, 16, 4096, 64),
     Row("t5", 2, 16, 8192, 128, 32),
     Row("bias_by_key", 2, 16, 8192, 128),
     Row("factor_by_query", 2, 16, 8192, 128),

@@ -46,10 +46,11 @@ def sink_logits(heads: int, device: str) -> Tensor:
 
 
 def pair_bias(row: Row, device: str) -> Tensor:
-    """bf16 [B, heads, S, S], a leaf: a bias of its own for every pair."""
+    """bf16 or float32 [B, heads, S, S], a leaf: a bias of its own for every pair."""
     generator = torch.Generator(device).manual_seed(1)
     shape = (row.batch, row.heads, row.length, row.length)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_()
+    dtype = torch.float32 if row.variant == "bias_fp32" else torch.bfloat16
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
 
 
 def t5_table(row: Row, device: str) -> Tensor:
@@ -129,7 +130,7 @@ def torch_variant(row: Row, device: str) -> TorchVariant:
         case "alibi":
             slopes = alibi_slopes(row.heads, device)
             return TorchVariant(lambda score, _b, h, q, kv: score + slopes[h] * (kv - q), causal)
-        case "bias":
+        case "bias" | "bias_fp32":
             bias = pair_bias(row, device)
             return TorchVariant(lambda score, b, h, q, kv: score + bias[b, h, q, kv], bias=bias, learned=(bias,))
         case "t5":
@@ -198,7 +199,7 @@ def weft_variant(row: Row, device: str) -> tuple[weft.Attention, dict[str, int |
             slopes = weft.tensor("slopes", 1)
             declared = weft.Attention(score + slopes[head] * (kv_pos - q_pos), causal, name="alibi")
             return declared, {"slopes": alibi_slopes(row.heads, device)}
-        case "bias":
+        case "bias" | "bias_fp32":
             bias = weft.tensor("bias", 4)
             declared = weft.Attention(score + bias[batch, head, q_pos, kv_pos], name="bias")
             return declared, {"bias": pair_bias(row, device)}

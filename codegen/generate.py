@@ -64,11 +64,12 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
     tables = tables_in(code, facts)
     levels = levels_in(code, facts)
     apart = _apart(target.family) if tables else ""
+    stores_words = _stores_words(facts, signature)
     printer = FunctionPrinter(
         facts, target.language, approximate=_may_approximate(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
         tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
-        boxed=facts.boxed_read if code.brings_boxes else None, places_boxed=_stores_words(facts, signature),
+        boxed=facts.boxed_read if code.brings_boxes else None, places_boxed=stores_words,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
@@ -86,6 +87,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "apart": apart,
         "levels": _of_levels(levels),
         "boxed": f"{BY_PAIR}, " if printer.boxed is not None else "",
+        "stores_words": stores_words,
         "slope_at_end": backward and printer.boxed is not None and facts.scale_beside_box is not None,
         "box_rank": printer.boxed.tensor.rank if printer.boxed is not None else 0,
         "fast_reads": signature.arch.startswith("sm_"),
@@ -352,7 +354,7 @@ def _summed_elsewhere(
 
 
 def _stores_words(facts: Facts, signature: Signature) -> bool:
-    """Whether the gradient of what pairs read, which has 32 bits, is wanted."""
+    """Whether the gradient of what pairs read is wanted, and has 32 bits an entry: it is stored entry by entry."""
     return signature.boxed == 4 and facts.boxed_read is not None and facts.boxed_read.tensor.name in signature.wanted
 
 

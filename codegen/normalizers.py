@@ -56,9 +56,8 @@ class Terms:
 class Blocks:
     """The texts of one normalizer: lines from column 0 on, "" for none, or expressions where that is said."""
 
-    init: str = (
-        ""  # before the loop over tiles; cpu: an expression; hopper: the weights of the first tile, "" as others
-    )
+    # before the loop over tiles; cpu: an expression; hopper: the weights of the first tile, "" where they are as others
+    init: str = ""
     again: str = ""  # cpu: an expression like `init`, of an object that is slower and holds always
     weigh: str = ""  # the weights of a visited tile
     accumulate: str = ""  # what runs along, brought up to date, and sums rescaled

@@ -304,7 +304,6 @@ class HopperTarget:
             "folded": scale is not None and folds and is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
-            "stores_words": code.signature.boxed == 4 and stores_boxes(code.signature, facts),
             "diagonals": code.borrows_diagonals,
             "persistent": persistent,
             "stores_first": main == "flash_backward" and stores_first(code.signature, facts),

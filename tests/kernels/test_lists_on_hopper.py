@@ -23,6 +23,7 @@ VARIANTS = {
     "causal": {"mask": masks.causal & masks.block_sparse(few)},
     "narrow": {"mask": masks.block_sparse(few, 192, 64) | (kv_pos < 8)},
     "documents": {"mask": masks.document(doc) & ~few[q_pos // 64, kv_pos // 128]},
+    "sigmoid": {"mask": masks.causal & masks.block_sparse(few), "normalizer": "sigmoid"},
     "clamped": {"mask": few[weft.maximum(q_pos // 100, 0), kv_pos // 64]},
     "cap": {"mask": blocks[batch, head, q_pos // 70, kv_pos // 64], "score": 20.0 * weft.tanh(score / 20.0)},
 }
@@ -53,17 +54,22 @@ def check(
     rows = tensors["query"].shape[:3]
     results = {"out": torch.full_like(tensors["query"], nan), "lse": torch.full(rows, nan)}
     launch(declared, call, results)
-    dout, dlse = torch.randn(shapes["query"]).bfloat16(), torch.randn(rows)
+    saves = declared.weighs.saves_lse
+    dout, dlse = torch.randn(shapes["query"]).bfloat16(), torch.randn(rows) if saves else None
     gradients = {f"d{n}": torch.full_like(t, nan) for n, t in tensors.items()}
     launch(declared, call, {**results, "dout": dout, "dlse": dlse, **gradients}, list(tensors), deterministic)
     expected = []
     for dtype in (torch.float64, torch.bfloat16):
         leaves = {n: t.to(dtype).requires_grad_() for n, t in tensors.items()}
         own = options or {"q_offset": sequences.q_offset}
-        out, lse = declared.reference(*leaves.values(), return_lse=True, **own, **given)
-        found = torch.autograd.grad((out, lse), list(leaves.values()), (dout.to(dtype), dlse.to(lse.dtype)))
+        made = declared.reference(*leaves.values(), return_lse=saves, **own, **given)
+        out, lse = made if saves else (made, None)
+        ends = [(out, dout.to(dtype))] + ([(lse, dlse.to(lse.dtype))] if saves else [])
+        found = torch.autograd.grad([end for end, _ in ends], list(leaves.values()), [grad for _, grad in ends])
         expected.append({"out": out, "lse": lse, **{f"d{n}": g for n, g in zip(leaves, found)}})
     for label, got in {**results, **gradients}.items():
+        if label == "lse" and not saves:
+            continue
         check_errors(got, expected[0][label], expected[1][label], f"{name} {label}")
 
 
