@@ -272,16 +272,23 @@ class Cache:
         key [B, Hkv, L, D] and value [B, Hkv, L, Dv]: a tensor a layer, or the tensor where there is one layer. lengths:
         rows of each sequence; L of each where not given.
         """
+        found = self._all("append", sequences)
         keys, values = ([t] if isinstance(t, Tensor) else t for t in (key, value))
-        if keys is None or len(keys) != self.layers or (values is not None and len(values) != self.layers):
-            got = "None" if keys is None else f"{len(keys)} and {0 if values is None else len(values)}"
+        if not isinstance(keys, Collection) or not (values is None or isinstance(values, Collection)):
+            got = f"{type(key).__name__} and {type(value).__name__}"
+            raise WeftError(f"append: key: expected a tensor of each layer, and likewise value, got {got}")
+        if len(keys) != self.layers or (values is not None and len(values) != self.layers):
+            got = f"{len(keys)} and {0 if values is None else len(values)}"
             raise WeftError(f"append: expected key and value of each of {self.layers} layers, got {got}")
         if not isinstance(keys[0], Tensor):
             raise WeftError(f"append: key: expected a tensor of each layer, got {type(keys[0]).__name__}")
-        new = [keys[0].shape[2] if keys[0].dim() == 4 else 0] * len(sequences) if lengths is None else lengths
+        if lengths is None:
+            new = [keys[0].shape[2] if keys[0].dim() == 4 else 0] * len(found)
+        else:
+            new = self._checked_lengths(found, sequences, lengths)
         pairs = list(zip(keys, [None] * self.layers if values is None else values))
         for layer, pair in enumerate(pairs):
-            self._check_rows(len(sequences), max(new, default=0), layer, *pair)
+            self._check_rows(len(found), max(new), layer, *pair)
         with self.extend(sequences, new, tokens) as step:
             for layer, pair in enumerate(pairs):
                 step.append(layer, *pair)
@@ -392,9 +399,13 @@ class Cache:
             pages, rows = found.swapped
             self._blocks.check_free(len(pages), f"{type(self).__name__}.swap_in")
             blocks = self._blocks.take(len(pages))
-            (index,) = on_device([_ints(blocks)], self.device)
-            for pool, held in zip(self._pools, rows):
-                pool.index_copy_(0, index.long(), held.to(self.device, non_blocking=True))
+            try:
+                (index,) = on_device([_ints(blocks)], self.device)
+                for pool, held in zip(self._pools, rows):
+                    pool.index_copy_(0, index.long(), held.to(self.device, non_blocking=True))
+            except BaseException:  # of torch, where the device has no memory left
+                self._blocks.drop(blocks)
+                raise
             for n, block in zip(pages, blocks):
                 found.blocks[n] = block
                 self._table.write(found.row, n, [block])
@@ -555,6 +566,8 @@ def _checked_tokens(
 ) -> list[Sequence[int] | None]:
     if tokens is None:
         return [None] * len(lengths)
+    if not isinstance(tokens, Iterable):
+        raise WeftError(f"extend: tokens: expected a list of ids for each sequence, got {tokens!r}")
     found: list[Sequence[int] | None] = [None if t is None else token_ids("extend: tokens", t) for t in tokens]
     got = [None if t is None else len(t) for t in found]
     if len(got) != len(lengths) or any(g not in (None, n) for g, n in zip(got, lengths)):

@@ -94,6 +94,7 @@ class Step:
         """
         if (
             self.state != "fixed"
+            or not isinstance(step, Step)
             or step.cache is not self.cache
             or step.block_table is None
             or self.block_table is None

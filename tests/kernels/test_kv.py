@@ -180,6 +180,26 @@ def test_a_device_without_memory_loses_nothing(monkeypatch, parts):
     assert cache.usage.used == 5
 
 
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_a_device_without_memory_for_what_was_swapped_loses_nothing(monkeypatch, kind):
+    cache = PagedCache(3, page=4, **SIZES) if kind == "paged" else DenseCache(1, 12, **SIZES)
+    a = cache.allocate()
+    cache.append([a], rows(1, 9), rows(1, 9))
+    cache.swap_out(a)
+    before = cache.usage
+
+    def full(given, device):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("weft.kv.cache.on_device", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.swap_in(a)
+    monkeypatch.undo()
+    assert cache.usage == before and cache.is_swapped(a)
+    cache.swap_in(a)
+    assert cache.length(a) == 9 and cache.usage.free == 0
+
+
 # -- what a call takes ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["paged", "dense"])
 def test_prefill_and_decode_read_what_was_appended(kind):
@@ -418,6 +438,12 @@ def test_caches_are_the_same_whatever_torchs_default_device():
         (lambda s, a: s.extend([a], [2], [1, 2]), "extend: tokens: expected a list of ids, got 1"),
         (lambda s, a: s.allocate(5), "allocate: tokens: expected a list of ids, got 5"),
         (lambda s, a: s.append([a], ["k"], ["v"]), "append: key: expected a tensor of each layer, got str"),
+        (lambda s, a: s.extend([a], [2], 1), "extend: tokens: expected a list of ids for each sequence, got 1"),
+        (lambda s, a: s.append(a, rows(1, 3), rows(1, 3)), "append: expected a list of the ids of sequences, got 0"),
+        (lambda s, a: s.append([a], 3, 3), "append: key: expected a tensor of each layer.*, got int and int"),
+        (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), lengths=3), r"lengths: expected 1 ints from 0 on.*\[3\]"),
+        (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), tokens=3), "extend: tokens: expected a list of ids"),
+        (lambda s, a: s.fixed_step(1, pages=1).fill(None), "fill: expected a fixed step and one of .*None"),
         (lambda s, a: s.append([a], rows(1, 3).numpy()), "append: key: expected a tensor of each layer, got|got 1 and"),
     ],
 )
