@@ -198,6 +198,12 @@ class Server:
         """Give up the pages of the swapped request that came last: pages that swapped ones share stay in the cache."""
         among = [r for r in self.swapped if r is not besides]
         if not among:
+            others = len(self.cache) - len(self.running) - len(self.swapped)
+            if others:
+                raise OutOfBlocksError(
+                    f"Server: a request that fits the cache finds no room in it: {others} sequences there are not this "
+                    "server's, and hold blocks; free them, and go on with run()"
+                )
             raise InternalError("serving: a request that fits the cache finds no room in it")
         victim = max(among, key=lambda r: r.number)
         self.cache.free(_sequence(victim))
@@ -238,8 +244,8 @@ class Server:
                     f"Server: model: expected logits [{len(fed)}, vocabulary], those after row `last` of each "
                     f"sequence, got {got}"
                 )
-            drawn = self._draw(logits)
-        found = drawn.tolist()  # the one wait of a step
+            # the one wait of a step, inside of it: where it is interrupted, the step is cancelled, and no token missing
+            found = self._draw(logits).tolist()
         now = time.perf_counter()
         self.totals.most_used = max(self.totals.most_used, self._blocks - self.cache.free_blocks)
         for (request, _), token in zip(fed, found):

@@ -10,7 +10,7 @@ import weft
 from weft import kv_pos, nn, q_pos
 from weft.bench_serve import percentiles
 from weft.cli import main
-from weft.kv import DenseCache, PagedCache
+from weft.kv import DenseCache, OutOfBlocksError, PagedCache
 from weft.serving import Graphed, Server
 
 VOCABULARY, WIDTH = 17, 32
@@ -166,6 +166,41 @@ def test_requests_that_never_fit():
         Server(Model(), DenseCache(4, 4, kv_heads=2, head_dim=8, dtype=torch.float32))
     with pytest.raises(weft.WeftError, match="Graphed: cache: expected a weft.kv.PagedCache on a GPU, got one on cpu"):
         Graphed(Model(), cache)
+
+
+def test_a_cache_with_sequences_of_others_says_so_and_serves_when_they_are_freed():
+    model = Model()
+    cache = PagedCache(8, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    own = cache.allocate()
+    cache.append([own], [torch.zeros(1, 2, 16, 8)] * 2, [torch.zeros(1, 2, 16, 8)] * 2)
+    server = Server(model, cache)
+    requests = [server.submit(p, 12) for p in prompts_of([14, 9])]
+    with pytest.raises(OutOfBlocksError, match="Server: .* 1 sequences there are not this server's.*free them"):
+        server.run()
+    cache.free(own)
+    server.run()
+    assert [r.written for r in requests] == [model.alone(r.prompt, 12) for r in requests]
+
+
+def test_a_step_that_is_interrupted_while_it_waits_is_done_again():
+    """As by Ctrl-C: no request is left without the token that it waits for."""
+    model = Model()
+    server = Server(model, PagedCache(9, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32))
+    request, draw, steps = server.submit([3, 1], 5), server._draw, []
+
+    class Interrupted:
+        def tolist(self):
+            raise KeyboardInterrupt
+
+    for drawn in (lambda logits: Interrupted(), draw) * 3:  # a prompt and single tokens
+        server._draw = drawn
+        try:
+            server.step()
+        except KeyboardInterrupt:
+            steps.append(len(request.written))
+    assert steps == [0, 1, 2] and len(request.written) == 3
+    server.run()
+    assert request.written == model.alone([3, 1], 5)
 
 
 SMALL = [
