@@ -6,7 +6,7 @@
 weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
 """
 
-from . import integrations, kv, masks, nn, scores, variants
+from . import integrations, kv, masks, nn, scores, serving, variants
 from .attention import Attention
 from .buckets import bucket
 from .compiler.planning.plan import Plan
@@ -38,8 +38,8 @@ score = symbol("score")
 __all__ = [
     "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
     "batch", "bucket", "group", "head", "head_dim", "integrations", "kv", "kv_head", "kv_len", "kv_pos", "masks", "nn",
-    "parse",
-    "parse_attention", "q_len", "q_pos", "scalar", "score", "scores", "settings", "shape", "tensor", "variants",
+    "parse", "parse_attention", "q_len", "q_pos", "scalar", "score", "scores", "serving", "settings", "shape", "tensor",
+    "variants",
 ]  # fmt: skip
 
 if _taken := sorted({*globals()} & {*_functions.__all__}):
@@ -60,6 +60,8 @@ def _elsewhere(name: str) -> str:
     for part in (masks, scores, variants):
         if name in part.__all__:
             return f"; it is {part.__name__}.{name}"
+    if name in _foreign.SYMBOL_NAMES:
+        return f"; it is weft.{_foreign.SYMBOL_NAMES[name]}"
     if name in ("q", "k", "query", "key"):
         return "; weft.score is scale * (query . key), and a variant is called with tensors"
     if name.startswith("_") or name in _functions.__all__:

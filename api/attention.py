@@ -38,7 +38,7 @@ from .runtime.call import (
     options_text,
     sequences_of,
 )
-from .runtime.checks import check_call, check_q_offset, check_tensors
+from .runtime.checks import check_call, check_q_offset, check_tensors, main_problems
 from .runtime.lengths import (
     Options,
     check_contents,
@@ -176,7 +176,7 @@ class Attention(Declaration):
           or with cu_seqlens_q packed, [1, Hq, total, D], as a step of a server has prompts beside single tokens.
           Forward only.
         target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
-        schedule: "flash", "streaming", "standard", or a Schedule or its text.
+        schedule: "flash", "split_kv", "streaming", "standard", or a Schedule or its text.
         deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
             where gradients of the variant's own operands repeat in any case; False: nothing needs to.
         form: "expanded" or "absorbed", for latent attention.
@@ -341,9 +341,8 @@ class Attention(Declaration):
         self, query: Tensor, key: Tensor, value: Tensor | None, operands: Mapping[str, Any], paged: bool = False
     ) -> None:
         """Raise for a call that cannot be put together, naming all that is wrong with it."""
-        if self.latent is None:
-            check_tensors(str(self.name), query, key, value, paged)
-        validate.check_operands(self, operands, query.device)
+        problems = main_problems(query, key, value, paged) if self.latent is None else []
+        validate.check_operands(self, operands, query.device if isinstance(query, Tensor) else None, problems)
 
     def _traced(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,

@@ -112,7 +112,7 @@ SHAPE_OPTIONS = (
 PLAN_OPTIONS = (
     _shared("--device", metavar="NAME", help="A hardware record, e.g. h100; this machine if not given."),
     _shared("--target", type=click.Choice([t.name for t in targets()]), help="From the device if not given."),
-    _shared("--schedule", metavar="TEXT", help="flash, streaming, standard, or the text of a schedule."),
+    _shared("--schedule", metavar="TEXT", help="flash, split_kv, streaming, standard, or the text of one."),
 )
 
 

@@ -123,9 +123,14 @@ def check_no_latent(attention: Attention, uk: object, uv: object, form: object =
         )
 
 
-def check_operands(attention: Attention, given: Mapping[str, object], device: torch.device) -> None:
-    """The variant's own operands: all there, none unknown, each of the declared kind."""
-    problems = check_operand_kinds(attention, given, device)
+def check_operands(
+    attention: Attention, given: Mapping[str, object], device: torch.device | None, others: Sequence[str] = ()
+) -> None:
+    """The variant's own operands: all there, none unknown, each of the declared kind.
+
+    others: what is wrong with the call besides, to be told together.
+    """
+    problems = [*others, *check_operand_kinds(attention, given, device)]
     if problems:
         raise collected(str(attention.name), problems)
 

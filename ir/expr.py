@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import EllipsisType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
 
 from . import foreign
@@ -49,13 +50,15 @@ NO_TRUTH = (
     "`~a` for `not`, `weft.where(c, a, b)` for `if`, `(a < b) & (b < c)` for `a < b < c`, and `weft.maximum(a, b)` for "
     "`max(a, b)`"
 )
+PARENTHESES = "& | ^ bind more tightly than comparisons: write (a <= b) & (c < d)"
 SMALLER = (
     "read what differs from a tensor operand that the call gives, such as seen = weft.tensor('seen', 1, bool) and "
     "mask=seen[weft.kv_pos] for a long row of comparisons"
 )
 _NO_NUMBER = (
-    "an expression is not a number yet, so that math.tanh(x), float(x) and range(x) cannot take it; write weft.tanh(x) "
-    "for math.tanh(x), and so for weft's other functions"
+    "an expression is not a number yet, so that math.tanh(x), float(x) and range(x) cannot take it, and lists and "
+    "arrays cannot be read at it; write weft.tanh(x) for math.tanh(x), and so for weft's other functions, and for "
+    'table[x] declare table = weft.tensor("table", 1), whose entries each call gives, table=...'
 )
 
 
@@ -100,6 +103,8 @@ class Foreign:
 
 def _foreign_call(package: str, name: str, args: Any, special: bool) -> Expr:
     """`array + expression` written down; a function of torch or numpy refused, with what to write in place of it."""
+    if name == "__getitem__" and args and foreign.is_array(args[0]):
+        fail(foreign.read_hint(args[0], args[1]))
     operator = foreign.operator_named(name)
     if operator is not None and OPERATORS[operator].sign and len(args) == 2 and not special:
         left, right = args[::-1] if name.startswith("__r") else args
@@ -273,6 +278,8 @@ class TensorOperand(Foreign):
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.rank:
             fail(f"{self.name}: expected {self.rank} indices, got {len(index)}")
+        if any(isinstance(i, (slice, EllipsisType, NoneType)) for i in index):
+            fail(f"{self.name}: expected an int for each dimension, got a slice, None or `...`; one entry is read")
         nodes = tuple(expression(i) for i in index)
         for node in nodes:
             if node.dtype != "int":
@@ -420,8 +427,7 @@ def expression(value: Operand) -> Expr:
 _TYPE_HINTS = {
     ("int", "float"): " (weft.floor gives an int)",
     ("number", "bool"): " (write weft.where(c, a, 0) for c * a; what is to be hidden goes into mask=)",
-    ("bool", "int"): " (& | ^ bind more tightly than comparisons: write (a <= b) & (c < d); bits of an int "
-    "are x % 2, x // 2 % 2, x // 4 % 2, ...)",
+    ("bool", "int"): f" ({PARENTHESES}; bits of an int are x % 2, x // 2 % 2, x // 4 % 2, ...)",
 }
 
 

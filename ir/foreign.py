@@ -41,6 +41,13 @@ _WRITTEN = {
     "left_shift": "x * 2, x * 4, ...", "bitwise_right_shift": "x // 2", "bitwise_left_shift": "x * 2",
 }  # fmt: skip
 
+# Names that FlexAttention's functions and other kernels have for symbols of the language.
+SYMBOL_NAMES = {
+    "q_idx": "q_pos", "q_index": "q_pos", "kv_idx": "kv_pos", "kv_index": "kv_pos", "k_idx": "kv_pos",
+    "b": "batch", "b_idx": "batch", "batch_idx": "batch", "h": "head", "h_idx": "head", "head_idx": "head",
+    "q_head": "head", "seqlen_q": "q_len", "seqlen_k": "kv_len", "seq_len": "kv_len",
+}  # fmt: skip
+
 
 def operator_named(name: str) -> str | None:
     """The operator that torch, numpy or Python call by this name; None where there is none.
@@ -121,6 +128,15 @@ def described(value: object) -> str:
     if callable(value):
         return f"{type(value).__name__}; {_function_hint(value)}"
     return type(value).__name__
+
+
+def read_hint(array: Any, index: object) -> str:
+    """How entries of a tensor or array are read that was indexed by an expression."""
+    at = ", ".join(str(i) for i in index) if isinstance(index, tuple) else str(index)
+    return (
+        f"{_article(array)} of shape {list(array.shape)} cannot be read at an expression; declare "
+        f'x = weft.tensor("x", {array.ndim}, {kind_of(array)}), read x[{at}], and give it at each call, x=...'
+    )
 
 
 def kind_of(array: Any) -> str:
@@ -266,7 +282,8 @@ _LENGTHS = "write kv_lens=: lengths of the keys, int32 [batch], where the cache 
 _PAGES = "write block_table=: int32 [batch, pages], with kv_lens= and pools [blocks, heads, page, dim] as key and value"
 _SINK = "declare it: sinks = weft.tensor('sinks', 1), weft.Attention(sink=sinks[weft.head]), called with sinks=..."
 OPTIONS = {
-    "is_causal": _CAUSAL, "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
+    "is_causal": f"{_CAUSAL}; torch counts queries from the first key, q_offset=0, and Weft up to the last one",
+    "causal": _CAUSAL, "attn_mask": _MASK, "attention_mask": _MASK, "mask": _MASK,
     "mask_mod": _MASK, "block_mask": _MASK, "key_padding_mask": _MASK, "bias": _BIAS, "attn_bias": _BIAS,
     "alibi_slopes": "declare it: s = weft.tensor('s', 1), weft.Attention(score=weft.scores.alibi(s)(weft.score)), "
                     "called with s=...",
@@ -283,7 +300,11 @@ OPTIONS = {
     "cu_seqlens_k": _STARTS, "cu_seq_q": _STARTS.replace("_kv", "_q"), "cu_seq_k": _STARTS,
     "cu_seqlens": _STARTS.replace("_kv", "_q"), "max_seqlen_q": "leave it out", "max_seqlen_k": "leave it out",
     "max_seqlen": "leave it out", "max_q": "leave it out", "max_k": "leave it out",
-    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "page_table": _PAGES,
+    "qo_indptr": _STARTS.replace("_kv", "_q"), "query_start_loc": _STARTS.replace("_kv", "_q"),
+    "seqused_k": _LENGTHS, "cache_seqlens": _LENGTHS, "seq_lens": _LENGTHS, "context_lens": _LENGTHS,
+    "page_table": _PAGES, "kv_indptr": _PAGES, "kv_indices": _PAGES, "paged_kv_indptr": _PAGES,
+    "paged_kv_indices": _PAGES, "last_page_len": _LENGTHS, "kv_last_page_len": _LENGTHS,
+    "paged_kv_last_page_len": _LENGTHS,
     "sink": _SINK, "sinks": _SINK, "learnable_sink": _SINK, "s_aux": _SINK,
     "add_zero_attn": "declare it: weft.Attention(sink=0.0)",
 }  # fmt: skip

@@ -301,7 +301,7 @@ OPERATORS: dict[str, Operator] = {
         ),
         Operator(
             "tanh", _ONE, "number", "float", math.tanh, "tanh", ("1.0 - result * result",),
-            doc="Hyperbolic tangent; GPU kernels use the hardware's approximation (relative error about 2**-11).",
+            doc="Hyperbolic tangent; scores of 16-bit calls on NVIDIA GPUs take the hardware's (error to 2**-11).",
             gpu="tanh({0})", tile="torch.tanh({0})", number="math.tanh({0})",
             helper=_TANH, fast_helper=_TANH_APPROXIMATE,
         ),

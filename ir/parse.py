@@ -12,6 +12,7 @@ from .attention import Attention, Latent
 from .errors import InternalError, WeftError
 from .expr import (
     NO_TRUTH,
+    PARENTHESES,
     SMALLER,
     SYMBOLS,
     Expr,
@@ -24,6 +25,7 @@ from .expr import (
     symbol,
     tensor,
 )
+from .foreign import SYMBOL_NAMES
 from .normalizer import SOFTMAX
 from .operators import OPERATORS
 
@@ -183,16 +185,22 @@ def _node(tree: ast.expr, operands: Mapping[str, Declared]) -> Operand:
         case ast.Subscript(ast.Name(id=name), index) if isinstance(operands.get(name), TensorOperand):
             parts = index.elts if isinstance(index, ast.Tuple) else [index]
             return operands[name][tuple(_node(i, operands) for i in parts)]
+        case ast.Compare(left, [_, _, *_], rest) if any(_joins_bits(part) for part in (left, *rest)):
+            raise WeftError(f"`{ast.unparse(tree)}`: {PARENTHESES}")
         case ast.BoolOp() | ast.IfExp() | ast.Compare() | ast.UnaryOp(ast.Not()):
             raise WeftError(f"`{ast.unparse(tree)}`: {NO_TRUTH}")
         case ast.Name(id=name) | ast.Subscript(ast.Name(id=name)) if name not in operands and name not in SYMBOLS:
-            near = get_close_matches(name, [*operands, *SYMBOLS], 1)
+            near = get_close_matches(SYMBOL_NAMES.get(name, name), [*operands, *SYMBOLS], 1)
             meant = f"did you mean {near[0]}? " if near else ""
             raise WeftError(
                 f"unknown name {name!r}: {meant}expected a symbol ({', '.join(SYMBOLS)}) or a declared operand"
             )
         case _:
             raise WeftError(f"not part of the language: {ast.unparse(tree)}")
+
+
+def _joins_bits(tree: ast.expr) -> bool:
+    return isinstance(tree, ast.BinOp) and isinstance(tree.op, (ast.BitAnd, ast.BitOr, ast.BitXor))
 
 
 def _is_function(name: str) -> bool:

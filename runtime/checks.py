@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, collected, shown
-from ..ir.expr import INT32_MAX, Scalar, TensorOperand
+from ..ir.expr import CALL_OPTIONS, INT32_MAX, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages
 from .torch_private import is_traced
@@ -31,16 +31,20 @@ def check_tensors(
     paged: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are pools. longest: what L and T may be; None
     where torch traces them, and would hold an exported program to the answer.
     """
-    if value is None:
-        raise WeftError(f"{name}: value: missing; call it with query, key and value")
-    if _fit(query, key, value, paged, longest):
-        return
-    named = {"query": query, "key": key, "value": value}
-    problems = list(rank_problems(named))
-    if not problems:
-        problems = [*_shape_problems(query, key, value, paged), *kind_problems(named)]
-    if problems:
+    if problems := main_problems(query, key, value, paged, longest):
         raise collected(name, problems)
+
+
+def main_problems(
+    query: Tensor, key: Tensor, value: Tensor | None, paged: bool = False, longest: int | None = MAX_LENGTH
+) -> list[str]:
+    """What `check_tensors` raises for."""
+    if value is None:
+        return ["value: missing; call it with query, key and value"]
+    if _fit(query, key, value, paged, longest):
+        return []
+    named = {"query": query, "key": key, "value": value}
+    return list(rank_problems(named)) or [*_shape_problems(query, key, value, paged), *kind_problems(named)]
 
 
 def _fit(
@@ -95,7 +99,10 @@ def rank_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
         elif tensor.dim() != 4:
             hint = "add a batch dimension with [None]"
             if tensor.dim() == 3:
-                hint += ", or pass x.unflatten(2, (heads, dim)).transpose(1, 2) of [batch, length, heads * dim]"
+                hint += (
+                    ", or pass x.unflatten(2, (heads, dim)).transpose(1, 2) of [batch, length, heads * dim], "
+                    "x.transpose(0, 1)[None] of packed [total, heads, dim]"
+                )
             shape = list(tensor.shape)
             yield f"{label}: expected 4 dimensions [batch, heads, length, dim], got shape {shape}; {hint}"
 
@@ -116,9 +123,14 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor, paged: bool = Fal
         what = "page" if paged else "length"
         yield f"value: expected {what} {kv_len} as in key, got {value.shape[2]}"
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
+        rows = (
+            "pools are [blocks, heads, page, dim]: pass x.transpose(1, 2) of [blocks, page, heads, dim] pools" if paged
+            else "dimensions are [batch, heads, length, dim]: pass x.transpose(1, 2) of [batch, length, heads, dim] "
+            "tensors"
+        )  # fmt: skip
         yield (
             f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head); "
-            "dimensions are [batch, heads, length, dim]: pass x.transpose(1, 2) of [batch, length, heads, dim] tensors"
+            f"{rows}"
         )
     for label, width in (("query", dim), ("value", value.shape[3])):
         if not 0 < width <= MAX_HEAD_DIM:
@@ -272,7 +284,8 @@ def check_operand_kinds(
 def _unknown(name: str, declared: Mapping[str, object]) -> str:
     names = ", ".join(sorted(declared)) or "none"
     hint = option_hint(name)
-    if hint is None and (close := get_close_matches(name, declared, 1)):
+    close = get_close_matches(name, declared, 1) or get_close_matches(name, CALL_OPTIONS, 1, 0.8)
+    if hint is None and close:
         hint = f"did you mean {close[0]}?"
     return f"{name}: unknown operand or option; this variant's operands are: {names}{'; ' + hint if hint else ''}"
 
@@ -280,7 +293,11 @@ def _unknown(name: str, declared: Mapping[str, object]) -> str:
 def _kind(operand: Scalar | TensorOperand) -> str:
     if isinstance(operand, Scalar):
         return f"{'an' if operand.dtype == 'int' else 'a'} {operand.dtype}"
-    return f"a tensor of {operand.dtype} with {operand.rank} dimension{'s' if operand.rank > 1 else ''}"
+    return f"a tensor of {operand.dtype} with {_dimensions(operand.rank)}"
+
+
+def _dimensions(rank: int) -> str:
+    return f"{rank} dimension{'' if rank == 1 else 's'}"
 
 
 def _operand_problems(operand: Scalar | TensorOperand, value: object, device: torch.device | None) -> Iterator[str]:
@@ -381,7 +398,10 @@ def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device 
         yield problem
         return
     if value.dim() != operand.rank:
-        yield f"{operand.name}: expected {operand.rank} dimensions, got shape {list(value.shape)}"
+        yield (
+            f"{operand.name}: expected {_dimensions(operand.rank)}, as declared at {operand.where}, got shape "
+            f"{list(value.shape)}"
+        )
     if device is not None and value.device != device:
         yield f"{operand.name}: expected device {device} as in query, got {value.device}"
     fits = {"float": value.dtype in _FLOATS, "int": value.dtype in _INTS, "bool": value.dtype == torch.bool}

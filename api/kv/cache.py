@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -475,9 +476,10 @@ class Cache:
     def _checked_lengths(
         self, found: Sequence[_Sequence], sequences: Sequence[int], lengths: Sequence[int]
     ) -> list[int]:
-        new = list(lengths) if isinstance(lengths, Iterable) else [lengths]
-        right = isinstance(lengths, Iterable) and len(new) == len(found)
-        right = right and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
+        if not isinstance(lengths, Iterable):
+            raise WeftError(f"extend: lengths: expected a list, rows of each sequence, got {lengths!r}")
+        new = list(lengths)
+        right = len(new) == len(found) and all(is_size(n) or (n == 0 and type(n) is int) for n in new)
         if not right:
             raise WeftError(
                 f"extend: lengths: expected {len(found)} ints from 0 on, rows of each sequence, got {new}; those on a "
@@ -556,9 +558,9 @@ def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
     if not isinstance(tokens, Iterable):
         raise WeftError(f"{what}: expected a list of ids, got {tokens!r}")
     found = list(tokens)
-    if not all(isinstance(t, int) for t in found):
+    if not all(isinstance(t, Integral) for t in found):  # numpy's ints too
         raise WeftError(f"{what}: expected ints, got {found[:8]}")
-    return found
+    return [int(t) for t in found]
 
 
 def _checked_tokens(

@@ -386,8 +386,9 @@ def _index_problems(node: Load, indices: list[Range], extents: Extents) -> Itera
     for d, (index, (low, high), extent) in enumerate(zip(node.index, indices, extents[tensor])):
         if isinstance(index, Load) or low < 0 or high >= extent:
             found = "is read from a tensor" if isinstance(index, Load) else f"ranges from {low} to {high} in this call"
+            found = "" if isinstance(index, Const) else f" {found},"
             yield (
-                f"`{node}`: index {d}, `{index}`, {found}, but {tensor} has {extent} entries there; "
+                f"`{node}`: index {d}, `{index}`,{found} but {tensor} has {extent} entries there; "
                 f"{cure_of_index(index, extent)}"
             )
 
@@ -396,4 +397,6 @@ def cure_of_index(index: Expr, extent: int) -> str:
     """What is done about an index that leaves the extent of its tensor there."""
     if extent == 1:
         return "index it with 0, or pass x.expand(...), a view with as many entries: nothing is broadcast"
+    if isinstance(index, Const):
+        return f"entries count from 0: write an index from 0 to {extent - 1}, or pass a larger tensor"
     return f"pass a larger tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"

@@ -65,7 +65,7 @@ def test_own_operands():
         WINDOW(q, k, v, window=torch.tensor(3))
     with pytest.raises(WeftError, match=r"window: integer overflow: expected a value within 32 bits, got 4294967296"):
         WINDOW(q, k, v, window=2**32)
-    with pytest.raises(WeftError, match=r"slopes: expected 1 dimensions, got shape \[2, 4\]"):
+    with pytest.raises(WeftError, match=r"slopes: expected 1 dimension, as declared at .*, got shape \[2, 4\]"):
         ALIBI(q, k, v, slopes=torch.ones(2, 4))
     with pytest.raises(WeftError, match=r"slopes: expected a tensor of float, got torch.int64"):
         ALIBI(q, k, v, slopes=torch.ones(4, dtype=torch.int64))
@@ -90,7 +90,7 @@ def test_an_op_checks_operands_that_no_call_has_seen():
             call(torch.zeros(8, dtype=dtype), torch.ones(4))
     with pytest.raises(WeftError, match=r"slopes: expected a tensor of float, got torch.int64"):
         call(torch.zeros(8, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
-    with pytest.raises(WeftError, match=r"(?s)ids: expected 1 dimensions.*slopes: expected a tensor of float"):
+    with pytest.raises(WeftError, match=r"(?s)ids: expected 1 dimension, .*slopes: expected a tensor of float"):
         call(torch.zeros(2, 8, dtype=torch.int64), torch.ones(4, dtype=torch.bool))
 
 

@@ -188,7 +188,7 @@ def test_operands_that_the_mask_does_not_read_are_not_asked_for() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(8192, dtype=torch.int64), r"documents: ids: expected 2 dimensions, got shape \[8192\]"),
+        (torch.zeros(8192, dtype=torch.int64), r"documents: ids: expected 2 dimensions, .*, got shape \[8192\]"),
         (torch.zeros(2, 8192), r"documents: ids: expected a tensor of int, got torch.float32"),
         (
             torch.zeros(2, 100, dtype=torch.int64),

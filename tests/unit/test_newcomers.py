@@ -5,6 +5,8 @@ import copy
 import math
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -69,6 +71,9 @@ def refused(make: Callable[[], object], match: str) -> None:
         (lambda: q_pos.clamp(0), r"an expression has no .clamp; write weft.minimum\(weft.maximum"),
         (lambda: score.float(), "write x as it is"),
         (lambda: slopes.shape, "has no .shape; write weft.q_len"),
+        (lambda: torch.ones(4)[head], r'shape \[4\] cannot .* x = weft.tensor\("x", 1, float\), read x\[head\]'),
+        (lambda: torch.ones(4, 8).int()[head, q_pos], r'weft.tensor\("x", 2, int\), read x\[head, q_pos\]'),
+        (lambda: [1.0, 2.0][head], r'lists and arrays cannot .* for table\[x\] declare table = weft.tensor'),
     ],
 )  # fmt: skip
 def test_functions_of_others(make: Callable[[], object], match: str) -> None:
@@ -266,6 +271,7 @@ OPTIONS = {
     "score_mod": (None, r"a score is declared, weft.Attention\(score=...\)"),
     "softmax_scale": (0.1, r"weft.Attention\(scale=0.125\)"),
     "window_size": ((4, 0), r"weft.q_pos - weft.kv_pos < n"),
+    "kv_indptr": (None, "write block_table="),
 }
 
 
@@ -278,6 +284,31 @@ def test_options_of_others(name: str) -> None:
             take(q, k, v, **{name: value})
     with pytest.raises(WeftError, match=f"{name}: unknown field, expected some of score, mask.*; .*{match}"):
         weft.Attention(**{name: value})
+
+
+def test_names_of_others_for_symbols() -> None:
+    for name, symbol in foreign.SYMBOL_NAMES.items():
+        assert symbol in weft.ir.expr.SYMBOLS and not hasattr(weft, name)
+        with pytest.raises(AttributeError, match=f"it is weft.{symbol}$"):
+            getattr(weft, name)
+
+
+def test_a_misspelt_option_is_named() -> None:
+    with pytest.raises(WeftError, match=r"block_tables: unknown operand .*; did you mean block_table\?"):
+        CAUSAL(*qkv(), block_tables=None)
+
+
+def test_what_is_wrong_with_tensors_and_with_options_is_told_together() -> None:
+    q, k, v = qkv()
+    for query in (q.half(), q.numpy()):
+        with pytest.raises(WeftError, match=r"(?s)capped:\n.*(key|query): expected.*windw: unknown.*cap: missing"):
+            CAPPED(query, k, v, windw=4)
+
+
+def test_a_tensor_operand_of_another_rank_names_its_declaration() -> None:
+    shifted = weft.Attention(score + slopes[head], name="shifted")
+    with pytest.raises(WeftError, match=r"slopes: expected 1 dimension, as declared at .*, got shape \[2, 1\]"):
+        shifted(*qkv(), slopes=torch.ones(2, 1))
 
 
 def test_every_hint_is_for_a_name_that_is_no_option_of_the_call() -> None:
@@ -474,6 +505,11 @@ SOUND_PROGRAMS = (
 @pytest.mark.parametrize("program", SOUND_PROGRAMS)
 def test_first_programs_that_work(program: str) -> None:
     exec(compile(PRELUDE + program, "first.py", "exec"), {"__name__": "first"})
+
+
+def test_parts_that_the_documents_name_are_there_after_one_import() -> None:
+    code = "import weft; weft.serving.Server, weft.kv.PagedCache, weft.nn.Attention, weft.integrations.transformers"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_lists_of_names_are_whole() -> None:

@@ -44,7 +44,7 @@ def qkv() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         (LOCAL, {"window": torch.tensor(3)}, "local: window: expected a Python number, got a tensor"),
         (LOCAL, {"cap": "x"}, "local: cap: expected a number, got 'x'"),
         (PACKED, {"bias": "x"}, "packed: bias: expected a tensor of float with 1 dimension, got str"),
-        (PACKED, {"bias": torch.zeros(2, 2)}, r"packed: bias: expected 1 dimensions, got shape \[2, 2\]"),
+        (PACKED, {"bias": torch.zeros(2, 2)}, r"packed: bias: expected 1 dimension, as .*, got shape \[2, 2\]"),
         (PACKED, {"bias": torch.zeros(1)}, r"packed: `bias\[head\]`: index 0, `head`, ranges from 0 to 1"),
         (PACKED, {"doc": torch.zeros(63, dtype=torch.int32)}, "`doc.kv_pos.`: .* ranges from 0 to 63 .* 63 entries"),
         (CAUSAL, {"q_offset": 1.5}, r"q_offset: expected an int or an int32 tensor \[1\], got 1.5"),
