@@ -22,7 +22,7 @@ from .ir.errors import WeftError
 from .ir.expr import Scalar, TensorOperand
 from .ir.philox import drawn_seed
 from .ir.reference import expand_latent, ragged_reference, reference
-from .nested import are_jagged, packed
+from .nested import are_jagged, lengths_given_twice, packed
 from .runtime import ops
 from .runtime.call import (
     Call,
@@ -280,6 +280,8 @@ class Attention(Declaration):
         elif q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
             if query.is_nested and are_jagged(query, key, value):
+                if lengths is not None:
+                    raise lengths_given_twice(str(self.name), lengths)
                 return self._jagged(query, key, value, return_lse, q_offset, target, schedule, deterministic, operands)
             if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
                 check_offsets(str(self.name), q_offset)
@@ -313,6 +315,8 @@ class Attention(Declaration):
 
     def _explain(self, call: Call, lengths: Options | None, q_offset: int | Tensor | None, error: Exception) -> None:
         """Raise WeftError where the call is to blame for the error: torch and Python know no operand's name."""
+        if lengths is not None and are_jagged(call.query, call.key, call.value):
+            raise lengths_given_twice(str(self.name), lengths)
         self._check(call.query, call.key, call.value, call.operands, has_pages(lengths))
         if lengths is not None:
             checked(str(self.name), call.query, call.key, lengths, q_offset)
@@ -510,14 +514,16 @@ class Attention(Declaration):
                     q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, block_table=block_table,
                     **operands,
                 )  # fmt: skip
+        lengths = options_given(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         if are_jagged(query, key, value):
+            if lengths is not None:
+                raise lengths_given_twice(str(self.name), lengths)
             made = packed(str(self.name), query, key, value)
             cu_q, cu_kv = made.starts
             out, lse = self.reference(
                 *made.tensors, return_lse=True, q_offset=q_offset, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **operands
             )
             return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
-        lengths = options_given(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
         paged = has_pages(lengths)
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv, paged)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .ir.errors import WeftError, collected
+from .runtime.lengths import LENS, STARTS, TABLE, Options
 
 
 class Packed(NamedTuple):
@@ -23,6 +24,15 @@ class Packed(NamedTuple):
 
 def are_jagged(*tensors: Any) -> bool:
     return all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged for t in tensors)
+
+
+def lengths_given_twice(name: str, lengths: Options) -> WeftError:
+    """Of a call of nested tensors, whose offsets are the lengths, that gives lengths too."""
+    got = ", ".join(n for n, t in zip((*LENS, *STARTS, TABLE), lengths) if t is not None)
+    return WeftError(
+        f"{name}: {got}: expected none with nested tensors, which have lengths of their own; leave it out, or pass "
+        "packed operands, x.values()[None] with cu_seqlens_q=x.offsets()"
+    )
 
 
 def packed(name: str, query: Any, key: Any, value: Any) -> Packed:

@@ -122,6 +122,8 @@ def log_n(train_length: Operand) -> Score:
     score * maximum(log(1.0 * (q_pos + 1)) / log(2048.0), 1.0)
     """
     node = _above_zero("log_n", "train_length", train_length)
+    if isinstance(node, Const) and node.value <= 1:  # the logarithm of 1 is 0, by which nothing can be divided
+        raise WeftError(f"scores.log_n: expected train_length to be above 1, got {node}")
     longest = Const(float(node.value)) if isinstance(node, Const) else 1.0 * node
     return lambda score: expression(score) * maximum(log(1.0 * (_q + 1)) / log(longest), 1.0)
 

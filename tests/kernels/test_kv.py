@@ -449,7 +449,7 @@ def test_caches_are_the_same_whatever_torchs_default_device():
         (lambda s, a: s.extend([a], [2], 1), "extend: tokens: expected a list of ids for each sequence, got 1"),
         (lambda s, a: s.append(a, rows(1, 3), rows(1, 3)), "append: expected a list of the ids of sequences, got 0"),
         (lambda s, a: s.append([a], 3, 3), "append: key: expected a tensor of each layer.*, got int and int"),
-        (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), lengths=3), r"lengths: expected 1 ints from 0 on.*\[3\]"),
+        (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), lengths=3), "lengths: expected a list, .*, got 3"),
         (lambda s, a: s.append([a], rows(1, 3), rows(1, 3), tokens=3), "extend: tokens: expected a list of ids"),
         (lambda s, a: s.fixed_step(1, pages=1).fill(None), "fill: expected a fixed step and one of .*None"),
         (lambda s, a: s.append([a], rows(1, 3).numpy()), "append: key: expected a tensor of each layer, got|got 1 and"),

@@ -529,3 +529,12 @@ def test_nested_tensors_that_do_not_serve():
         CAUSAL(query, query, jagged(2, 16, others, 1)[0])
     with pytest.raises(weft.WeftError, match=r"query: expected a dense tensor, got a nested one; pad it"):
         CAUSAL(query, torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))
+
+
+@pytest.mark.parametrize("q_offset", [None, 2])
+def test_nested_tensors_take_no_lengths_besides(q_offset):
+    """They were left out of a call with an offset, and of the reference, without a word."""
+    query, _ = jagged(2, 16, torch.tensor([0, 5, 14]), 0)
+    for call in (CAUSAL, CAUSAL.reference):
+        with pytest.raises(weft.WeftError, match=r"kv_lens: expected none with nested tensors"):
+            call(query, query, query, q_offset=q_offset, kv_lens=torch.tensor([5, 3]))

@@ -217,6 +217,14 @@ def test_gradients_of_sequences(normalizer: str, name: str, kind: str, determini
 
 @OWN
 @pytest.mark.parametrize("kind", ragged.KINDS)
+@pytest.mark.parametrize("wanted", ["key value", "query", "value"])
+def test_some_gradients_of_sequences(normalizer: str, wanted: str, kind: str) -> None:
+    """Without that of the query no program owns queries: packed ones have no list."""
+    ragged.check(variant(normalizer), kind, heads=4, kv_heads=2, wanted=tuple(wanted.split()))
+
+
+@OWN
+@pytest.mark.parametrize("kind", ragged.KINDS)
 def test_gradients_of_measured_tiles_and_of_operands(normalizer: str, kind: str) -> None:
     given = {"slopes": torch.randn(ragged.NUMBER, 4, generator=torch.Generator().manual_seed(6))}
     for name in ("documents", "gain"):

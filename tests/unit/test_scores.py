@@ -90,6 +90,7 @@ def test_scores_compose_innermost_first() -> None:
     [
         (lambda: scores.softcap(0.0), "scores.softcap: expected cap to be above 0, got 0.0"),
         (lambda: scores.log_n(0), "scores.log_n: expected train_length to be above 0, got 0"),
+        (lambda: scores.log_n(1), "scores.log_n: expected train_length to be above 1, got 1"),
         (lambda: scores.yarn(-2.0), "scores.yarn: expected factor to be above 0, got -2.0"),
         (lambda: scores.temperature(-1.0), "scores.temperature: expected value to be above 0, got -1.0"),
         (lambda: scores.alibi(weft.tensor("slopes", 2)), "scores.alibi: expected slopes to have rank 1"),
