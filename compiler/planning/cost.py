@@ -229,10 +229,14 @@ def programs_at_once(kernel: Kernel, form: Form, sram: float, hardware: Hardware
 
 
 def of_sequences(x: Sizes, packed: int) -> Sizes:
-    """Rows of so many packed sequences as those of a batch: of equal ones, since lengths differ from call to call."""
+    """Rows of so many packed sequences as those of a batch: of equal ones, since lengths differ from call to call.
+
+    No sequence has less than a tile, or a formula such as nq + nkv - 1 would count no programs.
+    """
     if packed <= 1:
         return x
-    return x._replace(B=x.B * packed, L=x.L / packed, T=x.T / packed, nq=x.nq / packed, nkv=x.nkv / packed)
+    nq, nkv = max(x.nq / packed, 1), max(x.nkv / packed, 1)
+    return x._replace(B=x.B * packed, L=x.L / packed, T=x.T / packed, nq=nq, nkv=nkv)
 
 
 def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardware) -> float:

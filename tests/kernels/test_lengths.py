@@ -491,6 +491,17 @@ def test_sources_name_what_they_read():
     assert "def query_work(" in packed_source and "cu_q, cu_kv, work" in packed_source
 
 
+def test_a_plan_of_packed_sequences_that_are_shorter_than_a_tile():
+    """Of half a tile each the diagonals were nothing, by which a number of programs was divided."""
+    table = weft.tensor("table", 2)
+    distance = weft.maximum(weft.minimum(kv_pos - q_pos, 9), -9) + 9
+    declared = weft.Attention(score + table[head, distance], masks.causal, name="short_sequences")
+    query, key, value = torch.randn(3, 1, 4, 40, 64).bfloat16()
+    starts, entries = torch.tensor([0, 9, 40], dtype=torch.int32), torch.zeros(4, 19, requires_grad=True)
+    told = declared.explain(query, key, value, table=entries, cu_seqlens_q=starts, device="h100", deterministic=True)
+    assert "flash_ddiagonals" in told
+
+
 # -- jagged nested tensors ---------------------------------------------------------------------------------------------
 def jagged(heads, dim, offsets, seed):
     """A nested tensor [B, heads, j, dim] and the leaf [total, heads, dim] that it is a view of."""
