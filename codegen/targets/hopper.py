@@ -255,6 +255,8 @@ class HopperTarget:
             reason = no_form(form, widths) or no_boxes(form, signature)
             if (form.lazy_rescale or form.pair_maximum) and not facts.attention.weighs.saves_lse:
                 reason = "rows have no maximum"
+            if form.drawers and not facts.attention.drops:
+                reason = "no weights are dropped"
         reason = reason or no_cells_form(kernel, form, facts)
         if reason is not None:
             return reason

@@ -27,6 +27,8 @@ def no_form(form: Form, widths: Widths) -> str | None:
         return "expected 1 or 2 query buffers"
     columns, value_columns = columns_of_form(form, widths)
     left = pieces_of(form, widths)[0][0].columns
+    if form.drawers and (form.consumers == 3 or form.stages > 3):
+        return "drawers leave registers to 2 consumers, and hardware barriers to 3 stages"
     if form.consumers == 3 and value_columns > 64:
         return "three consumers have too few registers for D 128"
     if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):

@@ -121,11 +121,12 @@ class HopperForm:
     pair_maximum: bool = False  # maxima of neighbours first
     overlap_edges: bool = False  # P V stays in flight under the mask code of edge tiles too
     output_in_query: bool = False  # the output leaves from the query's place in SRAM
+    drawers: bool = False  # a warpgroup of its own draws which weights are dropped, a tile ahead
     pair_bytes: int = 0  # of an element of what each pair reads, where tiles of it are brought to SRAM with keys
 
     _FLAGS: ClassVar[dict[str, str]] = {
         "query_in_registers": "regs", "lazy_rescale": "lazy", "pair_maximum": "pairs", "overlap_edges": "overlap",
-        "output_in_query": "inplace",
+        "output_in_query": "inplace", "drawers": "drawers",
     }  # fmt: skip
 
     @property
@@ -146,6 +147,7 @@ class HopperForm:
             return kernel.sram
         found = hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
         found = hopper_forward_sram_in_place if self.output_in_query else found
+        found = _with_drawn(found) if self.drawers else found
         return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
@@ -167,6 +169,16 @@ class HopperForm:
         yield replace(self, query_buffers=3 - self.query_buffers)
         if self.pair_bytes:
             yield replace(self, pair_bytes=0)
+
+
+@lru_cache(maxsize=64)
+def _with_drawn(formula: Formula) -> Formula:
+    """And half a word for each weight of a tile: whether it is kept."""
+
+    def found(x: Sizes) -> float:
+        return formula(x) + 2 * x.bq * x.bkv
+
+    return found
 
 
 @lru_cache(maxsize=64)

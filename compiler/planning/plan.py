@@ -144,7 +144,7 @@ def code_plan(
         tiles = Tiles(
             form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass,
             _brings_boxes(form), isinstance(form, HopperBackwardForm) and form.is_persistent(traits.drops),
-            FIRST_STORED_STATISTICS in kernels,
+            FIRST_STORED_STATISTICS in kernels, isinstance(form, HopperForm) and form.drawers,
         )  # fmt: skip
         return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
 

@@ -41,6 +41,8 @@ def hopper_flash_forward(t: Tiles) -> list[Stage]:
         weights = f"{t.weights()}, which waits in registers for its V"
         results = f"{t.output('O')} by TMA"
     pairs = [loads("pairs", f"tile [{t.q}, {t.kv}] of what each pair reads, as K", EACH_KV, AHEAD)] if t.boxes else []
+    bits = "which weights are dropped, half a word each in SRAM, ahead, by a warpgroup of its own"
+    drawn = [computes("dropped", bits, EACH_KV)] if t.drawers else []
     return [
         loads("work", f"number of the next query tile, from an atomic counter{order}", EACH_Q, "HBM -> registers"),
         loads("query", f"{t.query()}, for {consumers}", EACH_Q, AHEAD),
@@ -48,6 +50,7 @@ def hopper_flash_forward(t: Tiles) -> list[Stage]:
         *pairs,
         loads("key", f"{t.key()}, {slot}", EACH_KV, AHEAD),
         loads("value", f"{t.value()}, {slot}", EACH_KV, AHEAD),
+        *drawn,
         computes("scores", f"{t.scores()} = {t.score_text}, asynchronous{t.mask_text}", EACH_KV),
         computes("output", beside, EACH_KV),
         computes("weights", weights, EACH_KV),

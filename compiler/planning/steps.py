@@ -25,6 +25,7 @@ class Tiles:
     boxes: bool = False  # tiles of what each pair reads are brought to SRAM
     persistent: bool = False  # programs that own keys take one tile of them after another
     stores_first: bool = False  # a head's first shares of dQ are stored, but where query heads share keys
+    drawers: bool = False  # a warpgroup of its own draws which weights are dropped
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {columns(self.parts.qk)}]"
