@@ -183,10 +183,11 @@ def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
             return HopperForm(2, 64, 4, query_in_registers=True, lazy_rescale=True, pair_maximum=True)
         return HopperForm(
             3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True,
-            lazy_rescale=facts.traits.drops or _has_few_edges(facts),
+            lazy_rescale=facts.traits.drops or _has_few_edges(facts), drawers=facts.traits.drops,
         )  # fmt: skip
     return HopperForm(
-        2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions
+        2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions,
+        drawers=facts.traits.drops,
     )  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def with_boxes(best: HopperForm | HopperBackwardForm, pair_bytes: int) -> Iterat
             for stages in range(best.stages, 1, -1):
                 yield replace(
                     best, block_kv=block_kv, output_in_query=in_place, stages=stages, pair_bytes=pair_bytes,
-                    lazy_rescale=True,
+                    lazy_rescale=True, drawers=False,
                 )  # fmt: skip
 
 
