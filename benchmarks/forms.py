@@ -48,6 +48,8 @@ ROWS = (
     Row("window", 2, 16, 8192, 128, 1024),
     Row("documents", 2, 16, 8192, 128, 1024),
     Row("softcap", 2, 32, 8192, 64, 20),
+    Row("dropout", 2, 16, 8192, 128, 10),
+    Row("dropout", 2, 32, 8192, 64, 10),
     Row("blocks", 1, 16, 65536, 128, 5),
     Row("blocks", 1, 16, 65536, 64, 5),
     Row("causal", 64, 16, 512, 64),  # short calls, which have forms of their own
