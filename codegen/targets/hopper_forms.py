@@ -167,7 +167,8 @@ def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
     """The form that measured best for tiles of these widths (docs/experiments.md).
 
     What reads positions needs registers for them, and so does dropout: fewer consumers at D64, the query in SRAM at
-    D128. short: of calls that are (`is_short_call`): fewer consumers and fewer keys at D64.
+    D128, where drawers are faster unless scores read positions, too. short: of calls that are (`is_short_call`): fewer
+    consumers and fewer keys at D64.
     """
     spare = not (facts.traits.positional or facts.traits.drops)  # registers
     columns, value_columns = piecewise(widths.head_dim), columns_of(widths)[1]
@@ -183,11 +184,11 @@ def _best_of_softmax(widths: Widths, facts: Facts, short: bool) -> HopperForm:
             return HopperForm(2, 64, 4, query_in_registers=True, lazy_rescale=True, pair_maximum=True)
         return HopperForm(
             3 if spare else 2, 128, 3, 2 if spare else 1, query_in_registers=not spare, pair_maximum=True,
-            lazy_rescale=facts.traits.drops or _has_few_edges(facts), drawers=facts.traits.drops,
+            lazy_rescale=facts.traits.drops or _has_few_edges(facts),
         )  # fmt: skip
     return HopperForm(
         2, 128, 2, query_in_registers=spare, lazy_rescale=True, overlap_edges=facts.score_reads_positions,
-        drawers=facts.traits.drops,
+        drawers=facts.traits.drops and not facts.score_reads_positions,
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ class HopperForm:
     def sram(self, kernel: Kernel) -> Formula:
         if kernel.follows:
             return kernel.sram
-        found = hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
+        found: Formula = hopper_forward_sram if self.query_buffers == 1 else hopper_forward_sram_two_queries
         found = hopper_forward_sram_in_place if self.output_in_query else found
         found = _with_drawn(found) if self.drawers else found
         return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found

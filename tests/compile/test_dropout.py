@@ -42,14 +42,30 @@ def test_no_number_crosses_threads(direction: str, width: int) -> None:
         ), name
 
 
+def test_drawers_of_the_hopper_forward() -> None:
+    """A consumer reads masks in pieces of 16 bytes; numbers are drawn before the wait for the place that they have."""
+    kernel = compiled(DROPPED, "forward", 128, target="hopper").kernels["flash_forward"]
+    assert kernel.spills_in_loops() == 0 and not kernel.serialised
+    for loop in kernel.product_loops():
+        assert count_opcode("LDS.128", loop) == 8 and not count_opcode("IMAD.WIDE", loop)
+    code = [text for _, text in kernel.sass]
+    (stored,) = [at for at, text in enumerate(code) if ", 0x100" in text and "BAR.SYNC" in text]
+    compared = [at for at, text in enumerate(code) if text.startswith("HSET2")]
+    between = [text for text in code[stored : stored + 60] if text.startswith(("HSET2", "STS.128"))]
+    assert sum(at < stored for at in compared) >= 16 and between[0].startswith("STS.128")
+
+
 CAPPED = DROPPED.replace(score=20.0 * weft.tanh(weft.score / 20.0))
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("variant", "width"), [(DROPPED, 64), (CAPPED, 128)])
-def test_the_hopper_forward(variant: weft.Attention, width: int) -> None:
+@pytest.mark.parametrize(
+    ("variant", "width", "schedule"),
+    [(DROPPED, 64, None), (CAPPED, 128, "flash/flash_forward=hopper:128x128s2q1+lazy")],
+)
+def test_consumers_of_the_hopper_forward_that_draw(variant: weft.Attention, width: int, schedule: str | None) -> None:
     """Nothing is moved nor spilled in its loops, which hold the softmax of 64 or 128 keys."""
-    kernel = compiled(variant, "forward", width, target="hopper").kernels["flash_forward"]
+    kernel = compiled(variant, "forward", width, target="hopper", schedule=schedule).kernels["flash_forward"]
     assert kernel.spills_in_loops() <= 4 and not kernel.serialised
     plain = compiled(variant.replace(dropout=0.0), "forward", width, target="hopper").kernels["flash_forward"]
     for pattern, more in ((r"st\.shared", 2), ("stmatrix", 0), (r"ld\.shared", 8)):  # the operand seed, by program

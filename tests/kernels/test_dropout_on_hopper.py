@@ -13,6 +13,8 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen.targets import target_named
 from weft.compiler.analysis.facts import facts_of
+from weft.compiler.planning.forms import parse_form
+from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Options
 
@@ -120,6 +122,64 @@ def test_lengths_at_the_edges_of_tiles(q_len: int, kv_len: int) -> None:
 @pytest.mark.parametrize("offset", [0, -70, 1 << 20])
 def test_positions_of_queries(offset: int) -> None:
     check("plain", 64, heads=(2, 2), q_len=70, kv_len=70, offset=offset)
+
+
+# -- forwards whose drawers are a warpgroup of their own: the form where heads have more than 64 columns ---------------
+def check_drawers(name: str, width: int = 64, form: str = "128x128s3q1+lazy+drawers", **lengths: Any) -> None:
+    """A forward as the form in which consumers draw computes it, bit for bit."""
+    variant = VARIANTS[name]
+    sizes = {"q_len": 130, "kv_len": 200, **lengths}
+    tensors = operands_of(4, 2, sizes["q_len"], sizes["kv_len"], width, 0, width, batch=2, dtype=torch.bfloat16)
+    offset = max(0, sizes["kv_len"] - sizes["q_len"])
+    call = Call(*tensors.values(), operands(variant, 4), Dense(offset), Options(), width)
+    found = []
+    for own in (form, form.removesuffix("+drawers")):
+        shape = (2, 4, sizes["q_len"])
+        rows = (2, *shape) if facts_of(variant).scores_lie_far else shape
+        results = {"out": torch.full((*shape, width), float("nan"), dtype=torch.bfloat16),
+                   "lse": torch.full(rows, float("nan"))}  # fmt: skip
+        launch(variant, call, results, schedule=f"flash/flash_forward=hopper:{own}")
+        found.append(results)
+    assert not found[0]["out"].isnan().any()
+    assert torch.equal(found[0]["out"], found[1]["out"]) and torch.equal(found[0]["lse"], found[1]["lse"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drawers_draw_what_consumers_do(name: str) -> None:
+    check_drawers(name)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), mostly([(300, 64), (1, 70), (63, 257)], EDGES))
+def test_drawers_at_the_edges_of_tiles(q_len: int, kv_len: int) -> None:
+    check_drawers("causal" if q_len <= kv_len else "plain", q_len=q_len, kv_len=kv_len)
+
+
+@pytest.mark.parametrize("form", ["128x64s2q2+regs+lazy+drawers", "128x128s2q1+lazy+inplace+drawers"])
+def test_other_forms_with_drawers(form: str) -> None:
+    check_drawers("window", form=form, q_len=300, kv_len=400)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("192x64s2q1+drawers", "drawers leave registers to 2 consumers, and hardware barriers to 3 stages"),
+        ("128x64s4q1+drawers", "drawers leave registers to 2 consumers"),
+        ("128x128s3q2+lazy+drawers", "it needs .* bytes of SRAM"),
+    ],
+)
+def test_forms_that_have_no_drawers(form: str, reason: str) -> None:
+    width = 64 if "s3q2" not in form else 128
+    with pytest.raises(weft.WeftError, match=reason):
+        check_drawers("causal", width, form)
+
+
+def test_drawers_are_where_weights_are_dropped() -> None:
+    facts, hopper = facts_of(weft.Attention(mask=masks.causal, name="kept")), target_named("hopper")
+    signature = Signature("forward", "sm_90", Dtypes.all("bf16"), Widths(128, 128))
+    (kernel,) = hopper.kernels("flash", signature, facts)
+    form = parse_form("128x128s2q1+lazy+drawers")
+    with pytest.raises(weft.WeftError, match="no weights are dropped"):
+        hopper.check(kernel, form, signature, by_name("h200"), facts)
 
 
 def test_gradients_of_keys_do_not_depend_on_who_comes_first() -> None:
