@@ -327,8 +327,12 @@ def test_explained() -> None:
 
 # -- the Hopper kernel's own text --------------------------------------------------------------------------------------
 def test_the_hopper_kernel_takes_tiles_apart_as_it_should(tmp_path: Path) -> None:
-    """Its functions of dropout, with Triton's names for Gluon's, without layouts and assembly, in the interpreter."""
-    source = CAUSAL.source(weft.shape(heads=2, q_len=256, head_dim=128), device="h100", target="hopper")
+    """Its functions of dropout, where consumers draw, in the interpreter: with Triton's names for Gluon's, without
+    layouts and assembly."""
+    drawn_by_consumers = "flash/flash_forward=hopper:128x128s2q1+lazy"
+    source = CAUSAL.source(
+        weft.shape(heads=2, q_len=256, head_dim=128), device="h100", target="hopper", schedule=drawn_by_consumers
+    )
     part = source[source.index("@gluon.jit\ndef philox(") :]
     part = part[: part.index("\n\n\n# ----")]
     assert "def kept_pairs(" in part and "gl.convert_layout(masks, layout, assert_trivial=True)" in part
