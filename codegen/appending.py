@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.planning.hardware import for_device
+from ..compiler.planning.signature import starts_early
 from .binding import Binding
 from .loader import without_holes
 
@@ -26,6 +28,7 @@ class Appending:
 
         self._launching, self._device, self._interprets = launching, device, interprets
         self._kernel = getattr(without_holes(KERNEL, interprets), KERNEL)
+        self._starts_early = not interprets and starts_early(for_device(torch.device("cuda", device)).arch)
         self._runs: dict[Mode, tuple[Any, tuple[object, ...]]] = {}
 
     def __call__(
@@ -61,22 +64,22 @@ class Appending:
 
     def _prepared(self, mode: Mode) -> tuple[Any, tuple[object, ...]]:
         """What launches rows of one kind, and the constants that a launch is handed."""
-        binding = binding_of(self._launching.parameters_of(self._kernel)[0], mode)
-        options = {"num_warps": 4}
+        binding = binding_of(self._launching.parameters_of(self._kernel)[0], mode, self._starts_early)
         if self._interprets:
-            return self._launching.interpreted(self._kernel, binding, options), ()
+            return self._launching.interpreted(self._kernel, binding, {"num_warps": 4}), ()
+        options = {"num_warps": 4} | ({"launch_pdl": True} if self._starts_early else {})
         types = [torch.int32, *[mode[0]] * 4, *[1] * 4, *[_WIDE] * len(_STRIDES)]
         with torch.cuda.device(self._device):
             run = self._launching.compiled(self._kernel, binding, types, options)
         return run, tuple(binding.constants.values())
 
 
-def binding_of(parameters: list[str], mode: Mode) -> Binding:
-    """What is constant for rows of one kind."""
+def binding_of(parameters: list[str], mode: Mode, starts_early: bool) -> Binding:
+    """What is constant for rows of one kind on one machine."""
     _, width, value_width, aligned = mode
     constants = {
         "ROWS": _ROWS, "KEY_WIDTH": width, "KEY_BLOCK": _power(width), "VALUE_WIDTH": value_width,
-        "VALUE_BLOCK": _power(value_width), "ALIGNED": aligned,
+        "VALUE_BLOCK": _power(value_width), "ALIGNED": aligned, "STARTS_EARLY": starts_early,
     }  # fmt: skip
     return Binding(KERNEL, parameters, "", constants)
 

@@ -35,7 +35,7 @@ from ..compiler.planning.paces import NARROW
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
-from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature
+from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature, starts_early
 from ..compiler.planning.stages import stages_of
 from ..compiler.planning.steps import Tiles
 from ..compiler.planning.tables import DDIAGONALS
@@ -90,6 +90,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "stores_words": stores_words,
         "slope_at_end": backward and printer.boxed is not None and facts.scale_beside_box is not None,
         "box_rank": printer.boxed.tensor.rank if printer.boxed is not None else 0,
+        "starts_early": starts_early(signature.arch),
         "fast_reads": signature.arch.startswith("sm_"),
         "masked": facts.attention.is_masked,
         "measured": code.tile_source != "program",

@@ -18,8 +18,8 @@ from ...compiler.planning.measures import RUNS
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.quantities import Sizes
 from ...compiler.planning.records import Shape
-from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
-from ...compiler.planning.splits import Parts, longest_visits, tile_rows
+from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED, starts_early
+from ...compiler.planning.splits import JOINED_PARTS, Parts, longest_visits, tile_rows
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError
 from ...ir.walk import scalars
@@ -153,15 +153,17 @@ class SplitLauncher(TritonLauncher):
         return sizes_of(SPLIT_KV[0], form, shape, machine, self.code.segments, 1, self.facts.traits)
 
     def _limits(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, int]:
-        """As many registers as leave room for the programs that a division counts on."""
-        machine = self._machine()
-        if kernel.name != SPLIT or self.interprets or not self.code.signature.arch.startswith("sm_"):
-            return {}
+        """As many registers as leave room for the programs that a division counts on; both kernels may start early."""
+        signature, machine = self.code.signature, self._machine()
+        waits = kernel.name in (SPLIT, JOIN) and starts_early(signature.arch)
+        early: dict[str, int] = {"launch_pdl": True} if waits else {}
+        if kernel.name != SPLIT or self.interprets or not signature.arch.startswith("sm_"):
+            return early
         form = form.of_rows(mode.rows)
         sizes = self._sizes(form, machine, (1, mode.rows, 1, 1, form.block_kv))
         programs = split_programs_per_sm(kernel, form, sizes, machine, self.code.segments)
         most = machine.registers_per_sm // (programs * 32 * form.num_warps) // 8 * 8
-        return {"maxnreg": most} if most < 255 else {}
+        return early | ({"maxnreg": most} if most < 255 else {})
 
     # -- what is prepared ----------------------------------------------------------------------------------------------
     def _go_directly(self, mode: Mode, ready: Any) -> None:
@@ -229,7 +231,9 @@ class SplitLauncher(TritonLauncher):
         constants = super()._constants(kernel, form, mode)
         if kernel.name in RUNS:
             return constants
-        return constants | {"BLOCK_Q": mode.rows, "SPAN_Q": form.block_q, "ROWS_APART": ROWS_APART}
+        return constants | {
+            "BLOCK_Q": mode.rows, "SPAN_Q": form.block_q, "ROWS_APART": ROWS_APART, "JOINED_PARTS": JOINED_PARTS,
+        }  # fmt: skip
 
     @property
     def _neighbours(self) -> int:

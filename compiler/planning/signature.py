@@ -60,6 +60,12 @@ def is_short_call(q_len: int, kv_len: int, masked: bool) -> bool:
     return -(-q_len // TALL) * TALL >= -(-q_len // LOW) * LOW
 
 
+def starts_early(arch: str) -> bool:
+    """Whether a kernel can be launched before the one in front of it is done, and waits by itself for what it reads
+    (programmatic dependent launch, CUDA programming guide): from compute capability 9.0 on."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
+
+
 @dataclass(frozen=True)
 class Dtypes:
     """Names of dtypes: "bf16", "fp16", "fp32", "fp64"."""

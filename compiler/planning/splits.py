@@ -16,8 +16,9 @@ from ..analysis.tiles import Environment, count_tiles
 
 MOST_PARTS = 128
 START = 2.0e-6  # seconds that a program takes before its first tile is there, and after its last
-AHEAD, TILE = 4, 5.0e-7  # tiles that are there when the last one arrives, and seconds that a program computes on one
-JOINING, JOINING_PART = 4.0e-6, 3.0e-8  # seconds of the kernel that joins parts, and of each part of a row
+AHEAD, TILE = 4, 3.0e-7  # tiles that are there when the last one arrives, and seconds that a program computes on one
+JOINED_PARTS = 16  # parts of a row that the kernel which joins them reads together
+JOINING, JOINING_ROUND = 3.0e-6, 1.0e-6  # seconds of that kernel, and of each time that it reads so many
 LONE = 2.0  # times its share of the bandwidth that a program reads where others are idle
 
 
@@ -80,7 +81,7 @@ def divided(
             half = units * parts / 2
             last = size / 2 * max(tile_bytes * slots / LONE / bytes_per_second, busy)  # of the last, beside idle others
             predicted = (2 * predicted + seconds(size, half)) / 3 + (last if units * parts > slots else 0.0)
-        predicted += JOINING + parts * JOINING_PART if parts > 1 else 0.0
+        predicted += JOINING + ceil(parts / JOINED_PARTS) * JOINING_ROUND if parts > 1 else 0.0
         if predicted < least:
             best, least = Parts(parts, max(size, 1)), predicted
     return best

@@ -16,6 +16,7 @@ from weft import head, kv_pos, q_pos, score
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.measures import LONG_SPANS, RUNS
 from weft.compiler.planning.signature import SequenceKind
+from weft.compiler.planning.splits import JOINED_PARTS
 from weft.runtime.build import build_one, jobs_of
 
 pytest.importorskip("triton")
@@ -390,6 +391,27 @@ def test_backwards_of_hopper_are_launched_early_and_wait(
     assert [kernel.count(r"griddepcontrol\.wait") for kernel in early] == [1, 1, 1]
     assert all(kernel.count(r"griddepcontrol\.launch_dependents") for kernel in early[:-1])
     assert not any(kernel.count("griddepcontrol") for kernel in made.kernels.values() if kernel not in early)
+
+
+@pytest.mark.parametrize(
+    ("device", "sequences"), mostly([("h200", "paged"), ("a100", "dense")], [("h200", "dense"), ("h200", "packed_paged")])
+)
+def test_decode_is_launched_early_and_waits(device: str, sequences: SequenceKind) -> None:
+    """On GPUs that can, both kernels wait for the one before them, and let the next one begin."""
+    made = compiled(
+        VARIANTS["causal"], "forward", 128, device=device, schedule="split_kv", sequences=sequences, q_len=1
+    )
+    can = device == "h200"
+    assert made.kernels.keys() == {"split_forward", "join_parts"}
+    for kernel in made.kernels.values():
+        assert kernel.launched_early == can
+        assert kernel.count(r"griddepcontrol\.wait") == kernel.count(r"griddepcontrol\.launch_dependents") == can
+
+
+def test_parts_are_read_together() -> None:
+    """Sixteen of a row, and their statistics, before any of them is waited for: a few at a time took 8 us of 14."""
+    made = compiled(VARIANTS["causal"], "forward", 128, schedule="split_kv", q_len=1)
+    assert made.kernels["join_parts"].count(r"ld\.global") >= 2 * JOINED_PARTS
 
 
 @pytest.mark.parametrize(("schedule", "head_dim", "value_dim"), NARROW)

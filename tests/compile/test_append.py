@@ -11,6 +11,7 @@ from weft.codegen.appending import _STRIDES, _WIDE, KERNEL, binding_of
 from weft.codegen.launching import parameters_of
 from weft.codegen.loader import without_holes
 from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.signature import starts_early
 
 from .ahead import compile_ahead
 
@@ -21,12 +22,15 @@ WIDTHS = [("h200", 128, 128), ("a100", 576, 0), ("mi300x", 128, 128)]
 def test_rows_move_many_bytes_at_a_time(device, width, value_width):
     kernel = without_holes(KERNEL, False).append_rows
     parameters, _ = parameters_of(kernel)
-    binding = binding_of(parameters, (torch.bfloat16, width, value_width, True))
+    machine = by_name(device)
+    early = starts_early(machine.arch)
+    binding = binding_of(parameters, (torch.bfloat16, width, value_width, True), early)
     sizes = dict(zip(("n_rows", "length", "heads", "page"), [1] * 4)) | dict.fromkeys(_STRIDES, _WIDE)
     tensors = dict.fromkeys(("key", "value", "keys", "values"), torch.bfloat16) | {"slots": torch.int32}
     made = compile_ahead(
-        Compilation(kernel, tensors | sizes | dict(binding.constants), {"num_warps": 4}), by_name(device)
+        Compilation(kernel, tensors | sizes | dict(binding.constants), {"num_warps": 4}), machine
     )
     assert made.spilled == 0
+    assert made.count(r"griddepcontrol\.wait") == made.count(r"griddepcontrol\.launch_dependents") == early
     wide = {"mi300x": r"(?:global|buffer)_store_dwordx2", "h200": r"st\.global\.v4", "a100": r"st\.global\.v4"}[device]
     assert made.count(wide) == made.count(r"(?:global|buffer)_store|st\.global") > 0
