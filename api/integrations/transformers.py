@@ -27,7 +27,7 @@ from .traced import at_positions, kind_of
 
 __all__ = ["register", "variants"]
 
-OLDEST, TOO_NEW = (5, 20), (5, 24)  # those between were tested
+OLDEST, TOO_NEW = (5, 20), (5, 25)  # those between were tested
 
 # arguments of layers that would change what is computed, and what to say of them
 REFUSED = {

@@ -261,10 +261,10 @@ def test_all_that_layers_of_the_installed_models_ask_for_is_known() -> None:
 def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    for version in ("4.57.6", "5.19.0", "5.24.0", "6.0.0.dev0"):
+    for version in ("4.57.6", "5.19.0", "5.25.0", "6.0.0.dev0"):
         monkeypatch.setattr(transformers, "__version__", version)
         with pytest.raises(
-            UnavailableError, match=rf"from 5\.20 on and below 5\.24, as tested, got {re.escape(version)}"
+            UnavailableError, match=rf"from 5\.20 on and below 5\.25, as tested, got {re.escape(version)}"
         ):
             register()
     monkeypatch.setitem(sys.modules, "transformers", None)

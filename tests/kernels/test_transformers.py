@@ -19,6 +19,8 @@ from weft import UnavailableError
 transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
 weft.integrations.transformers.register()
 
+# what models call their cache
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 WIDTH = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
@@ -191,7 +193,7 @@ def test_decode_steps_of_a_static_cache_share_a_graph() -> None:
         logits = []
         for step in range(15, 24):
             given = model.prepare_inputs_for_generation(
-                ids[:, :step], past_key_values=cache, use_cache=True, is_first_iteration=step == 15,
+                ids[:, :step], **{CACHE: cache}, use_cache=True, is_first_iteration=step == 15,
                 next_sequence_length=None if step == 15 else 1,
                 attention_mask=torch.cat([padding("left"), torch.ones(2, step - 15, dtype=torch.long)], dim=1),
             )  # fmt: skip
@@ -234,7 +236,7 @@ def test_chunks_of_a_prompt_behind_a_cache() -> None:
             cache = transformers.DynamicCache(config=model.config)
             with torch.no_grad():
                 parts = [
-                    model(tokens(2, 15)[:, a:b], past_key_values=cache, attention_mask=padding("left")[:, :b]).logits
+                    model(tokens(2, 15)[:, a:b], **{CACHE: cache}, attention_mask=padding("left")[:, :b]).logits
                     for a, b in ((0, 7), (7, 12), (12, 15))
                 ]
             found.append(torch.cat(parts, dim=1)[padding("left").bool()])
