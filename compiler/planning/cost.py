@@ -40,7 +40,7 @@ from .paces import (
 from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import Shape, element_bytes
 from .segments import Segments
-from .splits import MOST_PARTS, Parts, divided
+from .splits import LATENCY, MOST_PARTS, Parts, divided
 from .tables import DDIAGONALS, DQUERY
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
@@ -495,8 +495,6 @@ def parts_of(
 ) -> Parts:  # fmt: skip
     """Into how many parts a call's keys are divided; calls and plans ask here. longest, uneven, few: as of cost_of."""
     slots = hardware.sms * split_programs_per_sm(kernel, form, x, hardware, parts)
-    if hardware.kind == "cpu":
-        slots = INTERPRETED
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
     busy, most = 0.0, MOST_PARTS
@@ -506,7 +504,11 @@ def parts_of(
         uneven = False  # the kernel evens out lengths by itself
         if not few:  # parts take memory: as many as programs that run at once, or twice as many
             most = max(1, 2 * slots // units)
-    return divided(units, longest, slots, tile_bytes, hardware.hbm_bytes_per_second, uneven and x.B > 1, busy, most)
+    rate = hardware.hbm_bytes_per_second
+    enough = min(slots, rate * LATENCY / tile_bytes)
+    if hardware.kind == "cpu":
+        slots, enough = INTERPRETED, INTERPRETED / 2
+    return divided(units, longest, slots, enough, tile_bytes, rate, uneven and x.B > 1, busy, most)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

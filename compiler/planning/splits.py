@@ -19,7 +19,7 @@ START = 2.0e-6  # seconds that a program takes before its first tile is there, a
 AHEAD, TILE = 4, 3.0e-7  # tiles that are there when the last one arrives, and seconds that a program computes on one
 JOINED_PARTS = 16  # parts of a row that the kernel which joins them reads together
 JOINING, JOINING_ROUND = 3.0e-6, 1.0e-6  # seconds of that kernel, and of each time that it reads so many
-LONE = 2.0  # times its share of the bandwidth that a program reads where others are idle
+LATENCY = 1.45e-6  # seconds from a load to its bytes: so much of the bandwidth has to be on its way at any time
 
 
 class Parts(NamedTuple):
@@ -54,20 +54,20 @@ def longest_visits(
 
 @lru_cache(maxsize=4096)
 def divided(
-    units: int, tiles: int, slots: int, tile_bytes: float, bytes_per_second: float, uneven: bool = False,
-    busy: float = 0.0, most: int = MOST_PARTS,
+    units: int, tiles: int, slots: int, enough: float, tile_bytes: float, bytes_per_second: float,
+    uneven: bool = False, busy: float = 0.0, most: int = MOST_PARTS,
 ) -> Parts:  # fmt: skip
     """The division with the least predicted time.
 
     units: (sequence, key head, tile of rows). tiles: of keys that the longest of them visits. slots: programs that run
-    together, which share the bandwidth. tile_bytes: of keys and values that a program reads for a tile. uneven:
-    lengths lie on the device, where sequences may be as long as each other, or half as long on average. busy: seconds
-    that a program computes on a tile, at the least. most: parts.
+    together, which share the bandwidth. enough: of them read as fast as the memory can. tile_bytes: of keys and values
+    that a program reads for a tile. uneven: lengths lie on the device, where sequences may be as long as each other, or
+    half as long on average. busy: seconds that a program computes on a tile, at the least. most: parts.
     """
 
     def seconds(size: int, programs: float) -> float:
         """Of so many programs with so many tiles each."""
-        sharing = max(min(programs, slots), slots / LONE)
+        sharing = max(min(programs, slots), enough)
         alone = START + min(size, AHEAD) * TILE
         return ceil(programs / slots) * (size * max(tile_bytes * sharing / bytes_per_second, busy) + alone)
 
@@ -79,7 +79,7 @@ def divided(
         predicted = seconds(size, units * parts)
         if uneven:
             half = units * parts / 2
-            last = size / 2 * max(tile_bytes * slots / LONE / bytes_per_second, busy)  # of the last, beside idle others
+            last = size / 2 * max(tile_bytes * enough / bytes_per_second, busy)  # of the last, beside idle others
             predicted = (2 * predicted + seconds(size, half)) / 3 + (last if units * parts > slots else 0.0)
         predicted += JOINING + ceil(parts / JOINED_PARTS) * JOINING_ROUND if parts > 1 else 0.0
         if predicted < least:

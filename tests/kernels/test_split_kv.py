@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score
-from weft.compiler.planning.splits import LONE, MOST_PARTS, divided, longest_visits, tile_rows
+from weft.compiler.planning.splits import MOST_PARTS, divided, longest_visits, tile_rows
 from weft.runtime.variant import variant_of
 
 from ..support import check_errors, check_variant, mostly, poisoned
@@ -233,10 +233,13 @@ def test_division():
     """Programs fill the machine, parts are as long as each other, and what is short is not divided."""
     keys, rate = 32768.0, 4.2e12  # bytes of a tile, bytes a second
     for units, tiles in ((128, 128), (512, 128), (8, 2048), (8, 64), (1, 1), (1, 3), (4096, 7)):
-        parts, size = divided(units, tiles, 396, keys, rate)
+        parts, size = divided(units, tiles, 396, 190, keys, rate)
         assert 1 <= parts <= MOST_PARTS and (parts - 1) * size < tiles <= parts * size
-    assert divided(4096, 7, 396, keys, rate).parts == 1
-    assert divided(8, 2048, 396, keys, rate).parts * 8 > 396 / LONE - 8
+    assert divided(4096, 7, 396, 190, keys, rate).parts == 1
+    for enough in (100, 190, 300):
+        parts = divided(8, 2048, 396, enough, keys, rate).parts
+        assert enough - 8 < parts * 8 < enough + 128, "as many as read as fast as the memory can"
+    assert divided(8, 64, 396, 120, keys, rate).parts == 16, "a second round of joining costs more than it saves"
     assert [tile_rows(64, rows) for rows in (1, 16, 17, 64, 512)] == [16, 16, 32, 64, 64]
 
 
