@@ -27,9 +27,7 @@ def test_rows_move_many_bytes_at_a_time(device, width, value_width):
     binding = binding_of(parameters, (torch.bfloat16, width, value_width, True), early)
     sizes = dict(zip(("n_rows", "length", "heads", "page"), [1] * 4)) | dict.fromkeys(_STRIDES, _WIDE)
     tensors = dict.fromkeys(("key", "value", "keys", "values"), torch.bfloat16) | {"slots": torch.int32}
-    made = compile_ahead(
-        Compilation(kernel, tensors | sizes | dict(binding.constants), {"num_warps": 4}), machine
-    )
+    made = compile_ahead(Compilation(kernel, tensors | sizes | dict(binding.constants), {"num_warps": 4}), machine)
     assert made.spilled == 0
     assert made.count(r"griddepcontrol\.wait") == made.count(r"griddepcontrol\.launch_dependents") == early
     wide = {"mi300x": r"(?:global|buffer)_store_dwordx2", "h200": r"st\.global\.v4", "a100": r"st\.global\.v4"}[device]
