@@ -309,7 +309,7 @@ def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int,
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="The GPU, where there is one, if not given.")
 @click.option("--graphs/--no-graphs", default=None, help="Decode by CUDA graphs; on a GPU if not given.")
 @click.option("--mixed", is_flag=True, help="Prompts and single tokens in one packed step.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @click.pass_context
 def bench_serve(
     ctx: click.Context,

@@ -6,6 +6,7 @@ They compose: `scores.alibi(slopes)(scores.softcap(50.0)(score))`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, NoReturn
 
 from .buckets import bucket
@@ -29,10 +30,10 @@ if not TYPE_CHECKING:  # a type checker knows which names there are
 
 
 def _above_zero(function: str, argument: str, value: Operand) -> Expr:
-    """An expression; a number that is not above 0 is refused here."""
+    """An expression; a number that is not above 0, or infinite, is refused here."""
     node = expression(value)
-    if node.dtype == "bool" or (isinstance(node, Const) and not node.value > 0):
-        raise WeftError(f"scores.{function}: expected {argument} to be above 0, got {node}")
+    if node.dtype == "bool" or (isinstance(node, Const) and not 0 < node.value < inf):
+        raise WeftError(f"scores.{function}: expected {argument} to be above 0 and finite, got {node}")
     return node
 
 
@@ -150,6 +151,8 @@ def yarn(factor: Operand) -> Score:
     score * ((0.1 * log(4.0) + 1.0) * (0.1 * log(4.0) + 1.0))
     """
     node = _above_zero("yarn", "factor", factor)
+    if isinstance(node, Const) and node.value < 1:
+        raise WeftError(f"scores.yarn: expected factor to be at least 1, as contexts become longer, got {node}")
     grown = 0.1 * log(node) + 1.0
     return lambda score: expression(score) * (grown * grown)
 

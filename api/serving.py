@@ -90,8 +90,12 @@ class Server:
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < inf:
             raise WeftError(f"Server: temperature: expected a number from 0 on, got {temperature!r}")
         for name, value in (("most", most), ("chunk", chunk)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise WeftError(f"Server: {name}: expected a positive int, got {value!r}")
+        if not isinstance(mixed, bool):
+            raise WeftError(f"Server: mixed: expected True or False, got {mixed!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise WeftError(f"Server: seed: expected an int from 0 to 2**63 - 1, got {seed!r}")
         self.model, self.cache, self.most, self.chunk, self.temperature = model, cache, most, chunk, temperature
         self.mixed = mixed
         self.waiting: deque[Request] = deque()
@@ -107,7 +111,8 @@ class Server:
         if not tokens or not is_size(count):
             raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count!r}")
         ends = frozenset(token_ids("submit: stop", stop))
-        pages, blocks = -(-(len(tokens) + count) // self.cache.page), self._blocks
+        # the last token is drawn, and goes nowhere
+        pages, blocks = -(-(len(tokens) + count - 1) // self.cache.page), self._blocks
         if pages > blocks:
             raise WeftError(
                 f"submit: {len(tokens)} tokens and {count} more take {pages} blocks, and the cache has {blocks}; make "

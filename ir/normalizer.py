@@ -47,7 +47,18 @@ _registered = {normalizer.name: normalizer for normalizer in (SOFTMAX, SIGMOID, 
 
 
 def register(normalizer: Normalizer) -> None:
-    """Make a normalizer known by its name. Raises WeftError where another one has the name already."""
+    """Make a normalizer known by its name.
+
+    Raises WeftError where another one has the name already, and for a weight that is no expression of `score` alone.
+    """
+    from .parse import parse  # lazy: it reads variants, which name their normalizer
+    from .walk import names
+
+    if normalizer.weight is not None and (others := names(parse(normalizer.weight)) - {"score"}):
+        raise WeftError(
+            f"Normalizer {normalizer.name}: expected weight to read `score` alone, got {normalizer.weight!r}, which "
+            f"reads {', '.join(sorted(others))}"
+        )
     if _registered.setdefault(normalizer.name, normalizer) != normalizer:
         raise WeftError(f"normalizer: {normalizer.name!r} is another one already; choose a name that is free")
 

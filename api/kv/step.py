@@ -43,6 +43,8 @@ class Step:
         self.cu_seqlens_q = cu_seqlens_q
         self.state = state
         self._rows = rows  # of a DenseCache: where these sequences lie
+        self._appended: set[int] = set()  # layers, where append was seen to run
+        self._is_watched = True  # what a compiled function appends is not seen
         self._all_full = state != "fixed" and all(end - start == self.length for start, end in zip(starts, ends))
 
     # -- what a call takes -------------------------------------------------------------------------------------------
@@ -84,6 +86,10 @@ class Step:
         if self.state not in ("open", "fixed"):
             raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
         self.cache._check_rows(self.slots.shape[0], self.length, layer, key, value)
+        if torch.compiler.is_compiling():
+            self._is_watched = False
+        else:
+            self._appended.add(layer)
         has_values = self.cache.has_values
         append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
 
@@ -119,7 +125,18 @@ class Step:
 
     # -- the end of a step -------------------------------------------------------------------------------------------
     def commit(self) -> None:
-        """The rows of every layer are written: they are part of the sequences now, and full pages can be reused."""
+        """The rows of every layer are written: they are part of the sequences now, and full pages can be reused.
+
+        Raises WeftError where rows were appended to some layers and not to others; the step is open then as before.
+        Where none was seen to be, they were written otherwise: by a captured graph, or through `slots`.
+        """
+        left = set(range(self.cache.layers)) - self._appended
+        if self.state == "open" and self._is_watched and self._appended and left:
+            numbers = ", ".join(map(str, sorted(left)))
+            raise WeftError(
+                f"commit: nothing was appended to layer {numbers} of {self.cache.layers}, whose new rows would be "
+                "garbage; append(layer, ...) to each, or cancel()"
+            )
         self.cache._close(self, keeps=True)
 
     def cancel(self) -> None:
@@ -132,8 +149,12 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.state == "open":
-            self.cache._close(self, keeps=kind is None)
+        try:
+            if self.state == "open" and kind is None:
+                self.commit()
+        finally:
+            if self.state == "open":
+                self.cancel()
 
     def __repr__(self) -> str:
         if self.state == "fixed":

@@ -148,6 +148,30 @@ def test_out_of_blocks_changes_nothing():
                        before[2][0][[2, 3]].transpose(0, 1).flatten(1, 2)[:, :6])  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "cache",
+    [PagedCache(8, page=4, layers=3, **SIZES), DenseCache(2, 16, layers=3, **SIZES)],
+    ids=lambda c: type(c).__name__,
+)
+def test_a_step_that_forgets_a_layer_does_not_commit(cache):
+    """Its rows would be garbage, and garbage be found again by their tokens."""
+    sequence = cache.allocate()
+    step = cache.extend([sequence], [3])
+    step.append(1, rows(1, 3), rows(1, 3))
+    with pytest.raises(weft.WeftError, match=r"commit: nothing was appended to layer 0, 2 of 3.*or cancel\(\)"):
+        step.commit()
+    step.append(0, rows(1, 3), rows(1, 3))
+    step.append(2, rows(1, 3), rows(1, 3))
+    step.commit()
+    with pytest.raises(weft.WeftError, match="nothing was appended to layer 1"), cache.extend([sequence], [2]) as step:
+        step.append(0, rows(1, 2), rows(1, 2))
+        step.append(2, rows(1, 2), rows(1, 2))
+    assert step.state == "cancelled" and cache.length(sequence) == 3
+    with cache.extend([sequence], [1]) as step:  # written otherwise: by a graph, or through its slots
+        pass
+    assert cache.length(sequence) == 4
+
+
 def test_an_error_in_a_step_takes_its_room_away():
     cache = PagedCache(4, page=4, **SIZES)
     a = cache.allocate()

@@ -145,8 +145,11 @@ def test_drawing_follows_the_seed():
 def test_requests_that_never_fit():
     cache = PagedCache(4, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
     server = Server(Model(), cache)
-    with pytest.raises(weft.WeftError, match="10 tokens and 7 more take 5 blocks, and the cache has 4; make it larger"):
-        server.submit([0] * 10, 7)
+    with pytest.raises(weft.WeftError, match="10 tokens and 8 more take 5 blocks, and the cache has 4; make it larger"):
+        server.submit([0] * 10, 8)
+    longest = server.submit([0] * 10, 7)  # the last token is drawn, and needs no room
+    server.run()
+    assert len(longest.written) == 7 and server.totals.most_used == 4
     with pytest.raises(weft.WeftError, match="expected a prompt and a count from 1 on, got 0 tokens, 3"):
         server.submit([], 3)
     with pytest.raises(weft.WeftError, match="expected a prompt and a count from 1 on, got 2 tokens, 2.5"):
@@ -162,6 +165,9 @@ def test_requests_that_never_fit():
             every.run()
     with pytest.raises(weft.WeftError, match="chunk: expected a positive int, got 0"):
         Server(Model(), cache, chunk=0)
+    for name, wrong in (("most", True), ("mixed", "yes"), ("seed", "x"), ("seed", -1), ("seed", 2**63)):
+        with pytest.raises(weft.WeftError, match=f"Server: {name}: expected .*, got {wrong!r}"):
+            Server(Model(), cache, **{name: wrong})
     with pytest.raises(weft.WeftError, match="cache: expected a weft.kv.PagedCache, got DenseCache"):
         Server(Model(), DenseCache(4, 4, kv_heads=2, head_dim=8, dtype=torch.float32))
     with pytest.raises(weft.WeftError, match="Graphed: cache: expected a weft.kv.PagedCache on a GPU, got one on cpu"):

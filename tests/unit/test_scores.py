@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -88,11 +89,13 @@ def test_scores_compose_innermost_first() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: scores.softcap(0.0), "scores.softcap: expected cap to be above 0, got 0.0"),
-        (lambda: scores.log_n(0), "scores.log_n: expected train_length to be above 0, got 0"),
+        (lambda: scores.softcap(0.0), "scores.softcap: expected cap to be above 0 and finite, got 0.0"),
+        (lambda: scores.log_n(0), "scores.log_n: expected train_length to be above 0 and finite, got 0"),
         (lambda: scores.log_n(1), "scores.log_n: expected train_length to be above 1, got 1"),
-        (lambda: scores.yarn(-2.0), "scores.yarn: expected factor to be above 0, got -2.0"),
-        (lambda: scores.temperature(-1.0), "scores.temperature: expected value to be above 0, got -1.0"),
+        (lambda: scores.softcap(math.inf), "scores.softcap: expected cap to be above 0 and finite, got inf"),
+        (lambda: scores.yarn(0.5), "scores.yarn: expected factor to be at least 1, as contexts become longer, got 0.5"),
+        (lambda: scores.yarn(-2.0), "scores.yarn: expected factor to be above 0 and finite, got -2.0"),
+        (lambda: scores.temperature(-1.0), "scores.temperature: expected value to be above 0 and finite, got -1.0"),
         (lambda: scores.alibi(weft.tensor("slopes", 2)), "scores.alibi: expected slopes to have rank 1"),
         (lambda: scores.relative_bias(weft.tensor("t", 1), 4), "scores.relative_bias: expected t to have rank 2"),
         (lambda: scores.relative_bias(weft.tensor("t", 2), 0), "expected max_distance to be at least 1, got 0"),
