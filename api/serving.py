@@ -94,8 +94,8 @@ class Server:
                 raise WeftError(f"Server: {name}: expected a positive int, got {value!r}")
         if not isinstance(mixed, bool):
             raise WeftError(f"Server: mixed: expected True or False, got {mixed!r}")
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise WeftError(f"Server: seed: expected an int from 0 to 2**63 - 1, got {seed!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:  # as torch takes them
+            raise WeftError(f"Server: seed: expected an int from -2**63 to 2**64 - 1, got {seed!r}")
         self.model, self.cache, self.most, self.chunk, self.temperature = model, cache, most, chunk, temperature
         self.mixed = mixed
         self.waiting: deque[Request] = deque()

@@ -86,12 +86,12 @@ class Step:
         if self.state not in ("open", "fixed"):
             raise WeftError(f"append: this step is {self.state}; make the next one with extend(...)")
         self.cache._check_rows(self.slots.shape[0], self.length, layer, key, value)
+        has_values = self.cache.has_values
+        append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
         if torch.compiler.is_compiling():
             self._is_watched = False
         else:
             self._appended.add(layer)
-        has_values = self.cache.has_values
-        append_rows(key, value, self.cache.keys(layer), self.cache.values(layer) if has_values else None, self.slots)
 
     def fill(self, step: Step) -> None:
         """Of a fixed step: let its tensors describe another one, with as many sequences and rows, or fewer.
@@ -124,18 +124,21 @@ class Step:
         self.kv_lens[: given[0]].copy_(step.kv_lens)
 
     # -- the end of a step -------------------------------------------------------------------------------------------
-    def commit(self) -> None:
+    def commit(self, *, partial: bool = False) -> None:
         """The rows of every layer are written: they are part of the sequences now, and full pages can be reused.
 
-        Raises WeftError where rows were appended to some layers and not to others; the step is open then as before.
-        Where none was seen to be, they were written otherwise: by a captured graph, or through `slots`.
+        Raises WeftError where rows were appended to some layers and not to others, unless `partial`: then those of the
+        others are written otherwise, or not read before `truncate` takes them away. The step is open as before. Where
+        none was seen to be appended, a captured graph wrote them, or somebody through `slots`.
         """
         left = set(range(self.cache.layers)) - self._appended
-        if self.state == "open" and self._is_watched and self._appended and left:
+        is_partial = self._is_watched and self._appended and left and self.starts != self.ends
+        if self.state == "open" and is_partial and not partial:
             numbers = ", ".join(map(str, sorted(left)))
             raise WeftError(
                 f"commit: nothing was appended to layer {numbers} of {self.cache.layers}, whose new rows would be "
-                "garbage; append(layer, ...) to each, or cancel()"
+                "garbage; append(layer, ...) to each, say commit(partial=True) if they are written otherwise or never "
+                "read, or cancel()"
             )
         self.cache._close(self, keeps=True)
 

@@ -169,7 +169,25 @@ def test_a_step_that_forgets_a_layer_does_not_commit(cache):
     assert step.state == "cancelled" and cache.length(sequence) == 3
     with cache.extend([sequence], [1]) as step:  # written otherwise: by a graph, or through its slots
         pass
+    with cache.extend([sequence], [2]) as step:  # drafts of the first layers, which are taken away again
+        step.append(0, rows(1, 2), rows(1, 2))
+        step.commit(partial=True)
+    cache.truncate(sequence, 4)
+    with cache.extend([sequence], [0]) as step:  # no row, and so no garbage
+        step.append(0, rows(1, 0), rows(1, 0))
     assert cache.length(sequence) == 4
+
+
+def test_an_append_that_fails_does_not_count(monkeypatch):
+    cache = PagedCache(2, page=16, layers=2, **SIZES)
+    step = cache.extend([cache.allocate()], [3])
+    step.append(0, rows(1, 3), rows(1, 3))
+    with monkeypatch.context() as patched:
+        patched.setattr("weft.kv.step.append_rows", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            step.append(1, rows(1, 3), rows(1, 3))
+    with pytest.raises(weft.WeftError, match="nothing was appended to layer 1"):
+        step.commit()
 
 
 def test_an_error_in_a_step_takes_its_room_away():

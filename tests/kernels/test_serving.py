@@ -165,7 +165,7 @@ def test_requests_that_never_fit():
             every.run()
     with pytest.raises(weft.WeftError, match="chunk: expected a positive int, got 0"):
         Server(Model(), cache, chunk=0)
-    for name, wrong in (("most", True), ("mixed", "yes"), ("seed", "x"), ("seed", -1), ("seed", 2**63)):
+    for name, wrong in (("most", True), ("mixed", "yes"), ("seed", "x"), ("seed", -(2**64)), ("seed", 2**64)):
         with pytest.raises(weft.WeftError, match=f"Server: {name}: expected .*, got {wrong!r}"):
             Server(Model(), cache, **{name: wrong})
     with pytest.raises(weft.WeftError, match="cache: expected a weft.kv.PagedCache, got DenseCache"):
