@@ -27,7 +27,7 @@ def hopper_flash_forward(t: Tiles) -> list[Stage]:
     """A persistent program: one producer warp loads, warpgroups of ROWS_OF_A_WARPGROUP rows compute."""
     consumers = f"{t.q // ROWS_OF_A_WARPGROUP} consumers of {ROWS_OF_A_WARPGROUP} rows"
     order = ", the longest first" if t.traits.masked else ""
-    slot = "into a slot of its ring, by the producer's TMA"
+    slot = "into a slot of its ring, by a producer's TMA"
     sums = f"{t.output('O')} float32, {t.rows('reference')}, {t.rows('sum')}, by {consumers}"
     beside = f"O += {t.kept('P')} V of the tile before; on full tiles beside the softmax of this one"
     weights = (
