@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..compiler.analysis.facts import Facts
-from ..compiler.planning.hardware import CPU, KNOWN, Hardware
+from ..compiler.planning.hardware import BOARDS, CPU, KNOWN, Hardware
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.target import CallTensors, Partition, Target
 from ..ir.errors import UnavailableError
@@ -139,7 +139,7 @@ class _Recorder(TritonLauncher):
 
     def _machine(self) -> Hardware:
         arch = self.code.signature.arch
-        return next((m for m in KNOWN.values() if m.arch == arch), CPU)  # one of those that the code is for
+        return next((m for m in (*KNOWN.values(), *BOARDS) if m.arch == arch), CPU)  # one of those that the code is for
 
 
 def compilations(

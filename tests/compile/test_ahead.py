@@ -395,7 +395,7 @@ def test_backwards_of_hopper_are_launched_early_and_wait(
 
 @pytest.mark.parametrize(
     ("device", "sequences"),
-    mostly([("h200", "paged"), ("a100", "dense")], [("h200", "dense"), ("h200", "packed_paged")]),
+    mostly([("h200", "paged"), ("a100", "dense"), ("l40s", "paged")], [("h200", "dense"), ("h200", "packed_paged")]),
 )
 def test_decode_is_launched_early_and_waits(device: str, sequences: SequenceKind) -> None:
     """On GPUs that can, both kernels wait for the one before them, and let the next one begin."""
