@@ -226,7 +226,7 @@ def _spread_text(spread: Spread) -> str:
 
 @main.command()
 @click.argument("variants", nargs=-1, required=True, metavar="VARIANT...")
-@click.option("--device", required=True, help="GPU to compile for: h100, h200, a100, b200, mi300x.")
+@click.option("--device", required=True, metavar="NAME", help=f"GPU to compile for: {', '.join(hardware.NAMES[:-1])}.")
 @click.option(
     "--head-dim", "head_dims", type=click.IntRange(1, MAX_HEAD_DIM), multiple=True, default=(64, 128), show_default=True
 )
