@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,18 +47,25 @@ RELU = Normalizer("relu", saves="nothing", weight="where(score <= 0.0, 0.0, scor
 _registered = {normalizer.name: normalizer for normalizer in (SOFTMAX, SIGMOID, RELU)}
 
 
+def _names(text: str) -> set[str]:
+    """What an expression reads, by its syntax alone: the language is not known here. Nothing of what is none."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        return set()
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called}
+
+
 def register(normalizer: Normalizer) -> None:
     """Make a normalizer known by its name.
 
     Raises WeftError where another one has the name already, and for a weight that is no expression of `score` alone.
     """
-    from .parse import parse  # lazy: it reads variants, which name their normalizer
-    from .walk import names
-
-    if normalizer.weight is not None and (others := names(parse(normalizer.weight)) - {"score"}):
+    if normalizer.weight is not None and (read := _names(normalizer.weight)) != {"score"}:
         raise WeftError(
-            f"Normalizer {normalizer.name}: expected weight to read `score` alone, got {normalizer.weight!r}, which "
-            f"reads {', '.join(sorted(others))}"
+            f"Normalizer {normalizer.name}: expected weight to be an expression of `score` alone, got "
+            f"{normalizer.weight!r}" + (f", which reads {', '.join(sorted(read))}" if read else "")
         )
     if _registered.setdefault(normalizer.name, normalizer) != normalizer:
         raise WeftError(f"normalizer: {normalizer.name!r} is another one already; choose a name that is free")

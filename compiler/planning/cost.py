@@ -170,7 +170,8 @@ def sizes_of(
         rows = shape.group * shape.q_len
         block_q = _of_rows(form, rows).block_q
         tiles = ceil(rows / block_q)
-    ahead, in_sram, score_bytes = form.residence(kernel, hardware, size)
+    columns = max(parts.qk_columns, parts.v_columns)
+    ahead, in_sram, score_bytes = form.residence(kernel, hardware, size, columns)
     own_value = not parts.value_is_key
     return Sizes(
         B=shape.batch, Hq=shape.heads, Hkv=shape.kv_heads, L=shape.q_len, T=shape.kv_len, D=shape.head_dim,

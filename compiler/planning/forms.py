@@ -72,8 +72,11 @@ class Tiling:
     def sram(self, kernel: Kernel) -> Formula:
         return kernel.sram
 
-    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
-        """As Triton 3.6 places tiles. Checked against `metadata.shared` of kernels compiled for sm_80 to gfx942."""
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
+        """As Triton 3.6 places tiles; columns: of the widest result of a product.
+
+        Checked against `metadata.shared` of kernels compiled for sm_80 to gfx942.
+        """
         stages = max(1, self.num_stages)
         if hardware.kind == "hip":
             return Residence(max(1, stages - 1), 0, 0)
@@ -81,7 +84,9 @@ class Tiling:
         # Asynchronous warpgroup products read SRAM while the next load is under way, so they need one buffer more.
         warpgroup = hardware.capability >= 90 and element == 2 and rows >= ROWS_OF_A_WARPGROUP
         # A warp keeps its rows of P for the second product, unless warps share rows or units are not matrix units.
-        spread = element > 2 or (rows < 16 * self.num_warps and not warpgroup)
+        # Before sm_90 they share them where a result has twice as many columns as rows, or more.
+        shared = rows < 16 * self.num_warps or (hardware.capability < 90 and columns >= 2 * rows)
+        spread = element > 2 or (shared and not warpgroup)
         blackwell = hardware.capability >= 100 and kernel.direction == "backward"
         return Residence(stages if warpgroup else max(1, stages - 1), 1, element if spread or blackwell else 0)
 
@@ -150,7 +155,7 @@ class HopperForm:
         found = _with_drawn(found) if self.drawers else found
         return _with_boxes(found, self.pair_bytes) if self.pair_bytes else found
 
-    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
         return Residence(self.stages, 1, 0)
 
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
@@ -226,7 +231,7 @@ class HopperBackwardForm:
         """Whether programs of the kernel that owns keys take one tile of them after another; drawers know of one."""
         return not self.by_columns and not drops
 
-    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
         return Residence(self.stages, 1, 0)
 
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
@@ -283,7 +288,7 @@ class HopperLatentForm:
         own = hopper_narrow_latent_sram if self.narrow else hopper_latent_sram
         return kernel.sram if kernel.follows else own
 
-    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
         return Residence(self.slots, 1, element)
 
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
@@ -331,7 +336,7 @@ class CpuForm:
     def sram(self, kernel: Kernel) -> Formula:
         return cpu_tile_bytes(max(self.most_scores, self.block_q * self.block_kv), kernel.direction)
 
-    def residence(self, kernel: Kernel, hardware: Hardware, element: int) -> Residence:
+    def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
         return Residence(1, 1, max(4, element))  # computed in float32 at least, one tile at a time
 
     def programs_per_sm(self, kernel: Kernel, parts: Segments, sram: float, hardware: Hardware) -> int:
