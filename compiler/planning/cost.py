@@ -40,7 +40,7 @@ from .paces import (
 from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import Shape, element_bytes
 from .segments import Segments
-from .splits import LATENCY, MOST_PARTS, Parts, divided
+from .splits import LATENCY, LONE, MOST_PARTS, Parts, divided
 from .tables import DDIAGONALS, DQUERY
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
@@ -505,11 +505,12 @@ def parts_of(
         uneven = False  # the kernel evens out lengths by itself
         if not few:  # parts take memory: as many as programs that run at once, or twice as many
             most = max(1, 2 * slots // units)
-    rate = hardware.hbm_bytes_per_second
-    enough = min(slots, rate * LATENCY / tile_bytes)
-    if hardware.kind == "cpu":
-        slots, enough = INTERPRETED, INTERPRETED / 2
-    return divided(units, longest, slots, enough, tile_bytes, rate, uneven and x.B > 1, busy, most)
+    rate, uneven = hardware.hbm_bytes_per_second, uneven and x.B > 1
+    slots = INTERPRETED if hardware.kind == "cpu" else slots
+    enough = slots / LONE
+    if hardware.kind != "cpu" and not uneven:  # the divisions of uneven ones are those that were timed
+        enough = min(enough, rate * LATENCY / tile_bytes)
+    return divided(units, longest, slots, enough, tile_bytes, rate, uneven, busy, most)
 
 
 # -- the papers' results ---------------------------------------------------------------------------------------------

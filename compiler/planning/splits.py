@@ -16,9 +16,10 @@ from ..analysis.tiles import Environment, count_tiles
 
 MOST_PARTS = 128
 START = 2.0e-6  # seconds that a program takes before its first tile is there, and after its last
-AHEAD, TILE = 4, 3.0e-7  # tiles that are there when the last one arrives, and seconds that a program computes on one
+AHEAD, TILE = 4, 5.0e-7  # tiles that are there when the last one arrives, and seconds that a program computes on one
 JOINED_PARTS = 16  # parts of a row that the kernel which joins them reads together
-JOINING, JOINING_ROUND = 3.0e-6, 1.0e-6  # seconds of that kernel, and of each time that it reads so many
+JOINING, JOINING_ROUND = 3.0e-6, 1.2e-6  # seconds of that kernel, and of each time that it reads so many
+LONE = 2.0  # times its share of the bandwidth that a program reads where others are idle, at the least
 LATENCY = 1.45e-6  # seconds from a load to its bytes: so much of the bandwidth has to be on its way at any time
 
 
