@@ -532,17 +532,7 @@ class Attention(Declaration):
             check_tensors(str(self.name), query, key, value, paged)
         if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
             assert lengths is not None
-            options = checked(str(self.name), query, key, lengths, q_offset)
-            pages = sequences_of(q_offset, *options, page=key.shape[2])
-            assert isinstance(pages, Pages)
-            check_contents(str(self.name), query, key, pages)
-            if isinstance(pages, PackedPaged):  # rows of queries that no sequence has, none of keys
-                key, starts = packed_of_pages(key, pages)
-                value = None if value is None else packed_of_pages(value, pages)[0]
-                lengths = (None, None, pages.cu_q, starts, None)
-            else:
-                key, value = gathered(key, pages), None if value is None else gathered(value, pages)
-                lengths = (*options[:4], None)
+            key, value, lengths = _out_of_pages(str(self.name), query, key, value, q_offset, lengths)
         if self.latent is not None:
             head_dim = query.shape[3]
             if lengths is not None:
@@ -642,3 +632,18 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
     )
+
+
+def _out_of_pages(
+    name: str, query: Tensor, key: Tensor, value: Tensor | None, q_offset: int | Tensor | None, lengths: Options
+) -> tuple[Tensor, Tensor | None, Options]:
+    """Keys and values of a paged call as padded or packed rows, and the lengths of these."""
+    options = checked(name, query, key, lengths, q_offset)
+    pages = sequences_of(q_offset, *options, page=key.shape[2])
+    assert isinstance(pages, Pages)
+    check_contents(name, query, key, pages)
+    if isinstance(pages, PackedPaged):  # rows of queries that no sequence has, none of keys
+        rows, starts = packed_of_pages(key, pages)
+        values = None if value is None else packed_of_pages(value, pages)[0]
+        return rows, values, (None, None, pages.cu_q, starts, None)
+    return gathered(key, pages), None if value is None else gathered(value, pages), (*options[:4], None)

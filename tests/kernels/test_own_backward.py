@@ -263,7 +263,7 @@ def test_operands_that_were_replaced_are_named(own, change) -> None:
 @pytest.mark.parametrize("variant", [CAUSAL, FULL], ids=str)
 def test_nan_and_infinity_reach_what_they_reach_by_the_definition(variant, length, dtype) -> None:
     """And by tiles: beside their row they may also reach hidden pairs of a tile (0 * NaN), and an infinite log-sum-exp
-    may leave finite gradients of values. AMX takes bf16 by pairs of rows: in dout they may reach a neighbour's dQ, too."""
+    may leave finite gradients of values. AMX takes bf16 by pairs of rows: in dout they may reach a neighbour's dQ."""
     in_pairs = dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False)
     for which in range(4):
         for bad in (math.nan, math.inf, -math.inf):
