@@ -7,6 +7,13 @@ import torch
 
 import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score
+from weft.compiler.planning.cost import parts_of, sizes_of
+from weft.compiler.planning.forms import Tiling
+from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.kernels import SPLIT_KV
+from weft.compiler.planning.records import Shape
+from weft.compiler.planning.segments import segments_of
+from weft.compiler.planning.signature import Widths
 from weft.compiler.planning.splits import MOST_PARTS, divided, longest_visits, tile_rows
 from weft.runtime.variant import variant_of
 
@@ -241,6 +248,20 @@ def test_division():
         assert enough - 8 < parts * 8 < enough + 128, "as many as read as fast as the memory can"
     assert divided(8, 64, 396, 120, keys, rate).parts == 16, "a second round of joining costs more than it saves"
     assert [tile_rows(64, rows) for rows in (1, 16, 17, 64, 512)] == [16, 16, 32, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted"), [("h100", [3, 10, 10, 11, 16, 32]), ("h200", [3, 3, 6, 11, 32, 32])], ids=lambda x: str(x)[:4]
+)
+def test_divisions_of_pages_that_were_timed(device, wanted):
+    """B16 and B64 of 8k, 64 of up to 16k, B4 of 4k, B1 of 4k and of 64k (docs/experiments.md, "Divided keys")."""
+    form, parts, machine = Tiling(16, 64, 4, 3), segments_of(CAUSAL, Widths(128, 128)), by_name(device)
+    found = []
+    for number, tokens in ((16, 8192), (64, 8192), (64, 16384), (4, 4096), (1, 4096), (1, 65536)):
+        shape = Shape(number, 32, 8, 1, tokens, 128, 128, "bf16")
+        sizes = sizes_of(SPLIT_KV[0], form, shape, machine, parts, 1)
+        found.append(parts_of(SPLIT_KV[0], form, sizes, tokens // 64, machine, parts, uneven=True).parts)
+    assert found == wanted
 
 
 def test_what_the_longest_sequence_visits():
