@@ -59,9 +59,7 @@ test-all: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	rm -rf build/typed && mkdir -p build/typed/weft
-	ln -s $(CURDIR)/api/* $(CURDIR)/ir $(CURDIR)/compiler $(CURDIR)/codegen $(CURDIR)/runtime $(CURDIR)/templates build/typed/weft/
-	MYPYPATH=build/typed $(RUN) -m mypy -p weft
+	$(RUN) -m mypy -p weft
 
 format: $(READY)
 	$(RUN) -m ruff check --fix .
@@ -94,12 +92,13 @@ gpu-sanitize: $(READY)
 	$(RUN) -m tests.gpu.sanitize --tools $(TOOLS) --jobs 16
 
 clean:
-	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/is-ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("weft needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip uninstall --quiet --yes weft 2>/dev/null  # its name before; a folder made then has it
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels,directories,dev]'
 	touch $@
 

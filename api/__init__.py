@@ -6,6 +6,10 @@
 weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
 """
 
+from . import installed as _installed
+
+_installed.warn_of_the_other()  # before modules that it may have overwritten are imported
+
 from . import integrations, kv, masks, nn, scores, serving, variants
 from .attention import Attention
 from .buckets import bucket

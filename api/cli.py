@@ -7,8 +7,6 @@ Nothing here needs a GPU; `tune` times whatever machine it runs on. Progress is 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import re
 import shlex
 import sys
@@ -21,7 +19,7 @@ from typing import Any, Literal
 
 import click
 
-from . import describe, drawing
+from . import __version__, describe, drawing
 from .cli_options import (
     PLAN_OPTIONS,
     SHAPE_OPTIONS,
@@ -102,7 +100,7 @@ def _counted(doing: str, total: int) -> Iterator[Callable[[], None]]:
 @click.group(
     cls=_Group, help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
-@click.version_option(importlib.metadata.version("weft"), package_name="weft")
+@click.version_option(__version__)
 def main() -> None:
     """Entry point of the command line."""
 

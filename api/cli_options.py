@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import re
 import sys

@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 
-from . import Attention, parse
+from . import Attention, __version__, installed, parse
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .ir.errors import WeftError
@@ -50,8 +50,9 @@ def _no_gpu() -> str:
 
 
 def version_rows() -> list[tuple[str, str]]:
-    names = ("weft", "torch", "triton", "sympy", "jinja2", "numpy", "matplotlib")
-    return [("python", platform.python_version()), *((name, _version(name)) for name in names)]
+    names = ("torch", "triton", "sympy", "jinja2", "numpy", "matplotlib")
+    others = ((name, _version(name)) for name in names)
+    return [("python", platform.python_version()), *installed.rows(__version__), *others]
 
 
 def _version(name: str) -> str:

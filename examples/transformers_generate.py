@@ -2,7 +2,7 @@
 
 `generate` pads the prompts on the left, and keeps keys and values in a cache that grows, or in one of a fixed size
 (`cache_implementation="static"`). Both, and each prompt by itself, go on with the same characters as under "eager".
-Needs the extra weft[transformers]; the model of transformers_train.py is trained for some steps first.
+Needs the extra weft-attention[transformers]; the model of transformers_train.py is trained for some steps first.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 The model is a small Gemma 2: scores are capped, and every other layer sees a window. Each row of a batch holds two
 pieces of text, one after the other, and position_ids that start anew tell them apart. No mask of all pairs is made;
-what layers see instead is printed. Needs the extra weft[transformers]; nothing is downloaded.
+what layers see instead is printed. Needs the extra weft-attention[transformers]; nothing is downloaded.
 """
 
 from typing import Any

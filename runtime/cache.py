@@ -82,7 +82,7 @@ def _torch_version() -> str:
 
 @functools.cache
 def _own_version() -> str:
-    return _version("weft")
+    return _version("weft-attention")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def register() -> None:
         masks = importlib.import_module("transformers.masking_utils")
     except ImportError as error:
         raise UnavailableError(
-            f"weft.integrations.transformers: transformers is not to be had ({error}); pip install 'weft[transformers]'"
+            f"weft.integrations.transformers: transformers is not to be had ({error}); "
+            "pip install 'weft-attention[transformers]'"
         ) from None
     version = tuple(int(part) for part in package.__version__.split(".")[:2])
     if not OLDEST <= version < TOO_NEW:

@@ -8,7 +8,7 @@ import torch
 import weft
 
 pytest.importorskip("triton")
-masking = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
+masking = pytest.importorskip("transformers.masking_utils")  # the extra weft-attention[transformers]
 from weft.integrations.rules import Mask, mask, placed  # noqa: E402
 from weft.integrations.traced import kind_of  # noqa: E402
 from weft.integrations.transformers import DECLARED, declared  # noqa: E402

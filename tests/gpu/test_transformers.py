@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="the extra weft[transformers]"),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs weft-attention[transformers]"),
 ]  # fmt: skip
 
 

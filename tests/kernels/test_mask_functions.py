@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft import UnavailableError, WeftError
 
-masking = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
+masking = pytest.importorskip("transformers.masking_utils")  # the extra weft-attention[transformers]
 from weft.integrations import rules  # noqa: E402
 from weft.integrations.rules import Mask, mask  # noqa: E402
 from weft.integrations.traced import Untraceable, traced  # noqa: E402
@@ -268,7 +268,7 @@ def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPat
         ):
             register()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnavailableError, match=r"pip install 'weft\[transformers\]'"):
+    with pytest.raises(UnavailableError, match=r"pip install 'weft-attention\[transformers\]'"):
         register()
 
 

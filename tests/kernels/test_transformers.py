@@ -16,7 +16,7 @@ from torch import Tensor
 import weft
 from weft import UnavailableError
 
-transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
+transformers = pytest.importorskip("transformers")  # the extra weft-attention[transformers]
 weft.integrations.transformers.register()
 
 # what models call their cache

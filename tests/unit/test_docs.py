@@ -103,7 +103,7 @@ def test_all_code_of_the_language_page_runs() -> None:
 
 
 def test_all_code_of_the_transformers_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")  # the extra weft[transformers]
+    pytest.importorskip("transformers")  # the extra weft-attention[transformers]
     namespace: dict[str, object] = {"__name__": "transformers_page"}
     for code in blocks("docs/transformers.md", "python"):
         exec(compile(code, "transformers.md", "exec"), namespace)

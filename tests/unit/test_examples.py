@@ -118,7 +118,7 @@ def test_a_t5_bias_learns_a_distance(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_model_of_transformers_trains_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")  # the extra weft[transformers]
+    pytest.importorskip("transformers")  # the extra weft-attention[transformers]
     load("transformers_train").main(steps=12)
     output = capsys.readouterr().out
     difference = re.search(r"losses of eager, 3 steps: (\S+)", output)
