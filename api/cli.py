@@ -6,7 +6,6 @@ Nothing here needs a GPU; `tune` times whatever machine it runs on. Progress is 
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 import sys

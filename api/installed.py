@@ -11,7 +11,7 @@ from pathlib import Path
 DISTRIBUTION = "weft-attention"  # what pip calls this project
 OTHER = "weft"  # what pip calls another one, whose package is also imported as `weft`
 _HERE = Path(__file__).parents[1]
-_METADATA = re.compile(rf"{OTHER}(-[^-]+)?\.(dist|egg)-info")  # that of OTHER, and of no name that begins like it
+_METADATA = re.compile(rf"{OTHER}(-.+)?\.(dist|egg)-info")  # that of OTHER, and of no name that begins like it
 
 
 def warn_of_the_other(folder: Path = _HERE) -> None:
