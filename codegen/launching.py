@@ -164,7 +164,11 @@ def compiled_together(device: int, asked: Sequence[Asked]) -> list[Run]:
             return None
 
     with ThreadPoolExecutor(len(asked)) as threads:
-        found = list(threads.map(one, asked))
+        try:
+            begun = threads.map(one, asked)
+        except RuntimeError:  # the process ends, and Python starts no work in threads any more
+            begun = iter([None] * len(asked))
+        found = list(begun)
     return [run or compiled(*each) for run, each in zip(found, asked)]
 
 

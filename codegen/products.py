@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -184,8 +184,15 @@ def in_threads(
     if threads == 1 or at_once > 1:
         work([part for unit in units for part in unit], 0, 1)
         return
-    pool, mode = _pools.of(threads), torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
-    for done in [pool.submit(_quietly, mode, work, *piece) for piece in _pieces(units, threads, by_tiles)]:
+    mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
+    pieces, begun = _pieces(units, threads, by_tiles), list[Future[None]]()
+    with suppress(RuntimeError):  # the process ends, and Python starts no work in threads: this one does what is left
+        pool = _pools.of(threads)
+        for piece in pieces:
+            begun.append(pool.submit(_quietly, mode, work, *piece))
+    for piece in pieces[len(begun) :]:
+        work(*piece)
+    for done in begun:
         done.result()
 
 
@@ -225,9 +232,14 @@ def _new_pool(threads: int) -> ThreadPoolExecutor:
     kept = torch.get_num_threads()
     all_here = threading.Barrier(threads)
     pool = ThreadPoolExecutor(threads, "weft", initializer=_alone)
-    for started in [pool.submit(all_here.wait) for _ in range(threads)]:
-        started.result()
-    torch.set_num_threads(kept)
+    try:
+        for started in [pool.submit(all_here.wait) for _ in range(threads)]:
+            started.result()
+    except RuntimeError:
+        all_here.abort()  # or those that started would wait for ever, and the end of the process for them
+        raise
+    finally:
+        torch.set_num_threads(kept)
     return pool
 
 

@@ -22,9 +22,12 @@ def begin() -> None:
     if not _threads:
         with contextlib.suppress(Exception):  # likewise
             importlib.import_module("triton.language")  # lazy: `import weft` does without Triton
-        _threads.extend(threading.Thread(target=_try, args=(step,), daemon=True) for step in (_hash, _reach_driver))
-        for thread in _threads:
-            thread.start()
+        with contextlib.suppress(RuntimeError):  # the process ends, and Python starts no thread any more
+            for step in (_hash, _reach_driver):
+                # no daemon: Python waits for it at the end of the process, where one that computes would abort it
+                thread = threading.Thread(target=_try, args=(step,))
+                thread.start()
+                _threads.append(thread)
 
 
 def wait() -> None:

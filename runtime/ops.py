@@ -24,7 +24,7 @@ from torch import Tensor
 from ..compiler.planning.signature import PAGED
 from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
-from . import flops
+from . import ending, flops
 from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
 from .checks import check_operand_kinds, check_q_offset, refuse_tracing
 from .lengths import check_ragged
@@ -369,3 +369,4 @@ torch.library.register_autograd(
     "weft::attention_backward", _refuse_double_backward, setup_context=_keep_text, lib=_LIBRARY
 )
 flops.register(torch.ops.weft.attention, torch.ops.weft.attention_backward)
+ending.in_order()

@@ -1,0 +1,30 @@
+"""How a process ends: whoever computes for a call is done before Python goes.
+
+Until Python 3.14 a thread that asks for Python's lock while the interpreter ends is cancelled. Where it has C++ frames,
+as all of torch, that aborts the process ("terminate called without an active exception", exit code 134). Who could:
+
+- Threads of ours are no daemons (codegen/products.py, launching.py, starting.py), so that Python waits for them.
+- Threads of autograd, one a GPU, run Python for our gradients, and torch never ends them. A backward returns when its
+  results are there. What its thread still holds goes a moment later, and asks for the lock if it is a Python object.
+- Daemon threads of users that compute: torch itself cannot be used in one while the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+
+import torch
+
+SECONDS = 0.05  # what is waited for takes microseconds where a core is free
+
+
+def let_autograd_finish() -> None:
+    """Give up Python's lock for a moment, where there may be threads of autograd that want it."""
+    if torch.cuda.is_initialized():
+        time.sleep(SECONDS)
+
+
+def in_order() -> None:
+    """From now on the process ends in order. What others registered earlier, torch's own among it, runs later."""
+    atexit.register(let_autograd_finish)
