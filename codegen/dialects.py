@@ -62,6 +62,7 @@ class Printer:
     scalar_code: bool = False  # every int and bool is one number (tile programs)
     compared: bool = False  # the value goes into a comparison, with no arithmetic between
     added: bool = False  # the value goes into a sum or product
+    decides: bool = False  # a comparison or floor reads the value, so that all targets must round it alike
     wide: bool = True  # places in a tensor operand may lie 2**31 elements apart
 
     def __call__(self, node: Expr, outer: int = 0) -> str:
@@ -75,6 +76,8 @@ class Printer:
                 return f"arg_{name}"
             case Load():
                 return self.dialect.load(self, node)
+            case Call(op, args) if self._must_round(node):
+                return self._inside(op)._rounded(OPERATORS[op], args)
             case Call(op, args):
                 return self._inside(op)._call(OPERATORS[op], args, node, outer)
             case _:
@@ -90,9 +93,10 @@ class Printer:
         """The printer of the operands of `op`."""
         compares, record = op in _COMPARISONS, OPERATORS[op]
         adds = not record.is_function and not compares and record.takes != "bool"
-        if record.chooses or (self.compared, self.added) == (compares, adds):
+        decides = self.decides or record.decides
+        if record.chooses or (self.compared, self.added, self.decides) == (compares, adds, decides):
             return self
-        return replace(self, compared=compares, added=adds)
+        return replace(self, compared=compares, added=adds, decides=decides)
 
     # -- constants -----------------------------------------------------------------------------------------------------
     def _constant(self, value: int | float | bool) -> str:
@@ -142,6 +146,18 @@ class Printer:
         if op.computes_floats and node.dtype == "int":
             return lambda outer: f"{self(node, OPERATORS['mul'].precedence)} * 1.0"
         return partial(self, node)
+
+    def _must_round(self, node: Call) -> bool:
+        """Whether a quotient, or a product that is added to something, decides: GPUs would round it in other ways."""
+        if not self.decides or not self.dialect.is_gpu or node.dtype != "float":
+            return False
+        return node.op == "div" or (node.op == "mul" and self.added and not any(map(_is_power_of_2, node.args)))
+
+    def _rounded(self, op: Operator, args: tuple[Expr, ...]) -> str:
+        """An operator on floats, as its record has it where the value decides something."""
+        floats = [Const(float(a.value)) if isinstance(a, Const) else a for a in args]
+        texts = [self(a) if a.dtype == "float" else f"{self(a, OPERATORS['mul'].precedence)} * 1.0" for a in floats]
+        return op.gpu_rounded.format(*texts, m=self.dialect.module)
 
     def _division(self, op: Operator, args: tuple[Expr, ...], written: str) -> str:
         """The text of an operator, "" for its sign; `//` and `%` have one where the language's own would not do."""
@@ -205,6 +221,11 @@ class Printer:
 def _as_float(number: Expr) -> Expr:
     """A number that torch is not to take for an int, whose functions would have its default dtype."""
     return number if number.dtype == "float" else Call("mul", (number, Const(1.0)), "float")
+
+
+def _is_power_of_2(node: Expr) -> bool:
+    """A number by which a product is exact."""
+    return isinstance(node, Const) and math.frexp(node.value)[0] == 0.5
 
 
 # -- what is known of a value -----------------------------------------------------------------------------------------

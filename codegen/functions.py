@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..compiler.analysis import affine
 from ..compiler.analysis.affine import is_bool, make
-from ..compiler.analysis.cse import of_positions, shared
+from ..compiler.analysis.cse import names_that_decide, of_positions, shared
 from ..compiler.analysis.distances import DISTANCE, ByDistance, with_tables
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.places import rows_of_boxes
@@ -306,7 +306,7 @@ class FunctionPrinter:
             if f"by_distance{n}" not in symbols(value):
                 continue
             if not self.tables:
-                lines.append(f"by_distance{n} = {self._printer(table.part)}")
+                lines.append(f"by_distance{n} = {self._table_printer(n)(table.part)}")
                 continue
             lines += textwrap.wrap(f"# {table.part}", 112, subsequent_indent="# ", break_long_words=False)
             of = {"batch": table.by_batch, "head": table.by_head}
@@ -334,8 +334,8 @@ class FunctionPrinter:
         named += [(f"index{n}", index, str(index)) for n, index in enumerate(indices)]
         own, parts = replace(self, tables=()), []
         extents = "".join(f"{name}, " for name in self.extents_with(indices))
-        for name, value, text in named:
-            lines, printer, (result,) = self._assigned([rewrite(value, _within)])
+        for number, (name, value, text) in enumerate(named):
+            lines, printer, (result,) = self._assigned([rewrite(value, _within)], self._table_printer(number))
             lines.append(f"return {printer(result)}")
             title = f"Of distance = q_pos - kv_pos: {text}. Reads stay in their tensors."
             parts.append(self._function(f"{name}({DISTANCE}, {extents}{own.env})", title, lines))
@@ -388,13 +388,21 @@ class FunctionPrinter:
             )
         return f"{self.language.module}.zeros_like(qk) + {printer(result, OPERATORS['add'].precedence + 1)}"
 
-    def _assigned(self, values: list[Expr]) -> tuple[list[str], Printer, list[Expr]]:
+    def _table_printer(self, number: int) -> Printer:
+        """The printer of what a score has by distance: of a part, and of the same in a table."""
+        score = with_tables(self.facts.attention.folded_score, self.parts)
+        return replace(self._printer, decides=f"by_distance{number}" in names_that_decide([], [score]))
+
+    def _assigned(self, values: list[Expr], printer: Printer | None = None) -> tuple[list[str], Printer, list[Expr]]:
         """Lines that compute what values share, a printer that knows their names, and the values in terms of them."""
         assignments, results = shared(values)
-        printer = self._printer
+        printer = printer or self._printer
+        deciding = names_that_decide(assignments, results, printer.decides)
         lines = []
         for name, node in assignments:
-            lines.append(f"{name} = {printer(node)}")
+            lines.append(
+                f"{name} = {(replace(printer, decides=True, added=True) if name in deciding else printer)(node)}"
+            )
             if printer.is_number(node):
                 printer = replace(printer, numbers=printer.numbers | {name})
         return lines, printer, results
@@ -541,7 +549,7 @@ def _deciding(attention: Attention) -> frozenset[str]:
     """Helpers of functions whose value decides something, as what is compared or made an int does."""
     roots = [expression(e) for e in (attention.score, attention.mask, attention.scale, attention.sink) if e is not None]
     calls = [n for root in roots for n in nodes(root) if isinstance(n, Call)]
-    deciding = [n for n in calls if n.dtype == "bool" or OPERATORS[n.op].makes_ints]
+    deciding = [n for n in calls if OPERATORS[n.op].decides]
     return frozenset(OPERATORS[n.op].helper for root in deciding for n in nodes(root) if isinstance(n, Call))
 
 

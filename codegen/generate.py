@@ -108,8 +108,8 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "far": facts.scores_lie_far,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
-        "slope_is_finite": not backward or facts.slope_is_finite,
-        **_of_gradients(facts, gradients),
+        "is_defined": facts.is_defined(tables),
+        **_of_derivatives(facts, code, target.family, gradients),
         "sink": facts.attention.folded_sink is not None,
         "drops": facts.attention.drops,
         "dropout_arguments": printer.dropout_arguments,
@@ -182,12 +182,24 @@ def _only_if(kernel: str) -> str:
     return f", of {'up to' if kernel in SPANS else 'more than'} {FEW:,} {'keys' if kernel[0] == 'k' else 'queries'}"
 
 
-def _of_gradients(facts: Facts, gradients: Sequence[OperandGradient]) -> Context:
-    """What templates know of the sums of reads that have a gradient, and of those of a sink."""
+def _of_derivatives(facts: Facts, code: CodePlan, family: str, gradients: Sequence[OperandGradient]) -> Context:
+    """What templates know of the derivatives of a score."""
+    # Triton's kernels compute nothing of a sequence without a pair, whose lengths may be 0
+    empty = family == "hopper" and code.signature.sequences != "dense"
+    backward = code.signature.direction == "backward"
+    return {
+        "slope_is_finite": not backward or facts.slope_is_finite(empty),
+        "factor_is_defined": not (backward and empty) or facts.factor_is_defined(tables_in(code, facts)),
+        **_of_gradients(facts, gradients, empty),
+    }
+
+
+def _of_gradients(facts: Facts, gradients: Sequence[OperandGradient], empty: bool = False) -> Context:
+    """What templates know of the sums of reads that have a gradient, and of a sink's. empty: lengths may be 0."""
     positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     reads, sinks = [], []
     for i, g in enumerate(gradients):
-        known = {"i": i, "is_finite": largest(g.derivative) < math.inf}
+        known = {"i": i, "is_finite": largest(g.derivative, empty) < math.inf}
         if g.kind == "sink":
             sinks.append(known)
             continue

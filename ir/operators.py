@@ -54,6 +54,7 @@ class Operator:
     int_range: Callable[..., Range] | None = None  # of the result, from the ranges of int operands; None: anything
     gpu: str = ""
     gluon: str = ""  # "": as gpu has it
+    gpu_rounded: str = ""  # on floats, where the value decides something: rounded as IEEE 754 says; "": as elsewhere
     tile: str = ""  # torch, on tiles
     tile_and_number: str = ""  # torch, on a tile {0} and a plain number {1}, where that is written in another way
     number: str = ""  # plain Python numbers, beside `import math`
@@ -89,6 +90,11 @@ class Operator:
         """Whether it gives ints of floats, as floor does: nothing is known of them before they are computed."""
         return self.gives == "int" and self.takes == "number"
 
+    @property
+    def decides(self) -> bool:
+        """Whether the last bit of a float operand may make all the difference, as to a comparison or floor."""
+        return self.makes_ints or (self.gives == "bool" and self.takes != "bool")
+
 
 # -- what a record must have ------------------------------------------------------------------------------------------
 def _name_problems(op: Operator) -> list[str]:
@@ -113,9 +119,9 @@ def _slope_problems(op: Operator) -> list[str]:
 
 def _text_problems(op: Operator) -> list[str]:
     found = []
-    for field in ("gpu", "gluon", "tile", "tile_and_number", "number"):
+    for field in ("gpu", "gluon", "gpu_rounded", "tile", "tile_and_number", "number"):
         text = getattr(op, field)
-        optional = not op.is_function or field in ("gluon", "tile_and_number")
+        optional = not op.is_function or field in ("gluon", "gpu_rounded", "tile_and_number")
         places = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None} - {"m"}
         if not text and not optional:
             found.append(f"expected {field}, how a function is written there")
@@ -233,8 +239,10 @@ OPERATORS: dict[str, Operator] = {
         Operator("sub", _TWO, "number", "same", operator.sub, "sub", STRUCTURAL,
                  sign="-", precedence=6, exact=True, int_range=lambda x, y: (x[0] - y[1], x[1] - y[0])),
         Operator("mul", _TWO, "number", "same", operator.mul, "mul", STRUCTURAL,
-                 sign="*", precedence=7, commutative=True, exact=True, int_range=_product_range),
-        Operator("div", _TWO, "number", "float", operator.truediv, "true_divide", STRUCTURAL, sign="/", precedence=7),
+                 sign="*", precedence=7, commutative=True, exact=True, int_range=_product_range,
+                 gpu_rounded="{m}.fma({0}, {1}, 0.0)"),  # or it would be one with a sum that follows
+        Operator("div", _TWO, "number", "float", operator.truediv, "true_divide", STRUCTURAL, sign="/", precedence=7,
+                 gpu_rounded="{m}.div_rn({0}, {1})"),  # else it is by a reciprocal, two roundings off
         # in tile programs division by 0 gives 0, as on a GPU nothing traps
         Operator("floordiv", _TWO, "int", "int", lambda a, b: a // b if b else 0, "floor_divide",
                  sign="//", precedence=7, int_range=_quotient_range, gpu="floor_div({0}, {1})", helper=_FLOOR_DIV),

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from ...ir.expr import Call, Expr, Load, Symbol
-from ...ir.walk import children, names, rebuild, symbols
+from ...ir.operators import OPERATORS
+from ...ir.walk import children, names, nodes, rebuild, symbols
 
 
 def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
@@ -41,6 +42,28 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
         return name
 
     return assignments, [visit(expr) for expr in exprs]
+
+
+def names_that_decide(
+    assignments: Sequence[tuple[str, Expr]], results: Sequence[Expr], all_of_them: bool = False
+) -> frozenset[str]:
+    """Names of the values that a comparison or floor reads, by way of other names too.
+
+    assignments, results: as of `shared`; all_of_them: the results decide something themselves.
+
+    >>> from ...ir.parse import parse
+    >>> from ...ir.expr import scalar
+    >>> names = {n: scalar(n, float) for n in ("t0", "t1", "t2")}
+    >>> values = [("t0", parse("q_pos / 7")), ("t1", parse("t0 * 2.0", names)), ("t2", parse("q_pos / 5"))]
+    >>> sorted(names_that_decide(values, [parse("floor(t1 + 1.0) * t2", names)]))
+    ['t0', 't1']
+    """
+    found: set[str] = set()
+    for name, value in [*(("", r) for r in results), *reversed(assignments)]:
+        whole = name in found or (all_of_them and not name)
+        roots = [value] if whole else [n for n in nodes(value) if isinstance(n, Call) and OPERATORS[n.op].decides]
+        found.update(*map(names, roots))
+    return frozenset(found)
 
 
 _POSITIONS = {"q_pos", "kv_pos"}

@@ -16,7 +16,8 @@ from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
 from .affine import const, make
 from .bounds import kv_bounds, q_bounds
-from .distances import ByDistance, parts_by_distance, with_tables
+from .defined import is_below_inf, is_number
+from .distances import DISTANCE, ByDistance, parts_by_distance, with_tables
 from .measured import measuring
 from .places import POSITIONS, by_difference, index_symbols, rows_of_boxes
 from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
@@ -208,10 +209,34 @@ class Facts:
         """A bound on d score / d qk for all run-time values; inf where none is known."""
         return largest(self.score_derivative)
 
-    @property
-    def slope_is_finite(self) -> bool:
-        """Whether d score / d qk is finite for all run-time values; else 0 * inf may be NaN where a weight is 0."""
-        return self.linear_scale is not None or self.largest_slope < math.inf
+    def slope_is_finite(self, empty: bool = False) -> bool:
+        """Whether d score / d qk is finite for all run-time values; else 0 * inf may be NaN where a weight is 0.
+
+        empty: also in sequences of length 0.
+        """
+        if self.linear_scale is not None:
+            return True
+        return self.largest_slope < math.inf and (not empty or largest(self.score_derivative, empty) < math.inf)
+
+    def is_defined(self, tables: Sequence[ByDistance] = ()) -> bool:
+        """Whether no score is NaN or inf at positions where nobody is, if none is where somebody is.
+
+        There kernels read operands at the position of somebody, but these tables by distance: they go on, and hold
+        what pairs need not have read.
+        """
+        if any(DISTANCE in symbols(index) for t in tables for load in loads(t.value) for index in load.index):
+            return False
+        return self.linear_scale is not None or self._is_below_inf
+
+    @cached_property
+    def _is_below_inf(self) -> bool:
+        return is_below_inf(self.attention.folded_score)
+
+    def factor_is_defined(self, tables: Sequence[ByDistance] = ()) -> bool:
+        """Whether the factors of q.k that are one number for a head are finite, also in a sequence of length 0."""
+        levels = self.score_of_levels(tables)
+        known = (self.linear_scale, self.scale_beside_box, None if levels is None else levels[0])
+        return all(f is None or is_number(f) or not symbols(f) & {"q_len", "kv_len"} for f in known)
 
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands, the sink's last."""

@@ -74,15 +74,17 @@ def is_clearly_positive(node: Expr) -> bool:
 _RANGES = {"head_dim": (0, 12), "group": (0, 20), "q_len": (0, 31), "kv_len": (0, 31)}
 
 
-def _exponents(node: Expr) -> tuple[float, float] | None:
+def _exponents(node: Expr, empty: bool = False) -> tuple[float, float] | None:
     """Least and greatest log2 of a value above 0, of usual size; None for others, or where nothing is known."""
     match node:
         case Const(value):
             found = (math.log2(value), math.log2(value)) if 0 < value < math.inf else None
+        case Symbol("q_len" | "kv_len") if empty:
+            found = None
         case Symbol(name):
             found = _RANGES.get(name)
         case Call("mul" | "div" | "add" | "sqrt" | "rsqrt" as op, args):
-            known = [_exponents(a) for a in args]
+            known = [_exponents(a, empty) for a in args]
             found = None if None in known else _combined(op, [k for k in known if k is not None])
         case _:
             found = None
@@ -104,42 +106,43 @@ def _combined(op: str, known: list[tuple[float, float]]) -> tuple[float, float]:
             return -high / 2, -low / 2
 
 
-_PRODUCT = 2.0**40  # of query and key: what is taken to be their usual size at most
-_LARGEST = 2.0**120  # a float32 below it is finite, and so are sums of a few
+USUAL_SIZE = 2.0**40  # what products of query and key are taken to be at most
+LARGEST_FLOAT = 2.0**120  # a float32 below it is finite, and so are sums of a few
+SMALLEST_FLOAT = 2.0**-120  # a float32 of this size is not 0, and so are products of a few
 
 
-def largest(node: Expr) -> float:
+def largest(node: Expr, empty: bool = False) -> float:
     """A bound on the absolute value of a float and of all that it is computed from; inf where none is known.
 
     Below inf it is a number, and not NaN. Anything may be read from a tensor or given as a scalar. Sound where products
-    of query and key have usual size.
+    of query and key have usual size. empty: lengths may be 0.
     """
-    found = _bound(node)
-    return found if found <= _LARGEST else math.inf
+    found = _bound(node, empty)
+    return found if found <= LARGEST_FLOAT else math.inf
 
 
-def _bound(node: Expr) -> float:
+def _bound(node: Expr, empty: bool) -> float:
     match node:
         case Const(value):
             return abs(value)
         case Symbol("qk"):
-            return _PRODUCT
+            return USUAL_SIZE
         case _ if node.dtype == "int":
             return 2.0**63 if has_64_bits(node) else 2.0**31
         case Call("add" | "sub", args):
-            return sum(map(largest, args))
+            return sum(largest(a, empty) for a in args)
         case Call("mul", (a, b)):
-            sizes = largest(a), largest(b)
+            sizes = largest(a, empty), largest(b, empty)
             return math.inf if math.inf in sizes else sizes[0] * sizes[1]
         case Call("div", (a, b)):
-            return math.inf if (known := _exponents(b)) is None else largest(a) / 2.0 ** known[0]
+            return math.inf if (known := _exponents(b, empty)) is None else largest(a, empty) / 2.0 ** known[0]
         case Call("neg" | "abs", (a,)):
-            return largest(a)
+            return largest(a, empty)
         case Call("minimum" | "maximum", args) | Call("where", (_, *args)):
-            return max(map(largest, args))
+            return max(largest(a, empty) for a in args)
         case Call("sqrt" | "rsqrt"):
-            return math.inf if (known := _exponents(node)) is None else 2.0 ** known[1]
-        case Call(op, (x,)) if op in _BOUNDED and largest(x) < math.inf:  # tanh of NaN is NaN
+            return math.inf if (known := _exponents(node, empty)) is None else 2.0 ** known[1]
+        case Call(op, (x,)) if op in _BOUNDED and largest(x, empty) < math.inf:  # tanh of NaN is NaN
             return _BOUNDED[op]
         case _:  # reads of tensors, scalars, and what may leave any bound: exp, log
             return math.inf

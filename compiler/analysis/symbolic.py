@@ -237,9 +237,15 @@ def _condition(node: Expr) -> Expr:
                 difference = border.enter(args[0]) - border.enter(args[1])
                 if difference.is_Integer:
                     return Const(bool(_COMPARISONS[op](difference)))
-            return rebuild(node, tuple(simplify(a) for a in args))
+            return rebuild(node, tuple((_decider if OPERATORS[op].decides else simplify)(a) for a in args))
         case _:
             raise InternalError(f"simplify: unknown node {type(node).__name__}")
+
+
+def _decider(node: Expr) -> Expr:
+    """An operand of a comparison or floor, simplified unless it divides: x * (1 / 7) is not always x / 7."""
+    divides = node.dtype == "float" and any(isinstance(n, Call) and n.op == "div" for n in nodes(node))
+    return canonical(node) if divides else simplify(node)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -269,10 +275,10 @@ class _Border:
             case Load(_, index):
                 return self._atom(rebuild(node, tuple(simplify(i) for i in index)))
             case Call("floor", (x,)):
-                inner = simplify(x)
+                inner = _decider(x)
                 return self.enter(inner) if inner.dtype == "int" else self._atom(call("floor", inner))
             case Call(op, args) if OPERATORS[op].makes_ints:
-                return self._atom(rebuild(node, tuple(simplify(a) for a in args)))
+                return self._atom(rebuild(node, tuple(_decider(a) for a in args)))
             case Call("where", (condition, a, b)):
                 return self._choice(simplify(condition), a, b, node.dtype)
             case Call("mul" | "div"):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from .run import Failure, Plan, fuzz
 
 EVERY = 20.0  # seconds between lines of progress
+COUNTED = re.compile(r" *(\d+) ((?:cpu|reference|interpret|triton|hopper|right,) .*)")  # lines that a run prints
+PROGRESS = re.compile(r"\d+ calls, ")
 
 
 def main() -> int:
@@ -29,7 +34,13 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=20, help="stop after so many")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, at the next call")
     parser.add_argument("--kinds", action="store_true", help="count what the calls that were right had in them")
+    parser.add_argument(
+        "--ends", action="store_true", help="scores that are NaN or infinite behind the last row or key alone"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with a share of the calls and a seed")
     options = parser.parse_args()
+    if options.jobs > 1:
+        return _in_processes(options)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:  # thousands of kernels that nobody calls again
         os.environ.setdefault("WEFT_CACHE_DIR", folder)
@@ -42,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
     had: Counter[str] = Counter()  # of kinds of the calls that were right
     variants: set[tuple[str, str]] = set()  # targets and seeds of those that a call was computed of
     start = said = time.monotonic()
-    plan = Plan(not options.no_shrink, options.skip)
+    plan = Plan(not options.no_shrink, options.skip, options.ends)
     for event in fuzz(options.seed, options.cases, options.target.split(","), plan, options.only):
         counts[f"{event.target:10} {event.kind}"] += 1
         if event.kind == "right":
@@ -68,6 +79,30 @@ def _run(options: argparse.Namespace) -> int:
     for name, count in sorted(had.items()) if options.kinds else ():
         print(f"{count:8} right, {name}")
     return 1 if found else 0
+
+
+def _in_processes(options: argparse.Namespace) -> int:
+    """Each process has a seed of its own; what they print comes at the end, and the sums of their counts."""
+    command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:], "--jobs", "1"]
+    share = -(-options.cases // options.jobs)
+    running = [
+        subprocess.Popen(
+            [*command, "--cases", str(share), "--seed", str(options.seed * options.jobs + n)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for n in range(options.jobs)
+    ]  # fmt: skip
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for text, _ in pool.map(subprocess.Popen.communicate, running):
+            for line in text.splitlines():
+                counted = COUNTED.match(line)
+                counts += Counter({counted[2]: int(counted[1])} if counted else {})
+                if not counted and not PROGRESS.match(line):
+                    print(line, flush=True)
+    for name, count in sorted(counts.items()):
+        print(f"{count:8} {name}")
+    return max(abs(process.returncode) for process in running)
 
 
 def _headed(failure: Failure) -> str:

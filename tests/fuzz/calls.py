@@ -86,7 +86,7 @@ class Given:
     dtype: str  # of torch
     layout: str  # a key of LAYOUTS
     seed: int
-    slack: int = 0  # entries of a dimension beyond those that are read
+    slack: int = 0  # entries of a dimension beyond those that are read, NaN
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,8 @@ def _make(
     lines = [f"{name} = ({values}).to({place}torch.{dtype})"]
     if given.layout != "one batch":  # which repeats the first batch row, whatever its length
         lines += _behind_lengths(name, built.call)
+    if given.slack and "float" in given.dtype:
+        lines += [f"{name}.narrow({d}, -{given.slack}, {given.slack}).fill_(nan)" for d in range(len(shape))]
     layout = LAYOUTS[given.layout].format(x=name, poison="nan" if "float" in dtype else "1")
     lines += [layout] if layout else []
     exec("\n".join(lines), space)

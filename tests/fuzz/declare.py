@@ -307,6 +307,7 @@ class Drawer:
             lambda: causal, lambda: causal, self.affine, self.affine, self.affine,
             lambda: make("lt", make("sub", Q, K), n),
             lambda: make("lt", make("abs", make("sub", Q, K)), n),
+            self.quotient,
             lambda: make("lt", position, n),
             lambda: make("le", make("floordiv", K, block), make("floordiv", Q, block)),
             lambda: make("eq", make("floordiv", K, block), make("floordiv", Q, block)),
@@ -396,6 +397,52 @@ class Drawer:
         kinds = (make("log", shifted), make("sqrt", distance), make("rsqrt", shifted), make("div", Num(1.0), shifted))
         return make("add", score, make("mul", weight, self.random.choice(kinds)))
 
+    def up_to_an_end(self, score: Node) -> Node:
+        """A score that has a value up to the last row and the last key, and none, or infinity, behind them."""
+        left = self.random.choice(
+            (
+                make("sub", Sym("kv_len"), Q), make("sub", Sym("kv_len"), Q), make("sub", Sym("kv_len"), K),
+                make("add", make("sub", Sym("kv_len"), Q), K), make("add", make("sub", Q, K), Sym("kv_len")),
+                make("add", Q, Num(1)),
+            )
+        )  # fmt: skip
+        x = make("mul", Num(self.random.choice((1.0, 0.25))), left)
+        steep = make("maximum", make("mul", Num(-4.0), left), Num(-8.0))
+        value = self.random.choice(
+            (
+                make("log", x), make("log2", x), make("sqrt", make("sub", x, Num(0.25))), make("rsqrt", x),
+                make("div", Num(1.0), x), make("div", Num(0.5), left), make("exp", steep), make("exp2", steep),
+            )
+        )  # fmt: skip
+        bias = Read("bias", "float", self.random.choice(((HEAD, Q), (HEAD, K))))
+        of_head = Read("slopes", "float", (HEAD,))
+        weight = self.random.choice((Num(0.5), Num(-0.5), of_head, bias, self.scalar("float"), score))
+        steps: Sequence[Callable[[], Node]] = (
+            lambda: make("add", score, make("mul", weight, value)),
+            lambda: make("sub", score, make("mul", weight, value)),
+            lambda: make("mul", score, value),
+            lambda: make("div", score, x),
+            lambda: make("minimum", score, make("sub", Num(4.0), value)),
+            lambda: make("where", make("lt", K, Q), make("add", score, value), score),
+        )  # fmt: skip
+        return self.random.choice(steps)()
+
+    def quotient(self) -> Node:
+        """A condition that a quotient of floats decides, exact where its operands are multiples."""
+        a = self.random.choice((Q, K, make("sub", Q, K), make("mul", Num(1.0), Q), make("mul", Num(0.5), K)))
+        divisor = Num(self.random.choice((3, 7, 10, 3.0, 7.0, 25, -7)))
+        quotient = make("div", a, divisor)
+        floored = make("floor", quotient)
+        return self.random.choice(
+            (
+                make("eq", make("mod", floored, Num(2)), Num(0)),
+                make("le", make("floor", make("div", K, divisor)), make("floor", make("div", Q, divisor))),
+                make("le", quotient, Num(self.random.choice((1.0, 2, 5.0)))),
+                make("ge", quotient, Num(self.random.choice((1.0, 0, -1.0)))),
+                make("ne", make("sub", floored, K), Num(0)),
+            )
+        )
+
     def bounded(self, depth: int) -> Node:
         found = self.expression("float", depth)
         return found if self.chance(0.3) else make(self.random.choice(("tanh", "sin", "sigmoid")), found)
@@ -458,16 +505,21 @@ class Drawer:
         return self.random.choice((Num(0.1), Num(0.5), Num(0.0), Num(0.99), Scalar("drop", "float")))
 
 
-def draw_variant(random: Random, target: str = "cpu") -> Variant:
-    """A declaration for calls on a target; some have no call that is defined: whoever draws calls gives these up."""
+def draw_variant(random: Random, target: str = "cpu", ends: bool = False) -> Variant:
+    """A declaration for calls on a target; some have no call that is defined: whoever draws calls gives these up.
+
+    ends: its score has a value only where rows and keys are, or where they see each other.
+    """
     tensors: dict[str, tuple[Kind, tuple[Node, ...]]] = {}
     while True:
         drawer = Drawer(random, "mask", tensors)
         mask = Num(True) if random.random() < 0.12 else drawer.mask()
         scorer = Drawer(random, "score", tensors, {k: list(v) for k, v in drawer.drawn.items()})
         score = scorer.score()
-        if random.random() < 0.08:
+        if random.random() < (0.25 if ends else 0.08):
             mask, score = make("and", make("le", K, Q), mask), scorer.past(score)
+        elif random.random() < (1.0 if ends else 0.08):
+            score = scorer.up_to_an_end(score)
         scale = Drawer(random, "scale", tensors).scale()
         sink = Drawer(random, "scale", tensors).sink()
         dropout = Drawer(random, "scale", tensors).dropout()

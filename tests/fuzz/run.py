@@ -22,6 +22,7 @@ from .shrink import shrunk
 CALLS = {"cpu": 8, "reference": 8, "interpret": 2, "triton": 4, "hopper": 4}  # of one variant
 ALIKE = 4  # one after the other that the same kernels serve: generating them is most of the time of a first call
 TRIES = 8  # at a call that is defined
+ENDS = "ends-"  # begins the seeds of variants whose scores have no value behind an end
 THREADED = 0.06  # share of the variants that are called from several threads at once, the first time and again
 THREADS = 3
 
@@ -53,13 +54,14 @@ class Plan:
 
     shrink: bool = True
     skip: str = ""  # failures to pass over: an expression that their script matches
+    ends: bool = False  # draw scores that have no value behind an end
 
 
 def fuzz(seed: int, cases: int, targets: Sequence[str], plan: Plan, only: str = "") -> Iterator[Event]:
     """`cases` calls, or those of one variant; the same for the same seed."""
     made = number = 0
     while made < cases:
-        name = only or f"{seed}.{number}"
+        name = only or f"{ENDS if plan.ends else ''}{seed}.{number}"
         for event in variant_calls(name, targets[number % len(targets)], plan):
             yield replace(event, seed=name)
             made += event.kind != "unused"
@@ -71,7 +73,7 @@ def fuzz(seed: int, cases: int, targets: Sequence[str], plan: Plan, only: str = 
 def variant_calls(name: str, target: str, plan: Plan) -> Iterator[Event]:
     """The calls of the variant that a seed stands for; none after the first that fails, as they would fail alike."""
     random = Random(f"{name} {target}")
-    variant = draw_variant(random, target)
+    variant = draw_variant(random, target, name.startswith(ENDS))
     try:
         declared(variant)
     except Exception as error:

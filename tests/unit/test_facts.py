@@ -146,7 +146,7 @@ SLOPES = [  # score, whether its slope is finite at any values of tensors and sc
 
 @pytest.mark.parametrize(("score", "finite"), SLOPES, ids=[str(score) for score, _ in SLOPES])
 def test_slopes_that_are_finite(score: Expr, finite: bool) -> None:
-    assert facts_of(Attention(score)).slope_is_finite == finite
+    assert facts_of(Attention(score)).slope_is_finite() == finite
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
