@@ -47,7 +47,7 @@ def shared(exprs: Sequence[Expr]) -> tuple[list[tuple[str, Expr]], list[Expr]]:
 def names_that_decide(
     assignments: Sequence[tuple[str, Expr]], results: Sequence[Expr], all_of_them: bool = False
 ) -> frozenset[str]:
-    """Names of the values that a comparison or floor reads, by way of other names too.
+    """Names of all that a comparison or floor reads, by way of other names too.
 
     assignments, results: as of `shared`; all_of_them: the results decide something themselves.
 
@@ -56,7 +56,7 @@ def names_that_decide(
     >>> names = {n: scalar(n, float) for n in ("t0", "t1", "t2")}
     >>> values = [("t0", parse("q_pos / 7")), ("t1", parse("t0 * 2.0", names)), ("t2", parse("q_pos / 5"))]
     >>> sorted(names_that_decide(values, [parse("floor(t1 + 1.0) * t2", names)]))
-    ['t0', 't1']
+    ['q_pos', 't0', 't1']
     """
     found: set[str] = set()
     for name, value in [*(("", r) for r in results), *reversed(assignments)]:

@@ -30,9 +30,10 @@ from weft.compiler.analysis import tiles
 from weft.compiler.analysis.affine import plus
 from weft.ir.operators import OPERATORS
 
+from .calls import ON_A_GPU
 from .run import Plan, fuzz, variant_calls
 
-MOST = {"cpu": 2000, "interpret": 300, "triton": 600}  # calls before a mutant counts as missed
+MOST = {"cpu": 2000, "interpret": 300, "triton": 600, "hopper": 600}  # calls before a mutant counts as missed
 SEEDS = (1, 2, 3)
 _changed = 0  # how often generated text was changed in this process
 
@@ -177,6 +178,10 @@ def _downward(upward: Any) -> Any:
     return tiles._downward
 
 
+def _always(known: Any) -> Any:
+    return lambda *_: True
+
+
 def _never(unknown: Any) -> Any:
     return property(lambda facts: False)
 
@@ -237,6 +242,7 @@ _ON_CPU: dict[str, Defect] = {
         r"kept_pairs\(seed, batch, head, q_pos", "kept_pairs(seed, batch, head * 0, q_pos"
     ),
     "pages_of_the_first_sequence": Instead("codegen.targets.cpu", "runs_of", _pages_of_the_first),
+    "division_by_a_reciprocal": OfOperator("div", (("tile", "({0} * (1.0 / {1}))"),)),
     "rsqrt_of_one_more": OfOperator("rsqrt", (("number", "(1.0 / math.sqrt({0} + 1))"),)),
 }
 _IN_THE_INTERPRETER: dict[str, Defect] = {
@@ -265,14 +271,17 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     ),
     "long_sequences_left_out": InText(r"is_long = \(room > 64\)", "is_long = (room > 96)"),
     "floor_div_truncates_on_gpu": InText(r"quotient - 1, quotient\)", "quotient, quotient)"),
+    "hidden_times_0": InText(r"= tl\.where\(allowed, (\w+), 0\.0\)", r"= \1 * allowed.to(tl.float32)"),
 }
 _ON_A_GPU: dict[str, Defect] = {
     "mixed_alignment_ignored": Instead("codegen.targets.triton_launcher", "alignment", _always_aligned),
 }
+_ON_HOPPER: dict[str, Defect] = {
+    "scores_defined_everywhere": Instead("compiler.analysis.facts", "Facts.is_defined", _always),
+}
+_BY_TARGET = {"cpu": _ON_CPU, "interpret": _IN_THE_INTERPRETER, "triton": _ON_A_GPU, "hopper": _ON_HOPPER}
 MUTANTS = tuple(
-    Mutant(name, target, defect)
-    for target, of_target in (("cpu", _ON_CPU), ("interpret", _IN_THE_INTERPRETER), ("triton", _ON_A_GPU))
-    for name, defect in of_target.items()
+    Mutant(name, target, defect) for target, planted in _BY_TARGET.items() for name, defect in planted.items()
 )
 
 
@@ -349,7 +358,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     chosen = tuple(m for m in MUTANTS if options.name in (m.name, m.target))
     if not options.name:
-        chosen = tuple(m for m in MUTANTS if m.target != "triton")  # which needs a GPU
+        chosen = tuple(m for m in MUTANTS if m.target not in ON_A_GPU)
     if options.sound:
         answer(options.name)
         return 0

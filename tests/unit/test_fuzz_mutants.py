@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -39,9 +40,13 @@ LEARNED = weft.Attention(
 )
 CAUSAL = weft.Attention(mask=masks.causal, name="causal")
 DROPPED = weft.Attention(mask=masks.causal, dropout=0.1, name="dropped")
+ENDS = weft.Attention(
+    score + weft.log(1.0 * (weft.kv_len - q_pos)), weft.floor((q_pos - kv_pos) / 7) % 2 == 0, name="ends"
+)
 SIZES = weft.shape(heads=2, q_len=256, head_dim=64, dtype="fp32")
 ONE, TWO = torch.tensor([256], dtype=torch.int32), torch.tensor([0, 100, 256], dtype=torch.int32)
-# Linear in q.k, not linear, with lengths, gradients of pairs, no softmax: they have every text that is replaced.
+# Linear in q.k, not linear, with lengths, gradients of pairs, no softmax, undefined behind the last row: they have
+# every text that is replaced.
 SAMPLES: tuple[tuple[weft.Attention, dict[str, torch.Tensor]], ...] = (
     (SCALED, {}),
     (BIASED, {}),
@@ -50,13 +55,15 @@ SAMPLES: tuple[tuple[weft.Attention, dict[str, torch.Tensor]], ...] = (
     (DROPPED, {}),
     (LEARNED, {}),
     (SIGMOID, {}),
+    (ENDS, {}),
 )
 # A step of a server: two modules, of its long sequences and its short ones, and no backward.
 MIXED = {
     "cu_seqlens_q": torch.tensor([0, 1, 200, 256], dtype=torch.int32),
     "kv_lens": torch.tensor([256, 200, 100], dtype=torch.int32), "block_table": torch.zeros(3, 16, dtype=torch.int32),
 }  # fmt: skip
-# How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, learned, sigmoid; mixed.
+# How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, learned, sigmoid, ends;
+# mixed.
 FOUND = {
     "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
     "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 1),
@@ -110,6 +117,9 @@ def sources(target: str) -> list[str]:
     if target == "interpret":
         pytest.importorskip("triton")
     options = {"device": "cpu", "target": target}
+    if target == "hopper":
+        given = {"device": "h200", "target": target}
+        return [ENDS.source(replace(SIZES, dtype="bf16"), direction="backward", **given)]
     found = [
         variant.source(SIZES, direction=direction, schedule="flash", **options, **lengths)
         for variant, lengths in SAMPLES

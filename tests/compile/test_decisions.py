@@ -1,0 +1,35 @@
+"""What a comparison or floor reads is rounded as IEEE 754 says, in the compiled kernels too; other quotients are fast."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from weft import kv_pos, q_pos, score
+
+from ..support import mostly
+from .ahead import compiled
+
+pytest.importorskip("triton")
+
+QUOTIENT = weft.Attention(mask=weft.floor((q_pos - kv_pos) / 7) % 2 == 0, name="quotient")
+SUMMED = weft.Attention(mask=weft.floor(0.7 * q_pos - 7.0) <= kv_pos, name="summed")
+SMOOTH = weft.Attention(score * (1.0 / (1.0 + abs(score) / 3.0)), name="smooth")
+
+
+@pytest.mark.parametrize("target", ["triton", "hopper"])
+def test_quotients_that_decide(target: str) -> None:
+    text = compiled(QUOTIENT, "forward", 64, target=target).kernels["flash_forward"].assembly
+    assert "div.rn.f32" in text
+
+
+@pytest.mark.parametrize("target", mostly(["triton"], ["triton", "hopper"]))
+def test_products_are_rounded_before_they_are_added(target: str) -> None:
+    """fma(a, b, 0) stays what it is, and a sum follows."""
+    kernel = compiled(SUMMED, "forward", 64, target=target).kernels["flash_forward"]
+    assert kernel.count(r"fma\.rn\.f32 \S+ \S+ 0f3F333333, 0f00000000;")
+    assert kernel.count(r"add(?:\.rn)?\.f32 \S+ \S+ 0fC0E00000;")
+
+
+def test_quotients_that_decide_nothing_are_fast() -> None:
+    assert "div.rn.f32" not in compiled(SMOOTH, "forward", 64, target="triton").kernels["flash_forward"].assembly
