@@ -136,7 +136,7 @@ REFUSALS = {
         lambda built, words: any(int(n) % 8 or not 16 <= int(n) <= 256 for n in words.groups()),
     ),
     "hopper: lists": _refusal(
-        r"UnavailableError: .*hopper: lists of tiles, of a mask that reads a tensor by both positions",
+        r"UnavailableError: .*hopper: (?:lists of tiles, of )?a mask that reads a tensor by both positions",
         _for_hopper(_reads_by_pair),
     ),
 }

@@ -8,10 +8,11 @@ import random
 import pytest
 
 import weft
-from weft import Expr, exp, head, kv_len, kv_pos, log, q_len, q_pos, rsqrt, score, sqrt
+from weft import exp, head, kv_len, kv_pos, log, q_len, q_pos, rsqrt, score, sqrt
 from weft.compiler.analysis import defined
 from weft.compiler.analysis.defined import is_below_inf, is_number
 from weft.compiler.analysis.facts import facts_of
+from weft.ir.expr import Expr
 from weft.ir.operators import OPERATORS
 
 slopes, bias, rate = weft.tensor("slopes", 1), weft.tensor("bias", 4), weft.scalar("rate", float)
