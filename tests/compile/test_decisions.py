@@ -1,4 +1,4 @@
-"""What a comparison or floor reads is rounded as IEEE 754 says, in the compiled kernels too; other quotients are fast."""
+"""What a comparison or floor reads is rounded as IEEE 754 says, in compiled kernels too; other quotients are fast."""
 
 from __future__ import annotations
 
