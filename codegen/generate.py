@@ -108,7 +108,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "far": facts.scores_lie_far,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
-        "is_defined": facts.is_defined(tables),
+        "behind_rows": facts.behind_rows(tables),
         **_of_derivatives(facts, code, target.family, gradients),
         "sink": facts.attention.folded_sink is not None,
         "drops": facts.attention.drops,

@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol
+from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, call
 from ...ir.operators import LARGEST_FLOOR, OPERATORS, Range
+from ...ir.walk import rebuild, symbols
 from .sizes import LARGEST_FLOAT, SMALLEST_FLOAT, USUAL_SIZE
 
 
@@ -23,6 +24,7 @@ class Interval(NamedTuple):
     high: float
 
 
+_LN_2 = math.log(2.0)
 _ANY = Interval(-math.inf, math.inf)
 _INT = (-(2**31), 2**31)
 _COUNTS = {"kv_pos": 2**31, "head": 2**20, "kv_head": 2**20, "batch": 2**31, "q_len": 2**31, "kv_len": 2**31}
@@ -33,6 +35,29 @@ def is_below_inf(node: Expr) -> bool:
     """Whether a float is a number, or -inf, wherever it is computed, where no sequence is empty."""
     found = _interval(node, 1)
     return found is not None and found.high < math.inf
+
+
+def is_below_inf_at_last(node: Expr) -> bool:
+    """The same at the position of a row that exists, whose terms and factors without q.k are numbers."""
+    return is_below_inf(_given_positions(node, {}))
+
+
+def _given_positions(node: Expr, names: dict[str, Expr]) -> Expr:
+    """The node with operands in place of its terms, factors and divisors without q.k: those of a row that exists.
+
+    Not of what is inside a function: tanh of an infinity is a number, but that of 0 times infinity is not.
+    """
+    if node.dtype == "float" and "qk" not in symbols(node):
+        return names.setdefault(node.text, Scalar(f"given{len(names)}", "float"))
+    match node:
+        case Call("div", (a, b)) if "qk" not in symbols(b):
+            return call("mul", *(_given_positions(x, names) for x in (a, call("div", 1.0, b))))
+        case Call("where", (condition, a, b)) if "qk" not in symbols(condition):
+            return call("where", condition, _given_positions(a, names), _given_positions(b, names))
+        case Call("add" | "sub" | "neg" | "mul", args) if node.dtype == "float":
+            return rebuild(node, tuple(_given_positions(a, names) for a in args))
+        case _:
+            return node
 
 
 def is_number(node: Expr) -> bool:
@@ -93,8 +118,10 @@ def _of_function(op: str, x: Interval) -> Interval | None:
             return Interval(_power(math.e, x.low), _power(math.e, x.high))
         case "exp2":
             return Interval(_power(2.0, x.low), _power(2.0, x.high))
-        case "log" | "log2":
+        case "log":
             return Interval(_log(x.low), _log(x.high)) if x.low >= 0 else None
+        case "log2":
+            return Interval(_log(x.low) / _LN_2, _log(x.high) / _LN_2) if x.low >= 0 else None
         case "sqrt":
             return Interval(math.sqrt(x.low), math.sqrt(x.high)) if x.low >= 0 else None
         case "rsqrt":
@@ -150,14 +177,10 @@ def _log(x: float) -> float:
 
 
 def _as_float32(x: Interval) -> Interval:
-    """With ends that are infinite where 32 bits may be, and 0 where they may be."""
-
-    def end(value: float) -> float:
-        if abs(value) > LARGEST_FLOAT:
-            return math.copysign(math.inf, value)
-        return 0.0 if abs(value) < SMALLEST_FLOAT else value
-
-    return Interval(end(x.low), end(x.high))
+    """Wider, by the infinities and the 0 that floats of 32 bits may be instead."""
+    low = -math.inf if x.low < -LARGEST_FLOAT else 0.0 if 0 < x.low < SMALLEST_FLOAT else x.low
+    high = math.inf if x.high > LARGEST_FLOAT else 0.0 if -SMALLEST_FLOAT < x.high < 0 else x.high
+    return Interval(low, high)
 
 
 def _ints(node: Expr, least_length: int) -> Range:

@@ -16,11 +16,11 @@ from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
 from .affine import const, make
 from .bounds import kv_bounds, q_bounds
-from .defined import is_below_inf, is_number
+from .defined import is_below_inf, is_below_inf_at_last, is_number
 from .distances import DISTANCE, ByDistance, parts_by_distance, with_tables
 from .measured import measuring
 from .places import POSITIONS, by_difference, index_symbols, rows_of_boxes
-from .records import Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
+from .records import BehindRows, Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
 from .tiles import tile_program
@@ -218,19 +218,20 @@ class Facts:
             return True
         return self.largest_slope < math.inf and (not empty or largest(self.score_derivative, empty) < math.inf)
 
-    def is_defined(self, tables: Sequence[ByDistance] = ()) -> bool:
-        """Whether no score is NaN or inf at positions where nobody is, if none is where somebody is.
+    def behind_rows(self, tables: Sequence[ByDistance] = ()) -> BehindRows:
+        """What scores are behind the last row, where kernels evaluate them, too, if all of rows have a value.
 
-        There kernels read operands at the position of somebody, but these tables by distance: they go on, and hold
-        what pairs need not have read.
+        tables: what they read by distance, which goes on behind the last row, and holds what pairs need not have read.
         """
-        if any(DISTANCE in symbols(index) for t in tables for load in loads(t.value) for index in load.index):
-            return False
-        return self.linear_scale is not None or self._is_below_inf
+        if self.linear_scale is not None:
+            return "numbers"
+        reads = any(DISTANCE in symbols(index) for t in tables for load in loads(t.value) for index in load.index)
+        return "anything" if tables and (reads or self._behind_rows != "numbers") else self._behind_rows
 
     @cached_property
-    def _is_below_inf(self) -> bool:
-        return is_below_inf(self.attention.folded_score)
+    def _behind_rows(self) -> BehindRows:
+        score = self.attention.folded_score
+        return "numbers" if is_below_inf(score) else "as the last" if is_below_inf_at_last(score) else "anything"
 
     def factor_is_defined(self, tables: Sequence[ByDistance] = ()) -> bool:
         """Whether the factors of q.k that are one number for a head are finite, also in a sequence of length 0."""

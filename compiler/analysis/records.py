@@ -82,6 +82,8 @@ class Measuring:
     kv_bits: int = 0
 
 
+# Scores of rows that do not exist: numbers or -inf; the same at the position of the last row; or any, also NaN.
+BehindRows: TypeAlias = Literal["numbers", "as the last", "anything"]
 GradientKind: TypeAlias = Literal["total", "row", "column", "diagonal", "pair", "sink"]
 PAIR_KINDS = frozenset({"diagonal", "pair"})  # kinds of reads whose index has both positions
 

@@ -104,11 +104,14 @@ def test_weights_of_pairs_alone(name: str) -> None:
 
 
 def test_scores_that_have_a_value_everywhere_cost_nothing() -> None:
-    """Only where a score may be undefined are tiles over the last row edge tiles, which ask whether rows exist."""
+    """Positions are cut where a score may be undefined behind the last row. Tiles over it are edge tiles, which ask
+    whether rows exist, only where it may be undefined at any position."""
     shape = weft.shape(heads=4, q_len=512, head_dim=64)
     alibi = weft.Attention(score + slopes[head] * (kv_pos - q_pos), CAUSAL, name="alibi")
-    for attention, looks in ((alibi, False), (ALL["added"], True)):
+    cases = {"added": (True, False), "by_distance": (False, True), "table": (False, True)}
+    for attention, (cuts, looks) in ((alibi, (False, False)), *((ALL[n], case) for n, case in cases.items())):
         text = attention.source(shape, direction="backward", device="h200", target="hopper")
+        assert ("known_row = gl.minimum(q_pos, last_position)" in text) == cuts
         assert ("keep & (q_rows <= last_position)" in text) == looks
         assert ("is_edge | (query_tile * BLOCK_Q + BLOCK_Q > q_len)" in text) == looks
 
