@@ -47,7 +47,7 @@ VARIANTS = {
 # a sequence without queries or without keys has lengths of 0
 LENGTHS = {
     "of_queries": weft.Attention(score * weft.rsqrt(1.0 * q_len), CAUSAL),
-    "of_the_keys": weft.Attention(score * weft.log(1.0 * kv_len), CAUSAL),
+    "of_the_keys": weft.Attention(0.3 * score * weft.log(1.0 * kv_len), CAUSAL),
     "learned": weft.Attention(score * (slopes[head] / q_len), CAUSAL),
     "capped": weft.Attention(5.0 * weft.tanh(score * weft.rsqrt(1.0 * kv_len) / 5.0), CAUSAL),
 }
