@@ -400,9 +400,8 @@ class FunctionPrinter:
         deciding = names_that_decide(assignments, results, printer.decides)
         lines = []
         for name, node in assignments:
-            lines.append(
-                f"{name} = {(replace(printer, decides=True, added=True) if name in deciding else printer)(node)}"
-            )
+            decides = node.dtype == "float" and name in deciding
+            lines.append(f"{name} = {(replace(printer, decides=True, added=True) if decides else printer)(node)}")
             if printer.is_number(node):
                 printer = replace(printer, numbers=printer.numbers | {name})
         return lines, printer, results
