@@ -155,6 +155,9 @@ class Printer:
 
     def _rounded(self, op: Operator, args: tuple[Expr, ...]) -> str:
         """An operator on floats, as its record has it where the value decides something."""
+        if op.name == "div" and isinstance(args[1], Const) and _is_power_of_2(args[1]):
+            # the same to the last bit
+            return f"({self(args[0], OPERATORS['mul'].precedence)} * {self._constant(1.0 / args[1].value)})"
         floats = [Const(float(a.value)) if isinstance(a, Const) else a for a in args]
         texts = [self(a) if a.dtype == "float" else f"{self(a, OPERATORS['mul'].precedence)} * 1.0" for a in floats]
         return op.gpu_rounded.format(*texts, m=self.dialect.module)

@@ -414,3 +414,34 @@ def test_modules_say_what_they_cannot_find() -> None:
         check_symbolic([dataclasses.replace(ERF, slopes=("exp(y)",))])
     with pytest.raises(InternalError, match=r"operator erf: slope `q_pos \* x`: expected x, result, got `q_pos`"):
         check_symbolic([dataclasses.replace(ERF, slopes=("q_pos * x",))])
+
+
+# -- what decides ------------------------------------------------------------------------------------------------------
+Q, K, RATE = q_pos, kv_pos, weft.scalar("rate", float)
+
+
+def printed(expr: Expr) -> str:
+    """One function of Triton's, as a kernel calls it."""
+    mask = weft.Attention(mask=expr, name="decided")
+    return FunctionPrinter(Facts(mask), TRITON_LANGUAGE)._mask_parts()[0].splitlines()[-1]
+
+
+DECIDED = [
+    (weft.floor((Q - K) / 7) == 0, "tl.div_rn((q_pos - kv_pos) * 1.0, 7.0)"),
+    (Q / RATE <= 3, "tl.div_rn(q_pos * 1.0, arg_rate)"),
+    (weft.floor(Q / 8) == 0, "(q_pos * 0.125)"),  # as exact
+    (0.7 * Q - 7.0 >= K, "tl.fma(0.7, q_pos * 1.0, 0.0) - 7.0"),  # not one operation
+    (0.5 * Q - 7.0 >= K, "0.5 * q_pos - 7.0"),  # which would be no other number
+    (0.7 * Q >= 7.0, "0.7 * q_pos"),
+]
+
+
+@pytest.mark.parametrize(("expr", "text"), DECIDED, ids=[str(e) for e, _ in DECIDED])
+def test_what_decides_is_rounded_alike_everywhere(expr: Expr, text: str) -> None:
+    assert text in printed(expr)
+
+
+def test_shared_parts_of_a_decision_are_rounded_too() -> None:
+    shared = weft.Attention(mask=Q / RATE * (Q / RATE) >= K, name="shared")
+    text = FunctionPrinter(Facts(shared), TRITON_LANGUAGE)._mask_parts()[0]
+    assert "t0 = tl.div_rn(q_pos * 1.0, arg_rate)" in text

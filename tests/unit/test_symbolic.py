@@ -70,6 +70,8 @@ def test_common_scores(score, simple, slope):
         ("1.0 * kv_pos * q_pos", "1.0 * kv_pos * q_pos"),
         ("kv_pos / 3", "kv_pos / 3"),
         ("floor(q_pos / 49) + 0", "floor(q_pos / 49)"),
+        ("floor(1.0 * q_pos / 49.0) + 0", "floor(1.0 * q_pos / 49.0)"),
+        ("where(1.0 * q_pos / 7.0 < 2.0, 1.0, 0.0) + 0.0", "where(1.0 * q_pos / 7.0 < 2.0, 1.0, 0.0)"),
         ("floor(q_pos)", "q_pos"),
         ("(q_pos - kv_pos) * 2 + kv_pos * 2", "2 * q_pos"),
         ("(q_pos // 4) * 4 + q_pos % 4", "4 * (q_pos // 4) + q_pos % 4"),
