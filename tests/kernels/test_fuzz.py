@@ -3,6 +3,7 @@
 A failure prints a script that repeats it; `python -m tests.fuzz --only <seed> --target <target>` draws it again.
 """
 
+import re
 from random import Random
 
 import pytest
@@ -141,11 +142,29 @@ WORDS = (
 
 def test_every_kind_of_call_is_drawn():
     found = set()
-    for n in range(2500):
+    for n in range(3000):
         random = Random(f"kinds.{n}")
         variant = draw_variant(random)
         found |= set(kinds(variant, draw_call(random, variant, "cpu")))
     assert found >= set(WORDS)
+
+
+@pytest.mark.parametrize("seed", [f"ends-suite.{n}" for n in range(12)])
+def test_scores_without_a_value_behind_an_end(seed):
+    check(seed, "cpu")
+
+
+def test_scores_without_a_value_behind_an_end_are_drawn():
+    """On request all scores, else some."""
+    drawn = [draw_variant(Random(f"ends.{n}"), ends=n % 2 == 0) for n in range(200)]
+    left = re.compile(r"weft\.(?:log2?|r?sqrt|exp2?)\(.*(?:kv_len|q_pos)|/ .*(?:kv_len|q_pos)")
+    found = [bool(left.search(text(variant.score))) for variant in drawn]
+    assert all(found[::2]) and 5 < sum(found[1::2]) < 60
+
+
+def test_quotients_that_decide_are_drawn():
+    drawn = [text(draw_variant(Random(f"quotients.{n}")).mask) for n in range(300)]
+    assert sum(bool(re.search(r"weft\.floor\(\S+ / ", mask)) for mask in drawn) > 3
 
 
 def test_keys_are_divided_in_calls_of_the_interpreter():
@@ -159,7 +178,7 @@ def test_keys_are_divided_in_calls_of_the_interpreter():
 
 def test_latent_caches_of_models_are_drawn_for_a_gpu():
     found = set()
-    for n in range(400):
+    for n in range(1600):
         random = Random(f"latent.{n}")
         variant = draw_variant(random, "hopper")
         if variant.latent is not None and variant.latent.rope == 64:
