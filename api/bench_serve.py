@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention as Variant
+from .compiler.analysis.ranges import Ranges
 from .ir.errors import WeftError
 from .kv import PagedCache, Step
 from .nn import Attention, Rotary
@@ -40,6 +41,21 @@ class Load:
     graphs: bool = False  # decode by CUDA graphs
     mixed: bool = False  # prompts and single tokens in one packed step
     inner: int | None = None  # width of the gated networks; four times that of the model where None
+
+    @property
+    def pages(self) -> int:
+        """Of the longest request."""
+        return math.ceil((self.prompts[1] + self.new_tokens) / self.page)
+
+    @property
+    def ranges(self) -> Ranges:
+        """Of symbols in all calls: graphs have up to twice as many sequences, and pages of each, as there are."""
+        keys = 2 * self.pages * self.page
+        return {
+            "q_pos": (0, keys - 1), "kv_pos": (0, keys - 1), "q_len": (1, keys), "kv_len": (1, keys),
+            "batch": (0, 2 * self.most - 1), "head": (0, self.heads - 1), "kv_head": (0, self.kv_heads - 1),
+            "group": (self.heads // self.kv_heads,) * 2, "head_dim": (self.head_dim,) * 2,
+        }  # fmt: skip
 
 
 class Decoder(nn.Module):
@@ -81,8 +97,7 @@ def measure(
     if load.shared >= load.prompts[0]:
         raise WeftError(f"--shared: expected less than the shortest prompt, {load.prompts[0]}, got {load.shared}")
     model: Model = random_decoder(load, variant, operands, device, dtype)
-    pages = math.ceil((load.prompts[1] + load.new_tokens) / load.page)
-    blocks = load.most * pages if load.blocks is None else load.blocks
+    blocks = load.most * load.pages if load.blocks is None else load.blocks
     cache = PagedCache(
         blocks, layers=load.layers, kv_heads=load.kv_heads, head_dim=load.head_dim, page=load.page, dtype=dtype,
         device=device,

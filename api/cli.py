@@ -23,7 +23,9 @@ from .cli_options import (
     PLAN_OPTIONS,
     SHAPE_OPTIONS,
     SHARED,
+    TORCH_DTYPES,
     VARIANT_OPTIONS,
+    check_all_given,
     declared_at,
     having,
     in_options,
@@ -333,12 +335,13 @@ def bench_serve(
     device = torch.device(on or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise WeftError("--on: expected cpu, as torch can use no GPU here, got cuda")
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     on_gpu = device.type == "cuda"
-    kind = dtypes[dtype or ("bf16" if on_gpu else "fp32")]
+    kind = TORCH_DTYPES[dtype or ("bf16" if on_gpu else "fp32")]
     made = Load(prompts=prompt_len, graphs=on_gpu if graphs is None else graphs, **load)
+    values = values_of(variant, given, made.ranges, device, kind, made.seed)
+    check_all_given(variant, values)
     with _counted("serving", load["requests"]) as advance:
-        lines = list(measure(made, variant, values_of(variant, given), device, kind, advance))
+        lines = list(measure(made, variant, values, device, kind, advance))
     for line in lines:
         click.echo(line)
 

@@ -17,19 +17,26 @@ from types import ModuleType
 from typing import Any
 
 import click
+import torch
 
 from . import Attention, parse, request, scalar, score, shape, tensor
 from .codegen.targets import targets
+from .compiler.analysis.ranges import Ranges
 from .compiler.planning.records import DTYPE_BYTES, Shape
+from .drawn import drawn_operands
+from .ir.attention import SEED
 from .ir.errors import WeftError
 from .ir.expr import Const, Expr, Number, Scalar, TensorOperand
 from .ir.normalizer import SOFTMAX, normalizers
+from .runtime.checks import DTYPES
 
 _KINDS = {"int": int, "float": float, "bool": bool}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 SHARED = "weft.cli.shared"
 _PLACE = re.compile(r" \(declared at [^\n]*?:\d+\)|\n +at [^\n]*:\d+(?=\n|$)|, declared at [^\n]*?:\d+(?=\))")
 _WRITTEN = re.compile(r"^( *- |[\w ]+: |)(score|mask|scale|sink|dropout|name|normalizer)(?=: )", re.MULTILINE)
-_MISSING = re.compile(r"^\w+: (?:show_mask: missing the operand|tune: missing values of) (\w+)(?:.*(, a tensor)$)?.*$")
+_MISSING = re.compile(r"^\w+: \w+: missing (?:the operand|values of) (\w+)(?:.*(, a tensor)$)?.*$")
+RANDOM = "random"  # --set NAME=random draws a tensor
 _SIZE, _RECORD = re.compile(r"(?:\bshape|^\w+: show_mask): (\w+)(?=: )"), re.compile(r"^hardware(?=: )")
 
 
@@ -47,10 +54,13 @@ def in_options(message: str, given: Mapping[str, object]) -> str:
 
 
 def _how_to_give(missing: re.Match[str]) -> str:
-    """What to write for an operand that was not given: options hold numbers alone."""
+    """What to write for an operand that was not given: options hold numbers, and tensors that are drawn."""
     name = missing[1]
     if missing[2]:
-        return f"--tensor: {name}: the picture is that of what it holds; draw it in Python, .show_mask(..., {name}=...)"
+        return (
+            f"--set: missing {name}, a tensor; write --set {name}={RANDOM}, or draw what it holds in Python, "
+            f".show_mask(..., {name}=...)"
+        )
     return f"--set: missing {name}; write --set {name}=NUMBER"
 
 
@@ -60,7 +70,7 @@ class Request:
 
     variant: Attention
     shape: Shape
-    values: dict[str, Any]  # numbers for scalar operands, by name
+    values: dict[str, Any]  # what --set gives, by name: numbers for scalar operands, drawn tensors for others
     device: str | None
     target: str | None
     schedule: str | None
@@ -92,7 +102,12 @@ VARIANT_OPTIONS = (
     _shared("--name", default="attention", show_default=True, help="Name of the variant."),
     _shared("--scalar", multiple=True, metavar="NAME:TYPE", help="Declare a scalar operand, e.g. window:int."),
     _shared("--tensor", multiple=True, metavar="NAME:RANK[:TYPE]", help="Declare a tensor operand, e.g. slopes:1."),
-    _shared("--set", multiple=True, metavar="NAME=NUMBER", help="Value of a scalar operand, e.g. window=1024."),
+    _shared(
+        "--set",
+        multiple=True,
+        metavar="NAME=NUMBER|random",
+        help="Value of a scalar operand, e.g. window=1024; or slopes=random, which draws a tensor of the needed shape.",
+    ),
 )
 
 
@@ -119,16 +134,39 @@ def having(*options: Callable[[Callable[..., None]], Callable[..., None]]) -> Ca
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def request_of(ctx: click.Context) -> Request:
+def request_of(ctx: click.Context, on: torch.device | str = "cpu") -> Request:
+    """What a command's options describe. on: where drawn tensors are to lie."""
     given = ctx.meta[SHARED]
     sizes = {k: given[k] for k in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype")}
-    variant = variant_of(given)
-    values = values_of(variant, given)
-    return Request(variant, shape(**sizes), values, given["device"], given["target"], given["schedule"])
+    variant, made = variant_of(given), shape(**sizes)
+    values = values_of(variant, given, request.ranges_of(made, None), on, TORCH_DTYPES[made.dtype])
+    return Request(variant, made, values, given["device"], given["target"], given["schedule"])
 
 
-def values_of(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What --set gives to scalar operands."""
+def values_of(
+    variant: Attention, given: Mapping[str, Any], ranges: Ranges, on: torch.device | str, dtype: torch.dtype,
+    seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """What --set gives to operands: numbers, and tensors that are drawn, as large as calls read them.
+
+    ranges: of symbols in these calls. on, dtype: of drawn tensors, the latter of those of floats.
+    """
+    numbers, names = _numbers_and_names(variant, given)
+    drawn = drawn_operands(variant, names, ranges, numbers, device=on, dtype=dtype, seed=seed)
+    return {**numbers, **drawn}
+
+
+def check_all_given(variant: Attention, values: Mapping[str, Any]) -> None:
+    """Raise WeftError where a call would miss operands."""
+    missing = [p for p in variant.parameters if p.name not in values and p.name != SEED.name]
+    if missing:
+        texts = [f"{p.name}={RANDOM if isinstance(p, TensorOperand) else 'NUMBER'}" for p in missing]
+        names = ", ".join(p.name for p in missing)
+        raise WeftError(f"--set: missing {names}; write {' '.join(f'--set {text}' for text in texts)}")
+
+
+def _numbers_and_names(variant: Attention, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The numbers of --set by name, and the names of what is to be drawn."""
     pairs = [_value_of(text) for text in given["set"]]
     twice = sorted({name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1})
     if twice:
@@ -140,11 +178,15 @@ def values_of(variant: Attention, given: Mapping[str, Any]) -> dict[str, Any]:
         raise WeftError(
             f"--set: {', '.join(unread)}: declared, but neither score, mask, scale, sink nor dropout reads it"
         )
-    request.check_operands("--set", variant, values)
-    return values
+    tensors = {operand.name for operand in variant.tensors}
+    names = [name for name, value in values.items() if value == RANDOM and name in tensors]
+    numbers: dict[str, Any] = {name: value for name, value in values.items() if name not in names}
+    request.check_operands("--set", variant, numbers)
+    return numbers, names
 
 
 def variant_of(given: Mapping[str, object]) -> Attention:
+    """The variant that options name or write; what they leave out is that of full attention."""
     fields = ("score", "mask", "scale", "sink", "dropout")
     place, texts = given["variant"], {k: given[k] for k in fields if given[k] is not None}
     if isinstance(place, str):
@@ -152,13 +194,7 @@ def variant_of(given: Mapping[str, object]) -> Attention:
         if written:
             raise WeftError(f"expected {place} or --{' --'.join(written)}, got both")
         return declared_at(place)
-    if not texts:
-        raise WeftError(
-            "expected a variant: --score and --mask, or the name of a declared one (module:name, file.py:name)"
-        )
     operands = _operands(given["scalar"], given["tensor"])  # type: ignore[arg-type]
-    if given["mask"] is None and given["score"] is None:
-        raise WeftError(f"expected --score or --mask, got --{' and --'.join(texts)} alone")
     parts = {k: _parsed(k, str(text), operands) for k, text in texts.items()}
     dropout: Any = parts.get("dropout", Const(0.0))
     return Attention(
@@ -209,14 +245,16 @@ def _tensor_of(text: str) -> TensorOperand:
     return tensor(match[1], int(match[2]), _KINDS[match[3] or "float"])
 
 
-def _value_of(text: str) -> tuple[str, Number]:
+def _value_of(text: str) -> tuple[str, Number | str]:
     name, _, number = text.partition("=")
+    if number.strip() == RANDOM:
+        return name.strip(), RANDOM
     for kind in (int, float):
         try:
             return name.strip(), kind(number)
         except ValueError:
             continue
-    raise WeftError(f"--set: expected NAME=NUMBER, got {text!r}")
+    raise WeftError(f"--set: expected NAME=NUMBER, or NAME={RANDOM} for a tensor, got {text!r}")
 
 
 def declared_at(place: str) -> Attention:

@@ -227,6 +227,14 @@ def test_the_benchmark_says_what_was_done():
     assert "of 15 blocks of 8 used" in lines[5]
 
 
+@pytest.mark.parametrize("mixed", [[], ["--mixed"]])
+def test_the_benchmark_draws_tensors(mixed):
+    biased = ["--score", "score + t[batch, head, kv_pos] + near[abs(q_pos - kv_pos)]", "--mask", "kv_pos <= q_pos"]
+    given = ["--tensor", "t:3", "--tensor", "near:1", "--set", "t=random", "--set", "near=random"]
+    result = CliRunner().invoke(main, [*SMALL, *biased, *given, *mixed])
+    assert result.exit_code == 0 and "requests   5 in " in result.output, result.output
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -235,7 +243,8 @@ def test_the_benchmark_says_what_was_done():
         (["--page", "12"], "page: expected a power of two from 1 to 256, got 12"),
         (["--blocks", "2"], "more take 3 blocks, and the cache has 2"),
         (["--kv-heads", "3"], "kv_heads: expected a divisor of 2 heads, got 3"),
-        (["--mask", "kv_pos < n", "--scalar", "n:int"], "n: missing"),
+        (["--mask", "kv_pos < n", "--scalar", "n:int"], "--set: missing n; write --set n=NUMBER"),
+        (["--score", "score + t[head]", "--tensor", "t:1"], "--set: missing t; write --set t=random"),
     ],
 )
 def test_loads_that_cannot_be_served(more, words):

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import click.testing
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import weft
 from weft import cli
 from weft.cli import main
 from weft.compiler.planning.hardware import usable_cores
+from weft.drawn import drawn_operands
+from weft.request import ranges_of
 from weft.runtime import cache, driver
 
 LOCAL = ["--score", "20.0 * tanh(score / 20.0)", "--mask", "(kv_pos <= q_pos) & (q_pos - kv_pos < window)"]
@@ -229,8 +232,6 @@ def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
 
 
 def test_doctor_names_versions_and_targets() -> None:
-    import torch
-
     output = succeeds("doctor")
     assert torch.__version__.split("+")[0] in output
     for target in ("hopper", "triton", "interpret", "cpu"):
@@ -332,7 +333,6 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ([], "expected a variant: --score and --mask, or the name of a declared one"),
         (["--mask", "kv_pos <="], "--mask: not an expression of the language: 'kv_pos <='"),
         (["--mask", "kv_pos <= w"], "--mask: unknown name 'w': .*; declare operands with --scalar and --tensor"),
         (["--mask", "kv_pos < 1 and q_pos < 2"], "--mask: .*write `a & b` for `and`"),
@@ -354,9 +354,6 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         ),
         (["--mask", "t[q_pos] < 1", "--tensor", "t:2"], "--mask: t: expected 2 indices, got 1$"),
         (["--mask", "True", "--name", "a b"], "--name: expected a Python identifier as a name, got 'a b'$"),
-        (["--scale", "1.0"], "expected --score or --mask, got --scale alone"),
-        (["--sink", "0.0"], "expected --score or --mask, got --sink alone"),
-        (["--normalizer", "softmax"], "expected a variant: --score and --mask"),
         (
             ["--mask", "True", "--normalizer", "softplus"],
             "--normalizer: expected one of softmax, sigmoid, relu, got 'softplus'",
@@ -389,7 +386,17 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         (["weft:nothing"], "weft:nothing: expected a weft.Attention, there is no such name; weft declares no variant"),
         (["--mask", "True", "--tensor", "t:1:text"], "--tensor: expected NAME:RANK or NAME:RANK:TYPE"),
         (["--mask", "True", "--tensor", "t:9"], "--tensor: tensor 't': expected a rank from 0 to 4, got 9"),
-        (["--mask", "True", "--set", "w=x"], "--set: expected NAME=NUMBER, got 'w=x'"),
+        (["--mask", "True", "--set", "w=x"], "--set: expected NAME=NUMBER, or NAME=random for a tensor, got 'w=x'"),
+        ([*LOCAL[:-2], "--set", "window=random"], "--set: window: expected an int, got 'random'"),
+        (["--mask", "True", "--set", "w=random"], "--set: w: unknown operand or option; .* operands are: none"),
+        (
+            ["--score", "score + t[q_pos * 16384, kv_pos * 16384]", "--tensor", "t:2", "--set", "t=random"],
+            "t: calls of these sizes read .* entries, which are too many to draw",
+        ),
+        (
+            ["--score", "score + t[q_pos // n]", "--tensor", "t:1", "--scalar", "n:int", "--set", "t=random"],
+            "--set: missing n; write --set n=NUMBER",
+        ),
         (["--mask", "True", "--heads", "4", "--kv-heads", "3"], "--heads: expected a multiple of kv_heads 3, got 4"),
         (["--mask", "True", "--heads", "0"], "Invalid value for '--heads'"),
         (["--mask", "True", "--dtype", "int8"], "Invalid value for '--dtype'"),
@@ -503,9 +510,42 @@ def test_a_missing_scalar_is_named_with_its_option(command: str) -> None:
     assert message.strip() == "Error: --set: missing window; write --set window=NUMBER"
 
 
-def test_a_picture_of_what_a_tensor_holds_is_for_python() -> None:
-    message = fails("mask", "--mask", "kv_pos < n[head]", "--tensor", "n:1:int")
-    assert message.startswith("Error: --tensor: n: the picture is that of what it holds; draw it in Python")
+def test_a_picture_of_what_a_tensor_holds_wants_the_tensor() -> None:
+    written = ("--mask", "kv_pos < n[head]", "--tensor", "n:1:int", "--q-len", "64")
+    message = fails("mask", *written)
+    assert message.startswith(
+        "Error: --set: missing n, a tensor; write --set n=random, or draw what it holds in Python"
+    )
+    assert "1 edge" in succeeds("mask", *written, "--set", "n=random")
+
+
+def test_without_score_and_mask_attention_is_full() -> None:
+    """What options leave out is as in `weft.Attention()`."""
+    sizes = ("--heads", "4", "--q-len", "128", "--device", "h100")
+    assert succeeds("explain", *sizes) == succeeds("explain", "--mask", "True", *sizes)
+    assert succeeds("explain", "--scale", "1.0", *sizes) == succeeds(
+        "explain", "--mask", "True", "--scale", "1.0", *sizes
+    )
+    assert "sink" in succeeds("explain", "--sink", "0.0", *sizes)
+
+
+def test_drawn_tensors_are_as_large_as_they_are_read() -> None:
+    """A call with them is sound, and one entry less would not do."""
+    table, near, seen = weft.tensor("table", 2), weft.tensor("near", 3, int), weft.tensor("seen", 2, bool)
+    n = weft.scalar("n", int)
+    score = weft.score + table[weft.head, weft.minimum(weft.abs(weft.q_pos - weft.kv_pos), n)]
+    far = near[weft.batch, weft.kv_head, weft.kv_pos // 4]
+    variant = weft.Attention(score + far, seen[weft.q_pos, weft.kv_pos + 3], name="drawn")
+    names, sizes = ["table", "near", "seen"], weft.shape(batch=2, heads=4, kv_heads=2, q_len=9, kv_len=30, head_dim=8)
+    found = drawn_operands(variant, names, ranges_of(sizes, None), {"n": 7})
+    assert {name: list(t.shape) for name, t in found.items()} == {"table": [4, 8], "near": [2, 2, 8], "seen": [30, 33]}
+    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 30, 8)
+    assert variant(q, k, k, n=7, **found).isfinite().all()
+    for name, t in found.items():
+        for axis in range(t.dim()):
+            short = found | {name: t.narrow(axis, 0, t.shape[axis] - 1)}
+            with pytest.raises(weft.WeftError, match=rf"{name}.*entries there"):
+                variant(q, k, k, n=7, **short)
 
 
 def test_ctrl_c_ends_a_build_without_tracebacks(tmp_path: Path) -> None:
