@@ -51,9 +51,9 @@ from .runtime.lengths import (
     packed_of_pages,
 )
 from .runtime.settings import default_target, traced_target
-from .runtime.torch_private import may_autocast
+from .runtime.torch_private import is_surely_negative, may_autocast
 from .runtime.values import check_offsets, check_reads
-from .runtime.variant import Variant, variant_of
+from .runtime.variant import Variant, say_of_first_key, variant_of
 
 Result = Tensor | tuple[Tensor, Tensor]
 Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a number of Python or numpy
@@ -71,6 +71,7 @@ class Attention(Declaration):
         _operands: ClassVar[frozenset[str]]
         _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
+        _counts_rows: ClassVar[bool]  # positions of queries are read
         _drops: ClassVar[bool]
         _latent_width: ClassVar[int | None]  # columns of a latent cache
         _share: ClassVar[str | None]  # the scalar that the dropout is
@@ -89,6 +90,7 @@ class Attention(Declaration):
         found = {
             "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
+            "_counts_rows": variant_of(self).first_key.matters,
             "_drops": self.drops, "_share": self.dropout.name if isinstance(self.dropout, Scalar) else None,
             "_undropped": self.replace(dropout=0.0) if self.drops else None,
             "_latent_width": None if self.latent is None else self.latent.rank + self.latent.rope,
@@ -277,6 +279,8 @@ class Attention(Declaration):
                     )
                 self._check(query, key, key if value is None else value, operands)
                 raise
+            if q_offset < 0:
+                self._variant.first_key.dense(q_rows, kv_rows)
         elif q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
             if query.is_nested and are_jagged(query, key, value):
@@ -378,6 +382,8 @@ class Attention(Declaration):
         if torch.compiler.is_exporting():  # packages of AOTInductor give None in place of an empty list
             tensors, floats, ints = tensors or [query], floats or [query], ints or [0]  # which nobody reads
         offset = key.shape[2] - query.shape[2] if q_offset is None and lengths is None else q_offset
+        if q_offset is None and lengths is None and self._counts_rows and is_surely_negative(offset):
+            say_of_first_key(self.line)
         if isinstance(offset, (bool, float)):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
@@ -552,6 +558,8 @@ class Attention(Declaration):
             q_offset = validate.as_number(q_offset, int)
             if lengths is None:
                 check_q_offset(q_offset, query.shape[0], query.device)
+        elif lengths is None:
+            self._variant.first_key.dense(query.shape[2], key.shape[2])
         if lengths is not None:
             result = self._ragged_reference(query, key, value, operands, q_offset, head_dim, lengths)
             return result if return_lse else result[0]
@@ -567,6 +575,7 @@ class Attention(Declaration):
         sequences = sequences_of(q_offset, *checked(name, query, key, lengths, q_offset))
         assert isinstance(sequences, (Lengths, Packed))
         check_contents(name, query, key, sequences)
+        self._variant.first_key.ragged(sequences, query, key)
         rows = sequences.rows(query, key)
         for r in rows:
             q_part = query[r.row : r.row + 1, :, r.q_first : r.q_first + r.q_len]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .attention import Attention as Variant
 from .compiler.analysis.ranges import Ranges
-from .ir.errors import WeftError
+from .ir.errors import WeftError, counted
 from .kv import PagedCache, Step
 from .nn import Attention, Rotary
 from .serving import Graphed, Model, Request, Server
@@ -153,21 +153,21 @@ def _report(
     between = [b - a for r in requests for a, b in zip(r.times, r.times[1:])]
     written = sum(len(r.written) for r in requests)
     prefill = _rate(totals.prefill_tokens, totals.prefill_seconds)
-    whole = f"{len(requests)} in {seconds:.2f} s, {totals.steps} steps"
+    whole = f"{len(requests)} in {seconds:.2f} s, {counted(totals.steps, 'step')}"
     yield f"requests   {whole}, {written / seconds:,.0f} new tokens/s in all"
     yield f"prefill    {prefill}; {totals.reused_tokens} more found in the cache"
     yield f"decode     {_rate(totals.decode_tokens, totals.decode_seconds)}"
     yield f"first token after {percentiles(first)}"
     yield f"next token after  {percentiles(between)}"
     yield (
-        f"cache      at most {totals.most_used} of {usage.blocks} blocks of {usage.page} used "
+        f"cache      at most {totals.most_used} of {counted(usage.blocks, 'block')} of {usage.page} used "
         f"({totals.most_used / usage.blocks:.0%}), {usage.bytes / 2**20:.1f} MiB; {totals.swaps} swapped out, "
         f"{totals.restarts} computed again"
     )
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds if seconds else 0:,.0f} tokens/s"
+    return f"{counted(tokens, 'token')} in {seconds:.2f} s, {tokens / seconds if seconds else 0:,.0f} tokens/s"
 
 
 def percentiles(seconds: Sequence[float]) -> str:

@@ -41,7 +41,7 @@ from .compiler.planning.records import DTYPE_BYTES
 from .compiler.planning.signature import SequenceKind
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
-from .ir.errors import WeftError
+from .ir.errors import WeftError, counted
 from .runtime import cache, calibrated, driver
 from .runtime.checks import MAX_HEAD_DIM
 from .runtime.settings import size_of
@@ -131,7 +131,7 @@ def source(ctx: click.Context, direction: Literal["forward", "backward"], output
         text = describe.source(r.variant, [r.shape], direction, r.device, r.target, r.schedule, None, r.values)
     if output is not None:
         output.write_text(text)
-        click.echo(f"{output}: {len(text.splitlines())} lines")
+        click.echo(f"{output}: {counted(len(text.splitlines()), 'line')}")
     elif sys.stdout.isatty():
         from rich.console import Console
         from rich.syntax import Syntax
@@ -374,7 +374,7 @@ def cache_list() -> None:
             click.echo("\t".join(map(str, fields)))
         return
     size = sum(entry.size for entry in found)
-    click.echo(f"{len(found)} entries, {size / 1024:.0f} KiB in {cache.cache_dir()}")
+    click.echo(f"{counted(len(found), 'entry')}, {size / 1024:.0f} KiB in {cache.cache_dir()}")
     if found:
         click.echo(f"{'KiB':>8}  {'made':16}  {'used':10}  entry")
     for entry in found:  # plain lines with the name unbroken: it is there to be copied
@@ -403,7 +403,7 @@ def cache_prune(max_size: str | None) -> None:
 @cache_group.command("clear")
 def cache_clear() -> None:
     """Remove all entries."""
-    click.echo(f"removed {cache.clear()} entries from {cache.cache_dir()}")
+    click.echo(f"removed {counted(cache.clear(), 'entry')} from {cache.cache_dir()}")
 
 
 # -- calibrate -------------------------------------------------------------------------------------------------------

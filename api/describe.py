@@ -26,7 +26,7 @@ from .compiler.planning.signature import MOST_SHORT, PACKED
 from .compiler.planning.splits import longest_visits
 from .compiler.planning.sums import sums_of
 from .ir import parse
-from .ir.errors import WeftError
+from .ir.errors import WeftError, counted
 from .ir.reference import dense_mask
 from .ir.walk import symbols
 from .levels import differ_by, ends_of, watched_in
@@ -174,9 +174,9 @@ def plan(
 def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     """Of one module of a forward, and of the backward."""
     facts = facts_of(attention)
-    count, counted = _counter(attention, r, options)
+    count, how = _counter(attention, r, options)
     codes = [found.code for found in (r.forward, r.backward) if found]
-    notes = (*r.notes, *_open_parts(facts, r.forward.code), *counted)
+    notes = (*r.notes, *_open_parts(facts, r.forward.code), *how)
     if any(code.target == "interpret" for code in codes):
         notes = (*notes, "the interpreter is for debugging: times are of such work in compiled code, not of its steps")
     notes = (*notes, *_many_rows(r.forward.code))
@@ -204,7 +204,10 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
     notes = (*notes, *_boxes(facts, r.forward.code))
     if traits.pair_bytes:
         most = traits.pair_bytes
-        notes = (*notes, f"what score and mask read for each pair, at most {most} bytes, is not in the bytes above")
+        notes = (
+            *notes,
+            f"what score and mask read for each pair, at most {counted(most, 'byte')}, is not in the bytes above",
+        )
 
     longest = _longest(attention, r, options)
     sums = sums_of(facts, r.backward.code.signature, r.sizes) if r.backward else None

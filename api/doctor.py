@@ -14,7 +14,7 @@ import time
 from . import Attention, __version__, installed, parse
 from .codegen.targets import targets
 from .compiler.planning import hardware
-from .ir.errors import WeftError
+from .ir.errors import WeftError, counted
 from .runtime import cache, driver
 from .runtime.settings import current, settings
 
@@ -81,7 +81,7 @@ def cache_rows() -> list[tuple[str, str]]:
     states = [state_of(entry).partition(":")[0] for entry in found]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("sound", "stale", "unsound") if s in states)
     size = f"{sum(entry.size for entry in found) / 1024:.0f} KiB"
-    state = f"{len(found)} entries{f' ({counts})' if counts else ''}, {size}"
+    state = f"{counted(len(found), 'entry')}{f' ({counts})' if counts else ''}, {size}"
     access = "" if os.access(folder, os.W_OK) else "; it may only be read: new kernels are not kept"
     return [("folder", str(folder)), ("state", state + access)]
 

@@ -16,7 +16,7 @@ from .compiler.analysis.tiles import tile_runs
 from .compiler.planning import picture
 from .compiler.planning.records import Shape
 from .describe import pair_blocks
-from .ir.errors import WeftError, collected
+from .ir.errors import WeftError, collected, counted
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .request import check_read, environment, ranges_of, to_give
@@ -66,7 +66,7 @@ def show_mask(
     one = Shape(1, 1, 1, q_len, kv_len, drawn["head_dim"], drawn["head_dim"])
     here = {name: (value, value) for name, value in (*drawn.items(), ("batch", batch))}
     check_read(attention, {**ranges_of(one, offset), **here}, options)
-    title = f"{attention.name}: {q_len} queries, {kv_len} keys{_which(attention, drawn, batch)}"
+    title = f"{attention.name}: {counted(q_len, 'query')}, {counted(kv_len, 'key')}{_which(attention, drawn, batch)}"
     if facts.survey is not None and missing:
         title += f"; by positions alone, give {missing} for the tiles of a call"
     measured = facts.survey is not None and not missing

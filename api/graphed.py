@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ir.errors import WeftError
+from .ir.errors import WeftError, counted
 from .kv import PagedCache, Step
 
 # (tokens int32 [B, L], the step, the last new row of each sequence [B]) -> logits [B, vocabulary] after that row
@@ -76,8 +76,8 @@ class Graphed:
         return self.model(tokens, fixed, torch.zeros_like(fixed.q_lens))
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{b} x {p} pages" for b, p in sorted(self._captured))
-        return f"Graphed({len(self._captured)} graphs{': ' if sizes else ''}{sizes})"
+        sizes = ", ".join(f"{b} x {counted(p, 'page')}" for b, p in sorted(self._captured))
+        return f"Graphed({counted(len(self._captured), 'graph')}{': ' if sizes else ''}{sizes})"
 
 
 def _power(number: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ir.errors import WeftError, collected
+from .ir.errors import WeftError, collected, counted
 from .runtime.lengths import LENS, STARTS, TABLE, Options
 
 
@@ -44,7 +44,7 @@ def packed(name: str, query: Any, key: Any, value: Any) -> Packed:
         if tensor.dim() != 4 or ragged != [2]:
             problems.append(
                 f"{label}: expected a nested tensor [batch, heads, length, dim] whose lengths differ, got one of "
-                f"{tensor.dim()} dimensions with dimension {ragged[0]} ragged; pass x.transpose(1, 2) of "
+                f"{counted(tensor.dim(), 'dimension')} with dimension {ragged[0]} ragged; pass x.transpose(1, 2) of "
                 "[batch, length, heads, dim]"
             )
         elif tensor.lengths() is not None:

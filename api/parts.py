@@ -16,7 +16,7 @@ from .compiler.analysis.records import TileCounts
 from .compiler.planning.cost import CountTiles
 from .compiler.planning.plan import VisiblePairs, summed
 from .compiler.planning.records import Shape
-from .ir.errors import WeftError
+from .ir.errors import WeftError, counted
 from .ir.sequences import Rows
 from .runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
 from .runtime.lengths import LENS, STARTS, TABLE, check_contents, checked
@@ -72,7 +72,8 @@ def pool_of(name: str, sizes: Shape, table: Tensor) -> tuple[int, int, int, int]
     pages = table.shape[-1] if table.dim() else 0
     if pages == 0 or sizes.kv_len % pages:
         raise WeftError(
-            f"{name}: shape: kv_len: expected a multiple of the {pages} pages of block_table, got {sizes.kv_len}"
+            f"{name}: shape: kv_len: expected a multiple of the {counted(pages, 'page')} of block_table, got "
+            f"{sizes.kv_len}"
         )
     return 2**31 - 1, sizes.kv_heads, sizes.kv_len // pages, sizes.head_dim
 
@@ -162,6 +163,5 @@ def note(found: Described) -> str:
         how = f"these in pages of {found.sequences.page}"
     if isinstance(found.sequences, PackedPaged):
         how += ", queries packed one after the other"
-    return (
-        f"{len(found.rows)} sequences of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
-    )
+    number = counted(len(found.rows), "sequence")
+    return f"{number} of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"

@@ -45,7 +45,7 @@ from .runtime.checks import (
 )
 from .runtime.lengths import TABLE
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, has_doubles, offset_kind
+from .runtime.variant import boxed_of, has_doubles, offset_kind, variant_of
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -276,15 +276,19 @@ def request_of(
         others = modules(signature, frozenset({made[0].target.name}))
         return [dataclasses.replace(other, notes=(*other.notes, misfit)) for other in others]
 
+    first = None
+    if found is None and options.get("q_offset") is None:
+        first = variant_of(attention).first_key.note(sizes.q_len, sizes.kv_len)
     forward, *rest = resolved(signature_of("forward", frozenset()))
     short = rest[0] if rest else None
     if found is not None and found.sequences.kind == "packed_paged" and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
-        return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, lacking), short)
+        notes = (*forward.notes, lacking, *([first] if first else []))
+        return Request(found, sizes, head_dim, machine, forward, None, notes, short)
     (backward,) = resolved(signature_of("backward", _everything(attention, widths) - _frozen(operands, options)))
-    notes = tuple(dict.fromkeys((*forward.notes, *backward.notes)))
+    notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .graphed import Graphed as Graphed
 from .graphed import Model as Model
-from .ir.errors import InternalError, WeftError
+from .ir.errors import InternalError, WeftError, counted
 from .kv import OutOfBlocksError, PagedCache
 from .kv.cache import is_size, token_ids
 from .kv.step import on_device
@@ -109,14 +109,16 @@ class Server:
         """Queue a prompt, to be continued by `count` tokens, or up to one of `stop`."""
         tokens = tuple(token_ids("submit: prompt", prompt))
         if not tokens or not is_size(count):
-            raise WeftError(f"submit: expected a prompt and a count from 1 on, got {len(tokens)} tokens, {count!r}")
+            raise WeftError(
+                f"submit: expected a prompt and a count from 1 on, got {counted(len(tokens), 'token')}, {count!r}"
+            )
         ends = frozenset(token_ids("submit: stop", stop))
         # the last token is drawn, and goes nowhere
         pages, blocks = -(-(len(tokens) + count - 1) // self.cache.page), self._blocks
         if pages > blocks:
             raise WeftError(
-                f"submit: {len(tokens)} tokens and {count} more take {pages} blocks, and the cache has {blocks}; make "
-                "it larger, or ask for less"
+                f"submit: {counted(len(tokens), 'token')} and {count} more take {counted(pages, 'block')}, and the "
+                f"cache has {blocks}; make it larger, or ask for less"
             )
         made = Request(self._submitted, tokens, count, ends, arrived=time.perf_counter())
         self._submitted += 1
@@ -206,8 +208,8 @@ class Server:
             others = len(self.cache) - len(self.running) - len(self.swapped)
             if others:
                 raise OutOfBlocksError(
-                    f"Server: a request that fits the cache finds no room in it: {others} sequences there are not this "
-                    "server's, and hold blocks; free them, and go on with run()"
+                    f"Server: a request that fits the cache finds no room in it: {counted(others, 'sequence')} there "
+                    "are not this server's, and hold blocks; free them, and go on with run()"
                 )
             raise InternalError("serving: a request that fits the cache finds no room in it")
         victim = max(among, key=lambda r: r.number)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
+from ..ir.caller import for_threads, warn
 from ..ir.errors import UnavailableError
 from . import starting
 from .binding import Binding, Launch
@@ -136,11 +136,10 @@ def assembled(name: str, compilation: Callable[[Mapping[str, int]], Made], optio
     if options.get("num_stages", 1) > 1:
         with contextlib.suppress(triton.runtime.errors.PTXASError):
             made = compilation({**options, "num_stages": 1})
-            warnings.warn(
+            warn(
                 f"{name}: {reason}; it was compiled with one stage in place of {options['num_stages']}, which is "
-                "slower: pass schedule= with other tiles for this kernel",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                "slower: pass schedule= with other tiles for this kernel"
+            )
             return made
     raise UnavailableError(
         f"{name}: {reason}; pass schedule= with other tiles or warps for this kernel, or target='cpu'"
@@ -165,7 +164,7 @@ def compiled_together(device: int, asked: Sequence[Asked]) -> list[Run]:
 
     with ThreadPoolExecutor(len(asked)) as threads:
         try:
-            begun = threads.map(one, asked)
+            begun = threads.map(for_threads(one), asked)
         except RuntimeError:  # the process ends, and Python starts no work in threads any more
             begun = iter([None] * len(asked))
         found = list(begun)

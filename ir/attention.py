@@ -12,6 +12,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import foreign
+from .caller import outside_of_graphs, source_line
 from .canonical import canonical
 from .errors import WeftError, collected
 from .expr import (
@@ -26,7 +27,6 @@ from .expr import (
     call,
     expression,
     fail,
-    source_line,
     symbol,
 )
 from .normalizer import SOFTMAX, Normalizer, normalizer_named
@@ -51,6 +51,7 @@ class Latent:
                 raise WeftError(f"Latent: expected {name} to be an int of at least {least}, got {value!r}")
 
 
+@outside_of_graphs
 def _check_positions(given: tuple[object, ...]) -> None:
     """Refuse a call where a declaration belongs: query, key and value are given to what is declared."""
     if len(given) > 2 or (len(given) == 2 and all(foreign.is_array(value) for value in given)):
@@ -294,6 +295,7 @@ class Attention:
     def __hash__(self) -> int:
         return hash(self.canonical_text)
 
+    @outside_of_graphs
     def replace(self: Self, **changes: Any) -> Self:
         """A copy with some fields changed: `causal.replace(score=50 * weft.tanh(score / 50), name="capped")`."""
         known = {f.name for f in dataclasses.fields(self)}

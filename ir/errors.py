@@ -24,6 +24,21 @@ def shown(value: object) -> str:
     return repr(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "byte"), counted(0, "entry"), counted(3, "key"), counted(2, "index")
+    ('1 byte', '0 entries', '3 keys', '2 indices')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    if noun == "index":
+        return f"{number} indices"
+    if noun[-1] == "y" and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}s"
+
+
 def collected(title: str, problems: list[str]) -> WeftError:
     """One error that lists several independent problems, so that a user fixes them in one round.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import keyword
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +15,12 @@ from types import EllipsisType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
 
 from . import foreign
-from .errors import InternalError, WeftError, shown
+from .caller import outside_of_graphs, source_line
+from .errors import InternalError, WeftError, counted, shown
 from .operators import OPERATORS, Operator
 from .operators import Number as Number
 
 DType = Literal["int", "float", "bool"]
-# Packages that call back into expressions: the line that a message names is of whoever called them.
-_BETWEEN = frozenset({__name__.partition(".")[0], "torch", "numpy", "dataclasses", "functools"})
 
 
 # Public symbols: what they stand for, and their type. Positions are positions in the sequence, not row numbers.
@@ -62,16 +60,6 @@ _NO_NUMBER = (
 )
 
 
-def source_line() -> str:
-    """`file:line` of the innermost caller outside the package, and outside what calls back into it, for messages."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "<unknown>"
-
-
 def fail(message: str, where: str | None = None) -> NoReturn:
     raise WeftError(f"{message}\n  at {where or source_line()}")
 
@@ -107,7 +95,7 @@ def _foreign_call(package: str, name: str, args: Any, special: bool) -> Expr:
         fail(foreign.read_hint(args[0], args[1]))
     operator = foreign.operator_named(name)
     if operator is not None and OPERATORS[operator].sign and len(args) == 2 and not special:
-        left, right = args[::-1] if name.startswith("__r") else args
+        left, right = args[::-1] if name.startswith("__r") or name == "rsub" else args
         if not isinstance(args[0], Foreign):  # a number or an array before the sign, which asks first
             return call(operator, left, right)
     fail(f"`{package}.{name.strip('_')}` computes numbers, and this is an expression; {foreign.instead_of(name)}")
@@ -156,7 +144,7 @@ class Node(Foreign):
     def __pow__(self, other: Operand) -> NoReturn:
         fail(
             "`**` is not part of the language; write x * x, weft.sqrt(x) for x**0.5, weft.rsqrt(x) for x**-0.5, or "
-            "weft.exp2(y * weft.log2(x))"
+            "weft.exp2(y * weft.log2(x)) of x above 0"
         )
 
     def __rshift__(self, other: object) -> NoReturn:
@@ -193,7 +181,7 @@ class Node(Foreign):
         fail(_NO_NUMBER)
 
     def __int__(self) -> int:
-        fail("an expression is not a number yet; weft.floor(x) is its int")
+        fail(f"an expression is not a number yet; {foreign.instead_of('int')}")
 
     def __float__(self) -> float:
         fail(_NO_NUMBER)
@@ -202,16 +190,16 @@ class Node(Foreign):
         fail(_NO_NUMBER)
 
     def __round__(self, digits: object = None) -> NoReturn:
-        fail("round is not part of the language; write weft.floor(x + 0.5)")
+        fail(f"round is not part of the language; {foreign.instead_of('round')}")
 
     def __floor__(self) -> NoReturn:
-        fail("math.floor computes numbers, and this is an expression; write weft.floor(x)")
+        fail(f"math.floor computes numbers, and this is an expression; {foreign.instead_of('floor')}")
 
     def __ceil__(self) -> NoReturn:
-        fail("math.ceil computes numbers, and this is an expression; write -weft.floor(-x)")
+        fail(f"math.ceil computes numbers, and this is an expression; {foreign.instead_of('ceil')}")
 
     def __trunc__(self) -> NoReturn:
-        fail("math.trunc computes numbers, and this is an expression; write weft.floor(x)")
+        fail(f"math.trunc computes numbers, and this is an expression; {foreign.instead_of('trunc')}")
 
     def __len__(self) -> int:
         fail("an expression has no length; use weft.q_len or weft.kv_len")
@@ -277,7 +265,7 @@ class TensorOperand(Foreign):
     def __getitem__(self, index: Operand | tuple[Operand, ...]) -> Load:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.rank:
-            fail(f"{self.name}: expected {self.rank} indices, got {len(index)}")
+            fail(f"{self.name}: expected {counted(self.rank, 'index')}, got {len(index)}")
         if any(isinstance(i, (slice, EllipsisType, NoneType)) for i in index):
             fail(f"{self.name}: expected an int for each dimension, got a slice, None or `...`; one entry is read")
         nodes = tuple(expression(i) for i in index)
@@ -460,7 +448,7 @@ def call(name: str, *operands: Operand) -> Expr:
     where = source_line()
     args = tuple(expression(x) for x in operands)
     if len(args) != OPERATORS[name].arity:
-        fail(f"{name}: expected {OPERATORS[name].arity} operands, got {len(args)}", where)
+        fail(f"{name}: expected {counted(OPERATORS[name].arity, 'operand')}, got {len(args)}", where)
     return Call(name, args, _result(OPERATORS[name], args, where), where=where)
 
 
@@ -483,6 +471,7 @@ def _check_name(name: str) -> str:
     return name
 
 
+@outside_of_graphs
 def scalar(name: str, dtype: type = float) -> Scalar:
     """Declare a number that is given at each call, `variant(q, k, v, name=...)`; a new value compiles nothing.
 
@@ -498,6 +487,7 @@ def scalar(name: str, dtype: type = float) -> Scalar:
     return Scalar(name, "int" if dtype is int else "float", where=source_line())
 
 
+@outside_of_graphs
 def tensor(name: str, rank: int, dtype: type = float) -> TensorOperand:
     """Declare a tensor that is given at each call and read by index: `slopes[head]`, `doc[batch, q_pos]`.
 

@@ -14,32 +14,44 @@ from .operators import OPERATORS, Number
 # Names that torch, numpy and Python's methods have for operators of the language.
 _ALIASES = {
     "multiply": "mul", "subtract": "sub", "rsub": "sub", "divide": "div", "truediv": "div", "true_divide": "div",
-    "rdiv": "div", "floor_divide": "floordiv", "remainder": "mod", "fmod": "mod", "less": "lt", "less_equal": "le",
+    "rdiv": "div", "floor_divide": "floordiv", "remainder": "mod", "less": "lt", "less_equal": "le",
     "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne", "negative": "neg", "absolute": "abs",
     "fabs": "abs", "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "not",
     "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not", "invert": "not",
     "fmax": "maximum", "fmin": "minimum", "max": "maximum", "min": "minimum", "amax": "maximum", "amin": "minimum",
-    "expit": "sigmoid",
+    "expit": "sigmoid", "log_sigmoid": "logsigmoid",
 }  # fmt: skip
-# Functions that the language has no operator for, written in it.
-_WRITTEN = {
-    "clamp": "weft.minimum(weft.maximum(x, low), high)", "clip": "weft.minimum(weft.maximum(x, low), high)",
-    "clamp_min": "weft.maximum(x, low)", "clamp_max": "weft.minimum(x, high)", "relu": "weft.maximum(x, 0.0)",
-    "silu": "x * weft.sigmoid(x)", "softplus": "weft.log(1.0 + weft.exp(x))", "logsigmoid": "weft.log(weft.sigmoid(x))",
-    "square": "x * x", "pow": "x * x, or weft.exp2(y * weft.log2(x))", "power": "x * x, or weft.exp2(y * weft.log2(x))",
-    "float_power": "x * x, or weft.exp2(y * weft.log2(x))", "log1p": "weft.log(1.0 + x)", "expm1": "weft.exp(x) - 1.0",
-    "log10": "0.30102999566 * weft.log2(x)", "reciprocal": "1.0 / x", "tan": "weft.sin(x) / weft.cos(x)",
-    "sinh": "0.5 * (weft.exp(x) - weft.exp(-x))", "cosh": "0.5 * (weft.exp(x) + weft.exp(-x))",
-    "ceil": "-weft.floor(-x)", "round": "weft.floor(x + 0.5)", "trunc": "weft.floor(x), which gives an int",
-    "int": "weft.floor(x), which gives an int", "long": "weft.floor(x), which gives an int",
-    "sign": "weft.where(x > 0, 1, weft.where(x < 0, -1, 0))", "softmax": "score=x alone: Weft takes the softmax itself",
-    "masked_fill": "weft.where(condition, value, x), or a mask= for what is to be hidden",
+_WITHOUT_FRACTION = "weft.where(x < 0, -weft.floor(-x), weft.floor(x))"
+_CLAMPED = "weft.minimum(weft.maximum(x, low), high)"
+# Functions that the language has no operator for, written in it; tests compute each of these, far out too.
+FORMULAS = {
+    "clamp": _CLAMPED, "clip": _CLAMPED, "clamp_min": "weft.maximum(x, low)", "clamp_max": "weft.minimum(x, high)",
+    "relu": "weft.maximum(x, 0.0)", "silu": "x * weft.sigmoid(x)", "square": "x * x", "log1p": "weft.log(1.0 + x)",
+    "expm1": "weft.exp(x) - 1.0", "log10": "0.3010299956639812 * weft.log2(x)", "reciprocal": "1.0 / x",
+    "tan": "weft.sin(x) / weft.cos(x)",
+    # halved inside of the exponential, which is infinite before its half is
+    "sinh": "weft.exp(x - 0.6931471805599453) - weft.exp(-x - 0.6931471805599453)",
+    "cosh": "weft.exp(x - 0.6931471805599453) + weft.exp(-x - 0.6931471805599453)",
+    "ceil": "-weft.floor(-x)", "trunc": _WITHOUT_FRACTION, "fix": _WITHOUT_FRACTION, "int": _WITHOUT_FRACTION,
+    "long": _WITHOUT_FRACTION, "fmod": "weft.where(x < 0, -(-x % y), x % y)",
+    # not floor(x + 0.5): from 2**23 on, and just below 0.5, the sum is rounded
+    "round": "weft.floor(x) + weft.where(x - weft.floor(x) < 0.5, 0, 1)",
+    "sign": "weft.where(x > 0, 1, weft.where(x < 0, -1, 0))", "masked_fill": "weft.where(condition, value, x)",
+}  # fmt: skip
+_POWER = "x * x, or weft.exp2(y * weft.log2(x)) of x above 0"
+_WORDS = {
+    **dict.fromkeys(("trunc", "fix", "int", "long"), f"{_WITHOUT_FRACTION}, which is an int"),
+    "round": f"{FORMULAS['round']}, an int, with halves rounded up",
+    "fmod": f"{FORMULAS['fmod']} of ints, of a positive y", "masked_fill":
+    f"{FORMULAS['masked_fill']}, or a mask= for what is to be hidden",
+    **dict.fromkeys(("pow", "power", "float_power"), _POWER), "softmax": "score=x alone: Weft takes the softmax itself",
     "float": "x as it is: ints become floats where they meet floats", "divmod": "x // y and x % y",
     "shape": "weft.q_len, weft.kv_len or weft.head_dim", "size": "weft.q_len, weft.kv_len or weft.head_dim",
     "to": "x as it is: kernels choose its dtype", "type": "x as it is: kernels choose its dtype",
     "rshift": "x // 2, x // 4, ...", "right_shift": "x // 2, x // 4, ...", "lshift": "x * 2, x * 4, ...",
     "left_shift": "x * 2, x * 4, ...", "bitwise_right_shift": "x // 2", "bitwise_left_shift": "x * 2",
 }  # fmt: skip
+_WRITTEN = {**FORMULAS, **_WORDS}
 
 # Names that FlexAttention's functions and other kernels have for symbols of the language.
 SYMBOL_NAMES = {

@@ -187,6 +187,13 @@ def tanh(x):
     """The hardware's tanh: relative error up to 2**-11, about that of the 16-bit operands."""
     return {m}.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], {m}.float32, is_pure=True, pack=1)
 '''
+_SOFTPLUS = '''{jit}
+def softplus(x):
+    """log(1 + e^x): nothing overflows, and where e^x is small a series keeps its digits."""
+    part = {m}.exp(-{m}.abs(x))
+    series = part * (1.0 + part * (-1 / 2 + part * (1 / 3 + part * (-1 / 4 + part * (1 / 5)))))
+    return {m}.maximum(x, 0.0) + {m}.where(part < 0.0625, series, {m}.log(1.0 + part))
+'''
 _SINE = '''{jit}
 def sine(x, quarters):
     """sin(x + quarters * pi / 2), x up to 2**40 in size: quarter turns are counted in float64, then polynomials."""
@@ -317,6 +324,20 @@ OPERATORS: dict[str, Operator] = {
             "sigmoid", _ONE, "number", "float", lambda x: 1.0 / (1.0 + math.exp(-x)), "sigmoid",
             ("result * (1.0 - result)",), doc="1 / (1 + exp(-x)).",
             gpu="(1.0 / (1.0 + {m}.exp(-({0}))))", tile="torch.sigmoid({0})", number="(1.0 / (1.0 + math.exp(-({0}))))",
+        ),
+        Operator(
+            "softplus", _ONE, "number", "float", lambda x: max(x, 0.0) + math.log1p(math.exp(-abs(x))),
+            "softplus", ("sigmoid(x)",),
+            doc="log(1 + exp(x)), for x of any size, as its derivative sigmoid(x).",
+            gpu="softplus({0})", tile="-torch.nn.functional.logsigmoid(-({0}))",
+            number="(max({0}, 0.0) + math.log1p(math.exp(-abs({0}))))", helper=_SOFTPLUS,
+        ),
+        Operator(
+            "logsigmoid", _ONE, "number", "float", lambda x: min(x, 0.0) - math.log1p(math.exp(-abs(x))),
+            "nn.functional.logsigmoid", ("sigmoid(-x)",),
+            doc="log(sigmoid(x)), for x of any size, as its derivative sigmoid(-x).",
+            gpu="(-softplus(-({0})))", tile="torch.nn.functional.logsigmoid({0})",
+            number="(min({0}, 0.0) - math.log1p(math.exp(-abs({0}))))", helper=_SOFTPLUS,
         ),
         Operator(
             "sqrt", _ONE, "number", "float", math.sqrt, "sqrt", ("0.5 / result",), doc="Square root.",

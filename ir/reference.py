@@ -23,11 +23,16 @@ from .sequences import Rows
 Value = Tensor | int | float | bool
 
 
+_PRECISE: dict[str, Callable[..., Tensor]] = {
+    "softplus": lambda x: -torch.nn.functional.logsigmoid(-x),  # torch's own is rounded to x from 20 on
+}
+
+
 @cache
 def _torch_function(name: str) -> Callable[..., Tensor]:
     """The function below torch that a record of the table names."""
     try:
-        return attrgetter(name)(torch)
+        return _PRECISE.get(name) or attrgetter(name)(torch)
     except AttributeError:
         raise InternalError(f"reference: torch has no {name}, which an operator names as its function") from None
 

@@ -87,7 +87,9 @@ def _scale_problems(scale: Expr) -> Iterator[str]:
 
 def _sink_problems(attention: Attention, sink: Expr) -> Iterator[str]:
     if sink.dtype == "bool":
-        yield _at("sink: expected a number, got a bool; write weft.where(c, 0.0, -inf), where -inf is no sink", sink)
+        yield _at(
+            "sink: expected a number, got a bool; write weft.where(c, 0.0, -math.inf), where -inf is no sink", sink
+        )
     if isinstance(sink, Const) and sink.value == math.inf:
         yield _at("sink: expected a finite number, or -inf for none, got inf", sink)
     for name in sorted(symbols(sink) & (_POSITIONS | {"score"})):

@@ -24,7 +24,7 @@ from ..compiler.analysis.facts import facts_of
 from ..compiler.planning import hardware
 from ..compiler.planning.signature import PAGED, Direction, Dtypes, SequenceKind, Signature, Widths
 from ..ir.attention import Attention
-from ..ir.errors import UnavailableError, WeftError
+from ..ir.errors import UnavailableError, WeftError, counted
 from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
@@ -56,7 +56,7 @@ class Job:
 
     def __str__(self) -> str:
         name = parse_attention(self.variant).name
-        what = f"decode of {self.group} heads a key head" if self.group else self.direction
+        what = f"decode of {counted(self.group, 'head')} a key head" if self.group else self.direction
         pages = f" in pages of {self.page}"
         rows = {"dense": "", "paged": pages, "packed_paged": f" packed queries{pages}"}.get(
             self.sequences, f" {self.sequences}"

@@ -20,13 +20,13 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+from ..ir.caller import warn
 from ..ir.errors import WeftError
 from .settings import CACHE, DEFAULT_CACHE_SIZE, cache_max_size, current, edited_dir, trace
 
@@ -392,7 +392,7 @@ def usable_root() -> Path | None:
 def _warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warn(text)
 
 
 @functools.cache

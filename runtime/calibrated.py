@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import warnings
 from functools import cache
 from pathlib import Path
 
 from ..compiler.planning import hardware
 from ..compiler.planning.rates import Calibration, Machine, calibration_of, text_of
+from ..ir.caller import warn
 from ..ir.errors import WeftError
 from . import cache as kept
 from .settings import calibration_file
@@ -108,7 +108,7 @@ def _in_folder(folder: Path, machine: Machine) -> Calibration | None:
     try:
         found = read(path)
     except WeftError as error:
-        warnings.warn(f"weft: {error}. Until then figures are those without it", stacklevel=2)
+        warn(f"weft: {error}. Until then figures are those without it", UserWarning)
         return None
     return found if found.machine == machine else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ir.attention import Attention
-from ..ir.errors import UnavailableError, WeftError, collected, shown
+from ..ir.errors import UnavailableError, WeftError, collected, counted, shown
 from ..ir.expr import CALL_OPTIONS, INT32_MAX, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages
@@ -114,11 +114,11 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor, paged: bool = Fal
         if tensor.shape[0] != batch and not paged:
             yield f"{label}: expected batch {batch} as in query, got {tensor.shape[0]}"
     if paged and value.shape[0] != key.shape[0]:
-        yield f"value: expected {key.shape[0]} blocks as in key, got {value.shape[0]}"
+        yield f"value: expected {counted(key.shape[0], 'block')} as in key, got {value.shape[0]}"
     if key.shape[3] != dim:
         yield f"key: expected dim {dim} as in query, got {key.shape[3]}"
     if value.shape[1] != kv_heads:
-        yield f"value: expected {kv_heads} heads as in key, got {value.shape[1]}"
+        yield f"value: expected {counted(kv_heads, 'head')} as in key, got {value.shape[1]}"
     if value.shape[2] != kv_len:
         what = "page" if paged else "length"
         yield f"value: expected {what} {kv_len} as in key, got {value.shape[2]}"
@@ -129,8 +129,8 @@ def _shape_problems(query: Tensor, key: Tensor, value: Tensor, paged: bool = Fal
             "tensors"
         )  # fmt: skip
         yield (
-            f"query: expected a multiple of the key's {kv_heads} heads, got {heads} (grouped heads share a key head); "
-            f"{rows}"
+            f"query: expected a multiple of the key's {counted(kv_heads, 'head')}, got {heads} (grouped heads share "
+            f"a key head); {rows}"
         )
     for label, width in (("query", dim), ("value", value.shape[3])):
         if not 0 < width <= MAX_HEAD_DIM:

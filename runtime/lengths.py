@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..codegen.targets.triton_workspace import by_sequence
 from ..compiler.analysis.records import GradientKind
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, counted
 from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, sequences_of
 from .checks import MAX_LENGTH, check_q_offset, form_problem
 from .settings import checks_values
@@ -58,7 +58,7 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
             missing, other = STARTS if cu_q is None else reversed(STARTS)
             raise WeftError(
                 f"{name}: {missing}: missing; it may be left out where it is {other}, but query has "
-                f"{query.shape[2]} rows and key {key.shape[2]}"
+                f"{counted(query.shape[2], 'row')} and key {key.shape[2]}"
             )
         cu_q = cu_kv = cu_kv if cu_q is None else cu_q
     options = (q_lens, kv_lens, cu_q, cu_kv, None)
@@ -294,7 +294,7 @@ def check_contents(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> 
     """
     problems: list[str] = []
     rows = (query.shape[2], key_rows(key, sequences))
-    of_keys = f"{sequences.table.shape[1]} pages of {sequences.page}" if isinstance(sequences, Pages) else ""
+    of_keys = f"{counted(sequences.table.shape[1], 'page')} of {sequences.page}" if isinstance(sequences, Pages) else ""
     for label, tensor, most in zip(_names(sequences), sequences.tensors.values(), rows):
         if tensor is not None and (tensor.is_cpu or checks_values()):
             if label in STARTS:
@@ -319,7 +319,8 @@ def _page_problem(sequences: Paged | PackedPaged, blocks: int) -> str | None:
     b, i = wrong[0].tolist()
     return (
         f"block_table[{b}, {i}]: expected a block from 0 to {blocks - 1}, as key has {blocks}, got "
-        f"{table[b, i].item()}; it holds rows {i * page} on of a sequence of {sequences.kv_lens[b].item()} keys"
+        f"{table[b, i].item()}; it holds rows {i * page} on of a sequence of "
+        f"{counted(int(sequences.kv_lens[b]), 'key')}"
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codegen.binding import function
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.ranges import Ranges, check_integers, computes_ints, floats_in_ints
+from ..compiler.analysis.ranges import IndexProblem, Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.errors import collected
 from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.operators import Range
@@ -184,7 +184,7 @@ class SizeChecks:
         if far is not None:
             anywhere = env | {"q_pos": _rounded(far)}
             more = [p for e in expressions for p in check_integers(e, anywhere, extents, floats)]
-            found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not _is_of_an_index(p)]
+            found += [f"{p}; {_UNKNOWN_LENGTHS}" for p in more if not isinstance(p, IndexProblem)]
         if not found:
             self._remember(known)
         return list(dict.fromkeys(found))
@@ -221,7 +221,7 @@ class SizeChecks:
             far = (-LARGEST_OFFSET, LARGEST_OFFSET + env["q_len"][1])
             env |= {"q_pos": far}
             everywhere = [p for e in expressions for p in check_integers(e, env, extents, floats)]
-            found += [f"{p}; {_UNKNOWN_OFFSETS}" for p in everywhere if not _is_of_an_index(p)]
+            found += [f"{p}; {_UNKNOWN_OFFSETS}" for p in everywhere if not isinstance(p, IndexProblem)]
         return list(dict.fromkeys(found))
 
     def _read(self, call: Call) -> tuple[Expr, ...]:
@@ -325,11 +325,6 @@ _UNKNOWN_LENGTHS = (
     "lengths lie on the device, where positions may be any that fit the operands: give them on the host, or have them "
     "looked at with weft.settings(check=True)"
 )
-
-
-def _is_of_an_index(problem: str) -> bool:
-    """Whether a problem that ranges found is an index that leaves its tensor, and no overflow or divisor."""
-    return " entries there; " in problem
 
 
 _UNKNOWN_OFFSETS = (

@@ -31,6 +31,13 @@ def constant_while_tracing(function: F) -> F:
     return function
 
 
+def is_surely_negative(number: int) -> bool:
+    """Whether a size that torch.compile traces is below 0 in this graph; False where only the data say."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # lazy: imports sympy, as tracing has
+
+    return guard_or_false(number < 0)
+
+
 def _never_known() -> int:
     return 1  # as if something watched: the way through torch's dispatcher is always right
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.ranges import cure_of_index
+from ..compiler.analysis.ranges import Ranges, cure_of_index
 from ..ir.attention import Attention
-from ..ir.errors import WeftError, collected
-from ..ir.expr import INT32_MAX, Call, Expr, Load
+from ..ir.errors import WeftError, collected, counted
+from ..ir.expr import INT32_MAX, SYMBOLS, Call, Expr, Load
 from ..ir.operators import OPERATORS, Range
 from ..ir.reference import dense_mask, evaluate, positions
 from ..ir.walk import loads, nodes
@@ -97,17 +97,26 @@ def check_reads(
     kv_heads, kv_len = key.shape[1:3]
     env = positions(batch, heads, kv_heads, q_len, kv_len, q_offset, query.device, first_batch)
     env |= {"head_dim": head_dim, **operands}
+    ranges = {name: _range_of(value) for name, value in env.items() if type(value) is int or name in SYMBOLS}
     if attention.folded_sink is not None:
-        _check_loads(attention, attention.folded_sink, env, None)
+        _check_loads(attention, attention.folded_sink, env, ranges, None)
     if kv_len == 0:  # no pair reads
         return
-    _check_loads(attention, attention.folded_mask, env, None)
+    _check_loads(attention, attention.folded_mask, env, ranges, None)
     if loads(attention.folded_score):
         mask = dense_mask(attention, env, (batch, heads, q_len, kv_len), query.dtype, query.device)
-        _check_loads(attention, attention.folded_score, env, mask)
+        _check_loads(attention, attention.folded_score, env, ranges, mask)
 
 
-def _check_loads(attention: Attention, root: Expr, env: Mapping[str, Any], visible: Tensor | None) -> None:
+def _range_of(value: int | Tensor) -> Range:
+    if not isinstance(value, Tensor):
+        return value, value
+    return (int(value.min()), int(value.max())) if value.numel() else (0, 0)
+
+
+def _check_loads(
+    attention: Attention, root: Expr, env: Mapping[str, Any], ranges: Ranges, visible: Tensor | None
+) -> None:
     for load in sorted(loads(root), key=lambda load: len(load.text)):  # those inside an index first
         for axis, index in enumerate(load.index):
             extent = env[load.tensor.name].shape[axis]
@@ -117,7 +126,8 @@ def _check_loads(attention: Attention, root: Expr, env: Mapping[str, Any], visib
                 outside = outside & visible
             if bool(outside.any()):
                 got = int(places.expand(outside.shape)[outside][0])
+                cure = cure_of_index(index, _range_of(places), extent, ranges)
                 raise WeftError(
                     f"{attention.name}: `{load}`: index {axis}, `{index}`, is {got} in this call, but "
-                    f"{load.tensor.name} has {extent} entries there; {cure_of_index(index, extent)}"
+                    f"{load.tensor.name} has {counted(extent, 'entry')} there; {cure}"
                 )

@@ -48,12 +48,13 @@ from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged
 from .checks import DTYPES, check_backward, check_call, check_kept, fits
+from .first_key import FirstKey
 from .kept import any_kept, measured_of
 from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .repeated import Known, Repeats
 from .settings import checks_values, keeps_tiles
 from .sizes import SizeChecks
-from .torch_private import are_plain, current_gpu, empty_on_gpu, guard
+from .torch_private import are_plain, constant_while_tracing, current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}
 _OTHER_FORM = "other"  # of calls that are short where the first of their kind was not, or the other way round
@@ -76,6 +77,12 @@ def variant_of_text(text: str) -> Variant:
     """The variant of a canonical text, declared here or not: an exported program brings its text along."""
     found = _known.get(text)
     return found if found is not None else _known.setdefault(text, variant_of(parse_attention(text)))
+
+
+@constant_while_tracing
+def say_of_first_key(text: str) -> None:
+    """Of a traced call of the variant with this text, whose own q_offset is negative."""
+    variant_of_text(text).first_key.traced()
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class Variant:
         self._forwards: dict[object, _Ready] = {}
         self._backwards: dict[object, _Ready] = {}
         self.repeats = Repeats()  # of forwards
+        self.first_key = FirstKey(attention)
         self._sizes = SizeChecks(self.facts, attention.parameters)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -324,6 +332,8 @@ class Variant:
             ready = kept.get(key)
         if ragged is not None:
             check_contents(self.name, call.query, call.key, ragged)
+            if b is None:
+                self.first_key.ragged(ragged, call.query, call.key)
         if b is not None:
             check_backward(self.name, b, self.facts.scores_lie_far)
         self._sizes.check(call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from ..attention import Attention
+from ..ir.caller import warn
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor
 from ..ir.parse import parse
@@ -197,11 +197,9 @@ def _problem_of(text: str, kinds: tuple[str, ...]) -> str:
     except WeftError as error:
         return str(error)
     if _problem_of.cache_info().currsize == MOST_MASKS - 1:
-        warnings.warn(
+        warn(
             f"{NAME}: {MOST_MASKS} masks were declared, the last one {text}: each is compiled by itself; a mask "
-            "function whose numbers differ from call to call should read them from a tensor",
-            RuntimeWarning,
-            stacklevel=2,
+            "function whose numbers differ from call to call should read them from a tensor"
         )
     return ""
 
@@ -227,9 +225,7 @@ def warn_of_pairs(names: str, problem: str) -> None:
 
 @cache
 def _warn_of_pairs(names: str, problem: str) -> None:
-    warnings.warn(
+    warn(
         f"{NAME}: the mask function {names or 'of the model'} is evaluated for every pair, in memory of [batch, "
-        f"queries, keys]: the language has no words for it ({problem})",
-        RuntimeWarning,
-        stacklevel=2,
+        f"queries, keys]: the language has no words for it ({problem})"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..distributed import is_sharded
 from ..ir.attention import Latent
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, counted
 from .blocks import Blocks
 from .step import Step, on_device
 from .table import Table
@@ -90,7 +90,7 @@ class Cache:
         if dtype not in _DTYPES:
             problems.append(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         if not problems and blocks * page > _MOST:
-            problems.append(f"expected at most 2**30 rows, got {blocks} blocks of {page}")
+            problems.append(f"expected at most 2**30 rows, got {counted(blocks, 'block')} of {page}")
         if problems:
             raise collected(name, problems)
         if latent is not None:
@@ -280,7 +280,7 @@ class Cache:
             raise WeftError(f"append: key: expected a tensor of each layer, and likewise value, got {got}")
         if len(keys) != self.layers or (values is not None and len(values) != self.layers):
             got = f"{len(keys)} and {0 if values is None else len(values)}"
-            raise WeftError(f"append: expected key and value of each of {self.layers} layers, got {got}")
+            raise WeftError(f"append: expected key and value of each of {counted(self.layers, 'layer')}, got {got}")
         if not isinstance(keys[0], Tensor):
             raise WeftError(f"append: key: expected a tensor of each layer, got {type(keys[0]).__name__}")
         if lengths is None:

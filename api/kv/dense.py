@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..ir.attention import Latent
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, counted
 from .cache import Cache, _Sequence
 
 
@@ -58,8 +58,8 @@ class DenseCache(Cache):
     def _check_length(self, number: int, length: int) -> None:
         if length > self.page:
             raise WeftError(
-                f"extend: sequence {number}: expected at most {self.page} tokens, the capacity, got {length}; nothing "
-                "was changed"
+                f"extend: sequence {number}: expected at most {counted(self.page, 'token')}, the capacity, got "
+                f"{length}; nothing was changed"
             )
 
     def _rows_of(self, found: Sequence[_Sequence]) -> slice | None:
@@ -76,7 +76,8 @@ class DenseCache(Cache):
         u = self.usage
         swapped = f", rows on the host: {u.swapped}" if u.swapped else ""
         return (
-            f"DenseCache({len(self)} sequences, {u.tokens} tokens; {u.used} of {u.blocks} rows of {u.page} used, "
+            f"DenseCache({counted(len(self), 'sequence')}, {counted(u.tokens, 'token')}; {u.used} of "
+            f"{counted(u.blocks, 'row')} of {u.page} used, "
             f"{u.free} free, {u.fragmentation:.1%} fragmentation{swapped}; {u.bytes / 2**20:.1f} MiB, "
-            f"{self.layers} layers)"
+            f"{counted(self.layers, 'layer')})"
         )

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ..ir.attention import Latent
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, counted
 from ..runtime.call import LARGEST_PAGE
 from .cache import Cache, is_size
 from .step import Step
@@ -61,7 +61,8 @@ class PagedCache(Cache):
         kept = f" ({u.kept} of them kept for reuse)" if u.kept else ""
         swapped = f", pages on the host: {u.swapped}" if u.swapped else ""
         return (
-            f"PagedCache({len(self)} sequences, {u.tokens} tokens; {u.used} of {u.blocks} blocks of {u.page} used, "
+            f"PagedCache({counted(len(self), 'sequence')}, {counted(u.tokens, 'token')}; {u.used} of "
+            f"{counted(u.blocks, 'block')} of {u.page} used, "
             f"{u.shared} shared, {u.free} free{kept}, {u.fragmentation:.1%} fragmentation{swapped}; "
-            f"{u.bytes / 2**20:.1f} MiB, {self.layers} layers)"
+            f"{u.bytes / 2**20:.1f} MiB, {counted(self.layers, 'layer')})"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..ir.errors import WeftError
+from ..ir.errors import WeftError, counted
 from ..runtime.append import append_rows
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class Step:
         given = (*step.slots.shape, step.block_table.shape[1])
         if any(n > most for n, most in zip(given, there)):
             raise WeftError(
-                f"fill: expected at most {there[0]} sequences, {there[1]} rows and {there[2]} pages, got {list(given)}"
+                f"fill: expected at most {counted(there[0], 'sequence')}, {counted(there[1], 'row')} and "
+                f"{counted(there[2], 'page')}, got {list(given)}"
             )
         self.slots.fill_(-1)
         self.q_lens.zero_()
@@ -161,7 +162,7 @@ class Step:
 
     def __repr__(self) -> str:
         if self.state == "fixed":
-            return f"Step(fixed; {list(self.slots.shape)} rows)"
+            return f"Step(fixed; {counted(list(self.slots.shape), 'row')})"
         rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
         return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
 

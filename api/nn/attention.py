@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention as Variant
 from ..distributed import is_sharded, replicated
-from ..ir.errors import WeftError, collected
+from ..ir.errors import WeftError, collected, counted
 from ..ir.expr import Load, Symbol, symbol
 from ..ir.walk import children, symbols
 from ..kv import Step
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         sizes = {"width": width, "heads": heads, "kv_heads": kv_heads}
         problems = positive(sizes if head_dim is None else {**sizes, "head_dim": head_dim})
         if not problems and heads % kv_heads:
-            problems.append(f"kv_heads: expected a divisor of {heads} heads, got {kv_heads}")
+            problems.append(f"kv_heads: expected a divisor of {counted(heads, 'head')}, got {kv_heads}")
         if not problems and head_dim is None and width % heads:
             problems.append(f"head_dim: missing; it is width / heads only where {heads} divides {width}")
         if not isinstance(qk_norm, bool) and not (isinstance(qk_norm, float) and qk_norm > 0):
@@ -107,9 +107,8 @@ class Attention(nn.Module):
 
     def _check_part(self, heads: int, kv_heads: int) -> None:
         """Raise where projections that give so many heads, as parallelize_module leaves of them, are no part."""
-        got = (
-            f"nn.Attention: projections give {heads} heads and {kv_heads} key heads of {self.heads} and {self.kv_heads}"
-        )
+        given = f"{counted(heads, 'head')} and {counted(kv_heads, 'key head')}"
+        got = f"nn.Attention: projections give {given} of {self.heads} and {self.kv_heads}"
         told = "use module.shard(rank, ranks), or ColwiseParallel(use_local_output=False) for q_proj, k_proj and v_proj"
         if heads * self.kv_heads != kv_heads * self.heads and self.kv_heads != 1:
             raise WeftError(f"{got}, which belong to other queries: {told}")
@@ -185,7 +184,7 @@ def variant_problems(variant: object, latent: bool) -> list[str]:
 def rope_problems(rope: object, columns: int) -> list[str]:
     if not isinstance(rope, Rotary):
         return [f"rope: expected a weft.nn.Rotary, got {rope!r}"]
-    return [f"rope: expected at most {columns} columns, got {rope.dim}"] if rope.dim > columns else []
+    return [f"rope: expected at most {counted(columns, 'column')}, got {rope.dim}"] if rope.dim > columns else []
 
 
 def rotation_of(
@@ -263,9 +262,11 @@ def check_cache(cache: Step, batch: int, length: int, options: Mapping[str, Any]
         raise WeftError(f"nn: {', '.join(taken)}: expected none beside cache=, which brings its own")
     number = cache.slots.shape[0]
     if number != batch and cache.cu_seqlens_q is not None:
-        raise WeftError(f"nn: x: expected [1, {cache.length}, width], as the step is packed, got {batch} rows")
+        raise WeftError(
+            f"nn: x: expected [1, {cache.length}, width], as the step is packed, got {counted(batch, 'row')}"
+        )
     if number != batch:
-        raise WeftError(f"nn: cache: expected a step of {batch} sequences, as x has rows, got {number}")
+        raise WeftError(f"nn: cache: expected a step of {counted(batch, 'sequence')}, as x has rows, got {number}")
     if length != cache.length:
         raise WeftError(f"nn: x: expected [batch, {cache.length}, width], the new rows of the step, got {length}")
 
@@ -274,7 +275,7 @@ def check_shard(name: str, variant: Variant, heads: int, rank: int, ranks: int) 
     """Raise for a part that cannot be computed by itself."""
     if not isinstance(ranks, int) or ranks < 1 or heads % ranks or not isinstance(rank, int) or not 0 <= rank < ranks:
         raise WeftError(
-            f"{name}.shard: expected ranks that divide {heads} heads and a rank below, got {rank} of {ranks}"
+            f"{name}.shard: expected ranks that divide {counted(heads, 'head')} and a rank below, got {rank} of {ranks}"
         )
     if ranks > 1 and any(_computes_with_heads(e) for e in variant.expressions):
         raise WeftError(

@@ -24,7 +24,7 @@ from ...compiler.planning.segments import Segments, for_heads, segments_of
 from ...compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
 from ...compiler.planning.target import CallTensors, Context, Launcher
 from ...ir.attention import Attention
-from ...ir.errors import WeftError
+from ...ir.errors import WeftError, counted
 from ...ir.expr import Expr, Load, Symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import nodes
@@ -183,7 +183,7 @@ class HopperTarget:
                     f"strides are {list(tensor.stride())}"
                 )
         if call.rope is not None and call.rope.shape[1] != 1:
-            return f"hopper: a rotary key of {call.rope.shape[1]} heads is for the triton target"
+            return f"hopper: a rotary key of {counted(call.rope.shape[1], 'head')} is for the triton target"
         page = call.key.shape[2]
         if signature.sequences in PAGED and page < LEAST_PAGE:
             return small_pages(page)

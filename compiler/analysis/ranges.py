@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
+from ...ir.errors import counted
 from ...ir.expr import INT32_MAX, Call, Const, Expr, Load, Scalar, Symbol
 from ...ir.operators import LARGEST_FLOOR, OPERATORS, Range
-from ...ir.walk import children, nodes, scalars
+from ...ir.walk import children, nodes, scalars, symbols
 
 Ranges: TypeAlias = dict[str, Range]  # of symbols and int scalars, by name
 Extents: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of tensor operands, by name
@@ -26,6 +27,10 @@ Interval: TypeAlias = tuple[float, float]  # of a float; its ends may be infinit
 _LOADED = (-(2**30) + 1, 2**30 - 1)
 _FLOORED = (-LARGEST_FLOOR, LARGEST_FLOOR)
 _WHOLE = (-INT32_MAX - 1, INT32_MAX)
+
+
+class IndexProblem(str):
+    """What `check_integers` says of an index that can leave its tensor."""
 
 
 def check_integers(root: Expr, env: Ranges, extents: Extents, floats: Mapping[str, float] | None = None) -> list[str]:
@@ -134,7 +139,7 @@ class _Evaluation:
     ) -> None:
         self._limits = dict(limits or {})
         self._floats = floats or {}
-        self._env = {n: _both(r, self._limits.get(n, r)) for n, r in env.items()}
+        self.env = {n: _both(r, self._limits.get(n, r)) for n, r in env.items()}
         self._ints: dict[str, Range] = {}
 
     def of_int(self, node: Expr) -> Range:
@@ -152,7 +157,7 @@ class _Evaluation:
             return _WHOLE
         linear = _linear(node)
         if linear is not None:
-            return _sum_range(linear, self._env)
+            return _sum_range(linear, self.env)
         match node:
             case Load():
                 return _LOADED
@@ -206,7 +211,7 @@ class _Evaluation:
         limits = dict(self._limits)
         for node, found in self._learned(condition, holds):
             limits[node.text] = _both(found, limits.get(node.text, found))
-        return self if limits == self._limits else _Evaluation(self._env, limits, self._floats)
+        return self if limits == self._limits else _Evaluation(self.env, limits, self._floats)
 
     def _learned(self, condition: Expr, holds: bool) -> Iterator[tuple[Expr, Range]]:
         match condition:
@@ -252,7 +257,7 @@ def _rounded(found: Interval, relative: float = 1e-5, absolute: float = 0.0) -> 
 
 
 _SMALLEST, _LARGEST = 1.2e-38, 3.3e38  # of float32, beside 0 and infinity
-_GROWING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt")
+_GROWING = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "softplus", "logsigmoid", "sqrt")
 
 
 def _applied(op: str, operands: list[Interval]) -> Interval | None:
@@ -350,7 +355,7 @@ def _linear(node: Expr) -> dict[str, int] | None:
 # -- problems ----------------------------------------------------------------------------------------------------------
 def _problems(node: Expr, known: _Evaluation, extents: Extents) -> Iterator[str]:
     if isinstance(node, Load):
-        yield from _index_problems(node, [known.of_int(i) for i in node.index], extents)
+        yield from _index_problems(node, [known.of_int(i) for i in node.index], known, extents)
     elif isinstance(node, Call) and node.dtype == "int":
         if OPERATORS[node.op].divides_ints:
             yield from _divisor_problems(node.args[1], node, known)
@@ -375,28 +380,53 @@ def _cure(node: Expr, known: _Evaluation) -> str:
 def _divisor_problems(divisor: Expr, node: Expr, known: _Evaluation) -> Iterator[str]:
     low, high = known.of_int(divisor)
     if low <= 0 <= high:
+        guard = f", or use weft.maximum({divisor}, 1)" if low == 0 < high else ""  # else it would change other values
         yield (
             f"`{node}`: the divisor `{divisor}` can be 0 in this call (it ranges from {low} to {high}); give a "
-            f"positive value, or use weft.maximum({divisor}, 1)"
+            f"positive value{guard}"
         )
 
 
-def _index_problems(node: Load, indices: list[Range], extents: Extents) -> Iterator[str]:
+def _index_problems(node: Load, indices: list[Range], known: _Evaluation, extents: Extents) -> Iterator[str]:
     tensor = node.tensor.name
     for d, (index, (low, high), extent) in enumerate(zip(node.index, indices, extents[tensor])):
         if isinstance(index, Load) or low < 0 or high >= extent:
             found = "is read from a tensor" if isinstance(index, Load) else f"ranges from {low} to {high} in this call"
             found = "" if isinstance(index, Const) else f" {found},"
-            yield (
-                f"`{node}`: index {d}, `{index}`,{found} but {tensor} has {extent} entries there; "
-                f"{cure_of_index(index, extent)}"
+            yield IndexProblem(
+                f"`{node}`: index {d}, `{index}`,{found} but {tensor} has {counted(extent, 'entry')} there; "
+                f"{cure_of_index(index, (low, high), extent, known.env)}"
             )
 
 
-def cure_of_index(index: Expr, extent: int) -> str:
-    """What is done about an index that leaves the extent of its tensor there."""
-    if extent == 1:
-        return "index it with 0, or pass x.expand(...), a view with as many entries: nothing is broadcast"
-    if isinstance(index, Const):
+def cure_of_index(index: Expr, reached: Range, extent: int, env: Ranges) -> str:
+    """What is done about an index that leaves the extent of its tensor there.
+
+    reached: the least and the greatest index. env: range of every symbol and int scalar in the call.
+    """
+    (low, high), clamped = reached, f"weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+    if isinstance(index, Const) and extent > 1:
         return f"entries count from 0: write an index from 0 to {extent - 1}, or pass a larger tensor"
-    return f"pass a larger tensor, or clamp the index: weft.minimum(weft.maximum({index}, 0), {extent - 1})"
+    if isinstance(index, Load):
+        return f"clamp the index: {clamped}"
+    cures = []
+    if _is_of_query_rows(index, extent, env):
+        cures.append(
+            "it fits query rows that count from 0: pass q_offset=0 where the first query stands at the first key, or "
+            "write weft.q_pos - (weft.kv_len - weft.q_len) in place of weft.q_pos"
+        )
+    if extent == 1:
+        cures.append("index it with 0, or pass x.expand(...), a view with as many entries: nothing is broadcast")
+    if cures:
+        return "; or ".join(cures)
+    if low >= 0 and high == extent:  # a clamp would hide the mistake
+        return f"it is one entry short: pass a tensor with {high + 1} entries there"
+    return f"pass a larger tensor, or clamp the index: {clamped}"
+
+
+def _is_of_query_rows(index: Expr, extent: int, env: Ranges) -> bool:
+    """Whether a tensor has just the entries that are read where the first query has position 0, and now it has not."""
+    if "q_pos" not in symbols(index) or "q_pos" not in env or env["q_pos"][0] == 0:
+        return False
+    first, last = env["q_pos"]
+    return range_of(index, env | {"q_pos": (0, last - first)}) == (0, extent - 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...ir.errors import WeftError
+from ...ir.errors import WeftError, counted
 from ..analysis.records import TileCounts
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
         axes.vlines([c * grid.block_kv for c in range(columns + 1)], 0, extent[2], colors="#00000030", linewidth=0.5)
         axes.hlines([r * grid.block_q for r in range(rows + 1)], 0, extent[1], colors="#00000030", linewidth=0.5)
     axes.set(xlim=(0, grid.kv_len), ylim=(grid.q_len, 0), xlabel="key", ylabel="query")
-    axes.set_title(title or f"{grid.q_len} queries, {grid.kv_len} keys", fontsize=10)
+    axes.set_title(title or f"{counted(grid.q_len, 'query')}, {counted(grid.kv_len, 'key')}", fontsize=10)
     counts = grid.counts
     numbers = (counts.empty, counts.edge, counts.full)
     patches = [

@@ -254,7 +254,8 @@ _FLOAT: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg, "abs": torch.abs,
     "minimum": torch.minimum, "maximum": torch.maximum, "exp": torch.exp, "exp2": torch.exp2, "log": torch.log,
     "log2": torch.log2, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "sin": torch.sin, "cos": torch.cos,
+    "sin": torch.sin, "cos": torch.cos, "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
+    "logsigmoid": lambda x: -torch.logaddexp(-x, torch.zeros_like(x)),
 }  # fmt: skip
 _EXACT = ("add", "sub", "mul", "neg", "abs", "div")  # exact where the result is representable
 
@@ -283,6 +284,8 @@ _BOUND: dict[str, Callable[..., Tensor]] = {
     "log2": _function(lambda y, x: 1.5 / x, least=1.0),
     "tanh": lambda p, y, x, ex: (1 - y * y) * ex + (FUNCTION * p.eps + p.tanh) * y.abs(),
     "sigmoid": _function(lambda y, x: y * (1 - y)),
+    "softplus": _function(lambda y, x: torch.sigmoid(x)),
+    "logsigmoid": _function(lambda y, x: torch.sigmoid(-x)),
     "sqrt": _function(lambda y, x: 0.5 / y),
     "rsqrt": _function(lambda y, x: 0.5 * y / x),
     "sin": lambda p, y, x, ex: ex + p.eps * x.abs() + FUNCTION * p.eps,

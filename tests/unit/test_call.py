@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -98,11 +99,13 @@ def test_an_index_that_can_leave_its_tensor_is_refused():
     q, k, v = qkv()
     with pytest.raises(WeftError, match=r"`slopes\[head\]`: index 0, `head`, ranges from 0 to 3 .* 2 entries"):
         ALIBI(q, k, v, slopes=torch.ones(2))
-    with pytest.raises(WeftError, match=r"1 entries there; index it with 0, or pass x.expand.*nothing is broadcast"):
+    with pytest.raises(WeftError, match=r"1 entry there; index it with 0, or pass x.expand.*nothing is broadcast"):
         ALIBI(q, k, v, slopes=torch.ones(1))
     loose = weft.Attention(score + table[kv_pos - q_pos + 7], name="loose")
     loose(q, k, v, table=torch.ones(15))
-    with pytest.raises(WeftError, match=r"ranges from 0 to 14 .* 14 entries there; .* clamp the index: weft.minimum"):
+    with pytest.raises(WeftError, match=r"ranges from 0 to 14 .* 13 entries there; .* clamp the index: weft.minimum"):
+        loose(q, k, v, table=torch.ones(13))
+    with pytest.raises(WeftError, match=r"14 entries there; it is one entry short: pass .* 15 entries there$"):
         loose(q, k, v, table=torch.ones(14))
     clamped = weft.Attention(score + table[weft.minimum(weft.maximum(kv_pos - q_pos, 0), 3)], name="clamped")
     clamped(q, k, v, table=torch.ones(4))
@@ -258,3 +261,39 @@ def test_lengths_end_where_proofs_do(latent: bool) -> None:
             weft.WeftError, match=rf"{label}: integer overflow: expected a length up to 2\*\*30, got 1073741825"
         ):
             variant(query, key) if latent else variant(query, key, key)
+
+
+def test_an_operand_that_is_one_entry_short_is_not_clamped():
+    """A clamp would let the last token join its neighbour's document, and say nothing."""
+    q = torch.randn(1, 2, 40, 16)
+    doc = weft.tensor("doc", 1, int)
+    packed = weft.Attention(mask=weft.masks.causal & weft.masks.document(doc), name="packed")
+    for call in (packed, packed.reference):
+        with pytest.raises(
+            WeftError, match=r"has 39 entries there; it is one entry short: pass .* 40 entries"
+        ) as caught:
+            call(q, q, q, doc=torch.zeros(39, dtype=torch.int32))
+        assert "minimum" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(3, 5), (5, 3), (1, 4)])
+def test_a_bias_of_query_rows_is_told_of_q_offset(rows, keys):
+    """SDPA's attn_mask [L, T] counts rows of the query from 0, and so does q_offset=0; a clamp gives other numbers."""
+    bias = weft.tensor("bias", 2)
+    query, key = torch.randn(1, 1, rows, 16), torch.randn(1, 1, keys, 16)
+    given = torch.randn(rows, keys)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=given)
+    biased = weft.Attention(score + bias[weft.q_pos, weft.kv_pos], name="biased")
+    for call in (biased, biased.reference):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(
+                WeftError, match=r"pass q_offset=0 .*weft.q_pos - \(weft.kv_len - weft.q_len\)"
+            ) as caught:
+                call(query, key, key, bias=given)
+        assert "clamp" not in str(caught.value)
+    torch.testing.assert_close(biased(query, key, key, bias=given, q_offset=0), wanted)
+    rewritten = weft.Attention(score + bias[weft.q_pos - (weft.kv_len - weft.q_len), weft.kv_pos], name="rewritten")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(rewritten(query, key, key, bias=given), wanted)

@@ -29,6 +29,7 @@ _NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "maximum": np.maximum, "where": np.where, "div": np.true_divide, "floor": lambda x: np.floor(x).astype(np.int64),
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "softplus": lambda x: np.logaddexp(x, 0.0), "logsigmoid": lambda x: -np.logaddexp(-x, 0.0),
     "floordiv": lambda a, b: _divided(np.floor_divide, a, b), "mod": lambda a, b: _divided(np.mod, a, b),
 }  # fmt: skip
 
