@@ -153,15 +153,15 @@ def note(found: Described) -> str:
     if not found.rows:
         return NO_SEQUENCE
 
-    def span(lengths: list[int]) -> str:
+    def span(lengths: list[int], noun: str) -> str:
         low, high = min(lengths), max(lengths)
-        return str(low) if low == high else f"{low} to {high}"
+        return counted(low, noun) if low == high else f"{low} to {counted(high, noun)}"
 
-    q, kv = span([r.q_len for r in found.rows]), span([r.kv_len for r in found.rows])
+    q, kv = span([r.q_len for r in found.rows], "query"), span([r.kv_len for r in found.rows], "key")
     how = "packed one after the other" if isinstance(found.sequences, Packed) else "in padded operands"
     if isinstance(found.sequences, Pages):
         how = f"these in pages of {found.sequences.page}"
     if isinstance(found.sequences, PackedPaged):
         how += ", queries packed one after the other"
     number = counted(len(found.rows), "sequence")
-    return f"{number} of {q} queries and {kv} keys, {how}: tiles and pairs are those of their lengths"
+    return f"{number} of {q} and {kv}, {how}: tiles and pairs are those of their lengths"

@@ -208,8 +208,8 @@ class Server:
             others = len(self.cache) - len(self.running) - len(self.swapped)
             if others:
                 raise OutOfBlocksError(
-                    f"Server: a request that fits the cache finds no room in it: {counted(others, 'sequence')} there "
-                    "are not this server's, and hold blocks; free them, and go on with run()"
+                    "Server: a request that fits the cache finds no room in it beside "
+                    f"{counted(others, 'sequence')} of others; free them, and go on with run()"
                 )
             raise InternalError("serving: a request that fits the cache finds no room in it")
         victim = max(among, key=lambda r: r.number)

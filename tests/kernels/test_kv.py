@@ -390,7 +390,7 @@ def test_rows_that_do_not_fit():
         step.append(0, good, good)
     with pytest.raises(weft.WeftError, match="append: this step is read only"):
         cache.view([0]).append(0, good, good)
-    with pytest.raises(weft.WeftError, match=r"expected key and value of each of 1 layers, got 2 and 1"):
+    with pytest.raises(weft.WeftError, match=r"expected key and value of each of 1 layer, got 2 and 1"):
         cache.append([0], [good, good], good)
 
 

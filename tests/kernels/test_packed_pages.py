@@ -327,7 +327,7 @@ def test_few_queries_have_their_keys_divided():
     sizes, given = planned((1,) * 8)
     said = CAUSAL.explain(sizes, device="h200", **given)
     assert "split_forward=triton" in said and "problem       B 8 " in said
-    assert "8 sequences of 1 queries and 4000 keys, these in pages of 16, queries packed one after the other" in (
+    assert "8 sequences of 1 query and 4000 keys, these in pages of 16, queries packed one after the other" in (
         said.replace("\n", " ")
     )
     sizes, given = planned((1,) * 7 + (MOST_SHORT,))

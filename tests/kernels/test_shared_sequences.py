@@ -172,7 +172,7 @@ def test_a_plan_has_both():
     assert [code.target for code in plan.codes] == ["hopper", "triton"] and plan.schedule.algorithm == "flash"
     said = " ".join(CAUSAL.explain(sizes, device="h200", **given).split())
     assert f"sequences with up to {MOST_SHORT} queries are computed by split_kv/split_forward=triton:" in said
-    assert "1 sequences of 512 queries" in said and "7 sequences of 1 queries" in said
+    assert "1 sequence of 512 queries" in said and "7 sequences of 1 query" in said
     text = CAUSAL.source(sizes, device="h200", **given)
     assert "# ######## Of sequences with up to 64 queries\n" in text and "def flash_forward(" in text
     for lens in ((512,) * 8, (MOST_SHORT,) * 8):

@@ -47,9 +47,9 @@ def test_every_combination_that_there_is() -> None:
         "dense forward packed bf16 D64 for h200",
         "dense backward packed bf16 D64 for h200",
         "dense forward in pages of 8 bf16 D64 for h200",
-        "dense decode of 1 heads a key head lengths bf16 D64 for h200",
+        "dense decode of 1 head a key head lengths bf16 D64 for h200",
         "dense decode of 4 heads a key head lengths bf16 D64 for h200",
-        "dense decode of 1 heads a key head in pages of 8 bf16 D64 for h200",
+        "dense decode of 1 head a key head in pages of 8 bf16 D64 for h200",
         "dense decode of 4 heads a key head in pages of 8 bf16 D64 for h200",
     ]
     mixed = build.jobs_of([dense], sequences=["packed_paged"], decode=[4], **sizes)

@@ -196,7 +196,7 @@ def test_operands_that_the_mask_does_not_read_are_not_asked_for() -> None:
         ),
         (
             torch.zeros(1, 8192, dtype=torch.int64),
-            r"`ids\[batch, kv_pos\]`: index 0, .* from 0 to 1 in this call, but ids has 1 entries",
+            r"`ids\[batch, kv_pos\]`: index 0, .* from 0 to 1 in this call, but ids has 1 entry",
         ),
         ([[0] * 8192] * 2, r"documents: ids: expected a tensor of int with 2 dimensions, got list"),
     ],
