@@ -554,6 +554,7 @@ class Attention(Declaration):
         operands = {name: validate.as_number(given, dict(self._numbers).get(name)) for name, given in operands.items()}
         operands = self._read(operands)
         validate.check_operands(self, operands, query.device)
+        validate.check_floats(self, operands, query.dtype)
         if q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
             if lengths is None:

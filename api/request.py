@@ -38,6 +38,7 @@ from .runtime.checks import (
     MAX_HEAD_DIM,
     check_q_offset,
     check_tensors,
+    float_problems,
     length_problems,
     range_problems,
     refuse_tracing,
@@ -132,7 +133,7 @@ def _check_options(attention: Attention, sizes: Shape, form: Form | None, option
     """Raise WeftError for options and operands that a call of these sizes refuses."""
     name = str(attention.name)
     given = {n: value for n, value in options.items() if n not in OPTIONS}
-    check_operands(name, attention, given)
+    check_operands(name, attention, given, torch.float64 if sizes.dtype == "fp64" else torch.float32)
     offset = options.get("q_offset")
     if offset is not None and not any(options.get(n) is not None for n in parts.OPTIONS):
         device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
@@ -375,9 +376,12 @@ def described(attention: Attention, operands: Sequence[Tensor | Shape], options:
     return validate.described(attention, options, batch, None, OPTIONS)
 
 
-def check_operands(title: str, attention: Attention, options: Mapping[str, Any]) -> None:
+def check_operands(
+    title: str, attention: Attention, options: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> None:
     """Raise WeftError for operands that a call would refuse: unknown names, and scalars of another kind.
 
+    dtype: of the query.
     Those that are missing are nobody's mistake here. A function of its indices may stand for a tensor.
     """
     declared = {p.name: p for p in attention.parameters}
@@ -387,7 +391,7 @@ def check_operands(title: str, attention: Attention, options: Mapping[str, Any])
         if operand is None:
             problems.append(_unknown(name, sorted(declared)))
         elif isinstance(operand, Scalar):
-            problems += _scalar_problems(operand, value)
+            problems += _scalar_problems(operand, value, dtype)
         elif isinstance(value, Tensor):
             problems += tensor_problems(operand, value, value.device)
         elif not callable(value):
@@ -402,13 +406,15 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     return f"{name}: unknown operand or option; this variant's operands are: {', '.join(known) or 'none'}{meant}"
 
 
-def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
+def _scalar_problems(operand: Scalar, value: object, dtype: torch.dtype) -> Iterator[str]:
     """What a call says of the value of a scalar."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if operand.dtype == "int" and whole:
         yield from range_problems(operand, value)  # type: ignore[arg-type]
     elif not whole and (operand.dtype == "int" or not isinstance(value, float)):
         yield f"{operand.name}: expected {'an int' if operand.dtype == 'int' else 'a number'}, got {value!r}"
+    elif operand.dtype == "float":
+        yield from float_problems(operand, value, dtype)  # type: ignore[arg-type]
 
 
 def mask_operands(attention: Attention) -> list[Scalar | TensorOperand]:

@@ -17,6 +17,7 @@ from .runtime.call import Call
 from .runtime.checks import (
     check_operand_kinds,
     check_q_offset,
+    float_problems,
     form_problem,
     kind_problems,
     length_problems,
@@ -132,6 +133,13 @@ def check_operands(
     """
     problems = [*others, *check_operand_kinds(attention, given, device)]
     if problems:
+        raise collected(str(attention.name), problems)
+
+
+def check_floats(attention: Attention, given: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """That float scalars are floats of a call whose query has this dtype."""
+    numbers = [s for s in attention.scalars if s.dtype == "float"]
+    if problems := [p for s in numbers for p in float_problems(s, given[s.name], dtype)]:
         raise collected(str(attention.name), problems)
 
 

@@ -24,7 +24,7 @@ from ..ir.attention import SEED, Attention
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, expression, symbol
 from ..ir.operators import OPERATORS, Operator
 from ..ir.philox import OF_PAIRS, pairs_kept
-from ..ir.walk import loads, nodes, rewrite, symbols
+from ..ir.walk import loads, nodes, rewrite, scalars, symbols
 from .dialects import GLUON, TORCH, TRITON, Dialect, Printer, axes
 
 LOG2_E = math.log2(math.e)
@@ -189,7 +189,7 @@ class FunctionPrinter:
         texts, found = [], list(derivatives)
         if scale is not None:
             title = f"The score is this times q.k{unit}."
-            texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False))
+            texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False, is_factor=True))
         else:
             score = self.facts.attention.folded_score
             found.insert(0, ("scores", self._in_units(self._with_given(score)), f"The score{unit}: {score}"))
@@ -280,11 +280,12 @@ class FunctionPrinter:
         return ", ".join([*([f"arg_{share.name}"] if isinstance(share, Scalar) else []), f"arg_{SEED.name}"])
 
     def elementwise(
-        self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = ""
-    ) -> str:
+        self, name: str, value: Expr, title: str, tile: bool = True, qk: bool = True, parts: str = "",
+        is_factor: bool = False,
+    ) -> str:  # fmt: skip
         """One function from a tile of scores and positions to a tile, or to what broadcasts to one.
 
-        parts: names of what was computed from positions before.
+        parts: names of what was computed from positions before. is_factor: kernels multiply by it and by log2(e).
         """
         of_scores = tile and qk
         value = self._with_given(value) if of_scores else value
@@ -294,6 +295,8 @@ class FunctionPrinter:
         first += f"{BY_PAIR}, " if of_scores and self.boxed is not None else ""
         first += "apart, " if of_scores and self.tables else ""  # how far the first query and key of a tile are
         text = printer(result) if value.dtype == "bool" or not tile else self._float_tile(printer, result, value)
+        if is_factor and scalars(value) and self.floats == "torch.float32" and not self.language.is_gpu:
+            text = f"in_range({text})" if printer.is_number(result) else text
         return self._function(f"{name}({first}{self.env})", title, [*lines, f"return {text}"])
 
     def _by_distance(self, value: Expr, of_pairs: bool = True) -> list[str]:
@@ -528,7 +531,7 @@ class FunctionPrinter:
     def _helpers(self, text: str) -> list[str]:
         """What the functions call: reads of ints, and the operators that the language lacks."""
         if not self.language.is_gpu:
-            return _called([_IEEE], text)
+            return _called([_IEEE, _IN_RANGE], text)
         helpers = []
         if "as_bound(" in text:
             helpers.append(_AS_BOUND.format(jit=self.language.decorator, m=self.language.module))
@@ -604,6 +607,11 @@ def ieee(on_numbers, on_tensors, *x):
         return on_numbers(*x)
     except (ArithmeticError, ValueError):
         return on_tensors(*(torch.tensor(each, dtype=torch.float64, device="cpu") for each in x)).item()
+'''.lstrip()
+_IN_RANGE = '''
+def in_range(factor):
+    """A number that torch's kernels multiply by: infinite where it is that in float32, times log2(e) too."""
+    return factor if abs(factor) <= 2.358e38 or factor != factor else math.copysign(math.inf, factor)
 '''.lstrip()
 _AS_INT = '''{jit}
 def as_int(x):

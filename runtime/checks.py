@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
@@ -19,7 +20,7 @@ MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_LARGEST = 2**128  # what float32 cannot hold
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -326,8 +327,8 @@ def _scalar_problems(operand: Scalar, value: object) -> Iterator[str]:
             yield from range_problems(operand, value)
     elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         yield f"{operand.name}: expected a number, got {value!r}"
-    elif isinstance(value, int) and abs(value) > _LARGEST:
-        yield f"{operand.name}: float overflow: expected a number below 3.4e38, got {shown(value)}"
+    elif isinstance(value, (int, float)):
+        yield from float_problems(operand, value)
 
 
 def check_kept(name: str, b: BackwardCall) -> None:
@@ -390,6 +391,16 @@ def range_problems(operand: Scalar, value: int) -> Iterator[str]:
     """What keeps an int scalar within the 32 bits that kernels take it in."""
     if not -INT32_MAX <= value <= INT32_MAX:
         yield f"{operand.name}: integer overflow: expected a value within 32 bits, got {shown(value)}"
+
+
+def float_problems(operand: Scalar, value: int | float, dtype: torch.dtype | None = None) -> Iterator[str]:
+    """What keeps a float scalar within the floats that kernels compute in. dtype: of the query; None: not known."""
+    most = 2**1023 if dtype in (None, torch.float64) else LARGEST_FLOAT
+    if value != value:
+        yield f"{operand.name}: expected a number, got NaN"
+    elif abs(value) > most and abs(value) != math.inf:
+        bits = "64" if most != LARGEST_FLOAT else "32"
+        yield f"{operand.name}: float overflow: expected a number that {bits} bits hold, or inf, got {shown(value)}"
 
 
 def tensor_problems(operand: TensorOperand, value: Tensor, device: torch.device | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.operators import Range
 from ..ir.sequences import Rows
 from .call import Call, Dense, Ragged
-from .checks import range_problems
+from .checks import LARGEST_FLOAT, float_problems, range_problems
 from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
@@ -69,12 +69,13 @@ class SizeChecks:
         self._of_pairs = (attention.folded_score, attention.folded_mask)
         self._of_rows = self._expressions[len(self._of_pairs) :]  # a sink, which rows see that have no key too
         self._ints = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "int"]
+        self._numbers = [p for p in parameters if isinstance(p, Scalar) and p.dtype == "float"]
         self._floats = sorted(frozenset().union(*map(floats_in_ints, self._expressions)))
         self._tensors = [p.name for p in parameters if isinstance(p, TensorOperand)]
         self._computed = computed_with(attention)
         ranges = any(computes_ints(e) for e in self._expressions)
         self._ranges_needed = ranges
-        self.needed = ranges or bool(self._ints)  # else every size is sound
+        self.needed = ranges or bool(self._ints) or bool(self._numbers)  # else every size is sound
         self._proven: set[object] = set()
         self._names, self._is_known = self._functions(parameters)
 
@@ -108,6 +109,9 @@ class SizeChecks:
 
     def check(self, call: Call) -> None:
         """Raise WeftError for sizes and values that kernels could not compute with, whatever tensors hold."""
+        for number in self._numbers:
+            if not -LARGEST_FLOAT <= call.operands[number.name] <= LARGEST_FLOAT:  # type: ignore[operator]
+                self._check_float(number, call)
         looked_at = bool(self._computed) and checks_values()
         if self._ranges_needed and not looked_at and self._is_known(call):
             return
@@ -133,6 +137,12 @@ class SizeChecks:
             is_rough = self._prove(call, offset)
         if (names := self._names(call)) is not None:
             self._remember(names[1] if is_rough else names[0])
+
+    def _check_float(self, scalar: Scalar, call: Call) -> None:
+        """Raise WeftError for a number that floats of the call do not have."""
+        value: Any = call.operands[scalar.name]
+        if problems := list(float_problems(scalar, value, call.query.dtype)):
+            raise collected(self._name, problems)
 
     def _remember(self, sound: object) -> None:
         if len(self._proven) >= MOST_PROVEN:
