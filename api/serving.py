@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -21,10 +21,11 @@ from .graphed import Graphed as Graphed
 from .graphed import Model as Model
 from .ir.errors import InternalError, WeftError, counted
 from .kv import OutOfBlocksError, PagedCache
+from .kv.blocks import start_of
 from .kv.cache import is_size, token_ids
 from .kv.step import on_device
 
-State = Literal["waiting", "running", "swapped", "done"]
+State = Literal["waiting", "running", "swapped", "done", "cancelled"]
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Request:
     prompt: tuple[int, ...]
     count: int  # new tokens at most
     stop: frozenset[int]
+    salt: Hashable = None  # what the rows of its prompt depend on besides tokens
     state: State = "waiting"
     written: list[int] = field(default_factory=list)
     sequence: int | None = None  # of the cache
@@ -105,8 +107,12 @@ class Server:
         self._random = torch.Generator(cache.device).manual_seed(seed)
         self._submitted, self._blocks = 0, cache.usage.blocks
 
-    def submit(self, prompt: Iterable[int], count: int, stop: Iterable[int] = ()) -> Request:
-        """Queue a prompt, to be continued by `count` tokens, or up to one of `stop`."""
+    def submit(self, prompt: Iterable[int], count: int, stop: Iterable[int] = (), *, salt: Hashable = None) -> Request:
+        """Queue a prompt, to be continued by `count` tokens, or up to one of `stop`.
+
+        salt: as of `PagedCache.allocate`: only requests with an equal one share pages.
+        """
+        start_of("submit", salt)
         tokens = tuple(token_ids("submit: prompt", prompt))
         if not tokens or not is_size(count):
             raise WeftError(
@@ -120,10 +126,29 @@ class Server:
                 f"submit: {counted(len(tokens), 'token')} and {count} more take {counted(pages, 'block')}, and the "
                 f"cache has {blocks}; make it larger, or ask for less"
             )
-        made = Request(self._submitted, tokens, count, ends, arrived=time.perf_counter())
+        made = Request(self._submitted, tokens, count, ends, salt, arrived=time.perf_counter())
         self._submitted += 1
         self.waiting.append(made)
         return made
+
+    def cancel(self, request: Request) -> bool:
+        """End a request, in whatever state, between two steps: its blocks are free, and what was written stays with it.
+
+        False where it was done or cancelled before. Raises WeftError for a request that is not this server's, and,
+        with nothing changed, while a step computes it.
+        """
+        if not isinstance(request, Request):
+            raise WeftError(f"cancel: expected a request, as submit gives it, got {type(request).__name__}")
+        if request.state in ("done", "cancelled"):
+            return False
+        queue = next((q for q in (self.waiting, self.running, self.swapped) if request in q), None)
+        if queue is None:
+            raise WeftError(f"cancel: request {request.number} was submitted to another server")
+        if request.sequence is not None:
+            self.cache.free(request.sequence)
+        queue.remove(request)
+        request.state, request.sequence = "cancelled", None
+        return True
 
     @property
     def is_busy(self) -> bool:
@@ -176,10 +201,13 @@ class Server:
         while self.waiting and not self.swapped and len(self.running) < self.most:
             request, page = self.waiting[0], self.cache.page
             start = request.prompt[:page]
-            if len(start) == page and any(self._left(r) > 1 and r.prompt[:page] == start for r in self.running):
+            begins = (start_of("submit", request.salt), start)
+            if len(start) == page and any(
+                self._left(r) > 1 and (start_of("submit", r.salt), r.prompt[:page]) == begins for r in self.running
+            ):
                 return  # it begins as one that is being filled, whose pages it can have when they are there
             tokens = request.tokens
-            sequence = self.cache.allocate(tokens)
+            sequence = self.cache.allocate(tokens, salt=request.salt)
             needed = -(-len(tokens) // page) - len(self.cache.blocks(sequence)) + len(self.running) + 1
             if self.running and needed > self.cache.free_blocks:
                 self.cache.free(sequence)

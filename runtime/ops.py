@@ -191,7 +191,11 @@ class _Recorded(torch.autograd.Function):
         query, key, value, rope = tensors[:4]
         known = repeats.known
         if known is not None and dout is not None and not torch.is_grad_enabled() and unwatched():
-            found = variant.backward_again(repeats, known, query, key, value, operands, offset, out, lse, dout, dlse)
+            given = (query, key, value, operands, offset, out, lse, dout, dlse)
+            try:
+                found = variant.backward_again(repeats, known, *given)
+            except (IndexError, ValueError):  # an operand lost dimensions through .data: told below
+                found = None
             if found is not None:
                 return None, *found
         _refuse_many(variant.name, dout, dlse)
@@ -200,9 +204,11 @@ class _Recorded(torch.autograd.Function):
         watched = torch.is_grad_enabled() or not (unwatched() and are_plain((dout, dlse, *tensors)))
         # a hook of the user may have brought back something else than what was saved
         if not watched and (not operands or kinds_of(operands) == kind.operands):
-            found = variant.backward_of(
-                kind.key, kind.wanted, repeats, query, key, value, operands, offset, out, lse, dout, dlse
-            )
+            given = (query, key, value, operands, offset, out, lse, dout, dlse)
+            try:
+                found = variant.backward_of(kind.key, kind.wanted, repeats, *given)
+            except (IndexError, ValueError):
+                found = None
             if found is not None:
                 return None, *found
         call = Call(query, key, value, rope, operands, sequences or Dense(offset), kind.options, kind.head_dim)

@@ -75,7 +75,8 @@ class SizeChecks:
         self._computed = computed_with(attention)
         ranges = any(computes_ints(e) for e in self._expressions)
         self._ranges_needed = ranges
-        self.needed = ranges or bool(self._ints) or bool(self._numbers)  # else every size is sound
+        self._of_sizes = ranges or bool(self._ints)  # else every size is sound
+        self.needed = self._of_sizes or bool(self._numbers)
         self._proven: set[object] = set()
         self._names, self._is_known = self._functions(parameters)
 
@@ -112,6 +113,8 @@ class SizeChecks:
         for number in self._numbers:
             if not -LARGEST_FLOAT <= call.operands[number.name] <= LARGEST_FLOAT:  # type: ignore[operator]
                 self._check_float(number, call)
+        if not self._of_sizes:
+            return
         looked_at = bool(self._computed) and checks_values()
         if self._ranges_needed and not looked_at and self._is_known(call):
             return

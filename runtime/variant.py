@@ -222,7 +222,7 @@ class Variant:
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
         call = b.call
-        if call.query.dim() != 4:
+        if call.query.dim() != 4 or call.key.dim() != 4:
             check_kept(self.name, b)
         key = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)

@@ -6,8 +6,9 @@ Numbers only, on the host: tensors are moved by `cache.py`.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from types import NoneType
+from typing import NamedTuple, TypeAlias
 
 from ..ir.errors import WeftError
 
@@ -16,10 +17,33 @@ class OutOfBlocksError(WeftError):
     """There are fewer free blocks than a call needs; nothing was changed. Free a sequence, or swap one out."""
 
 
+class Start(NamedTuple):
+    """What lies before the first page of sequences with one salt; its type counts, as 1 == True == 1.0."""
+
+    kind: type
+    salt: Hashable
+
+
+Before: TypeAlias = int | Start  # the number of the page before, or a start
+NO_SALT = Start(NoneType, None)
+
+
+def start_of(what: str, salt: Hashable) -> Start:
+    """Where sequences with this salt begin. Raises WeftError for one that cannot be compared."""
+    try:
+        hash(salt)
+    except TypeError:
+        got = type(salt).__name__
+        raise WeftError(
+            f"{what}: salt: expected what has a hash, as bytes, an int or a tuple of such, got {got}"
+        ) from None
+    return Start(type(salt), salt)
+
+
 class Page(NamedTuple):
     """A full page that can be found again: what it holds, and what lies before it."""
 
-    before: int  # number of the page before it; 0: none
+    before: Before
     tokens: tuple[int, ...]
 
 
@@ -27,7 +51,8 @@ class Blocks:
     """Blocks 0 .. number - 1, each held by any number of sequences.
 
     A full page is published under the number of the page before it and its own tokens, so that equal prefixes, and no
-    others, are found: entries are compared, not their hashes alone. A published block that nobody holds counts as free,
+    others, are found: entries are compared, not their hashes alone. First pages have the salt of their sequence in
+    the place of a number, so that nothing is shared between salts. A published block that nobody holds counts as free,
     and keeps its content until it is taken: those that were dropped first are taken first, and unpublished ones before.
     """
 
@@ -93,7 +118,7 @@ class Blocks:
                     self._blank.append(block)
 
     # -- full pages --------------------------------------------------------------------------------------------------
-    def publish(self, block: int, before: int, tokens: Sequence[int]) -> int:
+    def publish(self, block: int, before: Before, tokens: Sequence[int]) -> int:
         """Let a full page be found again; its number, that of an equal page where there is one already."""
         page = Page(before, tuple(tokens))
         if (there := self._found.get(page)) is not None:
@@ -102,11 +127,11 @@ class Blocks:
         self._page_of[block], self._found[page] = page, (block, self._last_number)
         return self._last_number
 
-    def find(self, tokens: Sequence[int], page: int) -> list[tuple[int, int]]:
+    def find(self, tokens: Sequence[int], page: int, start: Start = NO_SALT) -> list[tuple[int, int]]:
         """Blocks and numbers of the longest published prefix of these tokens that leaves one of them over."""
         found: list[tuple[int, int]] = []
         for end in range(page, len(tokens), page):
-            before = found[-1][1] if found else 0
+            before = found[-1][1] if found else start
             there = self._found.get(Page(before, tuple(tokens[end - page : end])))
             if there is None:
                 break

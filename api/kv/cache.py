@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from numbers import Integral
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..distributed import is_sharded
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, collected, counted
-from .blocks import Blocks
+from .blocks import NO_SALT, Blocks, Start, start_of
 from .step import Step, on_device
 from .table import Table
 
@@ -60,6 +60,7 @@ class _Sequence:
     length: int = 0  # tokens
     tokens: list[int] = field(default_factory=list)  # ids of the first ones, as far as they are known
     numbers: list[int] = field(default_factory=list)  # of the published pages, from the first on
+    start: Start = NO_SALT  # what lies before them
     step: Step | None = None  # the one that is open
     new: int = 0  # rows of that step
     new_tokens: Sequence[int] | None = None  # their ids
@@ -140,17 +141,21 @@ class Cache:
         return [*self._keys, *self._values]
 
     # -- sequences ---------------------------------------------------------------------------------------------------
-    def allocate(self, tokens: Iterable[int] | None = None) -> int:
+    def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:
         """The id of a new sequence, which no other ever has.
 
         tokens: ids of its prompt. Full pages of the same ids that were committed before, in this order from the first
         token on, are shared in place of being computed again: `length(sequence)` tokens are there, at most all but one.
+        salt: what rows depend on besides ids, as the digest of an image whose tokens are placeholders, or the name of
+        an adapter: bytes, an int, or anything else with a hash. Only sequences with an equal salt share pages.
         """
         prompt = None if tokens is None else token_ids("allocate: tokens", tokens)
+        start = start_of("allocate", salt)
         with self._lock:
-            found = self._blocks.find(prompt, self.page) if prompt and self._holds_pages else []
+            found = self._blocks.find(prompt, self.page, start) if prompt and self._holds_pages else []
             made = _Sequence(self._table.take(), [block for block, _ in found], len(found) * self.page)
             made.tokens, made.numbers = (prompt or [])[: made.length], [number for _, number in found]
+            made.start = start
             self._blocks.hold(made.blocks)
             self._table.write(made.row, 0, made.blocks)
             return self._add(made)
@@ -198,7 +203,7 @@ class Cache:
         with self._lock:
             found = self._idle("fork", sequence, resident=True)
             made = _Sequence(self._table.take(), list(found.blocks), found.length, list(found.tokens))
-            made.numbers = list(found.numbers)
+            made.numbers, made.start = list(found.numbers), found.start
             self._blocks.hold(made.blocks)
             self._table.write(made.row, 0, made.blocks)
             return self._add(made)
@@ -372,7 +377,7 @@ class Cache:
             return
         for page in range(len(found.numbers), len(found.tokens) // self.page):
             tokens = found.tokens[page * self.page : (page + 1) * self.page]
-            before = found.numbers[-1] if found.numbers else 0
+            before = found.numbers[-1] if found.numbers else found.start
             found.numbers.append(self._blocks.publish(found.blocks[page], before, tokens))
 
     # -- swapping ----------------------------------------------------------------------------------------------------

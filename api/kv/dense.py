@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
 from ..ir.attention import Latent
 from ..ir.errors import WeftError, counted
+from .blocks import start_of
 from .cache import Cache, _Sequence
 
 
@@ -33,8 +34,9 @@ class DenseCache(Cache):
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:
         return {"sequences": blocks, "capacity": page}
 
-    def allocate(self, tokens: Iterable[int] | None = None) -> int:
-        """The id of a new sequence, whose row is the first free one. tokens are not looked at: nothing is shared."""
+    def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:
+        """The id of a new sequence, whose row is the first free one; nothing is shared, whatever tokens and salt are."""
+        start_of("allocate", salt)
         with self._lock:
             self._blocks.check_free(1, "DenseCache.allocate")
             made = _Sequence(self._table.take(), self._blocks.take(1))

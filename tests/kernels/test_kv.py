@@ -509,3 +509,24 @@ def test_a_cache_that_is_copied_says_what_to_do():
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(weft.WeftError, match=r"PagedCache: a cache is not copied or pickled.*fork\(sequence\)"):
             copied(model)
+
+
+def test_pages_are_found_by_their_salt_too():
+    store = PagedCache(16, page=2, kv_heads=1, head_dim=4, dtype=torch.float32)
+
+    def filled(tokens, salt):
+        made = store.allocate(tokens, salt=salt)
+        rows = torch.zeros(1, 1, len(tokens) - store.length(made), 4)
+        store.append([made], rows, rows, tokens=[tokens[store.length(made) :]])
+        return made
+
+    first = filled([1, 2, 3, 4, 5], b"cat")
+    assert store.length(store.allocate([1, 2, 3, 4, 5], salt=b"cat")) == 4
+    for other in (None, b"dog", "cat", 0, ("cat",)):
+        assert store.length(store.allocate([1, 2, 3, 4, 5], salt=other)) == 0, other
+    copy = store.fork(first)  # a copy has the salt: what it adds is found under it
+    store.append([copy], torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4), tokens=[[6, 7, 8]])
+    assert store.length(store.allocate([1, 2, 3, 4, 5, 6, 7, 8, 9], salt=b"cat")) == 8
+    assert store.length(store.allocate([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 0
+    with pytest.raises(weft.WeftError, match="allocate: salt: expected what has a hash, .*, got dict"):
+        store.allocate([1], salt={})

@@ -29,6 +29,14 @@ def rows_of(cache: Any, step: Step, index: int, pool: torch.Tensor) -> torch.Ten
     return pool[pages].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
+SALTS = (None, None, b"image", 1, True, ("adapter", 1))  # some equal to others, but not the same
+
+
+def number_of(salt: object) -> int:
+    """That tells it apart in a row, beside ids of 0 and 1."""
+    return 10 * next(n for n, other in enumerate(SALTS) if type(other) is type(salt) and other == salt)
+
+
 def ids(draw: random.Random, number: int) -> list[int]:
     """Token ids that often begin alike."""
     return [int(draw.random() < 0.15) for _ in range(number)]
@@ -43,6 +51,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.lists: dict[int, list[list[torch.Tensor]]] = {}  # id -> pool -> rows [heads, width]
         self.ids: dict[int, list[int]] = {}  # id -> tokens
+        self.salts: dict[int, int] = {}  # id -> number of its salt
         self.open: list[tuple[Step, list[int]]] = []
         self.freed: list[int] = []
         self.written = 0
@@ -92,8 +101,10 @@ class Machine(RuleBasedStateMachine):
         if len(self.lists) > 4:
             return
         tokens = ids(draw, draw.randint(0, 10)) if draw.random() < 0.8 else None
+        salt = draw.choice(SALTS)
+        self.unchanged(lambda: self.cache.allocate(tokens, salt=[1]))
         try:
-            made = self.cache.allocate(tokens)
+            made = self.cache.allocate(tokens, salt=salt)
         except OutOfBlocksError:
             assert self.dense and self.cache.usage.free == 0
             return
@@ -101,10 +112,12 @@ class Machine(RuleBasedStateMachine):
         assert made not in self.lists and length <= max(len(tokens or ()) - 1, 0)
         assert length == 0 or not self.dense
         self.ids[made] = (tokens or [])[:length]
+        self.salts[made] = number_of(salt)
         if not self.dense:
             self.lists[made] = self.read_back(made, length)
             last = [[int(row[0, -1]) for row in rows] for rows in self.lists[made]]
-            assert last == [self.ids[made]] * len(self.pools)  # the last column of a row is its token
+            # the last column of a row is its token, and the salt of its sequence
+            assert last == [[self.salts[made] + token for token in self.ids[made]]] * len(self.pools)
         else:
             self.lists[made] = [[] for _ in self.pools]
 
@@ -144,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         return True
 
     def write(self, step: Step, tokens: list[list[int]]) -> None:
-        """Rows of all layers; the last column of each holds the token's id. NaN where no row is."""
+        """Rows of all layers; the last column of each is the token's id and the salt's number. NaN where no row is."""
         made = []
         for pool in self.pools:
             rows = torch.full((len(tokens), pool.shape[1], step.length, pool.shape[3]), torch.nan)
@@ -152,7 +165,7 @@ class Machine(RuleBasedStateMachine):
                 for n, token in enumerate(row_ids):
                     self.written += 1
                     rows[b, :, n] = float(self.written)
-                    rows[b, :, n, -1] = token
+                    rows[b, :, n, -1] = token + self.salts[step.sequences[b]]
             made.append(rows)
         for layer in range(LAYERS):
             step.append(layer, made[layer], None if self.latent else made[LAYERS + layer])
@@ -186,7 +199,7 @@ class Machine(RuleBasedStateMachine):
             assert self.dense
             return
         self.lists[made] = [list(rows) for rows in self.lists[chosen]]
-        self.ids[made] = list(self.ids[chosen])
+        self.ids[made], self.salts[made] = list(self.ids[chosen]), self.salts[chosen]
 
     def truncate(self, draw: random.Random) -> None:
         if not (idle := self.idle()):

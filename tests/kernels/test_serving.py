@@ -275,3 +275,85 @@ def test_what_is_no_model_or_no_number_is_refused_in_words():
     server = Server(lambda tokens, step, last: None, PagedCache(8, kv_heads=1, head_dim=8, dtype=torch.float32))
     with pytest.raises(weft.WeftError, match="submit: stop: expected a list of ids, got 2"):
         server.submit([1], 1, stop=2)
+
+
+# -- requests that end early, and prompts that only look alike ---------------------------------------------------------
+def server_of(model, blocks=12, **more):
+    cache = PagedCache(blocks, page=4, layers=2, kv_heads=2, head_dim=8, dtype=torch.float32)
+    return Server(model, cache, **more)
+
+
+@MIXED
+def test_cancelled_in_every_state_its_blocks_are_free(mixed):
+    """Others get what they get alone."""
+    model = Model()
+    server = server_of(model, most=3, mixed=mixed)
+    requests = [server.submit(p, n) for p, n in zip(prompts_of([9, 6, 7, 10, 3]), [22, 20, 18, 14, 5])]
+    while not server.swapped:
+        server.step()
+    running, swapped, waiting = server.running[0], server.swapped[0], server.waiting[0]
+    for request in (running, swapped, waiting):
+        before, held = request.written[:], request.sequence
+        assert server.cancel(request) and not server.cancel(request)
+        assert request.state == "cancelled" and request.written == before and request.sequence is None
+        assert held is None or held not in server.cache
+    server.run()
+    left = [r for r in requests if r not in (running, swapped, waiting)]
+    assert len(left) == 2 and [r.state for r in left] == ["done", "done"]
+    for r in left:
+        assert r.written == model.alone(r.prompt, r.count)
+        assert not server.cancel(r) and r.state == "done"
+    assert len(server.cache) == 0 and server.cache.usage.used == server.cache.usage.swapped == 0
+
+
+def test_all_may_be_cancelled_while_prompts_are_filled():
+    server = server_of(Model(), chunk=4)
+    requests = [server.submit(p, 5) for p in prompts_of([14, 11])]
+    server.step()
+    for request in requests:
+        assert server.cancel(request)
+    assert not server.is_busy and server.cache.usage.used == 0
+    server.run()
+    assert [r.written for r in requests] == [[], []]
+
+
+def test_what_cannot_be_cancelled():
+    server, other = server_of(Model()), server_of(Model())
+    with pytest.raises(weft.WeftError, match="cancel: request 0 was submitted to another server"):
+        server.cancel(other.submit([1, 2], 3))
+    with pytest.raises(weft.WeftError, match="cancel: expected a request, as submit gives it, got int"):
+        server.cancel(0)
+
+    class Cancelling(Model):
+        def forward(self, tokens, step, last):
+            with pytest.raises(weft.WeftError, match="free: .*open"):
+                inside.cancel(request)
+            return super().forward(tokens, step, last)
+
+    inside = server_of(Cancelling())
+    request = inside.submit([1, 2], 3)
+    inside.run()
+    assert request.state == "done" and len(request.written) == 3
+
+
+@MIXED
+def test_prompts_of_other_salts_share_nothing(mixed):
+    """Placeholders of two images are the same tokens, and their rows are not."""
+    server = server_of(Model(), blocks=60, mixed=mixed)
+    prompt = list(range(13))
+    for salts, reused in (((b"a", b"b", None), 0), ((b"a", b"b", None), 36), ((b"c", 1, True, "a"), 0)):
+        before = server.totals.reused_tokens
+        for salt in salts:
+            server.submit(prompt, 2, salt=salt)
+        server.run()
+        assert server.totals.reused_tokens - before == reused
+    with pytest.raises(weft.WeftError, match="submit: salt: expected what has a hash, .*, got list"):
+        server.submit(prompt, 2, salt=[1])
+
+
+def test_prompts_of_one_salt_wait_for_each_other():
+    server = server_of(Model(), blocks=60)
+    for salt in (b"a", b"a", b"b"):
+        server.submit(list(range(13)), 2, salt=salt)
+    server.run()
+    assert server.totals.reused_tokens == 12
