@@ -108,12 +108,16 @@ def main() -> None:
 
 @main.command()
 @having(*VARIANT_OPTIONS, *SHAPE_OPTIONS, *PLAN_OPTIONS)
+@click.option("--short", is_flag=True, help="The schedule, and time and bound of each kernel: one screen.")
 @click.pass_context
-def explain(ctx: click.Context) -> None:
-    """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it."""
+def explain(ctx: click.Context, short: bool) -> None:
+    """Print the plan: stages, loops, tile classes, bytes, predicted time and what bounds it.
+
+    Attention is full where neither VARIANT nor --mask is given.
+    """
     r = request_of(ctx)
     with _busy("planning"):
-        text = describe.explain(r.variant, [r.shape], r.device, r.target, r.schedule, None, r.values)
+        text = describe.explain(r.variant, [r.shape], r.device, r.target, r.schedule, None, r.values, short)
     click.echo(text)
 
 

@@ -347,13 +347,16 @@ def _open_parts(facts: Facts, code: CodePlan) -> tuple[str, ...]:
 
 def explain(
     attention: Attention, operands: Sequence[Tensor | Shape], device: str | None, target: str | None,
-    schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any],
+    schedule: str | Schedule | None, form: Form | None, options: Mapping[str, Any], short: bool = False,
 ) -> str:  # fmt: skip
-    from .compiler.planning.explain import explain as render  # lazy: imports rich
+    """short: what a person wants first, on one screen."""
+    from .compiler.planning import explain as texts  # lazy: imports rich
 
     facts = facts_of(attention)
     made = plan(attention, operands, device, target, schedule, form, options)
-    return render(made, attention, facts.kv_bounds, facts.q_bounds, proven.claim(facts))
+    if short:
+        return texts.explain_short(made)
+    return texts.explain(made, attention, facts.kv_bounds, facts.q_bounds, proven.claim(facts))
 
 
 def source(

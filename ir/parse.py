@@ -9,6 +9,7 @@ from threading import RLock
 from typing import Union
 
 from .attention import Attention, Latent
+from .caller import outside_of_graphs
 from .errors import InternalError, WeftError
 from .expr import (
     NO_TRUTH,
@@ -49,6 +50,7 @@ _UNARY = {_python_sign(f"{op.sign} a"): name for name, op in OPERATORS.items() i
 _TYPES = {"int": int, "float": float, "bool": bool}
 
 
+@outside_of_graphs
 def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
     """The expression that `text` writes; `operands` are the scalars and tensors it may name.
 
@@ -69,6 +71,7 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
         raise WeftError(f"an expression that is too deep: {_start(text)}; {SMALLER}") from None
 
 
+@outside_of_graphs
 def parse_attention(text: str) -> Attention:
     """The variant that `str(attention)` printed: declarations, then `weft.Attention(...)`, by lines or semicolons."""
     if not isinstance(text, str):

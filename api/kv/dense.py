@@ -35,7 +35,7 @@ class DenseCache(Cache):
         return {"sequences": blocks, "capacity": page}
 
     def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:
-        """The id of a new sequence, whose row is the first free one; nothing is shared, whatever tokens and salt are."""
+        """The id of a new sequence, whose row is the first free one; nothing is shared, whatever is given."""
         start_of("allocate", salt)
         with self._lock:
             self._blocks.check_free(1, "DenseCache.allocate")

@@ -15,7 +15,7 @@ from .records import Work
 # (results of special function units, other instructions) of operators; any other one is an instruction.
 _COSTS = {
     "exp": (1, 1), "exp2": (1, 0), "log": (1, 1), "log2": (1, 0), "tanh": (1, 0), "sigmoid": (2, 3), "sqrt": (1, 2),
-    "rsqrt": (1, 0), "softplus": (2, 12), "logsigmoid": (2, 14), "sin": (1, 9), "cos": (1, 9), "div": (1, 6),
+    "rsqrt": (1, 0), "softplus": (1, 12), "logsigmoid": (1, 14), "sin": (1, 9), "cos": (1, 9), "div": (1, 6),
     "floordiv": (1, 6), "mod": (1, 8),
 }  # fmt: skip
 _ADDRESS = 2  # instructions of a read's address

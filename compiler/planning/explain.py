@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...ir.attention import Attention
+from ...ir.errors import counted
 from ...ir.normalizer import SOFTMAX
 from ..analysis.records import Bounds
 from ..analysis.survey import CELL
@@ -94,6 +95,43 @@ def explain(
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
+def explain_short(plan: Plan, *, width: int = WIDTH) -> str:
+    """What a person wants first: the schedule, and of each kernel its tiles, time and bound. `explain` has the rest."""
+    names = places(plan.hardware)
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="bold")
+    head.add_column(overflow="fold")
+    head.add_row("variant", Text(plan.name))
+    head.add_row("problem", Text(_problem_text(plan)))
+    head.add_row("hardware", Text(f"{plan.hardware.title}, figures {plan.hardware.figures}"))
+    head.add_row("schedule", Text(str(plan.schedule.algorithm)))
+    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(Group(head, "", _short_table(plan, names), "", *_totals(plan, names)))
+    notes = [f"{counted(len(plan.notes), 'note')} more without --short"] if plan.notes else []
+    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), *notes])
+
+
+def _short_table(plan: Plan, names: Places) -> Table:
+    """A line a kernel."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("form", no_wrap=True)
+    for title in ("empty/edge/full", "ms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
+    for k in plan.kernels:
+        tiles = "/".join(count_text(n) for n in (k.tiles.empty, k.tiles.edge, k.tiles.full))
+        table.add_row(k.name, f"{k.target} {k.form}", tiles, _ms_text(k.seconds), _bound_text(k, names))
+    return table
+
+
+def _problem_text(plan: Plan) -> str:
+    shape = plan.shape
+    sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
+    return f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"
+
+
 def explanation(
     plan: Plan,
     attention: Attention | None = None,
@@ -122,7 +160,6 @@ def explanation(
 
 # -- what is computed ------------------------------------------------------------------------------------------------
 def _header(plan: Plan, attention: Attention | None) -> Table:
-    shape = plan.shape
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -136,8 +173,7 @@ def _header(plan: Plan, attention: Attention | None) -> Table:
             table.add_row("normalizer", Text(attention.normalizer))
         if attention.drops:
             table.add_row("dropout", Text(f"{attention.dropout} of the weights, where the plan says drop(...)"))
-    sizes = f"B {shape.batch}  Hq {shape.heads}  Hkv {shape.kv_heads}  L {shape.q_len}  T {shape.kv_len}"
-    table.add_row("problem", Text(f"{sizes}  D {shape.head_dim}  Dv {shape.value_dim}  {shape.dtype}"))
+    table.add_row("problem", Text(_problem_text(plan)))
     parts = plan.segments
     value = "columns of the key" if parts.value_is_key else _segments(parts.v)
     table.add_row("tile columns", Text(f"query, key {_segments(parts.qk)}; value {value}"))

@@ -5,6 +5,7 @@ A row that sees one key has the score as its log-sum-exp, so that kernels show v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,3 +136,61 @@ def test_reversed_differences_keep_their_order() -> None:
     assert str(torch.sub(torch.tensor(2.0), score)) == "2.0 - score"
     with pytest.raises(weft.WeftError, match=r"weft.where\(x < 0, -\(-x % y\), x % y\) of ints"):
         torch.fmod(torch.tensor(-7), q_pos)
+
+
+# -- formulas of documents, and of what they ship ----------------------------------------------------------------------
+WRITTEN: dict[str, tuple[Any, Callable[[Tensor], Tensor], list[float]]] = {
+    "softcap": (50.0 * weft.tanh(score / 50.0), lambda x: 50.0 * torch.tanh(x / 50.0), X),
+    "x**0.5": (weft.sqrt(score), torch.sqrt, FAR),
+    "x**-0.5": (weft.rsqrt(score), torch.rsqrt, FAR[1:]),
+    "x**y": (weft.exp2(1.7 * weft.log2(score)), lambda x: x**1.7, [x for x in FAR if 0 < x < 1e15]),
+    "guarded": (weft.log(weft.maximum(score, 1e-6)), lambda x: x.clamp(min=1e-6).log(), X),
+    "where in place of c * a": (weft.where(score > 1.0, score, 0.0), lambda x: torch.where(x > 1.0, x, 0.0), X),
+}
+
+
+@TARGETS
+@pytest.mark.parametrize("name", list(WRITTEN))
+def test_formulas_of_documents(name: str, target: str) -> None:
+    written, function, places = WRITTEN[name]
+    x = torch.tensor(places, dtype=torch.float32)
+    values, _ = slopes_and_values(written, target, x)
+    close(values, function(x.double()), rtol=3e-5)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 5, -1, -8, 2**31 - 1, -(2**31) + 1])
+def test_bits_by_division(bits: int) -> None:
+    """`x // 2` for `x >> 1`, and `x % 2, x // 2 % 2, ...` for its bits, of negative ints too."""
+    env = {"kv_pos": torch.tensor([bits])}
+    of = lambda e: int(evaluate(e, env, torch.float32, torch.device("cpu")))  # noqa: E731
+    assert of(kv_pos // 2) == bits >> 1 and of(kv_pos // 4) == bits >> 2
+    assert [of(kv_pos // 2**n % 2) for n in range(6)] == [bits >> n & 1 for n in range(6)]
+
+
+@TARGETS
+def test_a_sink_that_is_none_for_some_heads(target: str) -> None:
+    """`weft.where(c, 0.0, -math.inf)`, as the message says."""
+    variant = weft.Attention(sink=weft.where(weft.head < 1, 0.0, -math.inf), name="some_sinks")
+    q = torch.zeros(1, 2, 1, 16)
+    _, lse = variant(q, q, q, return_lse=True, target=target)
+    torch.testing.assert_close(lse.flatten(), torch.tensor([math.log(2.0), 0.0]))
+
+
+READY = {
+    "softcap": weft.scores.softcap(50.0), "log_n": weft.scores.log_n(2048),
+    "ssmax": weft.scores.ssmax(0.4), "yarn": weft.scores.yarn(4.0),
+    "llama4": weft.scores.llama4_temperature(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(READY))
+def test_ready_scores_far_out(name: str) -> None:
+    """From the first position to the last that a call may have, as in float64."""
+    env: dict[str, Any] = {"q_pos": torch.tensor([0, 1, 2047, 8191, 2**20, 2**30 - 1]), "kv_pos": 0}
+    for x in (-1e30, -1.0, 0.0, 1e30):
+        env["score"] = torch.tensor(x)
+        got, exact = (
+            evaluate(READY[name](score), env, dtype, torch.device("cpu")) for dtype in (torch.float32, torch.float64)
+        )
+        close(got.double(), exact)
+        assert bool(got.isfinite().all())

@@ -28,6 +28,7 @@ SCORES = {
     "causal": {"mask": masks.causal},
     "window": {"mask": masks.sliding_window(100)},
     "cap": {"score": 20.0 * weft.tanh(score / 20.0), "mask": masks.causal},
+    "softplus": {"score": weft.softplus(4.0 * score) + weft.logsigmoid(30.0 * score), "mask": masks.causal},
     "alibi": {"score": score + slopes[head] * (kv_pos - q_pos), "mask": masks.causal},
     "signed": {"score": score * factor[head], "mask": masks.causal},
 }

@@ -529,6 +529,28 @@ def test_without_score_and_mask_attention_is_full() -> None:
     assert "sink" in succeeds("explain", "--sink", "0.0", *sizes)
 
 
+@pytest.mark.parametrize("device", ["h200", "h100", "a100", "cpu"])
+def test_a_short_explanation_fits_a_screen(device: str) -> None:
+    """Its times and bounds are those of the long one."""
+    written = (
+        "--score",
+        "score + t[head, abs(q_pos - kv_pos)]",
+        "--tensor",
+        "t:2",
+        "--mask",
+        "doc[kv_pos] == doc[q_pos]",
+    )
+    given = ("--tensor", "doc:1:int", "--set", "doc=random", "--set", "t=random", "--q-len", "512", "--device", device)
+    whole = succeeds("explain", *written, *given)
+    short = succeeds("explain", *written, *given, "--short")
+    assert len(short.splitlines()) <= 24 and max(map(len, short.splitlines())) <= 100
+    for row in re.findall(r"^(\w+) +\S+ \S+ +\S+ +([\d.]+) +(.+)$", short, re.MULTILINE):
+        if row[0] not in ("kernel", "variant", "problem", "hardware"):
+            assert re.search(rf"^{row[0]} .* {re.escape(row[1])} +{re.escape(row[2])}$", whole, re.MULTILINE), row
+    assert "schedule  flash" in short and "forward: " in short and "backward: " in short
+    assert "note" in short.splitlines()[-1]
+
+
 def test_drawn_tensors_are_as_large_as_they_are_read() -> None:
     """A call with them is sound, and one entry less would not do."""
     table, near, seen = weft.tensor("table", 2), weft.tensor("near", 3, int), weft.tensor("seen", 2, bool)
