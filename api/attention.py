@@ -381,9 +381,11 @@ class Attention(Declaration):
                 ints.append(given)
         if torch.compiler.is_exporting():  # packages of AOTInductor give None in place of an empty list
             tensors, floats, ints = tensors or [query], floats or [query], ints or [0]  # which nobody reads
-        offset = key.shape[2] - query.shape[2] if q_offset is None and lengths is None else q_offset
-        if q_offset is None and lengths is None and self._counts_rows and is_surely_negative(offset):
-            say_of_first_key(self.line)
+        offset = q_offset
+        if q_offset is None and lengths is None:
+            offset = own = key.shape[2] - query.shape[2]
+            if self._counts_rows and is_surely_negative(own):
+                say_of_first_key(self.line)
         if isinstance(offset, (bool, float)):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 # What calls back into the package, and what runs its work in threads: the line is of whoever called these.
 _BETWEEN = frozenset(
     {__name__.partition(".")[0], "torch", "numpy", "dataclasses", "functools", "contextlib", "concurrent", "threading"}
@@ -27,7 +29,7 @@ def _caller() -> FrameType | None:
     return _starter.get()
 
 
-def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def outside_of_graphs(function: F) -> F:
     """A function that declares, which torch.compile does not trace: where it may not break the graph, its error says
     so. As `torch.compiler.disable`, which imports all of Dynamo where it only has to leave marks."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ class SizeChecks:
     def check(self, call: Call) -> None:
         """Raise WeftError for sizes and values that kernels could not compute with, whatever tensors hold."""
         for number in self._numbers:
-            if not -LARGEST_FLOAT <= call.operands[number.name] <= LARGEST_FLOAT:  # type: ignore[operator]
+            if not -LARGEST_FLOAT <= call.operands[number.name] <= LARGEST_FLOAT:
                 self._check_float(number, call)
         if not self._of_sizes:
             return

@@ -108,9 +108,9 @@ def check_reads(
         _check_loads(attention, attention.folded_score, env, ranges, mask)
 
 
-def _range_of(value: int | Tensor) -> Range:
+def _range_of(value: Tensor | float) -> Range:
     if not isinstance(value, Tensor):
-        return value, value
+        return int(value), int(value)
     return (int(value.min()), int(value.max())) if value.numel() else (0, 0)
 
 

@@ -162,7 +162,7 @@ class Step:
 
     def __repr__(self) -> str:
         if self.state == "fixed":
-            return f"Step(fixed; {counted(list(self.slots.shape), 'row')})"
+            return f"Step(fixed; {list(self.slots.shape)} rows)"
         rows = ", ".join(f"{s}: {a} + {b - a}" for s, a, b in zip(self.sequences, self.starts, self.ends))
         return f"Step({self.state}; tokens of each sequence: {{{rows}}})"
 
