@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # of float32
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -395,11 +395,11 @@ def range_problems(operand: Scalar, value: int) -> Iterator[str]:
 
 def float_problems(operand: Scalar, value: int | float, dtype: torch.dtype | None = None) -> Iterator[str]:
     """What keeps a float scalar within the floats that kernels compute in. dtype: of the query; None: not known."""
-    most = 2**1023 if dtype in (None, torch.float64) else LARGEST_FLOAT
+    most = 2**1023 if dtype in (None, torch.float64) else FLOAT32_MAX
     if value != value:
         yield f"{operand.name}: expected a number, got NaN"
     elif abs(value) > most and abs(value) != math.inf:
-        bits = "64" if most != LARGEST_FLOAT else "32"
+        bits = "64" if most != FLOAT32_MAX else "32"
         yield f"{operand.name}: float overflow: expected a number that {bits} bits hold, or inf, got {shown(value)}"
 
 

@@ -15,7 +15,7 @@ from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
 from ..ir.operators import Range
 from ..ir.sequences import Rows
 from .call import Call, Dense, Ragged
-from .checks import LARGEST_FLOAT, float_problems, range_problems
+from .checks import FLOAT32_MAX, float_problems, range_problems
 from .settings import checks_values
 from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
 
@@ -111,7 +111,7 @@ class SizeChecks:
     def check(self, call: Call) -> None:
         """Raise WeftError for sizes and values that kernels could not compute with, whatever tensors hold."""
         for number in self._numbers:
-            if not -LARGEST_FLOAT <= call.operands[number.name] <= LARGEST_FLOAT:
+            if not -FLOAT32_MAX <= call.operands[number.name] <= FLOAT32_MAX:
                 self._check_float(number, call)
         if not self._of_sizes:
             return

@@ -130,6 +130,9 @@ def _of_function(op: str, x: Interval) -> Interval | None:
             return Interval(-1.0, 1.0)
         case "sigmoid":
             return Interval(0.0, 1.0)
+        case "softplus" | "logsigmoid":  # they grow, and have a value everywhere
+            low, high = (float(OPERATORS[op].python(end)) for end in x)
+            return Interval(low, high)
         case "sin" | "cos":
             return Interval(-1.0, 1.0) if -math.inf < x.low and x.high < math.inf else None
         case _:  # of somebody's own operator nothing is known
