@@ -15,10 +15,15 @@ from functools import cached_property
 from types import EllipsisType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
 
-from . import foreign
+from . import foreign, page
 from .errors import InternalError, WeftError, shown
 from .operators import OPERATORS, Operator
 from .operators import Number as Number
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..compiler.planning.picture import Picture
 
 DType = Literal["int", "float", "bool"]
 # Packages that call back into expressions: the line that a message names is of whoever called them.
@@ -220,6 +225,17 @@ class Node(Foreign):
         return self.text
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The expression as a notebook shows it."""
+        return page.code(self.text)
+
+    if TYPE_CHECKING:  # api/notebook.py has it: what draws tiles lies in a room above
+
+        def show_mask(
+            self, q_len: int, kv_len: int, *, block_q: int | None = None, block_kv: int | None = None,
+            path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0, **options: Any,
+        ) -> Picture: ...  # fmt: skip
 
     @cached_property
     def text(self) -> str:
