@@ -93,9 +93,11 @@ def test_the_mask_itself_is_drawn_over_edge_tiles_of_small_pictures() -> None:
     order = [shown.svg().index(f'fill="{colour}"') for colour in (picture._COLOURS[EDGE], "#000000")]
     assert order == sorted(order)
     assert 'fill="#000000"' not in LOCAL.show_mask(512, 512, window=20).svg()
-    # a float that the mask reads and that was not given: tiles are there, pairs are not
+    # what the mask reads was not given: tiles are there, pairs are not
     hazy = weft.Attention(mask=masks.causal & (SLOPES[head] * (q_pos - kv_pos) < 3.0), name="hazy")
-    assert "give slopes=..." in hazy.show_mask(16, 16, block_q=4, block_kv=4).svg().replace("\n", "")
+    assert 'fill="#000000"' not in hazy.show_mask(16, 16, block_q=4, block_kv=4).svg()
+    with_slopes = hazy.show_mask(16, 16, block_q=4, block_kv=4, slopes=torch.ones(1))
+    assert filled(with_slopes.svg(), "#000000", 16, 16).sum() == 16 + 15 + 14
 
 
 def test_an_svg_says_what_the_text_says_and_escapes_it() -> None:
