@@ -49,9 +49,7 @@ def agree(target: str, ours: Function, by_hand: Function, tensors: Sequence[Tens
     torch.testing.assert_close(out.double(), exact, atol=near, rtol=near)
     for n, (one, other) in enumerate(zip(single, double)):
         assert one.grad is not None and other.grad is not None and other.grad.abs().max() > 0, n
-        torch.testing.assert_close(
-            one.grad.double(), other.grad, atol=near * 4, rtol=near * 4, msg=lambda m: f"{n}: {m}"
-        )
+        assert torch.allclose(one.grad.double(), other.grad, atol=near * 4, rtol=near * 4), f"gradient of tensor {n}"
 
 
 def test_differential_attention(target: str) -> None:
@@ -188,7 +186,7 @@ def compare_modules(target: str, made: dict, options: dict, inputs: Sequence[Ten
     agree(target, lambda *t: attend(ours, options, *t), lambda *t: attend(theirs, with_doubles(options), *t), inputs)
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
-        torch.testing.assert_close(one.grad.double(), other.grad, atol=2e-3, rtol=2e-3, msg=lambda m: f"{name}: {m}")
+        assert torch.allclose(one.grad.double(), other.grad, atol=2e-3, rtol=2e-3), f"gradient of {name}"
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

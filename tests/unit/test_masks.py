@@ -183,7 +183,7 @@ def test_masks_see_what_their_papers_say(mask: Expr, rule: Rule, length: int) ->
 
 
 def test_compressed_keys_behind_the_first_query() -> None:
-    """Queries count tokens and keys blocks: the call says that the first query stands at token 0, or behind a prompt."""
+    """Queries count tokens and keys blocks: the call says where the first query stands."""
     for offset in (0, 5):
         expected = np.array([[4 * k + 3 <= q + offset for k in range(6)] for q in range(24 - offset)])
         case = Case(masks.compressed(4), 24 - offset, 6, 3, 2, offset)

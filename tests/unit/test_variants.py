@@ -127,7 +127,7 @@ def test_a_wrong_argument_is_refused_where_it_is_written(make: Callable[[], obje
 
 
 def test_names_that_are_none_are_answered_with_those_that_are() -> None:
-    with pytest.raises(AttributeError, match="weft.variants has no 'gemma'; it has gemma2, gemma3"):
+    with pytest.raises(AttributeError, match="weft.variants has no 'gemma'; it has fox, gemma2, gemma3"):
         variants.gemma  # noqa: B018
     with pytest.raises(AttributeError, match="it is weft.variants.gpt_oss"):
         weft.gpt_oss  # noqa: B018
