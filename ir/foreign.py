@@ -43,8 +43,8 @@ _WRITTEN = {
 # Functions that look at many pairs, which no expression does.
 _OF_MANY = frozenset(
     "all any argmax argmin argsort bmm conv1d conv2d count_nonzero cummax cummin cumprod cumsum diff einsum flip gather"
-    " kthvalue log_softmax logcumsumexp logsumexp matmul mean median mm mode norm prod quantile roll softmin sort std sum"
-    " topk unique var".split()
+    " kthvalue log_softmax logcumsumexp logsumexp matmul mean median mm mode norm prod quantile roll softmin sort std"
+    " sum topk unique var".split()
 )
 
 # Names that FlexAttention's functions and other kernels have for symbols of the language.
@@ -79,8 +79,8 @@ def instead_of(name: str) -> str:
         return f"write {_WRITTEN[plain]}"
     if plain in _OF_MANY:
         return (
-            f"{plain} looks at many pairs, and an expression is of one query and one key; compute it in torch, and give "
-            "it as an operand that the score reads, such as x[weft.batch, weft.head, weft.q_pos, weft.kv_pos]"
+            f"{plain} looks at many pairs, and an expression is of one query and one key; compute it in torch, and "
+            "give it as an operand that the score reads, such as x[weft.batch, weft.head, weft.q_pos, weft.kv_pos]"
         )
     functions = " ".join(sorted(name for name, op in OPERATORS.items() if op.is_function))
     return f"the language has no {plain}; its functions are those of weft: {functions}"
