@@ -26,7 +26,8 @@ class CrossAttention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return heads
 
     def forward(self, x: Tensor, memory: Tensor, lengths: Tensor) -> Tensor:
         """lengths: int32 [B], of the memory."""
@@ -39,7 +40,8 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     """The definition; seen: bool, which broadcasts to [B, H, L, T]. A query that sees nothing gives 0."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return weights.nan_to_num(0.0) @ value
+    out: Tensor = weights.nan_to_num(0.0) @ value
+    return out
 
 
 def main(queries: int = 40, keys: int = 24) -> None:
@@ -49,9 +51,9 @@ def main(queries: int = 40, keys: int = 24) -> None:
     query, (key, value) = torch.randn(2, 4, queries, 32, device=device), torch.randn(2, 2, 4, keys, 32, device=device)
     lengths = torch.tensor([keys, keys // 3], dtype=torch.int32, device=device)
     valid = torch.arange(keys, device=device) < lengths[:, None]
-    doubles = [t.double() for t in (query, key, value)]
+    q, k, v = (t.double() for t in (query, key, value))
 
-    exact = by_hand(*doubles, valid[:, None, None])
+    exact = by_hand(q, k, v, valid[:, None, None])
     for name, out in (
         ("kv_lens=", everything(query, key, value, kv_lens=lengths)),
         ("a bool operand", where_valid(query, key, value, valid=valid)),
@@ -61,7 +63,7 @@ def main(queries: int = 40, keys: int = 24) -> None:
     places = torch.arange(queries, device=device, dtype=torch.float64)[:, None] * keys / queries
     diagonal = (torch.arange(keys, device=device) - places).abs() <= 3
     out = aligned(query, key, value, near=3, q_offset=0)
-    print(f"aligned: largest error {(out - by_hand(*doubles, diagonal)).abs().max().item():.1e}")
+    print(f"aligned: largest error {(out - by_hand(q, k, v, diagonal)).abs().max().item():.1e}")
     print(aligned.show_mask(queries, keys, block_q=4, block_kv=2, near=3, q_offset=0))
 
     layer = CrossAttention(128, heads=4).to(device)

@@ -57,7 +57,8 @@ def main(length: int = 100, size: int = 16, count: int = 3) -> None:
     query = torch.randn(1, 4, length, 32, device=device)
     key, value = torch.randn(2, 1, 2, length, 32, device=device)
     out = attend(query, key, value, size, count)
-    exact = by_hand(*(t.double().cpu() for t in (query, key, value)), size, count)
+    q, k, v = (t.double().cpu() for t in (query, key, value))
+    exact = by_hand(q, k, v, size, count)
     print(f"largest difference to keys gathered by hand: {(out.cpu() - exact).abs().max().item():.1e}")
     print("what every eighth query of head 0 reads:")
     for t, row in list(enumerate(route(query, key, size, count)[0, 0].tolist()))[::8]:

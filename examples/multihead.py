@@ -9,6 +9,7 @@ module: `torch.backends.mha.set_fastpath_enabled(False)` has it call this one.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         assert isinstance(module, cls)
         return module
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -79,21 +80,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (y if is_batched else y.squeeze(0 if self.batch_first else 1)), None
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights: tuple[Tensor, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [nn.functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases)]
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return heads
 
 
 def _operands(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
-) -> tuple[dict[str, Tensor], str, str]:
+) -> tuple[dict[str, Any], str, str]:
     """Operands of the call, and which masks there are."""
-    operands: dict[str, Tensor] = {}
+    operands: dict[str, Any] = {}
     attn, padding = "", ""
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True: torch's module wants attn_mask too")
@@ -112,7 +114,7 @@ def _operands(
 
 def main(length: int = 48, width: int = 64) -> None:
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     theirs = nn.TransformerEncoderLayer(width, 4, 128, dropout=0.0, batch_first=True, device=device)
     ours = nn.TransformerEncoderLayer(width, 4, 128, dropout=0.0, batch_first=True, device=device)
     ours.load_state_dict(theirs.state_dict())
@@ -121,7 +123,7 @@ def main(length: int = 48, width: int = 64) -> None:
     x = torch.randn(3, length, width, device=device)
     padded = torch.arange(length, device=device) >= torch.tensor([[length], [length // 2], [5]], device=device)
     causal = nn.Transformer.generate_square_subsequent_mask(length, device=device)
-    masks = {
+    masks: dict[str, dict[str, Any]] = {
         "no mask": {},
         "attn_mask": {"src_mask": causal},
         "attn_mask, is_causal": {"src_mask": causal, "is_causal": True},

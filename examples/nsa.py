@@ -66,7 +66,7 @@ def by_hand(
             fine = torch.stack([_read_best(query[b], key[b], value[b], pool, h, t, size, count) for b in range(len(q))])
             near_by = slice(max(0, t - near + 1), t + 1)
             branches = (coarse, fine, _softmax_read(q, k[:, near_by], v[:, near_by], scale))
-            heads.append(sum(gates[:, h, t, n, None] * branch for n, branch in enumerate(branches)))
+            heads.append((torch.stack(branches, -1) * gates[:, h, t, None]).sum(-1))
         outs.append(torch.stack(heads, 1))
     return torch.stack(outs, 2)
 
@@ -88,7 +88,8 @@ def _read_best(
         votes = votes + (short @ query[other, t] * scale).softmax(0)[:own] if own else votes
     best = sorted([*sorted(range(own), key=lambda n: -votes[n].item())[: count - 1], own])
     rows = [n for b in best for n in range(b * size, min(t + 1, (b + 1) * size))]
-    return (k[rows] @ query[h, t] * scale).softmax(0) @ v[rows]
+    read: Tensor = (k[rows] @ query[h, t] * scale).softmax(0) @ v[rows]
+    return read
 
 
 def main(length: int = 128, size: int = 16, count: int = 3, near: int = 24, steps: int = 30) -> None:
@@ -100,8 +101,8 @@ def main(length: int = 128, size: int = 16, count: int = 3, near: int = 24, step
     logits = torch.zeros(1, 4, length, 3, device=device, requires_grad=True)
 
     out = attend(query, key, value, logits.sigmoid(), pool, size, count, near)
-    doubles = (t.double().cpu() for t in (query, key, value, logits.sigmoid(), pool))
-    exact = by_hand(*doubles, size, count, near)
+    q, k, v, gates, shares = (t.double().cpu() for t in (query, key, value, logits.sigmoid(), pool))
+    exact = by_hand(q, k, v, gates, shares, size, count, near)
     print(f"largest difference to three branches by hand: {(out.cpu() - exact).abs().max().item():.1e}")
     print(compressed.show_mask(length, length // size, block_q=size // 2, block_kv=1, q_offset=0, block=size))
 

@@ -44,7 +44,8 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, r: Tensor, u: Tensor, v: 
         + torch.einsum("hd,bhjd->bhj", u, key)[:, :, None]
         + torch.einsum("hd,hijd->hij", v, of_pair)
     )
-    return (terms * scale).masked_fill(j > i, float("-inf")).softmax(-1) @ value
+    out: Tensor = (terms * scale).masked_fill(j > i, float("-inf")).softmax(-1) @ value
+    return out
 
 
 class Layer(nn.Module):
@@ -57,16 +58,16 @@ class Layer(nn.Module):
         self.u_bias, self.v_bias = (nn.Parameter(torch.zeros(heads, width // heads)) for _ in range(2))
 
     def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        heads: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        return heads
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         """x [B, L, width], memory [B, M, width], which gets no gradient."""
         seen = torch.cat([memory.detach(), x], 1)
         distances = torch.arange(seen.shape[1] - 1, -x.shape[1], -1, device=x.device, dtype=x.dtype)
         r = self.split(self.r(sinusoids(distances, self.width)))
-        out = attend(
-            self.split(self.q(x)), self.split(self.k(seen)), self.split(self.v(seen)), r, self.u_bias, self.v_bias
-        )
+        query, key, value = self.split(self.q(x)), self.split(self.k(seen)), self.split(self.v(seen))
+        out = attend(query, key, value, r, self.u_bias, self.v_bias)
         y: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return y
 

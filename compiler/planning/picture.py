@@ -50,13 +50,13 @@ class Picture(str):
     """A picture in characters: text as any other, which prompts show as it is and notebooks as an SVG."""
 
     grid: TileGrid
-    title: str
+    heading: str
     dense: numpy.ndarray | None  # the mask itself, where it is drawn over the tiles
 
     @classmethod
     def of(cls, grid: TileGrid, title: str = "", dense: numpy.ndarray | None = None) -> Picture:
         self = cls(mask_text(grid, title=title))
-        self.grid, self.title, self.dense = grid, title, dense
+        self.grid, self.heading, self.dense = grid, title, dense
         return self
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Picture(str):
 
     def svg(self) -> str:
         """The picture as the text of an SVG."""
-        return mask_svg(self.grid, title=self.title, dense=self.dense)
+        return mask_svg(self.grid, title=self.heading, dense=self.dense)
 
     _repr_svg_ = svg
 
@@ -72,7 +72,7 @@ class Picture(str):
         """Write a PNG or an SVG, by the suffix, and return its path; `check_path` says which paths are refused."""
         path = check_path(path)
         if path.suffix.lower() == ".png":
-            return mask_picture(self.grid, path, title=self.title, dense=self.dense)
+            return mask_picture(self.grid, path, title=self.heading, dense=self.dense)
         try:
             path.write_text(self.svg(), encoding="utf-8")
         except OSError as error:
