@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import foreign, page
+from . import foreign
 from .canonical import canonical
 from .errors import WeftError, collected
 from .expr import (
@@ -30,6 +31,7 @@ from .expr import (
     symbol,
 )
 from .normalizer import SOFTMAX, Normalizer, normalizer_named
+from .page import code_html, lines_html, table_html
 from .verify import verify
 from .walk import loads, scalars, substitute, tensors
 
@@ -268,10 +270,8 @@ class Attention:
         """The declaration and its operands, as a notebook shows them."""
         lines, fields = self._declared()
         text = "\n".join([*lines, "weft.Attention(", *(f"    {field}," for field in fields), ")"])
-        operands = [
-            (page.code(p.name), page.escape(self._operand_text(p))) for p in self.parameters if p.name != SEED.name
-        ]
-        return page.lines(text) + (page.table(operands, ("operands", "")) if operands else "")
+        operands = [(code_html(p.name), escape(self._operand_text(p))) for p in self.parameters if p.name != SEED.name]
+        return lines_html(text) + (table_html(operands, ("operands", "")) if operands else "")
 
     def _operand_text(self, operand: Scalar | TensorOperand) -> str:
         """What a call gives for an operand, in words."""

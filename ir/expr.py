@@ -15,10 +15,11 @@ from functools import cached_property
 from types import EllipsisType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union
 
-from . import foreign, page
+from . import foreign
 from .errors import InternalError, WeftError, shown
 from .operators import OPERATORS, Operator
 from .operators import Number as Number
+from .page import code_html
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,7 +229,7 @@ class Node(Foreign):
 
     def _repr_html_(self) -> str:
         """The expression as a notebook shows it."""
-        return page.code(self.text)
+        return code_html(self.text)
 
     if TYPE_CHECKING:  # api/notebook.py has it: what draws tiles lies in a room above
 

@@ -40,19 +40,19 @@ _WRITTEN = {
     "rshift": "x // 2, x // 4, ...", "right_shift": "x // 2, x // 4, ...", "lshift": "x * 2, x * 4, ...",
     "left_shift": "x * 2, x * 4, ...", "bitwise_right_shift": "x // 2", "bitwise_left_shift": "x * 2",
 }  # fmt: skip
-# Functions that look at many pairs, which no expression does.
-_OF_MANY = frozenset(
-    "all any argmax argmin argsort bmm conv1d conv2d count_nonzero cummax cummin cumprod cumsum diff einsum flip gather"
-    " kthvalue log_softmax logcumsumexp logsumexp matmul mean median mm mode norm prod quantile roll softmin sort std"
-    " sum topk unique var".split()
-)
-
 # Names that FlexAttention's functions and other kernels have for symbols of the language.
 SYMBOL_NAMES = {
     "q_idx": "q_pos", "q_index": "q_pos", "kv_idx": "kv_pos", "kv_index": "kv_pos", "k_idx": "kv_pos",
     "b": "batch", "b_idx": "batch", "batch_idx": "batch", "h": "head", "h_idx": "head", "head_idx": "head",
     "q_head": "head", "seqlen_q": "q_len", "seqlen_k": "kv_len", "seq_len": "kv_len",
 }  # fmt: skip
+
+# Functions that look at many pairs, which no expression does.
+_OF_MANY = frozenset(
+    "all any argmax argmin argsort bmm conv1d conv2d count_nonzero cummax cummin cumprod cumsum diff einsum flip gather"
+    " kthvalue log_softmax logcumsumexp logsumexp matmul mean median mm mode norm prod quantile roll softmin sort std"
+    " sum topk unique var".split()
+)
 
 
 def operator_named(name: str) -> str | None:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape as escape
+from html import escape
 
 LEFT, RIGHT, UNBROKEN = "text-align: left", "text-align: right", "; white-space: nowrap"  # styles of columns
 _TABLE = "border-collapse: collapse; margin: 0.4em 0; color: inherit; font-size: inherit"
 _CELL = "padding: 0.1em 0.8em 0.1em 0; vertical-align: top; background: transparent; border: 0"
 
 
-def code(text: str) -> str:
+def code_html(text: str) -> str:
     """A name or an expression within a line.
 
-    >>> code("kv_pos <= q_pos")
+    >>> code_html("kv_pos <= q_pos")
     '<code>kv_pos &lt;= q_pos</code>'
     """
     return f"<code>{escape(text)}</code>"
 
 
-def lines(text: str) -> str:
+def lines_html(text: str) -> str:
     """Text whose lines stay as they are, such as a declaration; long ones are folded."""
     return f'<pre style="margin: 0.4em 0; white-space: pre-wrap; background: transparent">{escape(text)}</pre>'
 
 
-def folded(title: str, body: str) -> str:
+def folded_html(title: str, body: str) -> str:
     """A part that opens where its title is clicked; title is text, body HTML."""
     return f'<details style="margin: 0.4em 0"><summary>{escape(title)}</summary>{body}</details>'
 
 
-def table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), *, columns: Sequence[str] = ()) -> str:
+def table_html(rows: Iterable[Sequence[str]], header: Sequence[str] = (), *, columns: Sequence[str] = ()) -> str:
     """Rows of HTML cells. header: titles, as text. columns: the style of each column, where it is not LEFT."""
 
     def row(tag: str, cells: Sequence[str], more: str = "") -> str:

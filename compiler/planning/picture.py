@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ...ir import page
 from ...ir.errors import WeftError
 from ..analysis.records import TileCounts
 
@@ -194,7 +194,7 @@ def mask_svg(grid: TileGrid, *, title: str = "", dense: numpy.ndarray | None = N
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="12" fill="{ink}">',
-        f"<title>{page.escape(title)}</title>",
+        f"<title>{escape(title)}</title>",
         f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6" fill="{background}" '
         f'stroke="{border}"/>',
         *(_svg_text(_MARGIN, _LINE * (n + 1) + 4, line, weight="bold") for n, line in enumerate(titles)),
@@ -221,7 +221,7 @@ def _plot_size(grid: TileGrid) -> tuple[int, int]:
 
 
 def _svg_text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", more: str = "") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}"{more}>{page.escape(text)}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}"{more}>{escape(text)}</text>'
 
 
 def _axes(grid: TileGrid, top: int, across: int, down: int) -> Iterator[str]:

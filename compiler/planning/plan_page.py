@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -33,19 +34,19 @@ def _block(parts: list[RenderableType]) -> str:
     first = parts[0]
     body = "".join(map(_part, parts))
     if isinstance(first, Table) and isinstance(first.title, Text):
-        return page.folded(first.title.plain, body)
+        return page.folded_html(first.title.plain, body)
     if all(isinstance(part, Text) and part.style == "dim" for part in parts):
-        return page.folded(_WORDS, body)
+        return page.folded_html(_WORDS, body)
     return body
 
 
 def _part(part: RenderableType) -> str:
     match part:
         case str():
-            return page.escape(part)
+            return escape(part)
         case Text():
             bold = "; font-weight: bold" if part.style == "bold" else ""
-            return f'<div style="margin: 0.2em 0{bold}">{page.escape(part.plain)}</div>'
+            return f'<div style="margin: 0.2em 0{bold}">{escape(part.plain)}</div>'
         case Padding():
             return f'<div style="margin-left: {part.left / 2}em">{_part(part.renderable)}</div>'
         case Table():
@@ -56,7 +57,7 @@ def _part(part: RenderableType) -> str:
 
 def _table(table: Table) -> str:
     header = [_plain(column.header) for column in table.columns] if table.show_header else ()
-    return page.table(_rows(table), header, columns=[_style(column) for column in table.columns])
+    return page.table_html(_rows(table), header, columns=[_style(column) for column in table.columns])
 
 
 def _style(column: Column) -> str:
@@ -65,7 +66,7 @@ def _style(column: Column) -> str:
 
 def _rows(table: Table) -> Iterator[list[str]]:
     for cells in zip(*(column.cells for column in table.columns), strict=True):
-        yield [page.escape(_plain(cell)) for cell in cells]
+        yield [escape(_plain(cell)) for cell in cells]
 
 
 def _plain(cell: RenderableType) -> str:
