@@ -40,6 +40,7 @@ _WRITTEN = {
     "rshift": "x // 2, x // 4, ...", "right_shift": "x // 2, x // 4, ...", "lshift": "x * 2, x * 4, ...",
     "left_shift": "x * 2, x * 4, ...", "bitwise_right_shift": "x // 2", "bitwise_left_shift": "x * 2",
 }  # fmt: skip
+
 # Names that FlexAttention's functions and other kernels have for symbols of the language.
 SYMBOL_NAMES = {
     "q_idx": "q_pos", "q_index": "q_pos", "kv_idx": "kv_pos", "kv_index": "kv_pos", "k_idx": "kv_pos",
