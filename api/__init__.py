@@ -11,6 +11,7 @@ from . import installed as _installed
 _installed.warn_of_the_other()  # before modules that it may have overwritten are imported
 
 from . import integrations, kv, masks, nn, scores, serving, variants
+from . import notebook as _notebook  # noqa: F401
 from .attention import Attention
 from .buckets import bucket
 from .compiler.planning.plan import Plan

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import describe, distributed, drawing, request, validate
+from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -623,8 +624,9 @@ class Attention(Declaration):
 
     def show_mask(self, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128,
                   path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0,
-                  **options: Any) -> str:  # fmt: skip
-        """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, and a PNG at `path`.
+                  **options: Any) -> Picture:  # fmt: skip
+        """A picture of the tile classes (skipped, masked or full tiles): text for a terminal, an SVG in a notebook, and
+        by `.svg()`, and a file at `path`, which ends in .png or .svg.
 
         head, batch: the query head and the row of the batch that it is of. options: the variant's operands, and the
         sizes that its mask may read: heads, kv_heads and head_dim.

@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from .cli_options import (
 from .codegen.targets import targets
 from .compiler.planning import hardware
 from .compiler.planning.kernels import Algorithm
+from .compiler.planning.picture import SUFFIXES
 from .compiler.planning.rates import rates_in_words
 from .compiler.planning.records import DTYPE_BYTES
 from .compiler.planning.signature import SequenceKind
@@ -130,7 +131,7 @@ def source(ctx: click.Context, direction: Literal["forward", "backward"], output
     """Print the generated kernels."""
     r = request_of(ctx)
     if output is not None:
-        _check_output(output, ".py")
+        _check_output(output, (".py",))
     with _busy("generating"):
         text = describe.source(r.variant, [r.shape], direction, r.device, r.target, r.schedule, None, r.values)
     if output is not None:
@@ -145,10 +146,10 @@ def source(ctx: click.Context, direction: Literal["forward", "backward"], output
         click.echo(text)
 
 
-def _check_output(path: Path, suffix: str) -> None:
+def _check_output(path: Path, suffixes: Sequence[str]) -> None:
     """Before anything is computed: the file's kind, and a folder to write it in."""
-    if path.suffix.lower() != suffix:
-        raise WeftError(f"--output: expected a file that ends in {suffix}, got {path}")
+    if path.suffix.lower() not in suffixes:
+        raise WeftError(f"--output: expected a file that ends in {' or '.join(suffixes)}, got {path}")
     if not path.parent.is_dir():
         raise WeftError(f"--output: {path}: there is no folder {path.parent}; make it first")
 
@@ -159,7 +160,9 @@ def _check_output(path: Path, suffix: str) -> None:
 @click.option("--block-kv", type=click.IntRange(1), default=128, show_default=True, help="Keys a tile.")
 @click.option("--head", type=click.IntRange(0), default=0, show_default=True, help="The query head to draw.")
 @click.option("--batch-row", type=click.IntRange(0), default=0, show_default=True, help="The batch row to draw.")
-@click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG too.")
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture too: .png or .svg."
+)
 @click.pass_context
 def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: int, output: Path | None) -> None:
     """Draw which tiles are skipped, masked or full."""
@@ -170,7 +173,7 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
     own = {p.name for p in r.variant.parameters}
     options = {**{name: size for name, size in sizes.items() if name not in own}, **r.values}
     if output is not None:
-        _check_output(output, ".png")
+        _check_output(output, SUFFIXES)
     with _busy("drawing"):
         picture = drawing.show_mask(
             r.variant, r.shape.q_len, r.shape.kv_len, block_q, block_kv, output, None, head, batch_row, options

@@ -34,7 +34,7 @@ MOST_TILES = 1 << 26  # of a picture: half a gigabyte while it is drawn
 def show_mask(
     attention: Attention, q_len: int, kv_len: int, block_q: int, block_kv: int, path: str | Path | None,
     q_offset: int | None, head: int, batch: int, options: Mapping[str, Any],
-) -> str:  # fmt: skip
+) -> picture.Picture:  # fmt: skip
     """Of `options`, heads, kv_heads and head_dim are sizes as in `weft.shape`, unless they are operands' names."""
     facts, name = facts_of(attention), f"{attention.name}: show_mask"
     operands = {p.name for p in attention.parameters}
@@ -76,10 +76,11 @@ def show_mask(
         else _ranges_by_position(facts, env, block_q, block_kv)
     )
     grid = picture.grid_of(ranges, q_len, kv_len, block_q, block_kv)
+    is_drawn = not missing and (path is not None or q_len * kv_len <= picture.SMALL)
+    drawing = picture.Picture.of(grid, title, _dense(attention, {**env, **options}) if is_drawn else None)
     if path is not None:
-        dense = None if missing else _dense(attention, {**env, **options})
-        picture.mask_picture(grid, path, title=title, dense=dense)
-    return picture.mask_text(grid, title=title)
+        drawing.save(path)
+    return drawing
 
 
 _PICTURE_SIZES = ("heads", "kv_heads", "head_dim")

@@ -18,8 +18,9 @@ from .ir.functions import maximum, minimum, where
 
 __all__ = [
     "bigbird", "bit_packed", "block_causal", "block_diagonal", "block_diffusion", "block_sparse", "causal", "chunked",
-    "dilated", "document", "fixed", "global_window", "longformer", "natten_1d", "natten_2d", "natten_3d",
-    "padding_left", "padding_right", "prefix_document", "prefix_lm", "sliding_window", "strided", "swin", "tree",
+    "compressed", "dilated", "document", "fixed", "global_window", "longformer", "natten_1d", "natten_2d", "natten_3d",
+    "padding_left", "padding_right", "prefix_document", "prefix_lm", "registers", "sliding_window", "strided", "swin",
+    "tree",
 ]  # fmt: skip
 _q, _kv, _batch, _head = symbol("q_pos"), symbol("kv_pos"), symbol("batch"), symbol("head")
 
@@ -183,6 +184,33 @@ def chunked(size: Operand) -> Expr:
     (kv_pos <= q_pos) & (kv_pos // 8192 == q_pos // 8192)
     """
     return causal & block_diagonal(_size("chunked", "size", size))
+
+
+def compressed(block: Operand, stride: Operand | None = None) -> Expr:
+    """Causal over keys that each stand for a block of tokens, as in the compressed branch of NSA (arXiv 2502.11089).
+
+    Key i stands for tokens i * stride to i * stride + block - 1. A query sees it once it stands at the last of them, or
+    behind. stride: the block where not given. Queries count tokens and keys count blocks, so that a call gives
+    `q_offset`, the position of its first query: 0 in training.
+
+    >>> compressed(32, 16)
+    kv_pos * 16 + 31 <= q_pos
+    """
+    block = _size("compressed", "block", block)
+    stride = block if stride is None else _size("compressed", "stride", stride)
+    return _kv * stride + (block - 1) <= _q
+
+
+def registers(count: Operand = 1) -> Expr:
+    """Causal, with `count` registers behind each token, which no other row sees (MuToR, arXiv 2505.10518); 0 for none.
+
+    Rows 0, count + 1, 2 * (count + 1) and so on are tokens. A register sees the tokens up to its own, and itself.
+    Tokens are computed as without registers, which are therefore left out when the model is used.
+
+    >>> registers()
+    (kv_pos <= q_pos) & ((kv_pos % 2 == 0) | (kv_pos == q_pos))
+    """
+    return causal & ((_kv % (1 + _size("registers", "count", count, least=0)) == 0) | (_kv == _q))
 
 
 def block_causal(size: Operand) -> Expr:

@@ -16,11 +16,11 @@ from .ir.foreign import number_in
 from .ir.functions import log, maximum, minimum, tanh
 
 __all__ = [
-    "alibi", "compose", "llama4_temperature", "log_n", "relative_bias", "softcap", "ssmax", "t5_bias", "temperature",
-    "yarn",
+    "alibi", "compose", "forgetting", "llama4_temperature", "log_n", "relative_bias", "softcap", "ssmax", "t5_bias",
+    "temperature", "yarn",
 ]  # fmt: skip
 Score = Callable[[Operand], Expr]
-_q, _kv, _head = symbol("q_pos"), symbol("kv_pos"), symbol("head")
+_q, _kv, _head, _batch = symbol("q_pos"), symbol("kv_pos"), symbol("head"), symbol("batch")
 
 
 if not TYPE_CHECKING:  # a type checker knows which names there are
@@ -103,6 +103,20 @@ def t5_bias(table: TensorOperand, buckets: int = 32, max_distance: int = 128, bi
     _check_operand("t5_bias", table, 2, "[heads, buckets]")
     number = bucket(_kv - _q, buckets, max_distance, bidirectional)
     return lambda score: expression(score) + table[_head, number]
+
+
+def forgetting(decay: TensorOperand) -> Score:
+    """The logarithms of forget gates between key and query, added up (Forgetting Transformer, arXiv 2503.02130).
+
+    decay: float32 [B, Hq, T], the running sum of log f: torch's logsigmoid(gates).cumsum(-1), for all T tokens.
+    It gets a gradient, and so do the gates. A key's own gate does not count, those of all tokens after it do.
+
+    >>> from weft import tensor
+    >>> forgetting(tensor("decay", 3))(symbol("score"))
+    score + (decay[batch, head, q_pos] - decay[batch, head, kv_pos])
+    """
+    _check_operand("forgetting", decay, 3, "[batch, heads, length]")
+    return lambda score: expression(score) + (decay[_batch, _head, _q] - decay[_batch, _head, _kv])
 
 
 def temperature(value: Operand) -> Score:

@@ -19,7 +19,7 @@ from .ir.expr import Expr, Operand, TensorOperand, symbol
 from .ir.functions import log, rsqrt
 
 __all__ = [
-    "gemma2", "gemma3", "gpt_oss", "learned_alibi", "llama4", "paligemma", "relu_attention", "sigmoid_attention",
+    "fox", "gemma2", "gemma3", "gpt_oss", "learned_alibi", "llama4", "paligemma", "relu_attention", "sigmoid_attention",
     "softmax1", "streaming_llm",
 ]  # fmt: skip
 _score, _head, _batch = symbol("score"), symbol("head"), symbol("batch")
@@ -83,6 +83,23 @@ def learned_alibi(slopes: TensorOperand) -> Attention:
     weft.Attention(score=score + slopes[head] * (kv_pos - q_pos), mask=kv_pos <= q_pos, name="learned_alibi")
     """
     return Attention(scores.alibi(slopes)(_score), masks.causal, name="learned_alibi")
+
+
+def fox(decay: TensorOperand, mask: Operand = masks.causal) -> Attention:
+    """Attention that forgets (FoX, Lin et al. 2025, arXiv 2503.02130): softmax(score + sum of log f from key to query).
+
+    decay: float32 [B, Hq, T], the running sum of the logarithms of forget gates, as of `weft.scores.forgetting`:
+
+        gates = torch.nn.functional.logsigmoid(linear(x).float())    # [B, T, Hq]: a gate of each token and head
+        out = fox(query, key, value, decay=gates.mT.cumsum(-1))      # [B, Hq, L, Dv]
+
+    The gates get gradients. A cache keeps `decay` beside its keys: the last entry plus the next log f goes on.
+
+    >>> from weft import tensor
+    >>> fox(tensor("decay", 3)).score
+    score + (decay[batch, head, q_pos] - decay[batch, head, kv_pos])
+    """
+    return Attention(scores.forgetting(decay)(_score), mask, name="fox")
 
 
 def streaming_llm(first: Operand = 4, window: Operand = 1020) -> Attention:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ from .expr import (
     symbol,
 )
 from .normalizer import SOFTMAX, Normalizer, normalizer_named
+from .page import code_html, lines_html, table_html
 from .verify import verify
 from .walk import loads, scalars, substitute, tensors
 
@@ -243,7 +245,7 @@ class Attention:
         lines = {**scalar_lines, **tensor_lines}
         return [lines[k] for k in sorted(lines)]
 
-    def _options(self) -> str:
+    def _options(self) -> list[str]:
         parts = []
         if self.latent is not None:
             parts.append(f"latent=weft.Latent(rank={self.latent.rank}, rope={self.latent.rope})")
@@ -252,15 +254,33 @@ class Attention:
         parts.append(f'name="{self.name}"')
         if self.normalizer != SOFTMAX.name:
             parts.append(f'normalizer="{self.normalizer}"')
-        return "".join(f", {part}" for part in parts)
+        return parts
+
+    def _declared(self) -> tuple[list[str], list[str]]:
+        """Lines that declare the operands, and the fields of the variant, as they were written."""
+        given = {field: getattr(self, field) for field in ("score", "mask", "scale", "sink")}
+        written = {field: expression(value) for field, value in given.items() if value is not None}
+        fields = [f"{field}={node}" for field, node in written.items()]
+        return self._declarations(tuple(written.values())), [*fields, *self._options()]
 
     def __str__(self) -> str:
-        score, mask = expression(self.score), expression(self.mask)
-        scale = () if self.scale is None else (expression(self.scale),)
-        sink = () if self.sink is None else (expression(self.sink),)
-        lines = self._declarations((score, mask, *scale, *sink))
-        more = "".join(f", {field}={given[0]}" for field, given in (("scale", scale), ("sink", sink)) if given)
-        return "\n".join([*lines, f"weft.Attention(score={score}, mask={mask}{more}{self._options()})"])
+        lines, fields = self._declared()
+        return "\n".join([*lines, f"weft.Attention({', '.join(fields)})"])
+
+    def _repr_html_(self) -> str:
+        """The declaration and its operands, as a notebook shows them."""
+        lines, fields = self._declared()
+        text = "\n".join([*lines, "weft.Attention(", *(f"    {field}," for field in fields), ")"])
+        operands = [(code_html(p.name), escape(self._operand_text(p))) for p in self.parameters if p.name != SEED.name]
+        return lines_html(text) + (table_html(operands, ("operands", "")) if operands else "")
+
+    def _operand_text(self, operand: Scalar | TensorOperand) -> str:
+        """What a call gives for an operand, in words."""
+        if isinstance(operand, Scalar):
+            return f"{operand.dtype} number"
+        learns = operand.name in {load.tensor.name for load in (*self.gradient_loads, *self.sink_loads)}
+        gradient = ", gets a gradient" if learns else ""
+        return f"{operand.dtype} tensor, {operand.rank} dimension{'s' * (operand.rank != 1)}{gradient}"
 
     def __repr__(self) -> str:
         return str(self).splitlines()[-1]
@@ -273,10 +293,9 @@ class Attention:
         """
         score = substitute(self.folded_score, {"qk": symbol("score")})
         lines = self._declarations(self.expressions)
-        sink = "" if self.folded_sink is None else f", sink={self.folded_sink}"
-        return "\n".join(
-            [*lines, f"weft.Attention(score={score}, mask={self.folded_mask}, scale=1.0{sink}{self._options()})"]
-        )
+        fields = [f"score={score}", f"mask={self.folded_mask}", "scale=1.0"]
+        fields += [] if self.folded_sink is None else [f"sink={self.folded_sink}"]
+        return "\n".join([*lines, f"weft.Attention({', '.join([*fields, *self._options()])})"])
 
     @cached_property
     def line(self) -> str:

@@ -19,6 +19,12 @@ from .caller import outside_of_graphs, source_line
 from .errors import InternalError, WeftError, counted, shown
 from .operators import OPERATORS, Operator
 from .operators import Number as Number
+from .page import code_html
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..compiler.planning.picture import Picture
 
 DType = Literal["int", "float", "bool"]
 
@@ -208,6 +214,17 @@ class Node(Foreign):
         return self.text
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The expression as a notebook shows it."""
+        return code_html(self.text)
+
+    if TYPE_CHECKING:  # api/notebook.py has it: what draws tiles lies in a room above
+
+        def show_mask(
+            self, q_len: int, kv_len: int, *, block_q: int | None = None, block_kv: int | None = None,
+            path: str | Path | None = None, q_offset: int | None = None, head: int = 0, batch: int = 0, **options: Any,
+        ) -> Picture: ...  # fmt: skip
 
     @cached_property
     def text(self) -> str:

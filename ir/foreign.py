@@ -60,6 +60,13 @@ SYMBOL_NAMES = {
     "q_head": "head", "seqlen_q": "q_len", "seqlen_k": "kv_len", "seq_len": "kv_len",
 }  # fmt: skip
 
+# Functions that look at many pairs, which no expression does.
+_OF_MANY = frozenset(
+    "all any argmax argmin argsort bmm conv1d conv2d count_nonzero cummax cummin cumprod cumsum diff einsum flip gather"
+    " kthvalue log_softmax logcumsumexp logsumexp matmul mean median mm mode norm prod quantile roll softmin sort std"
+    " sum topk unique var".split()
+)
+
 
 def operator_named(name: str) -> str | None:
     """The operator that torch, numpy or Python call by this name; None where there is none.
@@ -83,13 +90,18 @@ def instead_of(name: str) -> str:
         return f"write {_usage(operator)}"
     if plain in _WRITTEN:
         return f"write {_WRITTEN[plain]}"
+    if plain in _OF_MANY:
+        return (
+            f"{plain} looks at many pairs, and an expression is of one query and one key; compute it in torch, and "
+            "give it as an operand that the score reads, such as x[weft.batch, weft.head, weft.q_pos, weft.kv_pos]"
+        )
     functions = " ".join(sorted(name for name, op in OPERATORS.items() if op.is_function))
     return f"the language has no {plain}; its functions are those of weft: {functions}"
 
 
 def is_written_otherwise(name: str) -> bool:
     """Whether `instead_of` knows what to write for a function of that name."""
-    return operator_named(name) is not None or name.strip("_") in _WRITTEN
+    return operator_named(name) is not None or name.strip("_") in _WRITTEN.keys() | _OF_MANY
 
 
 def _usage(operator: str) -> str:

@@ -40,6 +40,7 @@ class Entry:
     kv_len: int = 64
     block: int = 4
     operands: Mapping[str, Any] = field(default_factory=dict)  # that the picture is drawn with
+    q_offset: int | None = None
 
     @property
     def variant(self) -> weft.Attention:
@@ -53,7 +54,7 @@ class Entry:
     def text(self) -> str:
         """The entry as the page has it."""
         picture = self.variant.show_mask(
-            self.q_len, self.kv_len, block_q=self.block, block_kv=self.block, **self.operands
+            self.q_len, self.kv_len, block_q=self.block, block_kv=self.block, q_offset=self.q_offset, **self.operands
         ).removeprefix("attention: ")
         said = f"{self.source}.{' ' + self.words if self.words else ''}"
         return f"### {self.title}\n\n{said}\n\n```python\n{self.code}\n```\n\n```text\n{picture.rstrip()}\n```\n"
@@ -129,6 +130,13 @@ _MASKS = (
              "SpecInfer, arXiv 2305.09781; Medusa, arXiv 2401.10774",
              "31 drafted tokens behind a context of 33; a path is accepted after one call.", q_len=31, kv_len=64,
              operands={"ancestors": _ancestors()}),
+    _of_mask("Compressed keys", "masks.compressed(4)", "The compressed branch of NSA, arXiv 2502.11089",
+             "Queries are tokens and keys are blocks of 4 tokens, so that a call gives `q_offset=0`. "
+             "[examples/nsa.py](../examples/nsa.py) has all three branches.",
+             kv_len=16, q_offset=0),
+    _of_mask("Registers", "masks.registers()", "Multi-token prediction needs registers, arXiv 2505.10518",
+             "A register behind each token predicts a later one; no other row sees it. "
+             "[examples/multi_token.py](../examples/multi_token.py) trains so."),
     _of_mask("NATTEN in a sequence", "masks.natten_1d(8, length=64)", "Neighbourhood attention, arXiv 2204.07143"),
     _of_mask("NATTEN in a sequence, dilated", "masks.natten_1d(3, length=64, dilation=4)",
              "DiNA, arXiv 2209.15001", block=2),
@@ -149,6 +157,9 @@ _SCORES = (
     _of_score("Relative bias", 'scores.relative_bias(weft.tensor("table", 2), 16)(score)',
               "Shaw et al. 2018, arXiv 1803.02155"),
     _of_score("T5's bias", 'scores.t5_bias(weft.tensor("table", 2))(score)', "Raffel et al. 2019, arXiv 1910.10683"),
+    _of_score("Forget gates", 'scores.forgetting(weft.tensor("decay", 3))(score)',
+              "Forgetting Transformer, Lin et al. 2025, arXiv 2503.02130",
+              "`decay` is the running sum of the logarithms of forget gates, which get gradients."),
     _of_score("Log-n scaling", "scores.log_n(2048)(score)",
               "Chiang and Cholak 2022, arXiv 2202.12172; Qwen, arXiv 2309.16609"),
     _of_score("Scalable softmax", 'scores.ssmax(weft.tensor("s", 1)[head])(score)', "Nakanishi 2025, arXiv 2501.19399"),
@@ -162,6 +173,8 @@ _VARIANTS = (
     Entry("ReLU attention", "variants.relu_attention()", "Wortsman et al. 2023, arXiv 2309.08586", "", 32, 32),
     Entry("Learned ALiBi", 'variants.learned_alibi(weft.tensor("slopes", 1))',
           "Press et al. 2021, arXiv 2108.12409", "", 32, 32),
+    Entry("Forgetting Transformer", 'variants.fox(weft.tensor("decay", 3))',
+          "Lin et al. 2025, arXiv 2503.02130", "Forget gates of tokens and heads, learned.", 32, 32),
     Entry("StreamingLLM", "variants.streaming_llm(4, 24)", "Xiao et al. 2023, arXiv 2309.17453"),
     Entry("GPT-OSS", 'variants.gpt_oss(weft.tensor("sinks", 1), 24)', "arXiv 2508.10925",
           "A learned sink for each head; a window in every other layer."),
@@ -172,11 +185,29 @@ _VARIANTS = (
           "Image and prompt are seen by all.", operands={"prefix": torch.tensor([20])}),
 )  # fmt: skip
 SECTIONS = (("Masks", _MASKS), ("Scores", _SCORES), ("Variants", _VARIANTS))
-_END = """\
-### Differential attention
+RECIPES = (
+    ("Differential attention", "Ye et al. 2024, arXiv 2410.05258, and version 2, 2026",
+     "Two calls of one variant; in version 2 one call with twice the query heads.", "differential"),
+    ("Transformer-XL", "Dai et al. 2019, arXiv 1901.02860",
+     "Relative positions with the biases u and v, and keys of the segment before; all of them learn.",
+     "transformer_xl"),
+    ("Native sparse attention", "Yuan et al. 2025, arXiv 2502.11089",
+     "Compressed keys, blocks that a query selects, and a window: three calls, and a sum with learned gates.", "nsa"),
+    ("Mixture of block attention", "Lu et al. 2025, arXiv 2502.13189",
+     "A query attends to the blocks whose mean key suits it best: the routing is a bool operand.", "moba"),
+    ("Multi-token prediction", "Gerontopoulos et al. 2025, arXiv 2505.10518",
+     "Registers behind tokens, with positions of the tokens that they predict.", "multi_token"),
+    ("Cross attention", "Vaswani et al. 2017, arXiv 1706.03762",
+     "Padded keys, by lengths or by a bool operand; `q_offset=0` where positions of both sides begin together.",
+     "cross_attention"),
+    ("torch's `nn.MultiheadAttention`", "torch",
+     "A module in its place: the same weights, masks and arguments, but for the average weights, which do not exist.",
+     "multihead"),
+)  # fmt: skip
 
-Ye et al. 2024, arXiv 2410.05258. Two calls of one variant: [examples/differential.py](../examples/differential.py).
-"""
+
+def _recipe(title: str, source: str, words: str, example: str) -> str:
+    return f"### {title}\n\n{source}. {words} [examples/{example}.py](../examples/{example}.py).\n"
 
 
 def page() -> str:
@@ -184,7 +215,8 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for title, entries in SECTIONS:
         parts += [f"## {title}\n", *(entry.text for entry in entries)]
-    return "\n".join([*parts, _END])
+    parts += ["## Recipes\n", "A few calls each, in an example that checks itself against plain torch.\n"]
+    return "\n".join([*parts, *(_recipe(*r) for r in RECIPES)])
 
 
 if __name__ == "__main__":

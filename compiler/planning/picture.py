@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ...ir.errors import WeftError, counted
@@ -20,8 +23,12 @@ Ranges = Callable[[int, int], tuple[Sequence[range], Sequence[range]]]
 _COLOURS = ("#ffffff", "#f2a541", "#2a6f97")  # empty, edge, full; distinct in grey too
 _LABELS = ("empty: never visited", "edge: mask evaluated", "full: no mask code")
 _LETTERS = " ▒█"
+SUFFIXES = (".png", ".svg")  # of files
 _MOST_PIXELS = 2048  # of a side: more than the picture has
 _DENSE_PIXELS = 1 << 22  # the mask itself is drawn up to this many pairs
+SMALL = 1 << 14  # and up to this many wherever the picture is drawn
+_MOST_CELLS = 256  # of a side of an SVG, whose size grows with them
+_GRIDDED = 64  # up to so many tiles a side have lines between them
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,44 @@ class TileGrid:
     @property
     def counts(self) -> TileCounts:
         return TileCounts(*(sum(row.count(which) for row in self.classes) for which in (EMPTY, EDGE, FULL)))
+
+
+class Picture(str):
+    """A picture in characters: text as any other, which prompts show as it is and notebooks as an SVG."""
+
+    grid: TileGrid
+    heading: str
+    dense: numpy.ndarray | None  # the mask itself, where it is drawn over the tiles
+
+    @classmethod
+    def of(cls, grid: TileGrid, title: str = "", dense: numpy.ndarray | None = None) -> Picture:
+        self = cls(mask_text(grid, title=title))
+        self.grid, self.heading, self.dense = grid, title, dense
+        return self
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def svg(self) -> str:
+        """The picture as the text of an SVG."""
+        return mask_svg(self.grid, title=self.heading, dense=self.dense)
+
+    _repr_svg_ = svg
+
+    def save(self, path: str | Path) -> Path:
+        """Write a PNG or an SVG, by the suffix, and return its path; `check_path` says which paths are refused."""
+        path = check_path(path)
+        if path.suffix.lower() == ".png":
+            return mask_picture(self.grid, path, title=self.heading, dense=self.dense)
+        try:
+            path.write_text(self.svg(), encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        return path
+
+
+def _unwritable(path: Path, error: OSError) -> WeftError:
+    return WeftError(f"picture: {path}: cannot be written ({error.strerror})")
 
 
 def grid_of(ranges: Ranges, q_len: int, kv_len: int, block_q: int, block_kv: int) -> TileGrid:
@@ -75,8 +120,13 @@ def mask_text(grid: TileGrid, *, width: int = 64, title: str = "") -> str:
 
 
 def _cell(rows: tuple[bytes, ...], column: int, step: int) -> str:
+    return _LETTERS[_joined(rows, column, step)]
+
+
+def _joined(rows: tuple[bytes, ...], column: int, step: int) -> int:
+    """The class of tiles that are drawn as one."""
     found = set(b"".join(row[column : column + step] for row in rows))
-    return _LETTERS[found.pop() if len(found) == 1 else EDGE]
+    return found.pop() if len(found) == 1 else EDGE
 
 
 def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: numpy.ndarray | None = None) -> Path:
@@ -106,7 +156,7 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
         axes.imshow(
             dense, cmap=ListedColormap(["#00000000", "#00000040"]), extent=seen, interpolation="nearest", aspect="auto"
         )
-    if max(rows, columns) <= 64:
+    if max(rows, columns) <= _GRIDDED:
         axes.vlines([c * grid.block_kv for c in range(columns + 1)], 0, extent[2], colors="#00000030", linewidth=0.5)
         axes.hlines([r * grid.block_q for r in range(rows + 1)], 0, extent[1], colors="#00000030", linewidth=0.5)
     axes.set(xlim=(0, grid.kv_len), ylim=(grid.q_len, 0), xlabel="key", ylabel="query")
@@ -122,15 +172,129 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
     try:
         figure.savefig(path, format="png")
     except OSError as error:
-        raise WeftError(f"picture: {path}: cannot be written ({error.strerror})") from error
+        raise _unwritable(path, error) from error
     return path
 
 
+# -- SVG -------------------------------------------------------------------------------------------------------------
+_WIDE, _MARGIN, _LINE = 420, 56, 18  # of the plot at most, of what stands around it, of a line of text
+_CARD = "#ffffff", "#cccccc", "#222222"  # background, border and text: its own, so that it reads on dark pages too
+
+
+def mask_svg(grid: TileGrid, *, title: str = "", dense: numpy.ndarray | None = None) -> str:
+    """The picture as the text of an SVG. A large grid is thinned to 256 tiles a side, as in `mask_text`.
+
+    dense: the mask itself, bool [q_len, kv_len]; drawn faintly over edge tiles where it has up to 2**14 pairs.
+    """
+    across, down = _plot_size(grid)
+    titles = wrap(title or f"{grid.q_len} queries, {grid.kv_len} keys", 64)
+    top, width = _LINE * (len(titles) + 1) + 14, _WIDE + 2 * _MARGIN
+    height = top + down + 5 * _LINE
+    background, border, ink = _CARD
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" font-family="system-ui, sans-serif" font-size="12" fill="{ink}">',
+        f"<title>{escape(title)}</title>",
+        f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6" fill="{background}" '
+        f'stroke="{border}"/>',
+        *(_svg_text(_MARGIN, _LINE * (n + 1) + 4, line, weight="bold") for n, line in enumerate(titles)),
+        *_axes(grid, top, across, down),
+        f'<svg x="{_MARGIN}" y="{top}" width="{across}" height="{down}" viewBox="0 0 {grid.kv_len} {grid.q_len}" '
+        'preserveAspectRatio="none" shape-rendering="crispEdges">',
+        *_svg_tiles(grid, EDGE),
+        *(_svg_pairs(dense) if dense is not None and dense.size <= SMALL else ()),
+        *_svg_tiles(grid, FULL),  # over their pairs, which all see each other
+        *_svg_lines(grid),
+        "</svg>",
+        f'<rect x="{_MARGIN}" y="{top}" width="{across}" height="{down}" fill="none" stroke="{ink}"/>',
+        *_legend(grid, top + down + _LINE + 12),
+        "</svg>",
+    ]
+    return "\n".join(parts)
+
+
+def _plot_size(grid: TileGrid) -> tuple[int, int]:
+    """Width and height of the plot: true to the lengths, as far as both stay large enough to see."""
+    tall = _WIDE * grid.q_len / grid.kv_len
+    across = _WIDE if tall <= _WIDE else max(_WIDE // 4, round(_WIDE * _WIDE / tall))
+    return across, round(min(_WIDE, max(_WIDE // 10, tall)))
+
+
+def _svg_text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", more: str = "") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}"{more}>{escape(text)}</text>'
+
+
+def _axes(grid: TileGrid, top: int, across: int, down: int) -> Iterator[str]:
+    """What the axes are, and where they end."""
+    left, middle = _MARGIN - 6, top + down / 2
+    yield _svg_text(_MARGIN, top - 6, "0")
+    yield _svg_text(_MARGIN + across / 2, top - 6, "key", anchor="middle")
+    yield _svg_text(_MARGIN + across, top - 6, str(grid.kv_len), anchor="end")
+    yield _svg_text(left, top + 10, "0", anchor="end")
+    if down > 5 * _LINE:  # else there is no room for it
+        yield _svg_text(left, middle, "query", anchor="middle", more=f' transform="rotate(-90 {left} {middle})"')
+    yield _svg_text(left, top + down, str(grid.q_len), anchor="end")
+
+
+def _svg_tiles(grid: TileGrid, which: int) -> Iterator[str]:
+    """The tiles of a class, as one path."""
+    columns = len(grid.classes[0])
+    step = -(-max(len(grid.classes), columns) // _MOST_CELLS)
+    thin = [grid.classes[r : r + step] for r in range(0, len(grid.classes), step)]
+    rows = [bytes(_joined(tiles, c, step) for c in range(0, columns, step)) for tiles in thin]
+    path = _rectangles(rows, which, step * grid.block_kv, step * grid.block_q)
+    if path:
+        yield f'<path fill="{_COLOURS[which]}" d="{path}"/>'
+
+
+def _svg_pairs(dense: numpy.ndarray) -> Iterator[str]:
+    """The mask itself: pairs that see each other."""
+    path = _rectangles([bytes(row.astype("uint8")) for row in dense], 1, 1, 1)
+    if path:
+        yield f'<path fill="#000000" fill-opacity="0.25" d="{path}"/>'
+
+
+def _rectangles(rows: Sequence[bytes], which: int, wide: int, high: int) -> str:
+    """The path around all cells of a class: one rectangle for those of a row side by side, and for rows alike."""
+    parts, top = [], 0
+    for row, same in groupby(rows):
+        tall, left = len(list(same)), 0
+        for found, cells in groupby(row):
+            length = len(list(cells))
+            if found == which:
+                parts.append(f"M{left * wide} {top * high}h{length * wide}v{tall * high}h-{length * wide}z")
+            left += length
+        top += tall
+    return "".join(parts)
+
+
+def _svg_lines(grid: TileGrid) -> Iterator[str]:
+    """Lines between tiles, where these are few."""
+    if max(len(grid.classes), len(grid.classes[0])) > _GRIDDED // 2:
+        return
+    down = "".join(f"M{x} 0V{grid.q_len}" for x in range(grid.block_kv, grid.kv_len, grid.block_kv))
+    across = "".join(f"M0 {y}H{grid.kv_len}" for y in range(grid.block_q, grid.q_len, grid.block_q))
+    if down or across:
+        thin = 'stroke="#000000" stroke-opacity="0.2" vector-effect="non-scaling-stroke"'
+        yield f'<path fill="none" {thin} d="{down}{across}"/>'
+
+
+def _legend(grid: TileGrid, top: int) -> Iterator[str]:
+    """The classes with how many tiles are of each, and how large a tile is."""
+    counts = (grid.counts.empty, grid.counts.edge, grid.counts.full)
+    for number, (colour, label, count) in enumerate(zip(_COLOURS, _LABELS, counts, strict=True)):
+        x = _MARGIN + number * (_WIDE + _MARGIN) // len(counts)
+        yield f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{colour}" stroke="#888888"/>'
+        yield _svg_text(x + 16, top, f"{label.split(':')[0]} {count:,}")
+        yield _svg_text(x + 16, top + 15, label.split(": ")[1], more=' font-size="10" fill-opacity="0.7"')
+    yield _svg_text(_MARGIN, top + 36, f"tile {grid.block_q} queries x {grid.block_kv} keys")
+
+
 def check_path(path: str | Path) -> Path:
-    """The path of a picture. Raises WeftError for another suffix than .png, and where there is no such folder."""
+    """The path of a picture. Raises WeftError for a suffix other than .png and .svg, and where there is no folder."""
     path = Path(path)
-    if path.suffix.lower() != ".png":
-        raise WeftError(f"picture: expected a file that ends in .png, got {path}")
+    if path.suffix.lower() not in SUFFIXES:
+        raise WeftError(f"picture: expected a file that ends in {' or '.join(SUFFIXES)}, got {path}")
     if not path.parent.is_dir():
         raise WeftError(f"picture: {path}: there is no folder {path.parent}; make it first")
     return path

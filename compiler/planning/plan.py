@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from ...ir.errors import InternalError, WeftError
 from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
@@ -327,6 +328,10 @@ class Plan:
         """Predicted time, "forward" or "backward"."""
         besides = self.sums.seconds if self.sums is not None and direction == "backward" else 0.0
         return besides + sum(k.seconds for k in self._of(direction))
+
+    if TYPE_CHECKING:  # api/notebook.py has it: what explains a plan imports this module
+
+        def _repr_html_(self) -> str: ...
 
 
 def make_plan(

@@ -102,6 +102,10 @@ def _patterns() -> Iterator[tuple[str, Expr]]:
     yield "natten 32, dilated, shifted inward", masks.natten_2d(32, 3, height=32, dilation=2)
     yield "natten in a volume", masks.natten_3d(16, 16, 1)
     yield "natten in a volume, shifted inward", masks.natten_3d(16, 16, 1, depth=8)
+    for label, block, step in (("32", 32, None), ("32 by 16", 32, 16), ("scalars", size, stride)):
+        yield f"compressed {label}", masks.compressed(block, step)
+    for label, count in (("1", 1), ("scalar", size)):
+        yield f"registers {label}", masks.registers(count)
     yield "padding left", causal & masks.padding_left(limits)
     yield "padding right", causal & masks.padding_right(limits)
     yield "documents with prefixes", masks.prefix_document(pages, valid)

@@ -455,7 +455,7 @@ def test_a_file_that_fails_says_where(tmp_path: Path, text: str, match: str) -> 
         ),
         (["source", "-o", "x.txt"], "--output: expected a file that ends in .py, got x.txt"),
         (["mask", "-o", "no/such/folder/x.png"], "--output: no/such/folder/x.png: there is no folder no/such/folder"),
-        (["mask", "-o", "x.jpg"], "--output: expected a file that ends in .png, got x.jpg"),
+        (["mask", "-o", "x.jpg"], "--output: expected a file that ends in .png or .svg, got x.jpg"),
         (["mask", "--head", "99"], "Error: --head: expected 0 to 15, got 99"),
         (["tune", "--head-dim", "320", "--q-len", "16", "--target", "cpu"], "expected dim 1 to 256, got 320"),
         (

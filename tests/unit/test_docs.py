@@ -110,8 +110,43 @@ def test_all_code_of_the_transformers_page_runs(capsys: pytest.CaptureFixture[st
     assert "kv_pos <= q_pos" in capsys.readouterr().out.splitlines()
 
 
+def without_places(message: object) -> str:
+    """A message on one line, without the lines of code that it names."""
+    text = re.sub(r" \(declared at [^)]*\)", "", str(message))
+    return " ".join(re.sub(r"\n +at .*", "", text).split())
+
+
+def test_all_code_of_the_page_of_limits_runs_or_is_refused_as_it_says() -> None:
+    """A block of text after a block of code is the message that refuses it."""
+    found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page("docs/limits.md"), re.DOTALL)
+    namespace: dict[str, object] = {"__name__": "limits"}
+    for code, refused in found:
+        compiled = compile(code, "limits.md", "exec")
+        if not refused:
+            exec(compiled, namespace)
+            continue
+        with pytest.raises((weft.WeftError, AttributeError)) as caught:
+            exec(compiled, namespace)
+        assert without_places(caught.value) == without_places(refused)
+    assert sum(bool(refused) for _, refused in found) >= 7 and len(found) >= 18
+
+
+def test_every_link_inside_the_documents_leads_somewhere() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page(path), flags=re.DOTALL)):
+            if "://" in target:
+                continue
+            name, _, heading = target.partition("#")
+            to = (ROOT / path).parent / name if name else ROOT / path
+            assert to.exists(), f"{path}: {target}"
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", to.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+                assert heading in anchors, f"{path}: {target}"
+
+
 def test_python_stands_in_these_pages_alone() -> None:
-    pages = ["README.md", "docs/gallery.md", "docs/language.md", "docs/transformers.md"]
+    pages = ["README.md", "docs/gallery.md", "docs/language.md", "docs/limits.md", "docs/transformers.md"]
     assert [path for path in PAGES if blocks(path, "python")] == pages
 
 

@@ -32,7 +32,7 @@ def test_every_example_is_tested_here() -> None:
     assert with_main == {
         "quickstart", "custom_score", "differential", "dropout", "latent", "packed_documents", "ragged_batch", "sinks",
         "t5_bias", "transformers_train", "transformers_generate", "block_sparse",
-        "demo", "server",
+        "demo", "server", "cross_attention", "moba", "multi_token", "multihead", "nsa", "transformer_xl",
     }  # fmt: skip
 
 
@@ -42,6 +42,60 @@ def test_differential_attention(capsys: pytest.CaptureFixture[str]) -> None:
     error = re.search(r"largest error against float64 (\S+)", output)
     assert error is not None and float(error[1]) < (1e-4 if not torch.cuda.is_available() else 0.1)
     assert "gradient of lambda, by head" in output
+    second = re.search(r"version 2: largest difference to float64 (\S+)", output)
+    assert second is not None and float(second[1]) < (1e-4 if not torch.cuda.is_available() else 0.1)
+
+
+def differences(output: str) -> list[float]:
+    return [float(x) for x in re.findall(r"(?:largest error|largest difference)[a-z0-9 :]* (\d\S*)", output)]
+
+
+NEAR = 1e-5 if not torch.cuda.is_available() else 0.1
+
+
+def test_sparse_attentions_read_the_blocks_that_they_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    load("nsa").main(length=64, size=8, count=3, near=12, steps=12)
+    output = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
+    assert max(differences(output)) < NEAR and losses[-1] < 0.8 * losses[0]
+    load("moba").main(length=50, size=8, count=3)
+    output = capsys.readouterr().out
+    assert max(differences(output)) < NEAR
+    read = re.findall(r"^ +\d+  ([█·]{7})$", output, re.M)
+    assert [row.count("█") for row in read] == [1, 2, 3, 3, 3, 3, 3]
+
+
+def test_registers_learn_what_lies_ahead_and_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    load("multi_token").main(length=16, ahead=3, steps=30)
+    output = capsys.readouterr().out
+    losses = [[float(x) for x in found] for found in re.findall(r"next token (\S+)  3 ahead (\S+)", output)]
+    assert all(last < 0.5 * first for first, last in zip(losses[0], losses[-1]))
+    (difference,) = differences(output)
+    assert difference < (1e-4 if not torch.cuda.is_available() else 0.1)
+
+
+def test_transformer_xl_reads_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    load("transformer_xl").main(length=16, memory=16, steps=90)
+    output = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"mean square error (\S+)", output)]
+    assert max(differences(output)) < NEAR and losses[-1] < 0.8 * losses[0]
+    assert all(float(x) > 0 for x in re.findall(r"(\d\.\d\d)[, ]", output.splitlines()[-1]))
+
+
+def test_cross_attention_and_its_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    load("cross_attention").main()
+    output = capsys.readouterr().out
+    found = differences(output)
+    assert len(found) == 3 and max(found) < NEAR
+    assert "gradients of padding: 0.0" in output
+
+
+def test_a_module_of_torch_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    load("multihead").main(length=24, width=32)
+    output = capsys.readouterr().out
+    found = differences(output)
+    assert len(found) == 5 and max(found) < NEAR
+    assert "need_weights=True: weights are never in memory" in output
 
 
 def test_ragged_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.gallery import PAGE, SECTIONS, Entry, page
+from tests.gallery import PAGE, RECIPES, SECTIONS, Entry, page
 from weft import masks, scores, variants
 
 from .tiling import Case, classes
@@ -26,7 +26,7 @@ def test_the_page_is_as_it_would_be_written() -> None:
 def test_pictures_are_true(entry: Entry) -> None:
     """By looking at every pair: no mark where nothing is seen, a full one only where everything is."""
     operands = {n: t.numpy() if isinstance(t, torch.Tensor) else t for n, t in entry.operands.items()}
-    case = Case(entry.variant.mask, entry.q_len, entry.kv_len, entry.block, entry.block, operands=operands)
+    case = Case(entry.variant.mask, entry.q_len, entry.kv_len, entry.block, entry.block, entry.q_offset, operands)
     truth = classes(case)
     rows = re.findall(r"│(.*)│", entry.text)
     assert [len(row) for row in rows] == [truth.shape[1]] * truth.shape[0]
@@ -49,3 +49,9 @@ def test_every_ready_part_is_in_the_page() -> None:
         name = part.__name__.removeprefix("weft.")
         missing = [n for n in part.__all__ if f"{name}.{n}" not in text and n not in BESIDE]
         assert not missing, f"{name}: {missing}"
+
+
+def test_every_recipe_is_an_example_that_the_readme_or_the_gallery_names() -> None:
+    examples = PAGE.parents[1] / "examples"
+    for _, source, words, example in RECIPES:
+        assert "def main(" in (examples / f"{example}.py").read_text() and source and words.endswith(".")

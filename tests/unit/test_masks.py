@@ -159,6 +159,11 @@ RULES: list[tuple[str, Expr, Rule, int]] = [
     ),
     ("natten 3d", masks.natten_3d(4, 3, 1, depth=3), natten((3, 4, 3), 1, 1), 36),
     ("natten 3d dilated", masks.natten_3d(6, 2, 0, depth=4, dilation=2), natten((4, 6, 2), 0, 2), 48),
+    ("registers", masks.registers(), lambda q, k: k <= q and (k % 2 == 0 or k == q), 14),
+    ("registers, two", masks.registers(2), lambda q, k: k <= q and (k % 3 == 0 or k == q), 14),
+    ("registers, none", masks.registers(0), lambda q, k: k <= q, 9),
+    ("compressed", masks.compressed(3), lambda q, k: 3 * k + 2 <= q, 14),
+    ("compressed, blocks overlap", masks.compressed(4, 2), lambda q, k: max(range(2 * k, 2 * k + 4)) <= q, 14),
     ("padding left", masks.causal & masks.padding_left(weft.tensor("counts", 1, int)), lambda q, k: 3 <= k <= q, 12),
     ("padding right", masks.padding_right(weft.tensor("counts", 1, int)), lambda q, k: k < 3, 12),
     (
@@ -175,6 +180,15 @@ def test_masks_see_what_their_papers_say(mask: Expr, rule: Rule, length: int) ->
     assert np.array_equal(Case(mask, length, length, operands=OPERANDS).visible(), expected)
     for block_q, block_kv in ((4, 4), (3, 7), (1, 2)):
         assert_sound(Case(mask, length, length, block_q, block_kv, operands=OPERANDS))
+
+
+def test_compressed_keys_behind_the_first_query() -> None:
+    """Queries count tokens and keys blocks: the call says where the first query stands."""
+    for offset in (0, 5):
+        expected = np.array([[4 * k + 3 <= q + offset for k in range(6)] for q in range(24 - offset)])
+        case = Case(masks.compressed(4), 24 - offset, 6, 3, 2, offset)
+        assert np.array_equal(case.visible(), expected)
+        assert_sound(case)
 
 
 def test_a_tree_of_drafted_tokens_behind_a_context() -> None:
@@ -233,6 +247,9 @@ def test_arguments_may_be_operands_or_expressions() -> None:
         (lambda: masks.natten_2d(0, 1), "masks.natten_2d: expected width"),
         (lambda: masks.natten_2d(4, 1, height=0), "masks.natten_2d: expected height"),
         (lambda: masks.block_diffusion(8, 0), "masks.block_diffusion: expected block"),
+        (lambda: masks.compressed(0), "masks.compressed: expected block to be at least 1, got 0"),
+        (lambda: masks.compressed(4, 0), "masks.compressed: expected stride to be at least 1, got 0"),
+        (lambda: masks.registers(-1), "masks.registers: expected count to be at least 0, got -1"),
         (lambda: masks.document(weft.tensor("ids", 3, int)), "masks.document: expected ids to have rank 1"),
         (lambda: masks.swin(8, 4, shift=4), "masks.swin: expected shift to be less than the window, 4, got 4"),
         (lambda: masks.natten_1d(2, dilation=0), "masks.natten_1d: expected dilation to be at least 1, got 0"),

@@ -47,7 +47,8 @@ def refused(make: Callable[[], object], match: str) -> None:
         (lambda: torch.nn.functional.silu(score), r"write x \* weft.sigmoid\(x\)"),
         (lambda: torch.logical_and(kv_pos < 4, q_pos < 4), "write a & b"),
         (lambda: torch.add(score, 1), r"write a \+ b"),
-        (lambda: torch.cumsum(score, 0), "the language has no cumsum; its functions are those of weft: abs cos exp"),
+        (lambda: torch.cumsum(score, 0), r"cumsum looks at many pairs, .* in torch, .* as x\[weft.batch, weft.head"),
+        (lambda: torch.erf(score), "the language has no erf; its functions are those of weft: abs cos exp"),
         (lambda: torch.tanh(slopes), r"write weft.tanh\(x\)"),
         (lambda: np.tanh(score), r"`numpy.tanh` computes numbers, .* write weft.tanh\(x\)"),
         (lambda: np.maximum(score, 0.0), r"write weft.maximum\(a, b\)"),
@@ -85,6 +86,11 @@ def test_an_attribute_that_is_none_is_an_attribute_error() -> None:
     with pytest.raises(NoAttributeError, match=r"write weft.exp\(x\)"):
         score.exp()
     assert str(copy.deepcopy(score + 1)) == str(pickle.loads(pickle.dumps(score + 1))) == "score + 1"
+
+
+def test_functions_over_keys_are_none_of_weft() -> None:
+    with pytest.raises(AttributeError, match="weft has no 'topk', .* function; topk looks at many pairs"):
+        weft.topk  # noqa: B018
 
 
 def test_every_function_of_the_language_is_named_for_torch_and_numpy() -> None:

@@ -106,7 +106,7 @@ def test_shapes(given: Mapping[str, Any], match: str) -> None:
         ({"batch": True}, "show_mask: batch: expected an int of at least 0, got True"),
         ({"q_offset": 1.5}, "q_offset: expected an int, got 1.5"),
         ({"q_offset": torch.zeros(1, dtype=torch.int32)}, "q_offset: expected an int, got a tensor; a picture"),
-        ({"path": ""}, "picture: expected a file that ends in .png"),
+        ({"path": ""}, "picture: expected a file that ends in .png or .svg"),
         ({"path": 3}, "show_mask: path: expected the name of a picture"),
         ({"docs": 3}, "packed: docs: unknown operand or option; .*: bias, doc; did you mean doc?"),
         ({"doc": [0] * 64}, "packed: doc: expected a tensor of int with 1 dimension, got list"),

@@ -118,7 +118,7 @@ def test_the_mask_over_the_tiles_is_of_that_head_too(tmp_path: Path, monkeypatch
         ({"heads": 2, "block_q": 0}, "by_group: show_mask: block_q: expected an int of at least 1, got 0"),
         ({"heads": 2, "hedas": 2}, "by_group: hedas: unknown operand or option; .* operands are: none"),
         ({"heads": 2, "q_offset": 0.5}, "q_offset: expected an int, got 0.5"),
-        ({"heads": 2, "path": "mask.jpg"}, "picture: expected a file that ends in .png, got mask.jpg"),
+        ({"heads": 2, "path": "mask.jpg"}, "picture: expected a file that ends in .png or .svg, got mask.jpg"),
         ({"heads": 2, "path": "no/such/mask.png"}, "picture: no/such/mask.png: there is no folder no/such; make it"),
     ],
 )

@@ -51,6 +51,14 @@ def test_relative_bias_is_proven_to_stay_in_its_table() -> None:
     assert "ranges from 0 to 6" in problem
 
 
+def test_forget_gates_are_those_between_key_and_query() -> None:
+    gates = np.log(1 / (1 + np.exp(-np.cos(np.arange(36.0)).reshape(2, 2, 9))))
+    found = value(scores.forgetting(weft.tensor("decay", 3))(score), decay=gates.cumsum(-1), batch=1)
+    for i in range(7):
+        for j in range(i + 1):
+            assert math.isclose(found[i, j], raw[i, j] + gates[1, 1, j + 1 : i + 1].sum(), abs_tol=1e-9)
+
+
 def test_temperature_divides_and_may_be_a_read() -> None:
     np.testing.assert_allclose(value(scores.temperature(2)(score)), raw / 2)
     by_head = weft.tensor("t", 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import variants
+from weft import masks, variants
 
 L, D = 40, 16
 q, k = torch.arange(L)[:, None], torch.arange(L)[None, :]
@@ -35,7 +35,14 @@ def cap(scores: Tensor, most: float) -> Tensor:
     return most * torch.tanh(scores / most)
 
 
+def forgotten(gates: Tensor) -> Tensor:
+    """Of each query and key the logarithms of the gates of all tokens after the key, up to the query: [2, 2, L, L]."""
+    between = (k[..., None] < torch.arange(L)) & (torch.arange(L) <= q[..., None])  # [L, L, L]: query, key, token
+    return torch.einsum("bht,ijt->bhij", gates, between.to(gates.dtype))
+
+
 table = weft.tensor("sinks", 1)
+gates = torch.nn.functional.logsigmoid(torch.randn(2, 2, L, generator=made))
 CASES: dict[str, tuple[weft.Attention, dict[str, Tensor], Callable[[], Tensor]]] = {
     "softmax1": (variants.softmax1(), {}, lambda: softmax(scaled, causal, torch.zeros(2))),
     "sigmoid": (
@@ -46,6 +53,14 @@ CASES: dict[str, tuple[weft.Attention, dict[str, Tensor], Callable[[], Tensor]]]
     "learned alibi": (
         variants.learned_alibi(weft.tensor("slopes", 1)), {"slopes": slopes},
         lambda: softmax(scaled + slopes.view(2, 1, 1) * (k - q), causal),
+    ),
+    "fox": (
+        variants.fox(weft.tensor("decay", 3)), {"decay": gates.cumsum(-1)},
+        lambda: softmax(scaled + forgotten(gates), causal),
+    ),
+    "fox, in a window": (
+        variants.fox(weft.tensor("decay", 3), masks.causal & masks.sliding_window(9)), {"decay": gates.cumsum(-1)},
+        lambda: softmax(scaled + forgotten(gates), causal & (q - k < 9)),
     ),
     "streaming llm": (
         variants.streaming_llm(2, 7), {}, lambda: softmax(scaled, causal & ((k < 2) | (q - k < 7)))
@@ -76,6 +91,19 @@ def test_they_are_what_models_compute(name: str) -> None:
         torch.testing.assert_close(call(query, key, value, **operands), by_hand())
 
 
+def test_forget_gates_learn_as_they_do_by_hand() -> None:
+    (first, second) = (gates.clone().requires_grad_() for _ in range(2))
+    variants.fox(weft.tensor("decay", 3))(query, key, value, decay=first.cumsum(-1)).square().sum().backward()
+    softmax(scaled + forgotten(second), causal).square().sum().backward()
+    torch.testing.assert_close(first.grad, second.grad)
+
+
+def test_a_step_of_decoding_goes_on_with_the_running_sum() -> None:
+    fox, sums = variants.fox(weft.tensor("decay", 3)), gates.cumsum(-1)
+    whole, last = fox(query, key, value, decay=sums), fox(query[:, :, -1:], key, value, decay=sums)
+    torch.testing.assert_close(last, whole[:, :, -1:])
+
+
 def test_slopes_and_sinks_learn() -> None:
     for variant, name, given in ((CASES["learned alibi"][0], "slopes", slopes), (CASES["gpt oss"][0], "sinks", sinks)):
         leaf = given.clone().requires_grad_()
@@ -88,6 +116,7 @@ def test_slopes_and_sinks_learn() -> None:
     [
         (lambda: variants.gpt_oss(3), r"variants.gpt_oss: expected a tensor operand \[heads\]"),
         (lambda: variants.paligemma(weft.tensor("p", 1)), r"variants.paligemma: expected a tensor operand \[batch\]"),
+        (lambda: variants.fox(weft.tensor("d", 2)), r"scores.forgetting: expected d to have rank 3 \[batch, heads, le"),
         (lambda: variants.streaming_llm(-1, 4), "masks.global_window: expected first to be at least 0"),
         (lambda: variants.gemma2(cap=0.0), "scores.softcap: expected cap to be above 0"),
     ],
@@ -98,7 +127,7 @@ def test_a_wrong_argument_is_refused_where_it_is_written(make: Callable[[], obje
 
 
 def test_names_that_are_none_are_answered_with_those_that_are() -> None:
-    with pytest.raises(AttributeError, match="weft.variants has no 'gemma'; it has gemma2, gemma3"):
+    with pytest.raises(AttributeError, match="weft.variants has no 'gemma'; it has fox, gemma2, gemma3"):
         variants.gemma  # noqa: B018
     with pytest.raises(AttributeError, match="it is weft.variants.gpt_oss"):
         weft.gpt_oss  # noqa: B018
