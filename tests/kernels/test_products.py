@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -372,6 +373,27 @@ def test_an_error_in_a_thread_is_the_callers(threads):
     threads(2)
     with pytest.raises(ZeroDivisionError, match="in a thread"):
         products.in_threads(fail, [[0], [1]], 1, by_tiles=False)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_what_no_thread_can_be_started_for_is_done_by_the_caller(most, threads, monkeypatch):
+    """At the end of a process, or of what a system allows: each piece once, and nobody waits for what is missing."""
+
+    class Few(ThreadPoolExecutor):
+        begun = 0
+
+        def submit(self, *given):
+            if self.begun == most:
+                raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+            self.begun += 1
+            return super().submit(*given)
+
+    monkeypatch.setattr(products, "ThreadPoolExecutor", Few)
+    monkeypatch.setattr(products, "_pools", products._Pools())
+    threads(2)
+    done = []
+    products.in_threads(lambda part, k, ways: done.extend(part), [[0], [1]], 1, by_tiles=False)
+    assert sorted(done) == [0, 1] and torch.get_num_threads() == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system starts processes in another way")

@@ -1,0 +1,67 @@
+"""Processes of every kind end in order on a CPU; `python -m tests.gpu.exits` starts hundreds of them on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..gpu import exits
+from ..support import mostly
+
+ON_CPU = [name for name, kind in exits.KINDS.items() if kind.on_cpu]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", mostly(["called_at_exit", "thread_goes_on"], ON_CPU))
+def test_processes_end_in_order(kind: str, tmp_path: Path) -> None:
+    """Also while a thread computes, in which Python begins no work in pools of threads any more."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "2", "EXITS_DEVICE": "cpu", "EXITS_LONG_S": "1"}
+    ended = exits.process(kind, 0, settings | {name: str(tmp_path / name) for name in exits.CACHES}, tmp_path)
+    assert not ended.problem, f"{ended.problem}\n{(tmp_path / f'{kind}.0.log').read_text()}"
+
+
+def test_one_that_aborts_is_found(tmp_path: Path) -> None:
+    """What torch itself does where a daemon thread computes at the end, before Python 3.14."""
+    kind = exits.Kind(print, 0, "", 1, True)
+    for code, said in ((134, "terminate called without an active exception"), (0, "Fatal Python error: Aborted")):
+        assert exits.problem_of(kind, subprocess.CompletedProcess([], code, "", said))
+    assert exits.problem_of(kind, subprocess.CompletedProcess([], 1, "", ""))
+    assert exits.problem_of(kind._replace(says="done"), subprocess.CompletedProcess([], 0, "", ""))
+    assert not exits.problem_of(kind._replace(says="done"), subprocess.CompletedProcess([], 0, "done", ""))
+
+
+def test_every_kind_gets_processes() -> None:
+    options = exits.argparse.Namespace(kinds="", device="cuda", processes=300)
+    assert {*exits.drawn(options)} == {*exits.KINDS} and len(exits.drawn(options)) == 300
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_triton_does_once_is_done_before_a_process_ends() -> None:
+    pytest.importorskip("triton")
+    script = """
+import time
+from weft.codegen import starting
+starting._hash = starting._reach_driver = lambda: (time.sleep(0.2), print("done", flush=True))
+starting.begin()
+"""
+    assert run(script).split() == ["done"] * 2
+
+
+def test_kernels_are_compiled_at_the_end_of_a_process_too() -> None:
+    pytest.importorskip("triton")
+    script = """
+import atexit
+from weft.codegen import launching
+launching.compiled = lambda name, *rest: name
+atexit.register(lambda: print(launching.compiled_together(-1, [("a",), ("b",)])))
+"""
+    assert run(script) == "['a', 'b']"
