@@ -121,6 +121,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
+        "out_is_rounded": signature.rounds_output,
         "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),

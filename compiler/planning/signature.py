@@ -117,6 +117,11 @@ class Signature:
         return self.dtypes.query
 
     @property
+    def rounds_output(self) -> bool:
+        """Whether the output has 16 bits, so that delta, which a backward makes of it, has an error."""
+        return self.dtypes.out in ("bf16", "fp16")
+
+    @property
     def label(self) -> str:
         """A short name for cache folders: "d128-bf16"."""
         head, value = self.widths.head_dim, self.widths.value_dim
