@@ -18,6 +18,7 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.planning.freed import is_freed
 from ..compiler.planning.kernels import Algorithm
 from ..compiler.planning.measures import (
     DISTANCE_TABLES,
@@ -121,7 +122,6 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "out_is_rounded": signature.rounds_output,
         "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),
@@ -191,11 +191,13 @@ def _of_derivatives(facts: Facts, code: CodePlan, family: str, gradients: Sequen
     return {
         "slope_is_finite": not backward or facts.slope_is_finite(empty),
         "factor_is_defined": not (backward and empty) or facts.factor_is_defined(tables_in(code, facts)),
-        **_of_gradients(facts, gradients, empty),
+        **_of_gradients(facts, gradients, code.signature, empty),
     }
 
 
-def _of_gradients(facts: Facts, gradients: Sequence[OperandGradient], empty: bool = False) -> Context:
+def _of_gradients(
+    facts: Facts, gradients: Sequence[OperandGradient], signature: Signature, empty: bool = False
+) -> Context:
     """What templates know of the sums of reads that have a gradient, and of a sink's. empty: lengths may be 0."""
     positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     reads, sinks = [], []
@@ -208,6 +210,7 @@ def _of_gradients(facts: Facts, gradients: Sequence[OperandGradient], empty: boo
             {
                 **known,
                 "kind": g.kind,
+                "is_freed": is_freed(g, signature, facts),
                 "name": g.load.tensor.name,
                 "of_pairs": g.kind in PAIR_KINDS,
                 "rank": g.load.tensor.rank,

@@ -16,6 +16,7 @@ from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning.distances import levels_in, levels_of, tables_in
+from ..compiler.planning.freed import frees
 from ..compiler.planning.hardware import Hardware, this_machine
 from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
@@ -98,6 +99,7 @@ def _resolve(
     reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
     sums = frozenset(kind for _, kind in reads) | ({"stored"} if DQUERY in ways_of(reads, signature).kernels else set())
     makes_tables = any(kernel.name == DISTANCE_TABLES for kernel in kernels)
+    sums |= {"freed"} if frees(signature, facts) else set()
     sums |= {"level"} if makes_tables and levels_of(facts, schedule_found.algorithm, signature) else set()
     code = code_plan(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums

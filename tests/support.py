@@ -145,6 +145,40 @@ def check_variant(
         check_errors(got, exact[name], plain[name], f"{label or variant.name} {name}", of_few)
 
 
+def check_operands(
+    variant: Any, draws: Sequence[tuple[Sequence[Tensor], dict[str, Tensor]]], *, lse: bool = False,
+    given: dict[str, Any] | None = None, q_offset: Any = None, **options: Any,
+) -> None:  # fmt: skip
+    """Errors of operands' gradients, over all draws: at most twice those of plain torch in the same dtype, as norms.
+
+    A gradient of few numbers is a matter of luck in one draw. lse: out and lse have a gradient. given: of every call.
+    """
+    errors: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for number, (tensors, operands) in enumerate(draws):
+        generator = torch.Generator().manual_seed(number)
+        dout = torch.randn((*tensors[0].shape[:3], tensors[2].shape[3]), generator=generator).to(tensors[0])
+        dlse = torch.randn(tensors[0].shape[:3], generator=generator).to(dout.device)
+
+        def gradients(call: Callable[..., Any], dtype: torch.dtype, **more: Any) -> list[Tensor]:
+            own = {n: t.detach().to(torch.float64 if dtype == torch.float64 else t.dtype) for n, t in operands.items()}
+            leaves = [t.clone().requires_grad_() for t in own.values()]
+            inputs = [t.detach().to(dtype).requires_grad_() for t in tensors]
+            named = dict(zip(own, leaves)) | (given or {})
+            found = call(*inputs, **named, q_offset=q_offset, return_lse=lse, **more)
+            above = (dout.to(dtype), torch.where(found[1].isinf(), 0.0, dlse)) if lse else (dout.to(dtype),)
+            return list(torch.autograd.grad(found, leaves, above if lse else above[0]))
+
+        exact = gradients(variant.reference, torch.float64)
+        plain = gradients(variant.reference, tensors[0].dtype)
+        for name, *each in zip(operands, exact, plain, gradients(variant, tensors[0].dtype, **options)):
+            errors.setdefault(name, []).append(tuple(each))  # type: ignore[arg-type]
+    for name, found in errors.items():
+        exact, plain, mine = (torch.stack([each[n].double() for each in found]) for n in range(3))
+        error, allowed = (x.sub(exact).norm() for x in (mine, plain))
+        bound = 2 * allowed + 16 * EPS[torch.float32] * exact.norm()
+        assert error <= bound, f"{variant.name} {name}: off by {error:.3g} of {exact.norm():.3g}, allowed {bound:.3g}"
+
+
 def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = STRETCH) -> None:
     """Axes of more positions than these are measured in stretches of so many tiles."""
     for module in (triton_measures, triton_workspace):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .records import Stage
-from .steps import EACH_KV, EACH_Q, SINK_SUMS, Tiles, computes, dscore
+from .steps import EACH_KV, EACH_Q, SINK_SUMS, Tiles, computes, dscore, error_of_delta
 
 _RAM, _CACHE = "RAM -> cache", "cache -> RAM"
 
@@ -40,6 +40,7 @@ def cpu_backward(t: Tiles) -> list[Stage]:
         Stage("store sums", "store", "gradients of reads of operands, summed over the tile", _CACHE, EACH_KV),
         computes("dquery", "dQ += dS K", EACH_KV),
         Stage("store dkey", "store", "dK += dS^T Q, rows of the result", _CACHE, EACH_KV),
+        *error_of_delta(t, EACH_Q),
         Stage("store dquery", "store", t.query("dQ"), _CACHE, EACH_Q),
     ]
     left_out = set() if "query" in t.wanted else {"keep dquery", "compute dquery", "store dquery"}

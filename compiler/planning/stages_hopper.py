@@ -13,6 +13,7 @@ from .steps import (
     Tiles,
     computes,
     dscore,
+    error_of_delta,
     keeps,
     key_results,
     loads,
@@ -169,6 +170,7 @@ def hopper_flash_dquery(t: Tiles) -> list[Stage]:
         computes("weights", f"{weights_text(t)}{t.mask_text}", EACH_KV),
         computes("dscores", f"dS = {dscore(t)}", EACH_KV),
         *product,
+        *error_of_delta(t),
         Stage("store dquery", "store", ", ".join(results), "registers -> SRAM -> HBM", ONCE),
     ]
 

@@ -18,7 +18,7 @@ class Tiles:
     parts: Segments
     traits: Traits
     wanted: frozenset[str] = frozenset(("query", "key", "value", "rope"))  # gradients that a backward computes
-    sums: frozenset[str] = frozenset()  # how wanted gradients of reads by the score are summed: "total", "row", ...
+    sums: frozenset[str] = frozenset()  # how wanted gradients of reads by the score are summed: "total", "freed", ...
     sinks: bool = False  # gradients of what the sink reads are wanted
     ragged: bool = False  # sequences have lengths of their own
     one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
@@ -142,6 +142,12 @@ SINK_SUMS = "sums over these rows for what the sink reads: -exp(sink - lse) * de
 def sink_sums(t: Tiles, ragged: bool = False) -> list[Stage]:
     """Rows of sequences with lengths find their sink in the kernel that knows whose they are."""
     return [stores("sinks", SINK_SUMS)] if t.sinks and t.ragged == ragged else []
+
+
+def error_of_delta(t: Tiles, per: str = ONCE) -> list[Stage]:
+    """What rounding took from the output, as sums over a row's keys show it (freed.py)."""
+    what = "what rounding of O left in delta, from rowsum(P * dP); sums for operands, less that"
+    return [computes("error", what, per)] if "freed" in t.sums else []
 
 
 def weights_text(t: Tiles) -> str:

@@ -1,0 +1,45 @@
+"""Which sums over the keys of a row are freed of what rounding took from the output.
+
+delta = rowsum(out * dout) is of the output as it was rounded, so it is off by as much in all of a row: dS of each pair by
+that error times its weight. A sum of dS times derivatives then is off by the error times the row's mean derivative. That
+is large beside the sum's own roundings where derivatives of a row are large and alike, as those of a slope that
+multiplies positions are. So kernels find the error, from the row's own sum of P * dP, and take out what it left.
+"""
+
+from __future__ import annotations
+
+from ...ir.expr import Call, Expr, Symbol
+from ...ir.walk import symbols
+from ..analysis.facts import Facts
+from ..analysis.records import OperandGradient
+from .signature import Signature
+
+
+def is_freed(gradient: OperandGradient, signature: Signature, facts: Facts) -> bool:
+    """Whether a gradient is such a sum, and one whose mean derivative may be large."""
+    has_delta = facts.attention.weighs.saves_lse and signature.rounds_output
+    return has_delta and gradient.kind in ("total", "row") and not _is_multiple_of_product(gradient.derivative)
+
+
+def frees(signature: Signature, facts: Facts) -> bool:
+    """Whether any of a backward's sums is freed."""
+    return any(is_freed(g, signature, facts) for g in facts.operand_gradients(signature.wanted))
+
+
+def _is_multiple_of_product(derivative: Expr) -> bool:
+    """Whether it is q.k times what is one number for a row: of both signs, as large as it differs from its mean."""
+    match derivative:
+        case Symbol("qk"):
+            return True
+        case Call("neg", (a,)):
+            return _is_multiple_of_product(a)
+        case Call("mul", (a, b)):
+            return any(_is_multiple_of_product(x) and _is_one_number(y) for x, y in ((a, b), (b, a)))
+        case Call("div", (a, b)):
+            return _is_multiple_of_product(a) and _is_one_number(b)
+        case _:
+            return False
+
+
+def _is_one_number(node: Expr) -> bool:
+    return not symbols(node) & {"qk", "kv_pos"}
