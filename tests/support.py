@@ -151,32 +151,43 @@ def check_operands(
 ) -> None:  # fmt: skip
     """Errors of operands' gradients, over all draws: at most twice those of plain torch in the same dtype, as norms.
 
-    A gradient of few numbers is a matter of luck in one draw. lse: out and lse have a gradient. given: of every call.
+    A gradient of few numbers is a matter of luck in one draw. draws: query, key and value, and operands by name.
+    lse: it has a gradient, too. given: of every call.
     """
-    errors: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for number, (tensors, operands) in enumerate(draws):
-        generator = torch.Generator().manual_seed(number)
-        dout = torch.randn((*tensors[0].shape[:3], tensors[2].shape[3]), generator=generator).to(tensors[0])
-        dlse = torch.randn(tensors[0].shape[:3], generator=generator).to(dout.device)
-
-        def gradients(call: Callable[..., Any], dtype: torch.dtype, **more: Any) -> list[Tensor]:
-            own = {n: t.detach().to(torch.float64 if dtype == torch.float64 else t.dtype) for n, t in operands.items()}
-            leaves = [t.clone().requires_grad_() for t in own.values()]
-            inputs = [t.detach().to(dtype).requires_grad_() for t in tensors]
-            named = dict(zip(own, leaves)) | (given or {})
-            found = call(*inputs, **named, q_offset=q_offset, return_lse=lse, **more)
-            above = (dout.to(dtype), torch.where(found[1].isinf(), 0.0, dlse)) if lse else (dout.to(dtype),)
-            return list(torch.autograd.grad(found, leaves, above if lse else above[0]))
-
-        exact = gradients(variant.reference, torch.float64)
-        plain = gradients(variant.reference, tensors[0].dtype)
-        for name, *each in zip(operands, exact, plain, gradients(variant, tensors[0].dtype, **options)):
-            errors.setdefault(name, []).append(tuple(each))  # type: ignore[arg-type]
+    errors: dict[str, list[list[Tensor]]] = {}
+    shared = {**(given or {}), "q_offset": q_offset, "return_lse": lse}
+    for draw, (tensors, operands) in enumerate(draws):
+        dtype = tensors[0].dtype
+        ways = (
+            _gradients(variant.reference, tensors, operands, torch.float64, draw, **shared),
+            _gradients(variant.reference, tensors, operands, dtype, draw, **shared),
+            _gradients(variant, tensors, operands, dtype, draw, **shared, **options),
+        )
+        for name, *each in zip(operands, *ways, strict=True):
+            errors.setdefault(name, []).append([t.double() for t in each])
     for name, found in errors.items():
-        exact, plain, mine = (torch.stack([each[n].double() for each in found]) for n in range(3))
+        exact, plain, mine = (torch.stack(way) for way in zip(*found))
         error, allowed = (x.sub(exact).norm() for x in (mine, plain))
         bound = 2 * allowed + 16 * EPS[torch.float32] * exact.norm()
         assert error <= bound, f"{variant.name} {name}: off by {error:.3g} of {exact.norm():.3g}, allowed {bound:.3g}"
+
+
+def _gradients(
+    call: Callable[..., Any], tensors: Sequence[Tensor], operands: dict[str, Tensor], dtype: torch.dtype, draw: int,
+    return_lse: bool = False, **given: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Those of the operands; of a call in float64 these have 64 bits, too."""
+    generator = torch.Generator().manual_seed(draw)
+    exact = dtype == torch.float64
+    inputs = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    leaves = {n: (t.double() if exact else t.clone()).requires_grad_() for n, t in operands.items()}
+    found = call(*inputs, **leaves, return_lse=return_lse, **given)
+    results = list(found) if return_lse else [found]
+    above = [torch.randn(results[0].shape, generator=generator).to(tensors[0].dtype).to(results[0])]
+    if return_lse:
+        dlse = torch.randn(results[1].shape, generator=generator).to(results[1])
+        above.append(torch.where(results[1].isinf(), 0.0, dlse))
+    return list(torch.autograd.grad(results, list(leaves.values()), above))
 
 
 def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = STRETCH) -> None:

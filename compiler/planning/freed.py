@@ -1,7 +1,7 @@
 """Which sums over the keys of a row are freed of what rounding took from the output.
 
-delta = rowsum(out * dout) is of the output as it was rounded, so it is off by as much in all of a row: dS of each pair by
-that error times its weight. A sum of dS times derivatives then is off by the error times the row's mean derivative. That
+delta = rowsum(out * dout) is of the output as it was rounded, and off by one error in all of a row. dS of each pair is
+off by that error times its weight, and a sum of dS times derivatives by the error times the row's mean derivative. That
 is large beside the sum's own roundings where derivatives of a row are large and alike, as those of a slope that
 multiplies positions are. So kernels find the error, from the row's own sum of P * dP, and take out what it left.
 """

@@ -1,4 +1,4 @@
-"""Gradients of operands that are read by head or by query, on a GPU in 16 bits: twice the error of plain torch at most."""
+"""Gradients of operands read by head or by query, on a GPU in 16 bits: at most twice the error of plain torch."""
 
 from __future__ import annotations
 
