@@ -353,7 +353,7 @@ def generate_diagonals(facts: Facts, code: CodePlan, target: Target) -> str:
     if levels is not None:
         levels = {**levels, "have_loop": False, "by_keys": True}
     gradients = facts.operand_gradients(code.signature.wanted)
-    reads = _of_gradients(facts, gradients)["grads"]
+    reads = _of_gradients(facts, gradients, own.signature)["grads"]
     assert isinstance(reads, list)
     grads = [g for g in reads if g["kind"] == "diagonal"]
     given: Context = {"beside": True, "wanted": frozenset(), "grads": grads, "sink_grads": [], "levels": levels}
