@@ -74,6 +74,22 @@ def test_with_a_gradient_of_lse(target: str) -> None:
     check(variant("positions"), torch.float16, 70, target=target, lse=True)
 
 
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+def test_a_row_that_sees_nothing_may_have_any_gradient_of_lse(target: str) -> None:
+    """Its log-sum-exp is -inf, of which a gradient may be NaN: nothing of it reaches what others sum."""
+    declared = weft.Attention(SCORES["positions"], kv_pos < q_pos, name="rows_without_keys")
+    tensors = [torch.randn(1, 4, 40, 16, generator=torch.Generator().manual_seed(n)).half() for n in range(3)]
+    found = []
+    for of_nothing in (0.0, float("nan")):
+        own = torch.full((4,), 0.02, requires_grad=True)
+        inputs = [t.clone().requires_grad_() for t in tensors]
+        out, lse = declared(*inputs, slopes=own, target=target, return_lse=True)
+        dlse = torch.ones_like(lse)
+        dlse[:, :, 0] = of_nothing
+        found.append(torch.autograd.grad([out, lse], [own], [torch.ones_like(out), dlse])[0])
+    assert torch.equal(*found) and found[0].abs().min() > 0
+
+
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("target", ["cpu", "interpret"])
 def test_beside_a_sink(target: str, lse: bool) -> None:
