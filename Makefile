@@ -12,6 +12,8 @@
 #   make gpu-test-all  these, and more of the same: ten minutes
 #   make gpu-sanitize  kernels on small operands under compute-sanitizer: TOOLS=memcheck,synccheck,initcheck
 #   make fuzz      random declarations and calls: CASES=2000 SEED=0 TARGET=cpu,interpret; MUTANTS=1 plants defects instead
+#   make same      what a change of structure must leave as it is: texts of 377 calls, beside those recorded (two minutes);
+#                  SAME="--machine-code" compiles kernels too, SAME="--record" writes what is compared with
 #   make clean     remove what the words above made, except .venv
 #
 # Settings: PYTHON=python3.12; WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
@@ -44,7 +46,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/is-ready
 endif
 
-.PHONY: demo test test-all lint format prove fuzz bench bench-cpu gpu-test gpu-test-all gpu-sanitize clean
+.PHONY: demo test test-all lint format same prove fuzz bench bench-cpu gpu-test gpu-test-all gpu-sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -67,6 +69,9 @@ format: $(READY)
 
 prove: $(READY)
 	$(RUN) -m tests.prove --record --jobs $(JOBS) --random $(RANDOM)
+
+same: $(READY)
+	$(RUN) -m tests.same $(SAME)
 
 bench: $(READY)
 	$(RUN) benchmarks/attention.py $(BENCH)

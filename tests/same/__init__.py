@@ -1,0 +1,1 @@
+"""The gate of a change that must not change generated code: `make same`."""

@@ -1,0 +1,91 @@
+"""The texts of one triple of the corpus: what is generated, planned, said and compiled."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import weft
+from weft.codegen.loader import TEMPLATES
+from weft.compiler.planning.hardware import by_name
+from weft.runtime.driver import compile_kernels
+
+from .corpus import Triple, corpus
+
+_FIXED = ("append_rows", "sum_listed")
+
+
+@cache
+def _triples() -> dict[str, Triple]:
+    return {t.name: t for t in corpus()}
+
+
+def texts_of(name: str) -> dict[str, str]:
+    """Schedule, stages, explanation and sources of a triple, or why it is refused."""
+    triple = _triples()[name]
+    asked = _asked(triple)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            plan = triple.variant.plan(weft.shape(**triple.sizes), **asked)
+        except weft.WeftError as error:
+            return {"refusal": str(error)}
+        found = {"schedule": str(plan.schedule), "explain": triple.variant.explain(weft.shape(**triple.sizes), **asked)}
+        found["stages"] = "\n".join(f"{k.name}: {stage}" for k in plan.kernels for stage in k.stages)
+        for direction in dict.fromkeys(k.direction for k in plan.kernels):
+            found[direction] = triple.variant.source(weft.shape(**triple.sizes), direction=direction, **asked)
+    return found
+
+
+def _asked(triple: Triple) -> dict[str, Any]:
+    given: dict[str, Any] = {"device": triple.card, "target": triple.target, **triple.options}
+    given |= {n: v for n, v in (("schedule", triple.schedule), ("form", triple.form)) if v is not None}
+    return given
+
+
+def without_holes() -> Iterator[tuple[str, dict[str, str]]]:
+    """Kernels that are the same for every variant: their templates have nothing to fill in."""
+    yield "every variant", {kernel: (TEMPLATES / "triton" / f"{kernel}.py.jinja").read_text() for kernel in _FIXED}
+
+
+# -- machine code ------------------------------------------------------------------------------------------------------
+_COMPILED = re.compile(
+    r"(causal|alibi|documents|dropout|sink|sigmoid|far|t5|bias|encoding|blocks)-(hopper|triton)-h200"
+    r"|(causal|t5)-repeats-hopper-h200|causal-(64x64|192x128|256x256|decode)-(hopper|triton)-h200"
+    r"|mla-(expanded-1024|absorbed-1|paged-700)-.*|causal-card-.*"
+    r"|causal-(decode-)?(lengths|packed|paged|packed_paged)-(hopper|triton)"
+)
+
+
+def machine_code(name: str) -> dict[str, str]:
+    """PTX of the kernels of a triple, without what names places of the source; {} of triples that are not compiled."""
+    triple = _triples()[name]
+    if not _COMPILED.fullmatch(name) or triple.card == "cpu":
+        return {}
+    try:
+        return {f"ptx {kernel}": text for kernel, text in _kernels(triple)}
+    except weft.WeftError:
+        return {}  # refused, as its texts say
+
+
+def _kernels(triple: Triple) -> Iterator[tuple[str, str]]:
+    """The kernels that a call launches: direction, number in order and name; PTX."""
+    from ..compile.ahead import compile_ahead, launched  # lazy: imports Triton, which texts do without
+
+    machine, asked = by_name(triple.card), _asked(triple)
+    plan = triple.variant.plan(weft.shape(**triple.sizes), **asked)
+    for code in plan.codes:
+        direction, schedule = code.signature.direction, str(code.schedule)
+        made = compile_kernels(triple.variant, code.signature, machine, code.target, schedule)
+        for number, seen in enumerate(launched(made, triple.variant, plan.shape)):
+            kernel = compile_ahead(seen, machine)
+            yield f"{direction} {code.signature.share} {number} {kernel.name}", _without_places(kernel.assembly)
+
+
+def _without_places(assembly: str) -> str:
+    """Assembly without lines that name files, lines and debugging sections."""
+    kept = (line for line in assembly.splitlines() if not re.match(r"\s*(\.loc|\.file|//|\$L__tmp)", line))
+    return re.sub(r"\s*\.section\s+\.debug.*", "", "\n".join(kept), flags=re.DOTALL)
