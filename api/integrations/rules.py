@@ -1,85 +1,26 @@
-"""Masks of transformers as rules: what its models get under the name "weft", in place of a tensor of all pairs."""
+"""Masks of transformers as rules: how they are made of its mask functions, and how a variant is declared with one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NoReturn
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from ..attention import Attention
 from ..ir.caller import warn
-from ..ir.errors import UnavailableError, WeftError
+from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor
 from ..ir.parse import parse
 from ..runtime.torch_private import constant_while_tracing
+from .masking import NAME, Mask, Rule, handed
 from .traced import Index, MaskFunction, at_positions, kind_of, traced
 
-NAME = "weft"
 MOST_MASKS = 64  # a model has two or three: more come from a function whose numbers differ from call to call
 _TYPES = {"bool": bool, "int": int, "float": float}
-
-
-class Mask(BlockMask):
-    """A mask of transformers [batch, 1, queries, keys], as the rule that it follows.
-
-    It is a BlockMask by name only, because what is made once for all layers is handed on where it is that or a tensor.
-
-    text: bool expression of `q_idx`, `kv_idx`, `batch` and the tensors `t0`, `t1`, ... q_first: index of the first
-    query, an int or a tensor on the device. kv_first: index of the first key; 0 for a rule that a shift of both leaves
-    as it is. seen: bool [batch, keys], keys that are no padding, or None.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int, int, int],
-        text: str = "True",
-        tensors: tuple[Tensor, ...] = (),
-        q_first: int | Tensor = 0,
-        kv_first: int = 0,
-        seen: Tensor | None = None,
-    ) -> None:
-        self.sizes, self.text, self.tensors = sizes, text, tensors
-        self.q_first, self.kv_first, self.seen = q_first, kv_first, seen
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.sizes
-
-    @property
-    def ndim(self) -> int:
-        return len(self.sizes)
-
-    def dim(self) -> int:
-        return len(self.sizes)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self.sizes)}, {self.text}{'' if self.seen is None else ', padding'})"
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    def contiguous(self) -> Mask:
-        return self
-
-    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> Mask:
-        """On another device: layers of a model may lie on several."""
-        q_first = self.q_first.to(device) if isinstance(self.q_first, Tensor) else self.q_first
-        seen = None if self.seen is None else self.seen.to(device)
-        tensors = tuple([given.to(device) for given in self.tensors])
-        return Mask(self.sizes, self.text, tensors, q_first, self.kv_first, seen)
-
-    def _no_tensor(self, *_: Any) -> NoReturn:
-        raise UnavailableError(
-            f"{NAME}: the model computes with its mask itself, and this is a rule, no tensor; load the model with "
-            'attn_implementation="sdpa" or "eager"'
-        )
-
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __invert__ = _no_tensor
 
 
 def mask(
@@ -100,23 +41,26 @@ def mask(
         problem = "call the model without torch.compile to see which, and why"
         if not torch.compiler.is_compiling():
             problem = f"{type(error).__name__}: {error}"
+    pairs = partial(
+        every_pair, batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
+    )  # fmt: skip
     if problem:
         warn_of_pairs("" if torch.compiler.is_compiling() else ", ".join(own_functions(mask_function)), problem)
-        return every_pair(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
-        )  # fmt: skip
+        return pairs(q_offset=q_offset)
     # a decode step of a static cache may be compiled, and replayed as a CUDA graph: what differs between steps must
     # then lie in tensors
     replayed = q_length == 1 and options.get("allow_is_causal_skip") is False and torch.device(device).type == "cuda"
     if isinstance(q_offset, Tensor):  # the cache's own, to which it adds before attention is computed
         q_offset = int(q_offset) if not replayed and may_look(q_offset) else q_offset.clone()
+    pairs = partial(pairs, q_offset=q_offset)
     seen = seen_keys(rule, attention_mask, q_length, kv_length, q_offset, kv_offset, look=not replayed)
     if rule.shift == 0:
         q_offset, kv_offset = q_offset - kv_offset, 0
         if replayed and not isinstance(q_offset, Tensor):
             q_offset = torch.full((), q_offset, dtype=torch.int64, device=device)
-    return Mask((batch_size, 1, q_length, kv_length), rule.text, tuple(rule.tensors), q_offset, kv_offset, seen)
+    shape = (batch_size, 1, q_length, kv_length)
+    return handed(Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen), pairs, device)
 
 
 def every_pair(**given: Any) -> Tensor:
@@ -151,7 +95,7 @@ def may_look(values: Tensor) -> bool:
     return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def placed(rule: Mask, by_row: bool) -> tuple[str, dict[str, Any], int | Tensor]:
+def placed(rule: Rule, by_row: bool) -> tuple[str, dict[str, Any], int | Tensor]:
     """A rule at Weft's positions, what it reads, and the option q_offset.
 
     Key row j has position j here, and index kv_first + j there. by_row: q_pos is to be the row of the query, because

@@ -22,7 +22,8 @@ from ..ir.expr import Expr, TensorOperand, symbol
 from ..ir.parse import parse
 from ..runtime.torch_private import constant_while_tracing
 from . import rules
-from .rules import NAME, Mask, operand_of, placed
+from .masking import NAME, Mask, Rule, tensor_of, written
+from .rules import operand_of, placed
 from .traced import at_positions, kind_of
 
 __all__ = ["register", "variants"]
@@ -92,11 +93,17 @@ def attention(
     for name, reason in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise UnavailableError(f'{NAME}: {name}: {reason}; load the model with attn_implementation="eager"')
+    query, key, value = (readable(given) for given in (query, key, value))
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
-    rule = (
-        attention_mask if isinstance(attention_mask, Mask) else besides(attention_mask, module, query, key, is_causal)
-    )
+    if isinstance(attention_mask, Mask) and written(attention_mask):
+        attention_mask = tensor_of(attention_mask)
+    if isinstance(attention_mask, Mask):
+        rule, attention_mask = attention_mask.rule, None
+    else:
+        rule = besides(attention_mask, module, query, key, is_causal)
+    if rule.shape[3] > key.shape[2]:  # layers under "eager" cut it
+        rule = rule.of_first_keys(key.shape[2])
     if rule.shape[2:] != (query.shape[2], key.shape[2]):
         raise WeftError(
             f"{NAME}: attention_mask: expected one of {query.shape[2]} queries and {key.shape[2]} keys, got {rule}"
@@ -131,7 +138,12 @@ def attention(
     return variant(query, key, value, **call, **operands).transpose(1, 2).contiguous(), None
 
 
-def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Mask:
+def readable(given: Tensor) -> Tensor:
+    """With a contiguous last dimension: what a model does to its keys is not in the hands of who calls it."""
+    return given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
+
+
+def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Rule:
     """The rule that holds besides a mask that is a tensor, or where there is none."""
     if given is not None and not isinstance(given, Tensor):
         raise WeftError(f"{NAME}: attention_mask: expected a mask of transformers, got {type(given).__name__}")
@@ -139,13 +151,13 @@ def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_cau
     kv_len = key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if given is not None or not causal or q_len == 1:
-        return Mask((batch, 1, q_len, kv_len))
+        return Rule((batch, 1, q_len, kv_len))
     if q_len != kv_len:
         raise WeftError(
             f"{NAME}: attention_mask: expected one, for {q_len} queries and {kv_len} keys of a causal layer: without "
             "it the position of the queries is not known"
         )
-    return Mask((batch, 1, q_len, kv_len), "(kv_idx <= q_idx)")
+    return Rule((batch, 1, q_len, kv_len), "(kv_idx <= q_idx)")
 
 
 def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, Tensor]:
@@ -167,7 +179,7 @@ def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, 
     return f"{name}[{', '.join(places)}]", part
 
 
-def inside_sequences(rule: Mask, pairs: dict[str, tuple[str, Tensor]]) -> str:
+def inside_sequences(rule: Rule, pairs: dict[str, tuple[str, Tensor]]) -> str:
     """A rule inside each of the sequences that cu_seq_lens_q and cu_seq_lens_k tell of."""
     if (
         len(pairs) > 0
