@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..attention import Attention
+from ..compiler.analysis.ranges import check_integers
 from ..ir.caller import warn
 from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor
@@ -20,6 +21,7 @@ from .masking import NAME, Mask, Rule, handed
 from .traced import Index, MaskFunction, at_positions, kind_of, traced
 
 MOST_MASKS = 64  # a model has two or three: more come from a function whose numbers differ from call to call
+COMPILED_BITS = (16, 20, 20)
 _TYPES = {"bool": bool, "int": int, "float": float}
 
 
@@ -36,7 +38,8 @@ def mask(
     assert mask_function is not None
     try:
         rule = traced(mask_function)
-        problem = not_understood(rule.text, tuple([kind_of(given) for given in rule.tensors]))
+        kinds = tuple([kind_of(given) for given in rule.tensors])
+        problem = not_understood(rule.text, kinds, bits_of(batch_size, q_length, kv_length, q_offset, kv_offset))
     except Exception as error:  # whatever a function does with an index that is no tensor
         problem = "call the model without torch.compile to see which, and why"
         if not torch.compiler.is_compiling():
@@ -127,10 +130,31 @@ def operand_of(name: str, kind: str) -> Scalar | TensorOperand:
     return tensor(name, int(rank), _TYPES[dtype]) if rank else scalar(name, _TYPES[dtype])
 
 
+def bits_of(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
+) -> tuple[int, int, int]:
+    """Bits of the largest batch row, index of a query and index of a key that a call has; of a compiled one, of any."""
+    if torch.compiler.is_compiling():
+        return COMPILED_BITS
+    keys = kv_length + kv_offset
+    queries = keys if isinstance(q_offset, Tensor) else q_offset + q_length
+    return batch_size.bit_length(), max(queries, keys).bit_length(), keys.bit_length()
+
+
 @constant_while_tracing
-def not_understood(text: str, kinds: tuple[str, ...]) -> str:
-    """Why text is no mask of the language; empty where it is one."""
-    return _problem_of(text, kinds)
+def not_understood(text: str, kinds: tuple[str, ...], bits: tuple[int, int, int]) -> str:
+    """Why text is no mask that kernels compute at such indices; empty where it is one."""
+    return _problem_of(text, kinds) or _overflow_of(text, kinds, bits)
+
+
+@cache
+def _overflow_of(text: str, kinds: tuple[str, ...], bits: tuple[int, int, int]) -> str:
+    """What leaves 32 bits, or divides by what may be 0."""
+    operands = {f"t{number}": operand_of(f"t{number}", kind) for number, kind in enumerate(kinds)}
+    expression = parse(at_positions(text, "q_pos", "kv_pos"), operands)
+    indices = {name: (0, 2**most - 1) for name, most in zip(("batch", "q_pos", "kv_pos"), bits)}
+    extents = {name: (2**31,) * int(kind[-1]) for name, kind in zip(operands, kinds)}  # a layer looks at reads itself
+    return "; ".join(check_integers(expression, indices, extents)[:1])
 
 
 @cache

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import UnavailableError
+from weft import UnavailableError, WeftError
+from weft.integrations.transformers import attention
 
 transformers = pytest.importorskip("transformers")  # the extra weft-attention[transformers]
 weft.integrations.transformers.register()
@@ -278,6 +279,20 @@ def test_weights_that_are_asked_for_are_refused() -> None:
     _, ours = decoder("Llama")
     with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):
         ours(tokens(2, 15), output_attentions=True)
+
+
+def test_an_error_names_its_layer() -> None:
+    _, ours = decoder("Llama")
+    ours.model.layers[1].self_attn.scaling = "half"
+    with pytest.raises(WeftError, match=r"in model\.layers\.1\.self_attn \(LlamaAttention\) of LlamaForCausalLM"):
+        ours(tokens(2, 15))
+    _, ours = decoder("Llama")
+    with pytest.raises(
+        UnavailableError, match=r"in model\.layers\.0\.self_attn \(LlamaAttention\) of LlamaForCausalLM"
+    ):
+        ours(tokens(2, 15), output_attentions=True)
+    with pytest.raises(UnavailableError, match=r"in a layer \(Module\)"):
+        attention(torch.nn.Module(), *torch.zeros(3, 1, 1, 4, 8), None, indices=tokens(1))
 
 
 def test_a_decoder_trains_in_the_interpreter() -> None:
