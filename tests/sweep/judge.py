@@ -1,0 +1,206 @@
+"""What becomes of one class: it agrees, never asks for attention, is refused, differs, or is not built."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+from weft import WeftError
+from weft.integrations import transformers as ours
+
+from .inputs import candidates, padding
+from .tiny import tiny
+
+MOST = 30_000_000  # parameters of a model that is looked at
+TOLERANCE = 2e-4  # of the largest number of an output; float32 through a few layers
+
+
+@dataclass(frozen=True)
+class Found:
+    """status: "agrees", "no attention", "refused", "differs" or "not built". why: a few words."""
+
+    name: str
+    status: str
+    why: str = ""
+
+
+def classes() -> dict[str, tuple[type, type]]:
+    """Configuration and class, by name: of each configuration the bare model, and those that generate text."""
+    found: dict[str, tuple[type, type]] = {}
+    for mapping in ("MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+                    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+                    "MODEL_FOR_PRETRAINING_MAPPING"):  # fmt: skip
+        for config, made in _pairs(getattr(modeling_auto, mapping)):
+            for one in made if isinstance(made, (list, tuple)) else [made]:
+                found.setdefault(one.__name__, (config, one))
+    return dict(sorted(found.items()))
+
+
+def _pairs(mapping: Any) -> Iterator[tuple[Any, Any]]:
+    for kind in mapping._model_mapping:
+        with contextlib.suppress(Exception):  # what needs a library that is not here
+            config = getattr(transformers, mapping._config_mapping[kind])
+            names = mapping._model_mapping[kind]
+            made = [getattr(transformers, name) for name in (names if isinstance(names, (list, tuple)) else [names])]
+            yield config, made
+
+
+def timed(name: str) -> tuple[Found, float]:
+    """In a process of its own."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    ours.register()
+    began = time.monotonic()
+    return judged(name, *classes()[name]), time.monotonic() - began
+
+
+def judged(name: str, config: type, made: type) -> Found:
+    calls = [0]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return ours.attention(*args, **options)
+
+    counted.__signature__ = inspect.signature(ours.attention)  # type: ignore[attr-defined]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        transformers.AttentionInterface.register(ours.NAME, counted)
+        try:
+            return _judged(name, config, made, calls)
+        finally:
+            transformers.AttentionInterface.register(ours.NAME, ours.attention)
+
+
+def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
+    model, inputs, problem = built(config, made)
+    if model is None or inputs is None:
+        return Found(name, "not built", problem)
+    try:
+        model.set_attn_implementation(ours.NAME)
+        own = copy.deepcopy(model)
+        model.set_attn_implementation("eager")
+    except Exception as error:
+        return Found(name, "not built", f"set_attn_implementation: {short(error)}")
+    for given, seen in variations(model, inputs):
+        try:
+            expected = outputs(model, given)
+        except Exception:
+            continue  # a mask that this model has no use for
+        try:
+            got = outputs(own, given)
+        except WeftError as error:
+            return Found(name, "refused", short(error))
+        except Exception as error:
+            return Found(name, "differs", f"fails alone: {short(error)}")
+        worst = distance(got, expected, seen)
+        if worst > TOLERANCE:
+            other = as_sdpa(model, given)
+            if other is None or distance(got, other, seen) > TOLERANCE:
+                return Found(name, "differs", f"by {worst:.1e} of the largest, with {', '.join(given)}")
+    return Found(name, "agrees" if calls[0] else "no attention")
+
+
+def built(config: type, made: type) -> tuple[Any, dict[str, Any] | None, str]:
+    """A random model that runs under "eager", and its inputs; or why there is none."""
+    problem = "no configuration"
+    for small in tiny(config):
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in made(copy.deepcopy(small)).parameters())
+        except Exception as error:
+            problem = short(error)
+            size = 0
+        if size > MOST:
+            problem = f"{size / 1e6:.0f} million parameters"
+            continue
+        try:
+            model = random(made, small)
+        except Exception as error:
+            problem = short(error)
+            continue
+        for inputs in candidates(model):
+            try:
+                if outputs(model, inputs):
+                    return model, inputs, ""
+            except Exception as error:
+                problem = short(error)
+    return None, None, problem
+
+
+def random(made: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    model = made._from_config(config, attn_implementation="eager").float().eval()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():  # as many are made so small that attention is hardly there
+        if p.dim() >= 2 and "embed" not in name and p.is_floating_point():
+            p.normal_(0, p[0].numel() ** -0.5)
+    del before
+    return model
+
+
+def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
+    yield inputs, None
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" in inputs and "attention_mask" in takes:
+        for side in ("left", "right"):
+            yield inputs | {"attention_mask": padding(side)}, padding(side).bool()
+
+
+def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(1)
+    found = model(**inputs)
+    values = list(found.values()) if hasattr(found, "values") else found
+    return [t for t in flat(values) if t.is_floating_point() and t.numel()]
+
+
+def flat(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for part in given:
+            yield from flat(part)
+
+
+def distance(got: list[Tensor], expected: list[Tensor], seen: Tensor | None) -> float:
+    """The largest difference, as a part of the largest number of that output; rows of padding are left out."""
+    if len(got) != len(expected):
+        return float("inf")
+    worst = 0.0
+    for one, other in zip(got, expected):
+        if one.shape != other.shape:
+            return float("inf")
+        if seen is not None:
+            if one.shape[:2] != seen.shape:
+                continue  # what is made of all rows may have rows of padding in it
+            one, other = one[seen], other[seen]
+        finite = other.isfinite()
+        if not torch.equal(finite, one.isfinite()):
+            return float("inf")
+        one, other = one[finite], other[finite]
+        if other.numel():
+            worst = max(worst, float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)))
+    return worst
+
+
+def as_sdpa(model: Any, inputs: dict[str, Any]) -> list[Tensor] | None:
+    try:
+        model.set_attn_implementation("sdpa")
+        return outputs(model, inputs)
+    except Exception:
+        return None
+    finally:
+        model.set_attn_implementation("eager")
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
