@@ -112,39 +112,36 @@ def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
 
 def built(config: type, made: type) -> tuple[Any, dict[str, Any] | None, str]:
     """A random model that runs under "eager", and its inputs; or why there is none."""
-    problem = "no configuration"
+    problem = ""
     for small in tiny(config):
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in made(copy.deepcopy(small)).parameters())
-        except Exception as error:
-            problem = short(error)
+        except Exception:  # a model may not like that device; it says so below if it is something else
             size = 0
         if size > MOST:
-            problem = f"{size / 1e6:.0f} million parameters"
+            problem = problem or f"{size / 1e6:.0f} million parameters"
             continue
         try:
             model = random(made, small)
         except Exception as error:
-            problem = short(error)
+            problem = problem or short(error)
             continue
         for inputs in candidates(model):
             try:
                 if outputs(model, inputs):
                     return model, inputs, ""
             except Exception as error:
-                problem = short(error)
-    return None, None, problem
+                problem = problem or short(error)
+    return None, None, problem or "no configuration, or no inputs, that are known"
 
 
 def random(made: Any, config: Any) -> Any:
     torch.manual_seed(0)
     model = made._from_config(config, attn_implementation="eager").float().eval()
-    before = {name: p.clone() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():  # as many are made so small that attention is hardly there
         if p.dim() >= 2 and "embed" not in name and p.is_floating_point():
             p.normal_(0, p[0].numel() ** -0.5)
-    del before
     return model
 
 
@@ -156,11 +153,30 @@ def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, A
             yield inputs | {"attention_mask": padding(side)}, padding(side).bool()
 
 
+    if "input_ids" in inputs and model.can_generate():
+        for cache in ("dynamic", "static"):
+            given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+            yield given | {"attention_mask": padding("left"), "cache_implementation": cache}, None
+
+
 def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(1)
+    if "cache_implementation" in inputs:
+        return generated(model, inputs)
     found = model(**inputs)
     values = list(found.values()) if hasattr(found, "values") else found
     return [t for t in flat(values) if t.is_floating_point() and t.numel()]
+
+
+def generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """The logits of each token that `generate` takes, up to the first that two numbers may decide in either way."""
+    found = model.generate(
+        **inputs, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    best = torch.stack(found.logits).topk(2).values
+    clear = ((best[..., 0] - best[..., 1]) > 1e-3 * best[..., 0].abs()).flatten(1).all(1).long().cumprod(0).sum()
+    return [torch.stack(found.logits[: int(clear) + 1])]
 
 
 def flat(given: Any) -> Iterator[Tensor]:

@@ -9,7 +9,9 @@ from typing import Any
 # what a field whose name matches is set to; the first that does
 FIXED: list[tuple[str, Any]] = [
     (r"^(num_|n_)?(hidden_|encoder_|decoder_|attention_|transformer_|block_)*(layers?|layer)$|num_hidden_layers|^n_layers?$"
-     r"|^num_layers$|encoder_layers$|decoder_layers$|^depth$|num_\w*_layers$|^num_blocks$|_depth$|^n_blocks$", 2),
+     r"|^num_layers$|encoder_layers$|decoder_layers$|^depth$|num_\w*_layers$|^num_blocks$|_depth$|^n_blocks$", 3),
+    (r"^attn_layer_period$", 2), (r"^attn_layer_offset$", 1),
+    (r"^mamba_n_heads$|^mamba_num_heads$", 8), (r"^mamba_d_head$|^mamba_head_dim$|^mamba_d_state$", 16),
     (r"num_key_value_heads|num_kv_heads|^n_head_kv$|num_key_value_groups_$|multi_query_group_num", 2),
     (r"num_attention_heads|^n_heads?$|^num_heads$|attention_heads$|_num_heads$|^heads$|^encoder_heads$", 4),
     (r"^qk_nope_head_dim$|^v_head_dim$", 16), (r"^qk_rope_head_dim$", 8), (r"^qk_head_dim$", 24),
@@ -27,16 +29,21 @@ FIXED: list[tuple[str, Any]] = [
     (r"num_mel_bins|num_bins|feature_size", 16), (r"num_frames", 4), (r"num_queries$|num_query_tokens|num_latents$", 8),
     (r"context_length|prediction_length", 8),
 ]  # fmt: skip
+# what is None where nobody says otherwise, and must not be
+ABSENT = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+          "attn_layer_indices": [1], "first_k_dense_replace": 1}  # fmt: skip
 Recipe = Callable[[str, Any], Any]
 
 
 def fixed(name: str, value: Any) -> Any:
     """A number by its name; lists of numbers become shorter where they are of layers."""
-    if isinstance(value, bool) or not isinstance(value, (int, type(None))):
+    if value is None:
+        return ABSENT.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
         return value
     for pattern, wanted in FIXED:
         if re.search(pattern, name):
-            return value if value is None or value < wanted else wanted
+            return min(value, wanted)
     return value
 
 
@@ -84,6 +91,8 @@ def tiny(made: Callable[[], Any]) -> Iterator[Any]:
             config = made()
             shrink(config, recipe)
             cut_lists(config)
+            small_words(config)
+            short_rotations(config)
         except Exception:  # whatever a configuration says of numbers that do not go together
             continue
         yield config
@@ -108,8 +117,41 @@ def cut_lists(config: Any) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if kinds and isinstance(layers, int) and len(kinds) != layers:
         different = list(dict.fromkeys(kinds))
-        config.num_hidden_layers = max(layers, min(len(different), 4))
+        config.num_hidden_layers = max(layers, min(len(different), 5))
         config.layer_types = (different + kinds)[: config.num_hidden_layers]
         for name, value in list(vars(config).items()):
             if isinstance(value, list) and len(value) == len(kinds) and name != "layer_types":
                 setattr(config, name, value[: config.num_hidden_layers])
+
+
+def parts(config: Any) -> Iterator[Any]:
+    """A configuration and those in it."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from parts(value)
+
+
+def small_words(config: Any) -> None:
+    """Numbers of special words within the vocabulary, each another one."""
+    sizes = [part.vocab_size for part in parts(config) if isinstance(getattr(part, "vocab_size", None), int)]
+    most, given = min(sizes, default=128), {}
+    for part in parts(config):
+        for name, value in list(vars(part).items()):
+            if re.search(r"(token|pad|bos|eos)\w*_(id|index)$", name) and isinstance(value, int) and value >= most:
+                given.setdefault(value, most - 1 - len(given))
+                setattr(part, name, given[value])
+
+
+def short_rotations(config: Any) -> None:
+    """Sections of rotary embeddings (`mrope_section`) that add up to half of a small head."""
+    for part in parts(config):
+        rope = getattr(part, "rope_parameters", None) or {}
+        for own in [rope, *[v for v in rope.values() if isinstance(v, dict)]]:
+            section = own.get("mrope_section", [8, 12, 12])  # as models have it that are told of none
+            heads = getattr(part, "num_attention_heads", 0)
+            head = getattr(part, "head_dim", None) or (part.hidden_size // heads if heads else 0)
+            half = int(head * own.get("partial_rotary_factor", getattr(part, "partial_rotary_factor", None) or 1.0)) // 2
+            if half >= 4 and "rope_type" in own and sum(section) != half:
+                short = [max(1, n * half // sum(section)) for n in section]
+                own["mrope_section"] = [half - sum(short[1:]), *short[1:]]
