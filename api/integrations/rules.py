@@ -36,6 +36,12 @@ def mask(
     words for is evaluated for every pair, with a warning.
     """
     assert mask_function is not None
+    pairs = partial(
+        every_pair, batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
+    )  # fmt: skip
+    if knows_floats_alone(type(options.get("config"))):
+        return pairs(q_offset=q_offset, of="eager_mask")
     try:
         rule = traced(mask_function)
         kinds = tuple([kind_of(given) for given in rule.tensors])
@@ -44,10 +50,6 @@ def mask(
         problem = "call the model without torch.compile to see which, and why"
         if not torch.compiler.is_compiling():
             problem = f"{type(error).__name__}: {error}"
-    pairs = partial(
-        every_pair, batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
-    )  # fmt: skip
     if problem:
         warn_of_pairs("" if torch.compiler.is_compiling() else ", ".join(own_functions(mask_function)), problem)
         return pairs(q_offset=q_offset)
@@ -66,12 +68,38 @@ def mask(
     return handed(Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen), pairs, device)
 
 
-def every_pair(**given: Any) -> Tensor:
-    """The mask as a bool tensor, made by transformers."""
-    from transformers.masking_utils import sdpa_mask  # it is an extra, but whoever calls this has it
+def every_pair(of: str = "sdpa_mask", **given: Any) -> Tensor:
+    """The mask as a tensor that transformers makes: of bools, or of floats that are added to scores ("eager_mask")."""
+    from transformers import masking_utils  # it is an extra, but whoever calls this has it
 
-    dense: Tensor = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    return dense
+    own = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    made: Tensor = getattr(masking_utils, of)(**own)
+    return made
+
+
+@constant_while_tracing
+def knows_floats_alone(config: type) -> bool:
+    """Whether models of a configuration have no use for masks of bools: they run under "eager" alone."""
+    return _knows_floats_alone(config)
+
+
+@cache
+def _knows_floats_alone(config: type) -> bool:
+    """By what their classes say of implementations whose masks are no floats."""
+    from transformers import PreTrainedModel  # likewise
+
+    classes = list(subclasses(PreTrainedModel))
+    package = config.__module__.rpartition(".")[0]
+    own = [c for c in classes if getattr(c, "config_class", None) is config]
+    own = own or [c for c in classes if package and c.__module__.rpartition(".")[0] == package]
+    others = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
+    return bool(own) and not any(getattr(c, name, False) for c in own for name in others)
+
+
+def subclasses(of: Any) -> Iterator[Any]:
+    for found in of.__subclasses__():
+        yield found
+        yield from subclasses(found)
 
 
 def seen_keys(

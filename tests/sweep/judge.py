@@ -86,11 +86,9 @@ def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
     if model is None or inputs is None:
         return Found(name, "not built", problem)
     try:
-        model.set_attn_implementation(ours.NAME)
-        own = copy.deepcopy(model)
-        model.set_attn_implementation("eager")
+        own = twin(model)
     except Exception as error:
-        return Found(name, "not built", f"set_attn_implementation: {short(error)}")
+        return Found(name, "not built", f"under weft: {short(error)}")
     for given, seen in variations(model, inputs):
         try:
             expected = outputs(model, given)
@@ -145,6 +143,18 @@ def random(made: Any, config: Any) -> Any:
     return model
 
 
+def twin(model: Any) -> Any:
+    """The same model as from_pretrained(..., attn_implementation="weft") loads it."""
+    config = copy.deepcopy(model.config)
+    own = type(model)._from_config(config, attn_implementation=ours.NAME).float().eval()
+    own.load_state_dict(model.state_dict())
+    buffers = dict(model.named_buffers())
+    for name, given in own.named_buffers():
+        given.copy_(buffers[name])
+    own.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    return own
+
+
 def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor | None]]:
     yield inputs, None
     takes = inspect.signature(model.forward).parameters
@@ -170,8 +180,9 @@ def outputs(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 def generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """The logits of each token that `generate` takes, up to the first that two numbers may decide in either way."""
+    first = {"decoder_start_token_id": 1} if model.config.is_encoder_decoder else {}
     found = model.generate(
-        **inputs, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        **inputs, **first, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
         eos_token_id=None,
     )  # fmt: skip
     best = torch.stack(found.logits).topk(2).values
