@@ -75,11 +75,18 @@ def _images(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
         yield {"pixel_values": _numbers(2, frames, channels, size, size)}
     if "pixel_values_videos" in takes:
         size = _found(config, "image_size", "crop_size", otherwise=32)
-        yield {"pixel_values_videos": _numbers(2, _found(config, "num_frames", "frames_per_clip", otherwise=4), 3, size, size)}
-    if "pixel_values" in takes and "grid_thw" in takes or "image_grid_thw" in takes:
+        yield {
+            "pixel_values_videos": _numbers(
+                2, _found(config, "num_frames", "frames_per_clip", otherwise=4), 3, size, size
+            )
+        }
+    if "grid_thw" in takes:
         patch = _found(config, "patch_size", otherwise=8)
         depth = _found(config, "temporal_patch_size", otherwise=2)
-        yield {"hidden_states": _numbers(32, 3 * depth * patch * patch), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+        yield {
+            "hidden_states": _numbers(32, 3 * depth * patch * patch),
+            "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        }
 
 
 def _sounds(config: Any, takes: Any) -> Iterator[dict[str, Any]]:

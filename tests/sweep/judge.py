@@ -9,12 +9,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
+
 from weft import WeftError
 from weft.integrations import transformers as ours
 
@@ -34,6 +36,7 @@ class Found:
     why: str = ""
 
 
+@cache
 def classes() -> dict[str, tuple[type, type]]:
     """Configuration and class, by name: of each configuration the bare model, and those that generate text."""
     found: dict[str, tuple[type, type]] = {}
@@ -161,7 +164,6 @@ def variations(model: Any, inputs: dict[str, Any]) -> Iterator[tuple[dict[str, A
     if "input_ids" in inputs and "attention_mask" in takes:
         for side in ("left", "right"):
             yield inputs | {"attention_mask": padding(side)}, padding(side).bool()
-
 
     if "input_ids" in inputs and model.can_generate():
         for cache in ("dynamic", "static"):

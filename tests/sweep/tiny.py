@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,11 +91,11 @@ def tiny(made: Callable[[], Any]) -> Iterator[Any]:
         try:
             config = made()
             shrink(config, recipe)
-            cut_lists(config)
-            small_words(config)
-            short_rotations(config)
         except Exception:  # whatever a configuration says of numbers that do not go together
             continue
+        for mended in (cut_lists, rotated_heads, small_words, short_rotations):
+            with contextlib.suppress(Exception):  # one that has no such fields
+                mended(config)
         yield config
 
 
@@ -132,9 +133,21 @@ def parts(config: Any) -> Iterator[Any]:
             yield from parts(value)
 
 
+def rotated_heads(config: Any) -> None:
+    """A latent attention has a key head for each query head, and its `head_dim` is that of its rotated columns."""
+    for part in parts(config):
+        if isinstance(getattr(part, "qk_rope_head_dim", None), int) and hasattr(part, "head_dim"):
+            part.head_dim = part.qk_rope_head_dim
+            part.num_key_value_heads = part.num_attention_heads
+
+
 def small_words(config: Any) -> None:
     """Numbers of special words within the vocabulary, each another one."""
-    sizes = [part.vocab_size for part in parts(config) if isinstance(getattr(part, "vocab_size", None), int)]
+    sizes = [
+        part.vocab_size
+        for part in parts(config)
+        if isinstance(getattr(part, "vocab_size", None), int) and part.vocab_size > 9
+    ]
     most, given = min(sizes, default=128), {}
     for part in parts(config):
         for name, value in list(vars(part).items()):
@@ -151,7 +164,9 @@ def short_rotations(config: Any) -> None:
             section = own.get("mrope_section", [8, 12, 12])  # as models have it that are told of none
             heads = getattr(part, "num_attention_heads", 0)
             head = getattr(part, "head_dim", None) or (part.hidden_size // heads if heads else 0)
-            half = int(head * own.get("partial_rotary_factor", getattr(part, "partial_rotary_factor", None) or 1.0)) // 2
+            half = (
+                int(head * own.get("partial_rotary_factor", getattr(part, "partial_rotary_factor", None) or 1.0)) // 2
+            )
             if half >= 4 and "rope_type" in own and sum(section) != half:
                 short = [max(1, n * half // sum(section)) for n in section]
                 own["mrope_section"] = [half - sum(short[1:]), *short[1:]]
