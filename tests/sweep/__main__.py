@@ -20,7 +20,7 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in classes() if options.only in name][:: options.every]
     results = []
-    with get_context("spawn").Pool(options.jobs, maxtasksperchild=50) as pool:  # the classes of a few models at a time
+    with get_context("spawn").Pool(options.jobs, maxtasksperchild=250) as pool:
         for found, seconds in pool.imap(timed, names):
             results.append(found)
             print(json.dumps([found.name, found.status, found.why, round(seconds, 1)]), flush=True)

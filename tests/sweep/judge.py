@@ -184,8 +184,8 @@ def generated(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """The logits of each token that `generate` takes, up to the first that two numbers may decide in either way."""
     first = {"decoder_start_token_id": 1} if model.config.is_encoder_decoder else {}
     found = model.generate(
-        **inputs, **first, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
-        eos_token_id=None,
+        **inputs, **first, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     best = torch.stack(found.logits).topk(2).values
     clear = ((best[..., 0] - best[..., 1]) > 1e-3 * best[..., 0].abs()).flatten(1).all(1).long().cumprod(0).sum()

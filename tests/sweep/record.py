@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 TITLES = {
     "refused": "Refused, with a message",
-    "no attention": "Never call Weft: their attention is not in transformers' table, or they have none. Their numbers are those of `eager`",
+    "no attention": "Never call Weft: they have an attention of their own, or none. Their numbers are those of `eager`",
     "not built": "Not built small by the sweep, so not looked at",
 }  # fmt: skip
 
@@ -43,8 +43,8 @@ def table(found: Mapping[str, Found]) -> str:
     """The part of the page that is generated."""
     counts = {status: sum(f.status == status for f in found.values()) for status in ("agrees", *TITLES)}
     lines = [
-        f"Of {len(found)} classes of transformers {version()}, {counts['agrees']} agree, {counts['refused']} are refused, "
-        f"{counts['no attention']} never call Weft, and {counts['not built']} were not built.", "",
+        f"Of {len(found)} classes of transformers {version()}, {counts['agrees']} agree, {counts['refused']} are "
+        f"refused, {counts['no attention']} never call Weft, and {counts['not built']} were not built.", "",
     ]  # fmt: skip
     for status, title in TITLES.items():
         lines += [f"**{title}:**", ""]

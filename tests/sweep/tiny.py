@@ -26,8 +26,10 @@ FIXED: list[tuple[str, Any]] = [
     (r"intermediate_size|ffn_dim|^d_ff$|^n_inner$|mlp_dim|feedforward_dim|ffn_hidden_size|mlp_hidden|_ffn_dim$", 64),
     (r"hidden_size|^d_model$|^n_embd$|embed_dim$|embedding_size|projection_dim|embedding_dim|^dim$|model_dim|d_embed"
      r"|hidden_dim$|^n_embed$|_width$|^width$|out_dim$|output_dim$|projection_size", 64),
-    (r"image_size$|^img_size$|input_size$", 32), (r"patch_size$", 8), (r"sliding_window$|attention_window|chunk_size$", 8),
-    (r"num_mel_bins|num_bins|feature_size", 16), (r"num_frames", 4), (r"num_queries$|num_query_tokens|num_latents$", 8),
+    (r"image_size$|^img_size$|input_size$", 32), (r"patch_size$", 8),
+    (r"sliding_window$|attention_window|chunk_size$", 8),
+    (r"num_mel_bins|num_bins|feature_size", 16), (r"num_frames", 4),
+    (r"num_queries$|num_query_tokens|num_latents$", 8),
     (r"context_length|prediction_length", 8),
 ]  # fmt: skip
 # what is None where nobody says otherwise, and must not be
@@ -80,7 +82,8 @@ def with_lists(recipe: Recipe) -> Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "fixed": fixed, "fixed, lists too": with_lists(fixed), "an eighth": shared(8), "an eighth, lists too": with_lists(shared(8)),
+    "fixed": fixed, "fixed, lists too": with_lists(fixed),
+    "an eighth": shared(8), "an eighth, lists too": with_lists(shared(8)),
     "a quarter": shared(4), "fewer layers": fewer_layers, "as it is": lambda name, value: value,
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+
 from weft import UnavailableError
 from weft.ir import versions
 
@@ -59,7 +60,8 @@ def test_the_installed_triton_has_what_is_used(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_lowest_versions_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
     for library, (lowest, _) in versions.TESTED.items():
         bounds = {line for line in wanted if re.match(rf"{library}\b", line)}
         assert bounds == {f"{library}>={lowest[0]}.{lowest[1]}"}
