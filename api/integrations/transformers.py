@@ -26,7 +26,7 @@ from ..ir.versions import missing, refuse, warn_where_untested
 from ..runtime.torch_private import constant_while_tracing
 from . import rules
 from .masking import NAME, Mask, Rule, tensor_of, written
-from .rules import operand_of, placed
+from .rules import knows_floats_alone, operand_of, placed
 from .traced import at_positions, kind_of
 
 __all__ = ["register", "variants"]
@@ -204,6 +204,8 @@ def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_cau
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if given is None and causal and knows_floats_alone(type(getattr(module, "config", None))):
+        causal = False  # under "eager" no mask hides nothing
     if given is not None or not causal or q_len == 1:
         return Rule((batch, 1, q_len, kv_len))
     if q_len != kv_len:

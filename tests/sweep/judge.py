@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import resource
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from .inputs import candidates, padding
 from .tiny import tiny
 
 MOST = 30_000_000  # parameters of a model that is looked at
+ROOM = 3 * 2**30  # bytes that one class may take
 TOLERANCE = 2e-4  # of the largest number of an output; float32 through a few layers
 
 
@@ -75,13 +78,25 @@ def judged(name: str, config: type, made: type) -> Found:
         return ours.attention(*args, **options)
 
     counted.__signature__ = inspect.signature(ours.attention)  # type: ignore[attr-defined]
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), bounded_memory():
         warnings.simplefilter("ignore")
         transformers.AttentionInterface.register(ours.NAME, counted)
         try:
             return _judged(name, config, made, calls)
         finally:
             transformers.AttentionInterface.register(ours.NAME, ours.attention)
+
+
+@contextlib.contextmanager
+def bounded_memory() -> Iterator[None]:
+    """What is too large fails by itself, before the machine has no memory left for others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _judged(name: str, config: type, made: type, calls: list[int]) -> Found:
@@ -118,8 +133,9 @@ def built(config: type, made: type) -> tuple[Any, dict[str, Any] | None, str]:
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in made(copy.deepcopy(small)).parameters())
-        except Exception:  # a model may not like that device; it says so below if it is something else
-            size = 0
+        except Exception as error:  # of unknown size: it may be too large for the machine
+            problem = problem or short(error)
+            continue
         if size > MOST:
             problem = problem or f"{size / 1e6:.0f} million parameters"
             continue
