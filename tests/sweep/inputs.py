@@ -80,13 +80,14 @@ def _images(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
                 2, _found(config, "num_frames", "frames_per_clip", otherwise=4), 3, size, size
             )
         }
-    if "grid_thw" in takes:
-        patch = _found(config, "patch_size", otherwise=8)
-        depth = _found(config, "temporal_patch_size", otherwise=2)
-        yield {
-            "hidden_states": _numbers(32, 3 * depth * patch * patch),
-            "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
-        }
+    for grid in [name for name in ("grid_thw", "image_grid_thw") if name in takes]:  # patches of two images, packed
+        patch, depth = _found(config, "patch_size", otherwise=8), _found(config, "temporal_patch_size", otherwise=1)
+        channels = _found(config, "in_channels", "num_channels", "in_chans", otherwise=3)
+        columns = channels * depth * patch * patch
+        places = torch.tensor([[1, 4, 4], [1, 4, 8]])
+        for name in [name for name in ("hidden_states", "pixel_values") if name in takes]:
+            yield {name: _numbers(48, columns), grid: places}
+            yield {name: _numbers(48, channels, patch, patch), grid: places}
 
 
 def _sounds(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
