@@ -34,7 +34,7 @@ FIXED: list[tuple[str, Any]] = [
 ]  # fmt: skip
 # what is None where nobody says otherwise, and must not be
 ABSENT = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-          "attn_layer_indices": [1], "first_k_dense_replace": 1}  # fmt: skip
+          "attn_layer_indices": [1], "head_dim": 16, "num_key_value_heads": 2, "first_k_dense_replace": 1}  # fmt: skip
 Recipe = Callable[[str, Any], Any]
 
 
