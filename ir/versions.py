@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 
+from .caller import warn
 from .errors import UnavailableError
 
 Version = tuple[int, int]
@@ -31,11 +31,7 @@ def warn_where_untested(library: str, version: str) -> None:
     """Warn, once in a process, where a version is none of those tested: it is tried all the same."""
     oldest, newest = TESTED[library]
     if not oldest <= version_of(version) <= newest:
-        warnings.warn(
-            f"weft: {library} {version} is tried, and was not tested: tested are {tested(library)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"weft: {library} {version} is tried, and was not tested: tested are {tested(library)}")
 
 
 def tested(library: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ir.caller import warn
 from ..ir.errors import UnavailableError
 from ..runtime.torch_private import constant_while_tracing
 
@@ -241,9 +241,7 @@ def warn_that_it_is_made(function: str) -> None:
 
 @cache
 def _warn_that_it_is_made(function: str) -> None:
-    warnings.warn(
+    warn(
         f"{NAME}: the model computes with its mask itself ({function}): the mask is made as a tensor [batch, 1, "
-        "queries, keys], in as much memory as under sdpa",
-        RuntimeWarning,
-        stacklevel=2,
+        "queries, keys], in as much memory as under sdpa"
     )

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from weft import UnavailableError
 
-masking_utils = pytest.importorskip("transformers.masking_utils")  # the extra weft[transformers]
+masking_utils = pytest.importorskip("transformers.masking_utils")  # the extra weft-attention[transformers]
 from weft.integrations import masking  # noqa: E402
 from weft.integrations.masking import Mask  # noqa: E402
 from weft.integrations.rules import mask  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-transformers = pytest.importorskip("transformers")  # the extra weft[transformers]
+transformers = pytest.importorskip("transformers")  # the extra weft-attention[transformers]
 from ..sweep.judge import Found, classes, timed  # noqa: E402
 from ..sweep.record import BEGIN, END, PAGE, differing, recorded, table, version  # noqa: E402
 
