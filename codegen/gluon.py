@@ -6,10 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from . import triton_versions
+
+triton_versions.check("hopper")  # before what it looks for is imported
+
+from triton._C.libtriton import ir  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.language._core import builtin  # noqa: E402
 
 
 @builtin  # type: ignore[untyped-decorator]

@@ -34,6 +34,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
+from . import triton_versions
+
+triton_versions.check("interpret")
+
 _JITTED_MODULES = ("standard", "random")
 _BUILDER = interpreter.InterpreterBuilder
 _OF_A_LAUNCH = interpreter.interpreter_builder

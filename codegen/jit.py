@@ -9,6 +9,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from . import triton_versions
+
+triton_versions.check("triton")
+
 
 def run_time_kernel(function: Callable[..., None]) -> Any:
     """`triton.jit` that specialises on no run-time value: a new length, stride, window or batch compiles nothing."""

@@ -23,6 +23,7 @@ from ..ir.caller import for_threads, warn
 from ..ir.errors import UnavailableError
 from . import starting
 from .binding import Binding, Launch
+from .triton_versions import takes_launches_in_c
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Run:
         """
         launch, rest = self.launch, (self.metadata, None, None, None)
         sizes = [getattr(launch, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-        if not triton.__version__.startswith("3.6.") or type(launch).__name__ != "CudaLauncher" or sizes != [0, 0]:
+        if not takes_launches_in_c(launch) or sizes != [0, 0]:
             return Launch(launch, (self.function, *rest))
         ways = (launch.launch_cooperative_grid, launch.launch_pdl)  # type: ignore[attr-defined]
         function: Any = launch.launch  # type: ignore[attr-defined]

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..ir.versions import missing, refuse, warn_where_untested
+
+_USED = ("register_autograd", "register_fake", "register_vmap", "Library")  # without which there are no ops
+refuse("torch", torch.__version__, missing(f"torch.library:{name}" for name in _USED))
+warn_where_untested("torch", torch.__version__)
+
 
 def _found(path: str, otherwise: Any) -> Any:
     """torch.<path>, or `otherwise`."""

@@ -1,85 +1,28 @@
-"""Masks of transformers as rules: what its models get under the name "weft", in place of a tensor of all pairs."""
+"""Masks of transformers as rules: how they are made of its mask functions, and how a variant is declared with one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, NoReturn
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from ..attention import Attention
+from ..compiler.analysis.ranges import check_integers
 from ..ir.caller import warn
-from ..ir.errors import UnavailableError, WeftError
+from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor
 from ..ir.parse import parse
 from ..runtime.torch_private import constant_while_tracing
+from .masking import NAME, Mask, Rule, handed
 from .traced import Index, MaskFunction, at_positions, kind_of, traced
 
-NAME = "weft"
 MOST_MASKS = 64  # a model has two or three: more come from a function whose numbers differ from call to call
+COMPILED_BITS = (16, 20, 20)
 _TYPES = {"bool": bool, "int": int, "float": float}
-
-
-class Mask(BlockMask):
-    """A mask of transformers [batch, 1, queries, keys], as the rule that it follows.
-
-    It is a BlockMask by name only, because what is made once for all layers is handed on where it is that or a tensor.
-
-    text: bool expression of `q_idx`, `kv_idx`, `batch` and the tensors `t0`, `t1`, ... q_first: index of the first
-    query, an int or a tensor on the device. kv_first: index of the first key; 0 for a rule that a shift of both leaves
-    as it is. seen: bool [batch, keys], keys that are no padding, or None.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int, int, int],
-        text: str = "True",
-        tensors: tuple[Tensor, ...] = (),
-        q_first: int | Tensor = 0,
-        kv_first: int = 0,
-        seen: Tensor | None = None,
-    ) -> None:
-        self.sizes, self.text, self.tensors = sizes, text, tensors
-        self.q_first, self.kv_first, self.seen = q_first, kv_first, seen
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.sizes
-
-    @property
-    def ndim(self) -> int:
-        return len(self.sizes)
-
-    def dim(self) -> int:
-        return len(self.sizes)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self.sizes)}, {self.text}{'' if self.seen is None else ', padding'})"
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    def contiguous(self) -> Mask:
-        return self
-
-    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> Mask:
-        """On another device: layers of a model may lie on several."""
-        q_first = self.q_first.to(device) if isinstance(self.q_first, Tensor) else self.q_first
-        seen = None if self.seen is None else self.seen.to(device)
-        tensors = tuple([given.to(device) for given in self.tensors])
-        return Mask(self.sizes, self.text, tensors, q_first, self.kv_first, seen)
-
-    def _no_tensor(self, *_: Any) -> NoReturn:
-        raise UnavailableError(
-            f"{NAME}: the model computes with its mask itself, and this is a rule, no tensor; load the model with "
-            'attn_implementation="sdpa" or "eager"'
-        )
-
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __invert__ = _no_tensor
 
 
 def mask(
@@ -93,38 +36,70 @@ def mask(
     words for is evaluated for every pair, with a warning.
     """
     assert mask_function is not None
+    pairs = partial(
+        every_pair, batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
+    )  # fmt: skip
+    if knows_floats_alone(type(options.get("config"))):
+        return pairs(q_offset=q_offset, of="eager_mask")
     try:
         rule = traced(mask_function)
-        problem = not_understood(rule.text, tuple([kind_of(given) for given in rule.tensors]))
+        kinds = tuple([kind_of(given) for given in rule.tensors])
+        problem = not_understood(rule.text, kinds, bits_of(batch_size, q_length, kv_length, q_offset, kv_offset))
     except Exception as error:  # whatever a function does with an index that is no tensor
         problem = "call the model without torch.compile to see which, and why"
         if not torch.compiler.is_compiling():
             problem = f"{type(error).__name__}: {error}"
     if problem:
         warn_of_pairs("" if torch.compiler.is_compiling() else ", ".join(own_functions(mask_function)), problem)
-        return every_pair(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, device=device, **options,
-        )  # fmt: skip
+        return pairs(q_offset=q_offset)
     # a decode step of a static cache may be compiled, and replayed as a CUDA graph: what differs between steps must
     # then lie in tensors
     replayed = q_length == 1 and options.get("allow_is_causal_skip") is False and torch.device(device).type == "cuda"
     if isinstance(q_offset, Tensor):  # the cache's own, to which it adds before attention is computed
         q_offset = int(q_offset) if not replayed and may_look(q_offset) else q_offset.clone()
+    pairs = partial(pairs, q_offset=q_offset)
     seen = seen_keys(rule, attention_mask, q_length, kv_length, q_offset, kv_offset, look=not replayed)
     if rule.shift == 0:
         q_offset, kv_offset = q_offset - kv_offset, 0
         if replayed and not isinstance(q_offset, Tensor):
             q_offset = torch.full((), q_offset, dtype=torch.int64, device=device)
-    return Mask((batch_size, 1, q_length, kv_length), rule.text, tuple(rule.tensors), q_offset, kv_offset, seen)
+    shape = (batch_size, 1, q_length, kv_length)
+    return handed(Rule(shape, rule.text, tuple(rule.tensors), q_offset, kv_offset, seen), pairs, device)
 
 
-def every_pair(**given: Any) -> Tensor:
-    """The mask as a bool tensor, made by transformers."""
-    from transformers.masking_utils import sdpa_mask  # it is an extra, but whoever calls this has it
+def every_pair(of: str = "sdpa_mask", **given: Any) -> Tensor:
+    """The mask as a tensor that transformers makes: of bools, or of floats that are added to scores ("eager_mask")."""
+    from transformers import masking_utils  # it is an extra, but whoever calls this has it
 
-    dense: Tensor = sdpa_mask(**{**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    return dense
+    own = {**given, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    made: Tensor = getattr(masking_utils, of)(**own)
+    return made
+
+
+@constant_while_tracing
+def knows_floats_alone(config: type) -> bool:
+    """Whether models of a configuration have no use for masks of bools: they run under "eager" alone."""
+    return _knows_floats_alone(config)
+
+
+@cache
+def _knows_floats_alone(config: type) -> bool:
+    """By what their classes say of implementations whose masks are no floats."""
+    from transformers import PreTrainedModel  # likewise
+
+    classes = list(subclasses(PreTrainedModel))
+    package = config.__module__.rpartition(".")[0]
+    own = [c for c in classes if getattr(c, "config_class", None) is config]
+    own = own or [c for c in classes if package and c.__module__.rpartition(".")[0] == package]
+    others = ("_supports_sdpa", "_supports_flex_attn", "_supports_flash_attn")
+    return bool(own) and not any(getattr(c, name, False) for c in own for name in others)
+
+
+def subclasses(of: Any) -> Iterator[Any]:
+    for found in of.__subclasses__():
+        yield found
+        yield from subclasses(found)
 
 
 def seen_keys(
@@ -151,7 +126,7 @@ def may_look(values: Tensor) -> bool:
     return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def placed(rule: Mask, by_row: bool) -> tuple[str, dict[str, Any], int | Tensor]:
+def placed(rule: Rule, by_row: bool) -> tuple[str, dict[str, Any], int | Tensor]:
     """A rule at Weft's positions, what it reads, and the option q_offset.
 
     Key row j has position j here, and index kv_first + j there. by_row: q_pos is to be the row of the query, because
@@ -183,10 +158,31 @@ def operand_of(name: str, kind: str) -> Scalar | TensorOperand:
     return tensor(name, int(rank), _TYPES[dtype]) if rank else scalar(name, _TYPES[dtype])
 
 
+def bits_of(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int
+) -> tuple[int, int, int]:
+    """Bits of the largest batch row, index of a query and index of a key that a call has; of a compiled one, of any."""
+    if torch.compiler.is_compiling():
+        return COMPILED_BITS
+    keys = kv_length + kv_offset
+    queries = keys if isinstance(q_offset, Tensor) else q_offset + q_length
+    return batch_size.bit_length(), max(queries, keys).bit_length(), keys.bit_length()
+
+
 @constant_while_tracing
-def not_understood(text: str, kinds: tuple[str, ...]) -> str:
-    """Why text is no mask of the language; empty where it is one."""
-    return _problem_of(text, kinds)
+def not_understood(text: str, kinds: tuple[str, ...], bits: tuple[int, int, int]) -> str:
+    """Why text is no mask that kernels compute at such indices; empty where it is one."""
+    return _problem_of(text, kinds) or _overflow_of(text, kinds, bits)
+
+
+@cache
+def _overflow_of(text: str, kinds: tuple[str, ...], bits: tuple[int, int, int]) -> str:
+    """What leaves 32 bits, or divides by what may be 0."""
+    operands = {f"t{number}": operand_of(f"t{number}", kind) for number, kind in enumerate(kinds)}
+    expression = parse(at_positions(text, "q_pos", "kv_pos"), operands)
+    indices = {name: (0, 2**most - 1) for name, most in zip(("batch", "q_pos", "kv_pos"), bits)}
+    extents = {name: (2**31,) * int(kind[-1]) for name, kind in zip(operands, kinds)}  # a layer looks at reads itself
+    return "; ".join(check_integers(expression, indices, extents)[:1])
 
 
 @cache

@@ -8,9 +8,11 @@ takes a mask function of indices down as an expression in place of evaluating it
 from __future__ import annotations
 
 import importlib
-from functools import cache
+import inspect
+from collections.abc import Callable
+from functools import cache, wraps
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +22,24 @@ from ..ir import functions
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import Expr, TensorOperand, symbol
 from ..ir.parse import parse
+from ..ir.versions import missing, refuse, warn_where_untested
 from ..runtime.torch_private import constant_while_tracing
 from . import rules
-from .rules import NAME, Mask, operand_of, placed
+from .masking import NAME, Mask, Rule, tensor_of, written
+from .rules import knows_floats_alone, operand_of, placed
 from .traced import at_positions, kind_of
 
 __all__ = ["register", "variants"]
 
-OLDEST, TOO_NEW = (5, 20), (5, 25)  # those between were tested
+F = TypeVar("F", bound=Callable[..., Any])
+
+# what is used of transformers
+USED = (
+    "transformers:AttentionInterface.register", "transformers.masking_utils:AttentionMaskInterface.register",
+    "transformers.masking_utils:sdpa_mask", "transformers.masking_utils:create_causal_mask",
+)  # fmt: skip
+# what a function of its table of masks is called with
+ASKED = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "device")
 
 # arguments of layers that would change what is computed, and what to say of them
 REFUSED = {
@@ -47,7 +59,8 @@ def register() -> None:
     After it `from_pretrained(..., attn_implementation="weft")`, `from_config(..., attn_implementation="weft")` and
     `model.set_attn_implementation("weft")` take it. Calling it again changes nothing.
 
-    Raises UnavailableError where transformers is missing, or is of a version that was not tested.
+    A version that was not tested is tried, with a warning. Raises UnavailableError where transformers is missing, or
+    lacks what this uses of it.
     """
     try:
         package = importlib.import_module("transformers")
@@ -57,15 +70,20 @@ def register() -> None:
             f"weft.integrations.transformers: transformers is not to be had ({error}); "
             "pip install 'weft-attention[transformers]'"
         ) from None
-    version = tuple(int(part) for part in package.__version__.split(".")[:2])
-    if not OLDEST <= version < TOO_NEW:
-        oldest, too_new = (".".join(map(str, given)) for given in (OLDEST, TOO_NEW))
-        raise UnavailableError(
-            f"weft.integrations.transformers: expected a version of transformers from {oldest} on and below {too_new}, "
-            f"as tested, got {package.__version__}; pip install 'transformers>={oldest},<{too_new}'"
-        )
+    refuse("transformers", package.__version__, lacking())
+    warn_where_untested("transformers", package.__version__)
     package.AttentionInterface.register(NAME, attention)
     masks.AttentionMaskInterface.register(NAME, rules.mask)
+
+
+def lacking() -> list[str]:
+    """What the installed transformers lacks of what this uses: names, and arguments of masks."""
+    names = missing(USED)
+    if names:
+        return names
+    made = importlib.import_module("transformers.masking_utils").sdpa_mask
+    known = inspect.signature(made).parameters
+    return [f"the argument {name} of masks" for name in ASKED if name not in known]
 
 
 def variants() -> tuple[Attention, ...]:
@@ -73,6 +91,43 @@ def variants() -> tuple[Attention, ...]:
     return tuple(vars(DECLARED).values())
 
 
+def naming_the_layer(function: F) -> F:
+    """The same, with errors that say which layer of a model they come from."""
+
+    @wraps(function)
+    def named(module: nn.Module, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(module, *args, **options)
+        try:
+            return function(module, *args, **options)
+        except WeftError as error:
+            error.args = (f"{error}\n  in {layer_of(module)}",)
+            raise
+        except Exception as error:
+            error.add_note(f"{NAME}: in {layer_of(module)}")
+            raise
+
+    return named  # type: ignore[return-value]
+
+
+def layer_of(module: nn.Module) -> str:
+    """Where a layer is in the running model: `model.layers.1.self_attn (LlamaAttention) of LlamaForCausalLM`."""
+    owners: list[nn.Module] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        given = frame.f_locals.get("self")
+        if isinstance(given, nn.Module):
+            owners.append(given)
+        frame = frame.f_back
+    for owner in reversed(owners):  # from the outermost on
+        for name, part in owner.named_modules():
+            if part is module and name:
+                return f"{name} ({type(module).__name__}) of {type(owner).__name__}"
+    index = getattr(module, "layer_idx", None)
+    return f"layer {index} ({type(module).__name__})" if index is not None else f"a layer ({type(module).__name__})"
+
+
+@naming_the_layer
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | Tensor | None,
     scaling: float | Tensor | None = None, dropout: float = 0.0, softcap: float | None = None,
@@ -92,11 +147,17 @@ def attention(
     for name, reason in REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise UnavailableError(f'{NAME}: {name}: {reason}; load the model with attn_implementation="eager"')
+    query, key, value = (readable(given) for given in (query, key, value))
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
-    rule = (
-        attention_mask if isinstance(attention_mask, Mask) else besides(attention_mask, module, query, key, is_causal)
-    )
+    if isinstance(attention_mask, Mask) and written(attention_mask):
+        attention_mask = tensor_of(attention_mask)
+    if isinstance(attention_mask, Mask):
+        rule, attention_mask = attention_mask.rule, None
+    else:
+        rule = besides(attention_mask, module, query, key, is_causal)
+    if rule.shape[3] > key.shape[2]:  # layers under "eager" cut it
+        rule = rule.of_first_keys(key.shape[2])
     if rule.shape[2:] != (query.shape[2], key.shape[2]):
         raise WeftError(
             f"{NAME}: attention_mask: expected one of {query.shape[2]} queries and {key.shape[2]} keys, got {rule}"
@@ -131,21 +192,28 @@ def attention(
     return variant(query, key, value, **call, **operands).transpose(1, 2).contiguous(), None
 
 
-def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Mask:
+def readable(given: Tensor) -> Tensor:
+    """With a contiguous last dimension: what a model does to its keys is not in the hands of who calls it."""
+    return given if given.stride(-1) == 1 or given.shape[-1] == 1 else given.contiguous()
+
+
+def besides(given: object, module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Rule:
     """The rule that holds besides a mask that is a tensor, or where there is none."""
     if given is not None and not isinstance(given, Tensor):
         raise WeftError(f"{NAME}: attention_mask: expected a mask of transformers, got {type(given).__name__}")
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if given is None and causal and knows_floats_alone(type(getattr(module, "config", None))):
+        causal = False  # under "eager" no mask hides nothing
     if given is not None or not causal or q_len == 1:
-        return Mask((batch, 1, q_len, kv_len))
+        return Rule((batch, 1, q_len, kv_len))
     if q_len != kv_len:
         raise WeftError(
             f"{NAME}: attention_mask: expected one, for {q_len} queries and {kv_len} keys of a causal layer: without "
             "it the position of the queries is not known"
         )
-    return Mask((batch, 1, q_len, kv_len), "(kv_idx <= q_idx)")
+    return Rule((batch, 1, q_len, kv_len), "(kv_idx <= q_idx)")
 
 
 def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, Tensor]:
@@ -167,7 +235,7 @@ def by_pair(name: str, given: Tensor, query: Tensor, key: Tensor) -> tuple[str, 
     return f"{name}[{', '.join(places)}]", part
 
 
-def inside_sequences(rule: Mask, pairs: dict[str, tuple[str, Tensor]]) -> str:
+def inside_sequences(rule: Rule, pairs: dict[str, tuple[str, Tensor]]) -> str:
     """A rule inside each of the sequences that cu_seq_lens_q and cu_seq_lens_k tell of."""
     if (
         len(pairs) > 0

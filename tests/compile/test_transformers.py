@@ -9,7 +9,8 @@ import weft
 
 pytest.importorskip("triton")
 masking = pytest.importorskip("transformers.masking_utils")  # the extra weft-attention[transformers]
-from weft.integrations.rules import Mask, mask, placed  # noqa: E402
+from weft.integrations.masking import Mask  # noqa: E402
+from weft.integrations.rules import mask, placed  # noqa: E402
 from weft.integrations.traced import kind_of  # noqa: E402
 from weft.integrations.transformers import DECLARED, declared  # noqa: E402
 
@@ -26,7 +27,7 @@ FUNCTIONS = {
 def test_masks_with_padding(name: str) -> None:
     rule = mask(2, 8, 8, mask_function=FUNCTIONS[name], attention_mask=SEEN)
     assert isinstance(rule, Mask)
-    text, operands, _ = placed(rule, by_row=False)
+    text, operands, _ = placed(rule.rule, by_row=False)
     kinds = tuple((name, kind_of(given)) for name, given in (*operands.items(), ("sinks", torch.zeros(16))))
     variant: weft.Attention = getattr(DECLARED, declared(text, kinds, (), 50.0, 0.0625))
     assert "flash_forward=hopper" in variant.explain(weft.shape(heads=16, q_len=4096, head_dim=128), device="h200")

@@ -19,7 +19,8 @@ from weft import UnavailableError, WeftError
 
 masking = pytest.importorskip("transformers.masking_utils")  # the extra weft-attention[transformers]
 from weft.integrations import rules  # noqa: E402
-from weft.integrations.rules import Mask, mask  # noqa: E402
+from weft.integrations.masking import Mask  # noqa: E402
+from weft.integrations.rules import mask  # noqa: E402
 from weft.integrations.traced import Untraceable, traced  # noqa: E402
 from weft.integrations.transformers import REFUSED, attention, register, variants  # noqa: E402
 
@@ -103,15 +104,15 @@ def test_a_mask_function_becomes_a_rule_that_sees_the_same_pairs(name: str) -> N
             # beside a bias, which is read by row, and with a position that lies on the device
             bias = torch.zeros(1, 1, queries, keys)
             assert torch.equal(pairs(rule, queries, keys, position_bias=bias), expected)
-            rule.q_first = torch.tensor(rule.q_first)
+            rule.rule.q_first = torch.tensor(rule.rule.q_first)
             assert torch.equal(pairs(rule, queries, keys), expected), "from a tensor"
-            if "[batch, q_idx]" not in rule.text:
+            if "[batch, q_idx]" not in rule.rule.text:
                 assert torch.equal(pairs(rule, queries, keys, position_bias=bias), expected), "from a tensor"
 
 
 def test_padding_is_read_only_where_it_hides_something() -> None:
     def reads(name: str, padding: Tensor, *call: int) -> bool:
-        return mask(**asked(name, *call, padding)).seen is not None
+        return mask(**asked(name, *call, padding)).rule.seen is not None
 
     assert reads("causal", SEEN, 12, 0, 12, 0) and not reads("causal", torch.ones_like(SEEN), 12, 0, 12, 0)
     written = torch.ones(BATCH, 5, dtype=torch.bool)  # of a static cache of 12 keys
@@ -214,7 +215,7 @@ def test_dropout_is_that_of_weft_and_of_training_alone() -> None:
 
 def test_packed_sequences_are_also_taken_from_their_first_rows() -> None:
     rule = mask(**asked("window", 12, 0, 12, 0, None))
-    rule.sizes = (1, *rule.sizes[1:])
+    rule.rule.shape = (1, *rule.rule.shape[1:])
     starts = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
     query = key = torch.zeros(1, 1, 12, 4)
     options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
@@ -233,17 +234,14 @@ def test_what_cannot_be_done_is_refused_with_words() -> None:
         with pytest.raises(UnavailableError, match=f'{next(iter(option))}: .*; load the model with .*"eager"'):
             attention(nn.Module(), query, query, query, rule, output_hidden_states=True, **option)
     with pytest.raises(
-        WeftError, match=r"one of 12 queries and 11 keys, got Mask\(\[2, 1, 12, 12\], \(kv_idx <= q_idx\)\)"
+        WeftError, match=r"one of 11 queries and 12 keys, got Rule\(\[2, 1, 12, 12\], \(kv_idx <= q_idx\)\)"
     ):
-        attention(nn.Module(), query, query[:, :, 1:], query[:, :, 1:], rule)
+        attention(nn.Module(), query[:, :, 1:], query, query, rule)
     for wrong in (SEEN, SEEN[:, None, None].long(), SEEN[:, None, :5]):
         with pytest.raises(WeftError, match=r"expected bools or floats \[batch or 1, heads or 1, queries or 1, keys\]"):
             attention(nn.Module(), query, query, query, wrong)
     with pytest.raises(WeftError, match="expected a mask of transformers, got dict"):
         attention(nn.Module(), query, query, query, {"full_attention": None})  # type: ignore[arg-type]
-    for computed in (lambda: rule[:, :, :, :5], lambda: query + rule, lambda: ~rule):
-        with pytest.raises(UnavailableError, match="the model computes with its mask itself"):
-            computed()
 
 
 def test_all_that_layers_of_the_installed_models_ask_for_is_known() -> None:
@@ -258,18 +256,71 @@ def test_all_that_layers_of_the_installed_models_ask_for_is_known() -> None:
     assert asked_for <= computed | set(REFUSED) | told_by_the_mask
 
 
-def test_versions_that_were_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_were_not_tested_are_tried_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
-    for version in ("4.57.6", "5.19.0", "5.25.0", "6.0.0.dev0"):
+    for version in ("5.25.0", "6.0.0.dev0", "5.16.1"):
         monkeypatch.setattr(transformers, "__version__", version)
-        with pytest.raises(
-            UnavailableError, match=rf"from 5\.20 on and below 5\.25, as tested, got {re.escape(version)}"
-        ):
+        with pytest.warns(RuntimeWarning, match=f"transformers {re.escape(version)} is tried.*tested are 5.17 to 5.24"):
             register()
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnavailableError, match=r"pip install 'weft-attention\[transformers\]'"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            register()
+
+
+def test_versions_that_lack_what_is_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_positions(batch_size: int, cache_position: Tensor, kv_length: int) -> None:
+        """As masks were asked for before there were offsets."""
+
+    monkeypatch.setattr(masking, "sdpa_mask", of_positions)
+    with pytest.raises(
+        UnavailableError, match=r"lacks.*argument q_length of masks.*pip install 'transformers>=5\.17,<5\.25'"
+    ):
         register()
+    monkeypatch.delattr(masking, "AttentionMaskInterface")
+    with pytest.raises(UnavailableError, match="transformers.masking_utils:AttentionMaskInterface.register"):
+        register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnavailableError, match=r"pip install '.*\[transformers\]'"):
+        register()
+
+
+def test_numbers_that_kernels_do_not_compute_are_computed_for_every_pair() -> None:
+    """Divisors that may be 0, and ints beyond 32 bits; where neither can be, masks stay rules."""
+    chunk, chunks = torch.tensor(4), torch.tensor([4, 3])
+    functions: list[tuple[Callable[..., Any], bool]] = [
+        (lambda b, h, q, kv: q // chunk == kv // chunk, False),
+        (lambda b, h, q, kv: q % chunks[b] >= kv % chunks[b], False),
+        (lambda b, h, q, kv: (q * 200000003 + kv) % 5 < 2, False),
+        (lambda b, h, q, kv: q // (kv - 20) < 0, True),
+        (lambda b, h, q, kv: (q * 200003 + kv) % 5 < 2, True),
+        (lambda b, h, q, kv: q // 3 == kv // 3, True),
+        (lambda b, h, q, kv: (q * chunk + kv) % 5 < 2, True),
+    ]
+    for number, (function, is_rule) in enumerate(functions):
+        for queries, first, keys, kv_first in CALLS.values():
+            call = {**asked("all", queries, first, keys, kv_first, SEEN), "mask_function": function}
+            with warnings.catch_warnings():
+                warnings.simplefilter("error" if is_rule else "ignore")
+                given = mask(**call)
+            assert isinstance(given, Mask) == is_rule, number
+            assert torch.equal(pairs(given, queries, keys), masking.sdpa_mask(**call, allow_is_causal_skip=False)[:, 0])
+
+
+def test_keys_of_any_strides_are_computed_with() -> None:
+    random = torch.Generator().manual_seed(0)
+    module = nn.Module()
+    module.is_causal = False
+    plain = torch.randn(3, 2, 4, 9, 8, generator=random)
+    expected = attention(module, *plain, None)[0]
+    for given in ((0, 1, 2), (0,), (1,), (2,)):
+        strided = [x.mT.contiguous().mT if number in given else x for number, x in enumerate(plain)]
+        torch.testing.assert_close(attention(module, *strided, None)[0], expected)
+    spread = torch.randn(2, 4, 9, 16, generator=random)[..., ::2]
+    repeated = torch.randn(2, 4, 9, 1, generator=random).expand(2, 4, 9, 8)
+    for odd in (spread, repeated):
+        found = attention(module, plain[0], odd, odd, None)[0]
+        torch.testing.assert_close(found, attention(module, plain[0], odd.contiguous(), odd.contiguous(), None)[0])
 
 
 def test_a_mask_is_declared_once() -> None:

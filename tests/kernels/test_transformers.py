@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import UnavailableError
+from weft import UnavailableError, WeftError
+from weft.integrations.transformers import attention
 
 transformers = pytest.importorskip("transformers")  # the extra weft-attention[transformers]
 weft.integrations.transformers.register()
@@ -253,10 +254,45 @@ def test_gpt2_asks_its_mask_of_a_static_cache_for_its_dimensions() -> None:
     assert torch.equal(ours.generate(tokens, **options), eager.generate(tokens, **options))
 
 
+@pytest.mark.filterwarnings("ignore:weft. the model computes with its mask itself")
+def test_doge_computes_with_its_mask() -> None:
+    config = transformers.DogeConfig(**WIDTH, head_dim=16, keep_window_size=8)
+    eager, ours = both(lambda: transformers.DogeForCausalLM(config))
+    ids = tokens(2, 15)
+    same(eager, ours, input_ids=ids)
+    with torch.no_grad():
+        whole, part = ours(ids).logits[:, :14], ours(ids[:, :14]).logits
+    torch.testing.assert_close(whole[:, :8], part[:, :8])
+    for side in ("left", "right"):
+        same(eager, ours, padding(side), input_ids=ids, attention_mask=padding(side))
+    for cache in ("dynamic", "static"):
+        generated_alike(eager, ours, ids, cache, attention_mask=padding("left"))
+    torch.compiler.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found = compiled(ids, attention_mask=padding("left"), use_cache=False).logits[padding("left").bool()]
+        expected = eager(ids, attention_mask=padding("left"), use_cache=False).logits[padding("left").bool()]
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-5)
+
+
 def test_weights_that_are_asked_for_are_refused() -> None:
     _, ours = decoder("Llama")
     with pytest.raises(UnavailableError, match="output_attentions: weights are never in memory"):
         ours(tokens(2, 15), output_attentions=True)
+
+
+def test_an_error_names_its_layer() -> None:
+    _, ours = decoder("Llama")
+    ours.model.layers[1].self_attn.scaling = "half"
+    with pytest.raises(WeftError, match=r"in model\.layers\.1\.self_attn \(LlamaAttention\) of LlamaForCausalLM"):
+        ours(tokens(2, 15))
+    _, ours = decoder("Llama")
+    with pytest.raises(
+        UnavailableError, match=r"in model\.layers\.0\.self_attn \(LlamaAttention\) of LlamaForCausalLM"
+    ):
+        ours(tokens(2, 15), output_attentions=True)
+    with pytest.raises(UnavailableError, match=r"in a layer \(Module\)"):
+        attention(torch.nn.Module(), *torch.zeros(3, 1, 1, 4, 8), None, indices=tokens(1))
 
 
 def test_a_decoder_trains_in_the_interpreter() -> None:

@@ -1,0 +1,1 @@
+"""Every class of transformers' auto mappings, tiny and random, under "weft" and under "eager"."""

@@ -1,0 +1,129 @@
+"""Inputs that a model may take, tried one after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LENGTH = 11
+
+
+def _numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _words(config: Any, length: int = LENGTH) -> Tensor:
+    """Words that are none of the special ones."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = min([size for size in (getattr(text, "vocab_size", None), 90) if isinstance(size, int)])
+    special = {v for k, v in vars(text).items() if k.endswith("_token_id") and isinstance(v, int)}
+    special |= {v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
+    usable = torch.tensor([word for word in range(3, most) if word not in special])
+    return usable[torch.randint(len(usable), (2, length), generator=torch.Generator().manual_seed(2))]
+
+
+def _found(config: Any, *names: str, otherwise: int) -> int:
+    for part in (config, *[v for v in vars(config).values() if hasattr(v, "model_type")]):
+        for name in names:
+            value = getattr(part, name, None)
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+                return int(value[0])
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return otherwise
+
+
+def padding(side: str, length: int = LENGTH) -> Tensor:
+    seen = torch.ones(2, length, dtype=torch.long)
+    if side == "left":
+        seen[0, :4] = 0
+    elif side == "right":
+        seen[1, -5:] = 0
+    return seen
+
+
+def candidates(model: Any) -> Iterator[dict[str, Any]]:
+    """Those that fit what `forward` takes, likelier ones first."""
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    words = {"input_ids": _words(config)} if "input_ids" in takes else {}
+    answer = {"decoder_input_ids": _words(config, 7)} if "decoder_input_ids" in takes else {}
+    images, sounds = list(_images(config, takes)), list(_sounds(config, takes))
+    if words:
+        yield words | answer
+        yield words
+    for other in (*images, *sounds):
+        yield other
+        yield other | answer
+        yield other | words
+    if "inputs_embeds" in takes:
+        width = _found(config, "hidden_size", "d_model", "n_embd", "dim", otherwise=64)
+        yield {"inputs_embeds": _numbers(2, LENGTH, width)} | answer
+    yield from _others(config, takes)
+
+
+def _images(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
+    if "pixel_values" in takes:
+        size = _found(config, "image_size", "img_size", otherwise=32)
+        channels = _found(config, "num_channels", "in_channels", "in_chans", otherwise=3)
+        for side in dict.fromkeys((size, 32, 64, 224)):
+            yield {"pixel_values": _numbers(2, channels, side, side)}
+        frames = _found(config, "num_frames", otherwise=4)
+        yield {"pixel_values": _numbers(2, frames, channels, size, size)}
+    if "pixel_values_videos" in takes:
+        size = _found(config, "image_size", "crop_size", otherwise=32)
+        yield {
+            "pixel_values_videos": _numbers(
+                2, _found(config, "num_frames", "frames_per_clip", otherwise=4), 3, size, size
+            )
+        }
+    for grid in [name for name in ("grid_thw", "image_grid_thw") if name in takes]:  # patches of two images, packed
+        patch, depth = _found(config, "patch_size", otherwise=8), _found(config, "temporal_patch_size", otherwise=1)
+        channels = _found(config, "in_channels", "num_channels", "in_chans", otherwise=3)
+        columns = channels * depth * patch * patch
+        places = torch.tensor([[1, 4, 4], [1, 4, 8]])
+        for name in [name for name in ("hidden_states", "pixel_values") if name in takes]:
+            yield {name: _numbers(48, columns), grid: places}
+            yield {name: _numbers(48, channels, patch, patch), grid: places}
+
+
+def _sounds(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
+    if "input_features" in takes:
+        bins = _found(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", otherwise=80)
+        frames = 2 * _found(config, "max_source_positions", otherwise=32)
+        for length in (frames, 64):
+            yield {"input_features": _numbers(2, bins, length)}
+            yield {"input_features": _numbers(2, length, bins)}
+    if "input_values" in takes:
+        yield {"input_values": _numbers(2, 4000)}
+        yield {"input_values": _numbers(2, 1, 4000)}
+        bins = _found(config, "num_mel_bins", otherwise=16)
+        yield {"input_values": _numbers(2, _found(config, "max_length", otherwise=64), bins)}
+    if "audio_values" in takes:
+        yield {"audio_values": _numbers(2, 1, 4000)}
+
+
+def _others(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
+    if "past_values" in takes:
+        channels = _found(config, "num_input_channels", otherwise=1)
+        length = _found(config, "context_length", "prediction_length", otherwise=32)
+        yield {"past_values": _numbers(2, length, channels)}
+        yield {"past_values": _numbers(2, length)}
+        lags = max(getattr(config, "lags_sequence", None) or [0])
+        past, future = length + lags, _found(config, "prediction_length", otherwise=8)
+        features = _found(config, "num_time_features", otherwise=1)
+        yield {
+            "past_values": _numbers(2, past), "past_time_features": _numbers(2, past, features),
+            "past_observed_mask": torch.ones(2, past), "future_values": _numbers(2, future),
+            "future_time_features": _numbers(2, future, features),
+        }  # fmt: skip
+    if "hidden_states" in takes:
+        yield {"hidden_states": _numbers(2, LENGTH, _found(config, "hidden_size", "d_model", otherwise=64))}
+    if "inputs" in takes:
+        yield {"inputs": _numbers(2, LENGTH, _found(config, "d_model", otherwise=64))}
+    if "bbox" in takes:
+        yield {"input_ids": _words(config), "bbox": torch.arange(2 * LENGTH * 4).reshape(2, LENGTH, 4) % 60}
+        yield {"input_ids": _words(config), "bbox": _numbers(2, LENGTH, 8)}

@@ -1,0 +1,81 @@
+"""What the sweep found, as a file and as a table of the docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import transformers
+
+from .judge import Found
+
+RECORD = Path(__file__).parent / "record.json"
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
+TITLES = {
+    "refused": "Refused, with a message",
+    "no attention": "Never call Weft: they have an attention of their own, or none. Their numbers are those of `eager`",
+    "not built": "Not built small by the sweep, so not looked at",
+}  # fmt: skip
+
+
+def write(results: Sequence[Found]) -> None:
+    """Both, for the installed version."""
+    found = {r.name: [r.status, r.why] for r in results}
+    RECORD.write_text(json.dumps({"transformers": transformers.__version__, "classes": found}, indent=0) + "\n")
+    text = PAGE.read_text()
+    begin, end = text.index(BEGIN), text.index(END)
+    PAGE.write_text(f"{text[:begin]}{BEGIN}\n{table(recorded())}{text[end:]}")
+
+
+def recorded() -> dict[str, Found]:
+    return {name: Found(name, *what) for name, what in json.loads(RECORD.read_text())["classes"].items()}
+
+
+def version() -> str:
+    """The transformers that the record is of."""
+    return str(json.loads(RECORD.read_text())["transformers"])
+
+
+def table(found: Mapping[str, Found]) -> str:
+    """The part of the page that is generated."""
+    counts = {status: sum(f.status == status for f in found.values()) for status in ("agrees", *TITLES)}
+    lines = [
+        f"Of {len(found)} classes of transformers {version()}, {counts['agrees']} agree, {counts['refused']} are "
+        f"refused, {counts['no attention']} never call Weft, and {counts['not built']} were not built.", "",
+    ]  # fmt: skip
+    for status, title in TITLES.items():
+        lines += [f"**{title}:**", ""]
+        reasons: dict[str, list[str]] = {}
+        for one in found.values():
+            if one.status == status:
+                reasons.setdefault(reason(one), []).append(one.name)
+        lines += [f"- {why + ': ' if why else ''}{', '.join(names)}" for why, names in sorted(reasons.items())]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def reason(found: Found) -> str:
+    """Why, in a few words that many classes share."""
+    if found.status == "refused":
+        return (
+            found.why.removeprefix("UnavailableError: ")
+            .removeprefix("WeftError: ")
+            .removeprefix("weft: ")
+            .partition(";")[0]
+        )
+    if found.status == "not built":
+        needs = re.search(r"requires? the (\w+) library", found.why)
+        return f"needs {needs[1]}" if needs else "other sizes or inputs than the sweep knows"
+    return ""
+
+
+def differing(found: Iterable[Found], known: Mapping[str, Found]) -> list[str]:
+    """What is not as it is written down."""
+    return [
+        f"{one.name}: {one.status} ({one.why}), and {known[one.name].status if one.name in known else 'nothing'} before"
+        for one in found
+        if one.name not in known or known[one.name].status != one.status
+    ]
