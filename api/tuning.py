@@ -17,7 +17,7 @@ from .compiler.planning.kernels import Algorithm
 from .compiler.planning.measures import BESIDE
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, is_short_call
+from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, class_of, is_short_call
 from .compiler.planning.tuner import Clock, Tuned, search
 from .ir.errors import WeftError
 from .runtime import driver, tuned
@@ -66,7 +66,11 @@ def _direction(
     choices = choices_of(chosen, machine, facts)
     key = tuned.key_of(attention, chosen.code.signature, machine, chosen.target.name, algorithm)
     clock = _clock(attention, shape, values, direction, target)
-    return tuned.remember(key, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
+    return tuned.remember(
+        key,
+        class_of(shape.q_len, shape.kv_len),
+        lambda: search(chosen.code.schedule, choices, clock, progress=progress),
+    )
 
 
 def resolved_for(
@@ -77,7 +81,10 @@ def resolved_for(
     machine = hardware.this_machine() if device is None else hardware.by_name(device)
     widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
     short = direction == "forward" and is_short_call(shape.q_len, shape.kv_len, attention.is_masked)
-    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction], short_call=short)
+    lengths = class_of(shape.q_len, shape.kv_len)
+    signature = Signature(
+        direction, machine.arch, dtypes, widths, wanted=_WANTED[direction], short_call=short, lengths=lengths
+    )  # fmt: skip
     return driver.resolve(attention, signature, machine, target, algorithm), machine, facts_of(attention)
 
 
