@@ -468,10 +468,34 @@ def test_no_bar_is_shown_where_there_is_no_terminal() -> None:
     assert console.file.getvalue() == ""
 
 
+def test_tensor_operands_are_drawn_where_they_are_not_given(on_a_cpu, monkeypatch) -> None:
+    """All that a call can want has its gradient; what is given is used as it is."""
+    slopes, ids = weft.tensor("slopes", 1), weft.tensor("ids", 2, int)
+    seen_with_ids = ids[weft.batch, weft.q_pos] == ids[weft.batch, weft.kv_pos]
+    variant = weft.Attention(weft.score + slopes[weft.head] * weft.kv_pos, seen_with_ids, name="tuned_with_tensors")
+    drawn = tuning.with_drawn(variant, replace(SMALL, batch=3, heads=2), {})
+    assert {n: (tuple(t.shape), t.dtype, t.requires_grad) for n, t in drawn.items()} == {
+        "slopes": ((2,), torch.float32, True), "ids": ((3, 96), torch.int32, False),
+    }  # fmt: skip
+    given = {"ids": torch.zeros(1, 96, dtype=torch.int64)}
+    assert tuning.with_drawn(variant, SMALL, given)["ids"] is given["ids"]
+    before = variant.plan(SMALL, **given).schedule
+    called: list[frozenset[str]] = []
+    backward = variant_of(variant).backward
+    monkeypatch.setattr(variant_of(variant), "backward", lambda b: called.append(b.wanted) or backward(b))
+    monkeypatch.setattr("weft.compiler.planning.tuner.SECONDS", 0.0)
+    found = tuning.tune(variant, SMALL, given, progress=False)
+    assert not found.failed and found.schedule.kernels.keys() == before.kernels.keys()
+    assert set(called) == {frozenset({"query", "key", "value", "slopes"})}
+    assert variant.plan(SMALL, **given).schedule == found.schedule
+
+
 def test_what_cannot_be_tuned() -> None:
-    slopes, window = weft.tensor("slopes", 1), weft.scalar("window", int)
-    with pytest.raises(WeftError, match="tune: expected a variant without tensor operands and latent attention"):
-        tuning.tune(weft.Attention(weft.score + slopes[weft.head]), SMALL, {})
+    window, table = weft.scalar("window", int), weft.tensor("table", 1)
+    with pytest.raises(WeftError, match="tune: expected a variant without latent attention"):
+        tuning.tune(weft.Attention(latent=weft.Latent(rank=64, rope=16)), SMALL, {})
+    with pytest.raises(WeftError, match="table: missing values of window"):
+        tuning.tune(weft.Attention(weft.score + table[weft.kv_pos + window]), SMALL, {})
     with pytest.raises(WeftError, match="tune: missing values of window"):
         tuning.tune(weft.Attention(mask=weft.q_pos - weft.kv_pos < window), SMALL, {})
 
