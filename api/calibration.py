@@ -6,6 +6,7 @@ and falls out. It takes less than a minute.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,17 +72,24 @@ def _cpu_rates(seconds: float) -> CpuRates:
         passes = {level: _pass(size) for level, size in sizes.items()}
         powers = torch.empty(max(1024, caches[1] // 16), **_FLOATS).uniform_(-10.0, 0.0)
         results = torch.empty_like(powers)
-        steps.update({**attended, **backwards, **passes})
+        side = max(32, math.isqrt(caches[1] // 16))  # of a tile of scores that a quarter of L2 holds
+        operations = _operations(side)
+        steps.update({**attended, **backwards, **passes, **{("operation", kind): s for kind, s in operations.items()}})
         steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
         found = least(steps, seconds)
     call = found["call"]
+
+    def alone(seconds: float) -> float:
+        """Without the call itself."""
+        return max(seconds - call, seconds * 7 / 8)
+
     rates = tuple(
         ProductRate(library, queries, keys, _digits(4 * WIDTH * queries * keys / found[library, queries, keys]))
         for library, queries, keys in tiles
     )
     attention = tuple((dtype, _digits(_ATTENTION_FLOPS / found[dtype])) for dtype in attended)
     backward = tuple((name.split()[0], _digits(2.5 * _ATTENTION_FLOPS / found[name])) for name in backwards)
-    bandwidths = [_digits(2 * sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
+    bandwidths = [_digits(sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
     all_products, all_ram = 1.0, bandwidths[3]
     if cores > 1:
         together = {"one": _heads(1), "all": _heads(cores), "ram": passes["RAM"]}
@@ -90,12 +98,13 @@ def _cpu_rates(seconds: float) -> CpuRates:
         with _threads(cores):
             found_all = least({"all": together["all"], "ram": together["ram"]}, 2.0)
         all_products = _digits(max(1.0, min(cores, cores * one / found_all["all"])))
-        all_ram = max(all_ram, _digits(2 * sizes["RAM"] / found_all["ram"]))
+        all_ram = max(all_ram, _digits(sizes["RAM"] / found_all["ram"]))
     in_l1, in_l2, in_l3, ram = bandwidths
     return CpuRates(
         caches=caches, products=rates, attention=attention, bandwidths=(in_l1, in_l2, in_l3, ram),
-        exp_per_second=_digits(powers.numel() / (found["exp"] - min(call, found["exp"] / 8))),
+        exp_per_second=_digits(powers.numel() / alone(found["exp"])),
         call_seconds=_digits(call), all_products=all_products, all_ram=all_ram, attention_backward=backward,
+        operations=tuple((kind, _digits(side * side / alone(found["operation", kind]))) for kind in operations),
     )  # fmt: skip
 
 
@@ -149,9 +158,23 @@ def _sizes(caches: tuple[int, int, int]) -> dict[str, int]:
 
 
 def _pass(size: int) -> Step:
-    """Reads and writes as many bytes."""
-    x = torch.ones(size // 4, **_FLOATS)
-    return lambda: x.mul_(1.0)
+    """Reads half of as many bytes, and writes the other half."""
+    x, y = torch.ones(2, size // 8, **_FLOATS)
+    return lambda: torch.mul(x, 1.0, out=y)
+
+
+def _operations(side: int) -> dict[str, Step]:
+    """What takes longer than that, of a square tile of scores, by kind; choices by a causal mask, and mixed ones."""
+    scores = torch.empty(side, side, **_FLOATS).uniform_(-10.0, 10.0)
+    positive, zero = scores.abs(), torch.zeros((), **_FLOATS)
+    rows = torch.arange(side, device="cpu")
+    seen, above = rows[:, None] <= rows, scores > 0.0
+    return {
+        "exp": lambda: torch.exp(scores), "log": lambda: torch.log(positive), "tanh": lambda: torch.tanh(scores),
+        "sigmoid": lambda: torch.sigmoid(scores), "root": lambda: torch.sqrt(positive),
+        "sine": lambda: torch.sin(scores), "compare": lambda: torch.le(scores, 0.0),
+        "choice": lambda: torch.where(seen, scores, zero), "mixed choice": lambda: torch.where(above, scores, zero),
+    }  # fmt: skip
 
 
 @contextmanager

@@ -53,8 +53,10 @@ _TIMES = (
     "tail = longest program * {core}s / n where that is more than 1; m tiles that need the mask"
 )
 _CPU_TIMES = (
-    "ms is the sum of the others, as nothing hides: matrix = FLOPs / products of a core / speedup / busy, "
+    "ms is the sum of the others, as nothing hides, or torch, its own kernel, where that computes the call: "
+    "matrix = FLOPs / products of a core / speedup / busy, "
     "RAM = bytes read and written / rate, passes = bytes / passes of a core / cores / busy, exp = exps / rate / busy, "
+    "with other functions as so many exps as they take as long, "
     "calls = calls * time of one / cores / busy; m tiles that need the mask, t tiles where others are joined"
 )
 
@@ -291,7 +293,7 @@ def _time_tables(plan: Plan, names: Places) -> Iterator[Table]:
     for on_cpu in (True, False):
         kernels = [k for k in plan.kernels if (k.on_cpu is not None) == on_cpu]
         if kernels:
-            titles: tuple[str, ...] = ("matrix", "RAM", "passes", "exp", "calls")
+            titles: tuple[str, ...] = ("matrix", "RAM", "passes", "exp", "calls", "torch")
             if not on_cpu:
                 titles = ("matrix", "exp", "other", "mask", "tiles", names.hbm, names.l2, "launch")
             yield _time_table(kernels, titles, names)
