@@ -92,11 +92,10 @@ def _cpu_rates(seconds: float) -> CpuRates:
     bandwidths = [_digits(sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
     all_products, all_ram = 1.0, bandwidths[3]
     if cores > 1:
-        together = {"one": _heads(1), "all": _heads(cores), "ram": passes["RAM"]}
         with _threads(1):
-            one = least({"one": together["one"]}, 0.5)["one"]
+            one = least({"one": _heads(1)}, 0.5)["one"]
         with _threads(cores):
-            found_all = least({"all": together["all"], "ram": together["ram"]}, 2.0)
+            found_all = least({"all": _heads(cores), "ram": passes["RAM"]}, 2.0)
         all_products = _digits(max(1.0, min(cores, cores * one / found_all["all"])))
         all_ram = max(all_ram, _digits(sizes["RAM"] / found_all["ram"]))
     in_l1, in_l2, in_l3, ram = bandwidths
@@ -144,9 +143,22 @@ def _attention_backward(dtype: torch.dtype) -> Step:
 
 
 def _heads(count: int) -> Step:
-    """The products of tiles of as many heads at once."""
-    query, key = (torch.randn(count, n, WIDTH, **_FLOATS) for n in (256, 1024))
-    return lambda: products.product(key, query)
+    """Tiles of as many heads, as threads divide them: in Python where these are few, else in torch's operations."""
+    if count > products.MOST_THREADS:
+        query, key = (torch.randn(count, n, WIDTH, **_FLOATS) for n in (256, 1024))
+        return lambda: products.product(key, query)
+    library: Library = "onednn" if products.one_dnn_linear() else "torch"
+    tiles = [[_two_products(library, 256, 512)] for _ in range(count)]
+
+    def work(steps: list[Step], *_: int) -> None:
+        for _ in range(_TILES_OF_A_HEAD):
+            for step in steps:
+                step()
+
+    return lambda: products.in_threads(work, tiles, 1, by_tiles=False)
+
+
+_TILES_OF_A_HEAD = 16
 
 
 def _sizes(caches: tuple[int, int, int]) -> dict[str, int]:

@@ -25,6 +25,7 @@ PASSES = {"forward": 1.75, "backward": 1.5}  # of a softmax of linear scores: ma
 SCORE_PASSES = {"forward": 4.0, "backward": 6.0}  # of other scores: units of log 2, less the maximum, small powers cut
 WEIGHT_PASSES = {SIGMOID: {"forward": 1.0, "backward": 4.0}, RELU: {"forward": 1.0, "backward": 2.0}}  # in its place
 MASK = TorchWork(plain=2, others=(("compare", 1),), shared=(("choice", 1),))  # pairs hidden, and looked through for NaN
+MANY = 4  # heads of a short call
 SHARED = 0.25  # of what heads share: so many of them are taken to do
 # Operations of torch and what Python does between them, as so many operations on a few numbers.
 CALLS = {"forward": 22, "backward": 28}  # of a tile of keys
@@ -40,7 +41,7 @@ class CpuSpeed:
     passes: float  # bytes/s
     working_set: int  # bytes that are gone over again and again
     shares: tuple[float, float, float, float]  # of these in L1, L2, L3 and RAM
-    speedup: float  # products of all cores over those of one
+    speedup: float  # what all cores do over what one does
     cores: int
     call_seconds: float
 
@@ -53,9 +54,10 @@ def speed_of(form: CpuForm, x: Sizes, working_set: float, hardware: Hardware, dt
     """x: the letters of with_joined."""
     rates = hardware.cpu
     assert rates is not None
+    library = "torch" if is_short(form, x) else library_of(form)
     return CpuSpeed(
-        library=library_of(form),
-        products=_products(form, x, rates) / (2 if dtype == "fp64" else 1),
+        library=library,
+        products=_products(library, x, rates) / (2 if dtype == "fp64" else 1),
         passes=rates.pass_bytes_per_second(working_set, hardware.sms),
         working_set=int(working_set),
         shares=rates.shares(working_set, hardware.sms),
@@ -65,12 +67,17 @@ def speed_of(form: CpuForm, x: Sizes, working_set: float, hardware: Hardware, dt
     )
 
 
-def _products(form: CpuForm, x: Sizes, rates: CpuRates) -> float:
+def is_short(form: CpuForm, x: Sizes) -> bool:
+    """Whether many heads are computed at once, whose products are torch's: `chunks` of the templates."""
+    return form.most_scores >= MANY * (x.Hq / x.Hkv) * x.L * x.T
+
+
+def _products(library: Library, x: Sizes, rates: CpuRates) -> float:
     """FLOP/s: of tiles that need the mask, and of joined ones, which have more keys."""
     queries, joined = min(x.bq, x.L), x.t - x.m
 
     def rate(keys: float) -> float:
-        found = rates.product_flops(library_of(form), queries, keys) or rates.product_flops("torch", queries, keys)
+        found = rates.product_flops(library, queries, keys) or rates.product_flops("torch", queries, keys)
         assert found is not None
         return found
 
@@ -174,11 +181,13 @@ def computed_whole(seconds: float) -> CpuTimes:
 
 def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, work: CpuWork) -> CpuTimes:
     """x: the letters of with_joined. busy: share of the cores that work."""
-    cores = speed.cores * busy
+    rates = hardware.cpu
+    assert rates is not None
+    cores = speed.speedup * busy
     return CpuTimes(
-        matrix=kernel.flops(x) / (speed.products * speed.speedup * busy),
+        matrix=kernel.flops(x) / (speed.products * cores),
         passes=work.passes(x) / (speed.passes * cores),
         memory=(kernel.read(x) + kernel.written(x)) / hardware.hbm_bytes_per_second,
-        exp=work.exps(x) / (hardware.exp_per_second * busy),
+        exp=work.exps(x) / (rates.exp_per_second * cores),
         calls=work.calls(x) * speed.call_seconds / cores,
     )

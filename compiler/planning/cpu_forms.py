@@ -22,7 +22,7 @@ USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this w
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
 TIMED = (CpuForm(64, 64), CpuForm(128, 256))  # whatever is predicted
 PREDICTED = 2  # forms besides that are worth timing
-_ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048, 4096)
+_ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048)
 _NOMINAL, _DOCUMENT = 2048, 512  # tokens that forms are ranked on; where a mask reads tensors, in documents
 
 

@@ -55,9 +55,10 @@ _TIMES = (
 _CPU_TIMES = (
     "ms is the sum of the others, as nothing hides, or torch, its own kernel, where that computes the call: "
     "matrix = FLOPs / products of a core / speedup / busy, "
-    "RAM = bytes read and written / rate, passes = bytes / passes of a core / cores / busy, exp = exps / rate / busy, "
+    "RAM = bytes read and written / rate, passes = bytes / passes of a core / speedup / busy, "
+    "exp = exps / rate / speedup / busy, "
     "with other functions as so many exps as they take as long, "
-    "calls = calls * time of one / cores / busy; m tiles that need the mask, t tiles where others are joined"
+    "calls = calls * time of one / speedup / busy; m tiles that need the mask, t tiles where others are joined"
 )
 
 
@@ -203,8 +204,8 @@ def _rates_text(plan: Plan) -> str:
     hardware, names = plan.hardware, places(plan.hardware)
     if all(kernel.on_cpu for kernel in plan.kernels):
         return (
-            f"RAM {_digits(hardware.hbm_bytes_per_second)}B/s, exp {_digits(hardware.exp_per_second)}/s of "
-            f"{hardware.sms} cores, call {hardware.launch_seconds * 1e6:.4g} us"
+            f"RAM {_digits(hardware.hbm_bytes_per_second)}B/s, exp {_digits(hardware.exp_per_second / hardware.sms)}/s "
+            f"of a core, call {hardware.launch_seconds * 1e6:.4g} us"
         )
     rates = (
         f"matrix {_digits(hardware.matrix_flops(plan.shape.dtype))}FLOP/s",
