@@ -209,6 +209,8 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     found = tuning.tune(r.variant, r.shape, values, target=target, algorithm=algorithm)
     for kernel, outcome in found.outcomes.items():
         click.echo(f"{kernel:18} {_outcome_text(outcome)}")
+    if any(len({getattr(form, "in_tiles", None) for form in each.spreads}) > 1 for each in found.outcomes.values()):
+        click.echo("forms without +tiles leave this call to torch's own kernel")
     for text, reason in found.failed.items():
         click.echo(f"passed over {text}: {reason}")
     about = in_words(class_of(r.shape.q_len, r.shape.kv_len))
@@ -451,6 +453,10 @@ def calibrate(device: str | None, output: str | None) -> None:
     for name, text in rates_in_words(found.rates):
         click.echo(f"  {name:14}  {text}")
     click.echo(f"kept in {path}, measured in {found.seconds:.0f} s")
+    click.echo(f"spread of the same steps {found.spread:.1%}, load before {found.load:.1f}")
+    if found.doubts:
+        reasons = "; ".join(found.doubts)
+        click.echo(f"these figures are not to be trusted: {reasons}. Measure again on a quiet machine", err=True)
     if output is not None:
         click.echo(f"to use it, set WEFT_CALIBRATION={shlex.quote(str(path))}")
 

@@ -292,7 +292,15 @@ def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[i
     return seen
 
 
-def may_be_whole(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
+def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -> bool:
+    """Whether torch's own attention on a CPU may compute a dense call, if it has such scores."""
+    if r.forward.code.target != "cpu" or isinstance(offset := options.get("q_offset"), Tensor):
+        return False
+    visible = _visible_pairs(attention, parts.Part(r.sizes, offset, 0), r.head_dim, options)
+    return _sees_all(facts_of(attention), r, options, visible)
+
+
+def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
     """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
     x, context = r.sizes, r.forward.target.context(r.forward.code, facts)
     if visible is None or r.sequences is not None:
@@ -309,7 +317,7 @@ def _computed_whole(
     machine = _with_threads(r.machine)
     x, scores = r.sizes, r.sizes.q_len * r.sizes.kv_len * r.sizes.head_dim
     for resolved in (r.forward, r.backward):
-        if resolved is None or resolved.code.target != "cpu" or not may_be_whole(facts, r, options, visible):
+        if resolved is None or resolved.code.target != "cpu" or not _sees_all(facts, r, options, visible):
             continue
         code, direction = resolved.code, resolved.code.signature.direction
         assert visible is not None

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import describe
 from .attention import Attention
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
-from .compiler.planning.forms import Form
+from .compiler.planning.forms import CpuForm, Form
 from .compiler.planning.kernels import Algorithm
 from .compiler.planning.measures import BESIDE
 from .compiler.planning.records import Shape
@@ -26,7 +27,7 @@ from .compiler.planning.tuner import Clock, Tuned, search
 from .drawn import drawn_operands
 from .ir.attention import SEED
 from .ir.errors import WeftError
-from .request import ranges_of, request_of
+from .request import Request, ranges_of, request_of
 from .runtime import driver, tuned
 from .runtime.variant import forget
 
@@ -88,9 +89,10 @@ def _direction(
     attention: Attention, shape: Shape, values: Mapping[str, Any], direction: Direction, target: str | None,
     algorithm: Algorithm, progress: bool,
 ) -> Tuned:  # fmt: skip
-    chosen, machine, facts = resolved_for(attention, shape, direction, None, target, algorithm, values)
-    choices = choices_of(chosen, machine, facts)
-    key = tuned.key_of(attention, chosen.code.signature, machine, chosen.target.name, algorithm)
+    r = request_of(attention, [shape], None, target, algorithm, None, values)
+    chosen = _resolved(r, direction)
+    choices = choices_of(chosen, r.machine, facts_of(attention), whole=describe.may_be_whole(attention, r, values))
+    key = tuned.key_of(attention, chosen.code.signature, r.machine, chosen.target.name, algorithm)
     clock = _clock(attention, shape, values, direction, target)
     lengths = class_of(shape.q_len, shape.kv_len)
     return tuned.remember(key, lengths, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
@@ -98,25 +100,44 @@ def _direction(
 
 def resolved_for(
     attention: Attention, shape: Shape, direction: Direction, device: str | None = None, target: str | None = None,
-    algorithm: Algorithm = "flash", values: Mapping[str, Any] = MappingProxyType({}),
+    algorithm: Algorithm = "flash",
 ) -> tuple[driver.Resolved, hardware.Hardware, Facts]:  # fmt: skip
-    """What calls like `shape` get on a machine, this one where no device is named. values: of operands, by name."""
-    r = request_of(attention, [shape], device, target, algorithm, None, values)
+    """What calls like `shape` get on a machine, this one where no device is named."""
+    r = request_of(attention, [shape], device, target, algorithm, None, {})
+    return _resolved(r, direction), r.machine, facts_of(attention)
+
+
+def _resolved(r: Request, direction: Direction) -> driver.Resolved:
     found = r.forward if direction == "forward" else r.backward
     assert found is not None
-    return found, r.machine, facts_of(attention)
+    return found
 
 
-def choices_of(chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts) -> dict[str, list[Form]]:
-    """The forms to time of each kernel that has several: not of those that are cut as another one is."""
+def choices_of(
+    chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts, whole: bool = True
+) -> dict[str, list[Form]]:
+    """The forms to time of each kernel that has several: not of those that are cut as another one is.
+
+    whole: whether torch's own attention may compute the call, so that leaving it to torch is a form of its own.
+    """
     choices: dict[str, list[Form]] = {}
     for code in chosen.code.kernels:
         if code.name in BESIDE or code.kernel.follows:
             continue
         forms = list(chosen.target.forms(code.kernel, chosen.code.signature, machine, facts))
+        forms = forms if whole else _as_the_first(forms)
         if len(forms) > 1:
             choices[code.name] = forms
     return choices
+
+
+def _as_the_first(forms: list[Form]) -> list[Form]:
+    """All in tiles, or none, as the first form is: to a call that torch's own attention never computes it is the same,
+    but others of its class of lengths may be such that it does."""
+    first = forms[0]
+    if not isinstance(first, CpuForm):
+        return forms
+    return list(dict.fromkeys(replace(f, in_tiles=first.in_tiles) for f in forms if isinstance(f, CpuForm)))
 
 
 def _clock(

@@ -26,6 +26,9 @@ SCORE_PASSES = {"forward": 4.0, "backward": 6.0}  # of other scores: units of lo
 WEIGHT_PASSES = {SIGMOID: {"forward": 1.0, "backward": 4.0}, RELU: {"forward": 1.0, "backward": 2.0}}  # in its place
 MASK = TorchWork(plain=2, others=(("compare", 1),), shared=(("choice", 1),))  # pairs hidden, and looked through for NaN
 MANY = 4  # heads of a short call
+# What a call takes with two threads of Python, of which one runs at a time, over what it takes alone: measured where
+# this was written. Of more cores torch divides its operations, of as many heads at once.
+TAKING_TURNS = 1.5
 SHARED = 0.25  # of what heads share: so many of them are taken to do
 # Operations of torch and what Python does between them, as so many operations on a few numbers.
 CALLS = {"forward": 22, "backward": 28}  # of a tile of keys
@@ -43,7 +46,7 @@ class CpuSpeed:
     shares: tuple[float, float, float, float]  # of these in L1, L2, L3 and RAM
     speedup: float  # what all cores do over what one does
     cores: int
-    call_seconds: float
+    call_seconds: float  # of all cores
 
 
 def library_of(form: CpuForm) -> Library:
@@ -63,7 +66,7 @@ def speed_of(form: CpuForm, x: Sizes, working_set: float, hardware: Hardware, dt
         shares=rates.shares(working_set, hardware.sms),
         speedup=rates.all_products,
         cores=hardware.sms,
-        call_seconds=rates.call_seconds,
+        call_seconds=rates.call_seconds * (TAKING_TURNS if hardware.sms == 2 else 1 / hardware.sms),
     )
 
 
@@ -189,5 +192,5 @@ def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy
         passes=work.passes(x) / (speed.passes * cores),
         memory=(kernel.read(x) + kernel.written(x)) / hardware.hbm_bytes_per_second,
         exp=work.exps(x) / (rates.exp_per_second * cores),
-        calls=work.calls(x) * speed.call_seconds / cores,
+        calls=work.calls(x) * speed.call_seconds,
     )

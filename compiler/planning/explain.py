@@ -58,7 +58,7 @@ _CPU_TIMES = (
     "RAM = bytes read and written / rate, passes = bytes / passes of a core / speedup / busy, "
     "exp = exps / rate / speedup / busy, "
     "with other functions as so many exps as they take as long, "
-    "calls = calls * time of one / speedup / busy; m tiles that need the mask, t tiles where others are joined"
+    "calls = calls * time of one; m tiles that need the mask, t tiles where others are joined"
 )
 
 
@@ -205,7 +205,7 @@ def _rates_text(plan: Plan) -> str:
     if all(kernel.on_cpu for kernel in plan.kernels):
         return (
             f"RAM {_digits(hardware.hbm_bytes_per_second)}B/s, exp {_digits(hardware.exp_per_second / hardware.sms)}/s "
-            f"of a core, call {hardware.launch_seconds * 1e6:.4g} us"
+            "of a core"
         )
     rates = (
         f"matrix {_digits(hardware.matrix_flops(plan.shape.dtype))}FLOP/s",
@@ -415,7 +415,8 @@ def _core_text(speed: CpuSpeed) -> str:
     cores = f"{speed.cores} core{'s' * (speed.cores > 1)}"
     return (
         f"products of {library} {_digits(speed.products)}FLOP/s, speedup {speed.speedup:.4g} of {cores}; "
-        f"passes {_digits(speed.passes)}B/s over tiles of {bytes_text(speed.working_set)}: {held}"
+        f"passes {_digits(speed.passes)}B/s over tiles of {bytes_text(speed.working_set)}: {held}; "
+        f"call {speed.call_seconds * 1e6:.4g} us"
     )
 
 

@@ -19,11 +19,11 @@ FORMAT = 1  # of the file
 KIB, MIB = 1024, 1024 * 1024
 WIDTH = 64  # head dimension of the tiles whose products are measured
 LEVELS = ("L1", "L2", "L3", "RAM")
-# Exponentials (of 2) that take as long as an operation of each kind, where that was not measured: as one core of an AMD
-# EPYC (Zen 5) has them with torch 2.13, whose tanh and sine are no better on other processors.
+# Exponentials (of 2) that take as long as an operation of each kind, where that was not measured beside them, as in
+# files from before: so it is on one core of an AMD EPYC (Zen 5) with torch 2.13.
 OPERATIONS = {
-    "exp2": 1.0, "exp": 4.3, "log": 5.5, "tanh": 15.0, "sigmoid": 1.5, "root": 2.5, "sine": 7.5, "compare": 2.4,
-    "choice": 4.0, "mixed choice": 22.0,
+    "exp2": 1.0, "exp": 4.5, "log": 5.8, "tanh": 16.0, "sigmoid": 1.5, "root": 2.6, "sine": 8.0, "compare": 2.5,
+    "choice": 3.6, "mixed choice": 24.0,
 }  # fmt: skip
 
 
@@ -138,11 +138,36 @@ class Calibration:
     torch: str  # its version
     seconds: float  # that measuring took
     rates: CpuRates | GpuRates
+    spread: float = 0.0  # how much longer a step took in the middle one of its rounds than in the best: 0.1, a tenth
+    load: float = 0.0  # processes that wanted to run before it began, by the system's average of a minute
+    cores: int = 0  # of the whole machine, also those that this process may not use; 0: not known
     place: str = field(default="", compare=False)  # of the file
 
     @property
     def title(self) -> str:
-        return f"calibrated on this machine, {self.made[:10]}, torch {self.torch}"
+        doubted = ", on a busy machine: not to be trusted" if self.doubts else ""
+        return f"calibrated on this machine, {self.made[:10]}, torch {self.torch}{doubted}"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why its figures are not to be trusted; nothing where they are."""
+        own = self.machine.units if self.machine.kind == "cpu" else 1
+        found = []
+        if self.cores and self.load > self.cores - own + LOAD_OF_OTHERS:
+            found.append(
+                f"{self.load:.1f} other processes were running before it began, on {self.cores} "
+                f"core{'s' * (self.cores > 1)} of which it wants {own}"
+            )
+        if self.spread > MOST_SPREAD:
+            found.append(
+                f"the same steps took {self.spread:.0%} longer in the middle of their rounds than in the best, where "
+                f"{MOST_SPREAD:.0%} are usual"
+            )
+        return tuple(found)
+
+
+LOAD_OF_OTHERS = 0.5  # of one core, which a quiet machine's housekeeping takes at the most
+MOST_SPREAD = 0.1  # of a quiet machine: what changes of its clock make
 
 
 # -- as text -----------------------------------------------------------------------------------------------------------
@@ -151,7 +176,8 @@ def text_of(found: Calibration) -> str:
     head = {
         "format": FORMAT,
         "machine": {"kind": found.machine.kind, "name": found.machine.name, "units": found.machine.units},
-        "made": found.made, "torch": found.torch, "seconds": found.seconds,
+        "made": found.made, "torch": found.torch, "seconds": found.seconds, "spread": found.spread,
+        "load": found.load, "cores": found.cores,
     }  # fmt: skip
     rates: dict[str, Any]
     if isinstance(found.rates, CpuRates):
@@ -218,7 +244,11 @@ def calibration_of(text: str, place: str = "") -> Calibration:
         )  # fmt: skip
     else:
         raise _broken(where, f"machine.kind: expected cpu, cuda or hip, got {here.kind!r}")
-    return Calibration(here, top.word("made"), top.word("torch"), top.rate("seconds"), rates, place)
+    spread, load = (top.number(name) for name in ("spread", "load"))
+    cores = top.whole("cores") if "cores" in top.found else 0
+    return Calibration(
+        here, top.word("made"), top.word("torch"), top.rate("seconds"), rates, spread, load, cores, place
+    )  # fmt: skip
 
 
 def _later(one: _Fields, name: str) -> tuple[tuple[str, float], ...]:
@@ -307,6 +337,13 @@ class _Fields:
             raise _broken(self.where, f"{self._path(name)}: expected a positive number, got {value!r:.40}")
         return float(value)
 
+    def number(self, name: str) -> float:
+        """One that is not negative; 0 where there is none, as in files from before it was written."""
+        value = self.found.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise _broken(self.where, f"{self._path(name)}: expected a number from 0 on, got {value!r:.40}")
+        return float(value)
+
     def rates(self, name: str, empty: bool = False) -> tuple[tuple[str, float], ...]:
         inner = self.inner(name)
         if not inner.found and not empty:
@@ -388,7 +425,15 @@ def guessed_rates(
             (dtype, own if dtype in ("fp32", "fp64", *matrix_units) else own / 2)
             for dtype in ("fp32", "fp64", "fp16", "bf16")
         ),
+        operations=_GUESSED_OPERATIONS,
     )
+
+
+# elements/s: what the same core has, at a common clock
+_GUESSED_OPERATIONS = (
+    ("exp", 0.7e9), ("log", 0.7e9), ("tanh", 0.35e9), ("sigmoid", 0.9e9), ("root", 1.2e9), ("sine", 0.5e9),
+    ("compare", 1.5e9), ("choice", 1.2e9), ("mixed choice", 0.25e9),
+)  # fmt: skip
 
 
 def _filled(queries: int, keys: int, caches: tuple[int, int, int]) -> float:

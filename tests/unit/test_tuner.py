@@ -490,6 +490,34 @@ def test_tensor_operands_are_drawn_where_they_are_not_given(on_a_cpu, monkeypatc
     assert variant.plan(SMALL, **given).schedule == found.schedule
 
 
+def with_own(monkeypatch) -> None:
+    """A machine on which torch's own attention is there, and is timed beside tiles whatever is predicted of it."""
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: torch.bmm)
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: torch.bmm)
+
+
+def test_torchs_own_attention_is_one_of_the_forms(on_a_cpu, monkeypatch) -> None:
+    """Of a call that it may compute: one form leaves it to torch, the others say that tiles compute it."""
+    with_own(monkeypatch)
+    for mask, whole in ((weft.masks.causal, True), (weft.masks.causal & (weft.q_pos - weft.kv_pos < 77), False)):
+        for length in (64, 96):
+            variant, tried = weft.Attention(mask=mask, name=f"tuned_whole_{whole}"), {}
+
+            def clock(schedule, kernel, tried=tried):
+                tried.setdefault(kernel, []).append(schedule.form(kernel))
+                return 1.0 if not schedule.form(kernel).in_tiles else 2.0
+
+            monkeypatch.setattr(tuning, "_clock", lambda *_, clock=clock: clock)
+            found = tuning.tune(variant, replace(SMALL, q_len=length, kv_len=length), {}, progress=False)
+            for kernel, forms in tried.items():
+                left_to_torch = {form for form in forms if not form.in_tiles}
+                if whole:
+                    assert len(left_to_torch) == 1 and len(set(forms)) > 1
+                    assert found.schedule.form(kernel) in left_to_torch
+                else:  # it makes no difference to this call, so that what others of its class get stays
+                    assert len({form.in_tiles for form in forms}) == 1
+
+
 def test_what_cannot_be_tuned() -> None:
     window, table = weft.scalar("window", int), weft.tensor("table", 1)
     with pytest.raises(WeftError, match="tune: expected a variant without latent attention"):
