@@ -6,12 +6,15 @@ and falls out. It takes less than a minute.
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,19 +49,27 @@ def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS
         raise WeftError(f"device: expected cpu or cuda, got {device}")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         raise WeftError(f"device: torch finds no {device} here; `weft doctor` says what there is")
-    begun = time.perf_counter()
+    load, begun = _load(), time.perf_counter()
     with torch.no_grad():
-        rates = _cpu_rates(seconds) if device.type == "cpu" else _gpu_rates(device)
+        rates, spread = _cpu_rates(seconds) if device.type == "cpu" else _gpu_rates(device)
     made = datetime.now(UTC).isoformat(timespec="seconds")
     spent = round(time.perf_counter() - begun, 1)
-    return Calibration(hardware.machine_of(device), made, version("torch"), spent, rates)
+    return Calibration(
+        hardware.machine_of(device), made, version("torch"), spent, rates, round(spread, 3), load, os.cpu_count() or 0
+    )  # fmt: skip
+
+
+def _load() -> float:
+    """Processes that want to run, the average of a minute; 0 where the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
 
 
 # -- a CPU -------------------------------------------------------------------------------------------------------------
 _FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults
 
 
-def _cpu_rates(seconds: float) -> CpuRates:
+def _cpu_rates(seconds: float) -> tuple[CpuRates, float]:
+    """What was measured, and its spread."""
     cores, caches = hardware.usable_cores(), hardware.cpu_caches()
     with _threads(1):
         libraries: tuple[Library, ...] = ("torch", "onednn") if products.one_dnn_linear() else ("torch",)
@@ -71,32 +82,40 @@ def _cpu_rates(seconds: float) -> CpuRates:
         passes = {level: _pass(size) for level, size in sizes.items()}
         powers = torch.empty(max(1024, caches[1] // 16), **_FLOATS).uniform_(-10.0, 0.0)
         results = torch.empty_like(powers)
-        steps.update({**attended, **backwards, **passes})
+        side = max(32, math.isqrt(caches[1] // 16))  # of a tile of scores that a quarter of L2 holds
+        operations = _operations(side)
+        steps.update({**attended, **backwards, **passes, **{("operation", kind): s for kind, s in operations.items()}})
         steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
-        found = least(steps, seconds)
+        found, spread = least(steps, seconds)
     call = found["call"]
+
+    def alone(seconds: float) -> float:
+        """Without the call itself."""
+        return max(seconds - call, seconds * 7 / 8)
+
     rates = tuple(
         ProductRate(library, queries, keys, _digits(4 * WIDTH * queries * keys / found[library, queries, keys]))
         for library, queries, keys in tiles
     )
     attention = tuple((dtype, _digits(_ATTENTION_FLOPS / found[dtype])) for dtype in attended)
     backward = tuple((name.split()[0], _digits(2.5 * _ATTENTION_FLOPS / found[name])) for name in backwards)
-    bandwidths = [_digits(2 * sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
+    bandwidths = [_digits(sizes[level] / max(found[level] - call, found[level] / 8)) for level in sizes]
     all_products, all_ram = 1.0, bandwidths[3]
     if cores > 1:
-        together = {"one": _heads(1), "all": _heads(cores), "ram": passes["RAM"]}
         with _threads(1):
-            one = least({"one": together["one"]}, 0.5)["one"]
+            one = least({"one": _heads(1)}, 0.5).seconds["one"]
         with _threads(cores):
-            found_all = least({"all": together["all"], "ram": together["ram"]}, 2.0)
+            found_all = least({"all": _heads(cores), "ram": passes["RAM"]}, 2.0).seconds
         all_products = _digits(max(1.0, min(cores, cores * one / found_all["all"])))
-        all_ram = max(all_ram, _digits(2 * sizes["RAM"] / found_all["ram"]))
+        all_ram = max(all_ram, _digits(sizes["RAM"] / found_all["ram"]))
     in_l1, in_l2, in_l3, ram = bandwidths
-    return CpuRates(
+    made = CpuRates(
         caches=caches, products=rates, attention=attention, bandwidths=(in_l1, in_l2, in_l3, ram),
-        exp_per_second=_digits(powers.numel() / (found["exp"] - min(call, found["exp"] / 8))),
+        exp_per_second=_digits(powers.numel() / alone(found["exp"])),
         call_seconds=_digits(call), all_products=all_products, all_ram=all_ram, attention_backward=backward,
+        operations=tuple((kind, _digits(side * side / alone(found["operation", kind]))) for kind in operations),
     )  # fmt: skip
+    return made, spread
 
 
 def _two_products(library: Library, queries: int, keys: int) -> Step:
@@ -149,9 +168,23 @@ def _sizes(caches: tuple[int, int, int]) -> dict[str, int]:
 
 
 def _pass(size: int) -> Step:
-    """Reads and writes as many bytes."""
-    x = torch.ones(size // 4, **_FLOATS)
-    return lambda: x.mul_(1.0)
+    """Reads half of as many bytes, and writes the other half."""
+    x, y = torch.ones(2, size // 8, **_FLOATS)
+    return lambda: torch.mul(x, 1.0, out=y)
+
+
+def _operations(side: int) -> dict[str, Step]:
+    """What takes longer than that, of a square tile of scores, by kind; choices by a causal mask, and mixed ones."""
+    scores = torch.empty(side, side, **_FLOATS).uniform_(-10.0, 10.0)
+    positive, zero = scores.abs(), torch.zeros((), **_FLOATS)
+    rows = torch.arange(side, device="cpu")
+    seen, above = rows[:, None] <= rows, scores > 0.0
+    return {
+        "exp": lambda: torch.exp(scores), "log": lambda: torch.log(positive), "tanh": lambda: torch.tanh(scores),
+        "sigmoid": lambda: torch.sigmoid(scores), "root": lambda: torch.sqrt(positive),
+        "sine": lambda: torch.sin(scores), "compare": lambda: torch.le(scores, 0.0),
+        "choice": lambda: torch.where(seen, scores, zero), "mixed choice": lambda: torch.where(above, scores, zero),
+    }  # fmt: skip
 
 
 @contextmanager
@@ -164,28 +197,37 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def least(steps: Mapping[object, Step], seconds: float) -> dict[object, float]:
-    """Seconds of each step: the least of rounds in which they take turns."""
+class Times(NamedTuple):
+    """What was measured of steps that took turns."""
+
+    seconds: dict[object, float]  # the least of each
+    spread: float  # how much longer steps took in the middle one of their rounds, the middle one of all steps
+
+
+def least(steps: Mapping[object, Step], seconds: float, clock: Callable[[], float] = time.perf_counter) -> Times:
+    """The least time of each step in rounds in which they take turns, for so many seconds."""
     best: dict[object, float] = {}
     times: dict[object, int] = {}
+    rounds: dict[object, list[float]] = {name: [] for name in steps}
     for name, step in steps.items():
         step()
-        best[name] = _timed(step, 1)
+        best[name] = _timed(step, 1, clock)
         times[name] = max(1, int(LEAST_SECONDS / best[name]))
-    end, rounds = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end or rounds < LEAST_ROUNDS:
+    end, done = clock() + seconds, 0
+    while clock() < end or done < LEAST_ROUNDS:
         for name, step in steps.items():
             runs = max(1, min(MOST_RUNS, int(TURN_SECONDS / (times[name] * best[name]))))
-            best[name] = min(best[name], *(_timed(step, times[name]) for _ in range(runs)))
-        rounds += 1
-    return best
+            rounds[name].append(min(_timed(step, times[name], clock) for _ in range(runs)))
+            best[name] = min(best[name], rounds[name][-1])
+        done += 1
+    return Times(best, median(median(rounds[name]) / best[name] - 1 for name in steps))
 
 
-def _timed(step: Step, times: int) -> float:
-    begun = time.perf_counter()
+def _timed(step: Step, times: int, clock: Callable[[], float]) -> float:
+    begun = clock()
     for _ in range(times):
         step()
-    return (time.perf_counter() - begun) / times
+    return (clock() - begun) / times
 
 
 def _digits(value: float) -> float:
@@ -194,22 +236,28 @@ def _digits(value: float) -> float:
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
-def _gpu_rates(device: torch.device) -> GpuRates:
+def _gpu_rates(device: torch.device) -> tuple[GpuRates, float]:
+    """What was measured, and its spread."""
     from .runtime.calibration_kernels import exponentials, read_again  # lazy: imports Triton, which a CPU does without
 
     record = hardware.for_device(device)
+    _spreads.clear()
     with torch.cuda.device(device):
         rates = [(dtype, _digits(_product_flops(DTYPES[dtype], device))) for dtype in ("bf16", "fp16", "fp32")]
         hbm = _copied_bytes_per_second(min(MOST_BYTES, record.memory_bytes // 8), device)
         l2_bytes = read_again(record.l2_bytes // 4, record.sms, device)
         exps = exponentials(record.sms, device)
-        return GpuRates(
+        found = GpuRates(
             products=tuple(rates),
             hbm=_digits(hbm),
             l2=_digits(l2_bytes.amount / _gpu_seconds(l2_bytes.run)),
             exp_per_second=_digits(exps.amount / _gpu_seconds(exps.run)),
             launch_seconds=_digits(_launch_seconds(device)),
         )  # fmt: skip
+    return found, median(_spreads)
+
+
+_spreads: list[float] = []  # of what was measured last
 
 
 def _copied_bytes_per_second(size: int, device: torch.device) -> float:
@@ -252,4 +300,6 @@ def _gpu_seconds(run: Step, rounds: int = 15) -> float:
         run()
         last.record()
     torch.cuda.synchronize()
-    return sorted(first.elapsed_time(last) for first, last in pairs)[rounds // 2] / 1e3
+    found = sorted(first.elapsed_time(last) for first, last in pairs)
+    _spreads.append(found[rounds // 2] / found[0] - 1)
+    return found[rounds // 2] / 1e3

@@ -39,7 +39,7 @@ from .compiler.planning.kernels import Algorithm
 from .compiler.planning.picture import SUFFIXES
 from .compiler.planning.rates import rates_in_words
 from .compiler.planning.records import DTYPE_BYTES
-from .compiler.planning.signature import SequenceKind
+from .compiler.planning.signature import SequenceKind, class_of, in_words
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError, counted
@@ -194,19 +194,35 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     Keys of few queries are divided by kernels of their own (schedule split_kv), which are not timed: decode keeps the
     form that its target chooses, and so does the short side of a call that mixes chunks of prompts and single tokens
     over pages. Its long side takes what is found for flash.
+
+    Tensor operands are drawn at random, whether --set NAME=random says so or not. What is found serves calls whose
+    queries and keys are about as many: up to 1.4 times more or less.
     """
-    from .tuning import tune as search  # lazy: only this command wants it
+    from . import tuning  # lazy: only this command wants it
 
     ctx.meta[SHARED] |= {"device": None, "target": target, "schedule": None}
     r = request_of(ctx)
-    found = search(r.variant, r.shape, r.values, target=target, algorithm=algorithm)
+    numbers = {name: value for name, value in r.values.items() if isinstance(value, int | float)}
+    values = tuning.with_drawn(r.variant, r.shape, numbers)
+    for name in sorted(values.keys() - numbers.keys()):
+        click.echo(f"{name}: drawn at random, {_extents_text(values[name])}")
+    found = tuning.tune(r.variant, r.shape, values, target=target, algorithm=algorithm)
     for kernel, outcome in found.outcomes.items():
         click.echo(f"{kernel:18} {_outcome_text(outcome)}")
+    if any(len({getattr(form, "in_tiles", None) for form in each.spreads}) > 1 for each in found.outcomes.values()):
+        click.echo("forms without +tiles leave this call to torch's own kernel")
     for text, reason in found.failed.items():
         click.echo(f"passed over {text}: {reason}")
+    about = in_words(class_of(r.shape.q_len, r.shape.kv_len))
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
+    click.echo(f"kept for calls of about {about} queries and keys")
     if algorithm == "flash" and any(choice.target != "cpu" for choice in found.schedule.kernels.values()):
         click.echo("of calls of few queries, and of short sequences in mixed ones (split_kv), nothing is tuned")
+
+
+def _extents_text(tensor: Any) -> str:
+    sizes = " x ".join(map(str, tensor.shape)) or "one number"
+    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _outcome_text(outcome: Outcome) -> str:
@@ -437,6 +453,10 @@ def calibrate(device: str | None, output: str | None) -> None:
     for name, text in rates_in_words(found.rates):
         click.echo(f"  {name:14}  {text}")
     click.echo(f"kept in {path}, measured in {found.seconds:.0f} s")
+    click.echo(f"spread of the same steps {found.spread:.1%}, load before {found.load:.1f}")
+    if found.doubts:
+        reasons = "; ".join(found.doubts)
+        click.echo(f"these figures are not to be trusted: {reasons}. Measure again on a quiet machine", err=True)
     if output is not None:
         click.echo(f"to use it, set WEFT_CALIBRATION={shlex.quote(str(path))}")
 

@@ -18,11 +18,12 @@ from .compiler.analysis.survey import CELL, Survey
 from .compiler.planning.cost import CountLongest, CountTiles
 from .compiler.planning.cpu_forms import own_seconds
 from .compiler.planning.distances import levels_in, tables_in
+from .compiler.planning.hardware import Hardware, on_threads
 from .compiler.planning.measures import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, PACKED
+from .compiler.planning.signature import MOST_SHORT, PACKED, Direction
 from .compiler.planning.splits import longest_visits
 from .compiler.planning.sums import sums_of
 from .ir import parse
@@ -214,18 +215,20 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
 
     def made(visible: VisiblePairs | None = None) -> Plan:
         name = str(attention.name)
+        own = _computed_whole(facts, r, options, visible)
         return make_plan(
             name,
             r.sizes,
-            r.machine,
+            _with_threads(r.machine),
             codes,
             traits,
             count=count,
             longest=longest,
-            notes=(*notes, *_computed_whole(facts, r, options, visible)),
+            notes=(*notes, *_words_of_whole(facts, r, own)),
             visible=visible,
             sums=sums,
             packed=parts.packed(r.sequences),
+            own=own,
         )
 
     try:
@@ -289,10 +292,48 @@ def _seen_by(attention: Attention, env: Mapping[str, Any], positions: Sequence[i
     return seen
 
 
+def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -> bool:
+    """Whether torch's own attention on a CPU may compute a dense call, if it has such scores."""
+    if r.forward.code.target != "cpu" or isinstance(offset := options.get("q_offset"), Tensor):
+        return False
+    visible = _visible_pairs(attention, parts.Part(r.sizes, offset, 0), r.head_dim, options)
+    return _sees_all(facts_of(attention), r, options, visible)
+
+
+def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
+    """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
+    x, context = r.sizes, r.forward.target.context(r.forward.code, facts)
+    if visible is None or r.sequences is not None:
+        return False
+    own = context["causal"] and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
+
+
 def _computed_whole(
     facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None
-) -> tuple[str, ...]:
-    """Which calls have no tiles on a CPU, and what the described one then takes."""
+) -> dict[Direction, float]:
+    """Directions in which torch's own kernel computes the call, and how long it is predicted to take."""
+    found: dict[Direction, float] = {}
+    machine = _with_threads(r.machine)
+    x, scores = r.sizes, r.sizes.q_len * r.sizes.kv_len * r.sizes.head_dim
+    for resolved in (r.forward, r.backward):
+        if resolved is None or resolved.code.target != "cpu" or not _sees_all(facts, r, options, visible):
+            continue
+        code, direction = resolved.code, resolved.code.signature.direction
+        assert visible is not None
+        seconds = own_seconds(direction, visible.count, x.head_dim, x.dtype, machine)
+        if seconds is not None and (computes_whole(code, facts) or scores < short_heads(code, facts)):
+            found[direction] = seconds
+    return found
+
+
+def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) -> tuple[str, ...]:
+    """Which calls have no tiles on a CPU, and whether the described one is such."""
+    if own:
+        both = " and the ".join(own)
+        lse = "; its backward has tiles where a gradient of the log-sum-exp arrives" if "backward" in own else ""
+        said = f"the {both} of this call {'are' if len(own) > 1 else 'is'} torch's own kernel, which is the faster one"
+        return (f"{said}: of tiles are all figures but its time{lse}", *_computed_short(facts, r))
     whole = [
         found for found in (r.forward, r.backward)
         if found and found.code.target == "cpu" and computes_whole(found.code, facts)
@@ -307,14 +348,12 @@ def _computed_whole(
     said = f"{call} in which every query sees {seen} is torch's own kernel, which is the faster one"
     if "backward" in directions:
         said += ", and so is its backward" * (len(directions) > 1) + " where no gradient of the log-sum-exp arrives"
-    x = r.sizes
-    own = context["causal"] and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
-    if visible is None or r.sequences or not (own or visible.count == x.batch * x.heads * x.q_len * x.kv_len):
-        return (f"{said}; figures are of tiles", *_computed_short(facts, r))
-    times = [own_seconds(d, visible.count, x.head_dim, x.dtype, r.machine) for d in directions]
-    of = ", ".join(f"{d} {1e3 * t:.4g} ms" for d, t in zip(directions, times) if t is not None)
-    predicted = f", torch is predicted to take: {of}" if of else ""
-    return (f"{said}; figures above are of tiles{predicted}", *_computed_short(facts, r))
+    return (f"{said}; figures are of tiles", *_computed_short(facts, r))
+
+
+def _with_threads(machine: Hardware) -> Hardware:
+    """A CPU as torch uses it in this process."""
+    return on_threads(machine, torch.get_num_threads())
 
 
 def _computed_short(facts: Facts, r: Request) -> tuple[str, ...]:

@@ -20,11 +20,13 @@ from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import (
     MOST_SHORT,
+    PACKED,
     Direction,
     Dtypes,
     SequenceKind,
     Signature,
     Widths,
+    class_of,
     has_few,
     is_short_call,
     share_of,
@@ -260,6 +262,7 @@ def request_of(
             boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
             short_call=direction == "forward" and found is None
             and is_short_call(sizes.q_len, sizes.kv_len, attention.is_masked),
+            lengths=class_of(*_lengths(sizes, found)),
         )  # fmt: skip
 
     def modules(signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:
@@ -319,6 +322,13 @@ def _sequences(
         if isinstance(options.get(TABLE), Tensor):
             rows[1] = parts.pool_of(str(attention.name), sizes, options[TABLE])  # type: ignore[index]
     return parts.described(str(attention.name), *rows, options)
+
+
+def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
+    """As of runtime.call.lengths_of."""
+    kind = "dense" if found is None else found.sequences.kind
+    number = max(1, len(found.rows)) if found is not None and kind in PACKED else 1
+    return sizes.q_len // number, sizes.kv_len // (number if kind == "packed" else 1)
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"

@@ -1,30 +1,37 @@
-"""Tuned schedules: time the forms worth trying on this machine, on random operands, and remember the fastest."""
+"""Tuned schedules: time the forms worth trying on this machine, on random operands, and remember the fastest.
+
+A value that a caller gives is used as it is; what no one gives is drawn.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import describe
 from .attention import Attention
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
-from .compiler.planning.forms import Form
+from .compiler.planning.forms import CpuForm, Form
 from .compiler.planning.kernels import Algorithm
 from .compiler.planning.measures import BESIDE
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import Direction, Dtypes, Signature, Widths, is_short_call
+from .compiler.planning.signature import Direction, class_of
 from .compiler.planning.tuner import Clock, Tuned, search
+from .drawn import drawn_operands
+from .ir.attention import SEED
 from .ir.errors import WeftError
+from .request import Request, ranges_of, request_of
 from .runtime import driver, tuned
 from .runtime.variant import forget
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_WANTED: dict[Direction, frozenset[str]] = {"forward": frozenset(), "backward": frozenset({"query", "key", "value"})}
 _LEAST_SECONDS = 2e-3  # of one run on the clock: shorter calls are repeated, so that the clock's own noise is small
 
 
@@ -39,13 +46,15 @@ def tune(
 ) -> Tuned:
     """The fastest schedule of a variant for calls like `shape`, forward and backward timed on this machine.
 
-    values: of the scalar operands. Raises WeftError for variants with tensor operands or latent attention, whose
-    operands cannot be made up from a shape.
+    values: of operands, by name; tensors that are not given are drawn, as of `with_drawn`. The backward gives all
+    gradients that a call can want. What is found serves calls of about these lengths (`class_of`).
+    Raises WeftError for latent attention, whose operands cannot be made up from a shape.
     """
     name = str(attention.name)
-    if attention.tensors or attention.latent is not None:
-        raise WeftError(f"{name}: tune: expected a variant without tensor operands and latent attention")
-    missing = sorted({s.name for s in attention.scalars} - set(values))
+    if attention.latent is not None:
+        raise WeftError(f"{name}: tune: expected a variant without latent attention")
+    values = with_drawn(attention, shape, values)
+    missing = sorted({s.name for s in attention.scalars} - {*values, SEED.name})
     if missing:
         raise WeftError(f"{name}: tune: missing values of {', '.join(missing)}")
     found = [_direction(attention, shape, values, d, target, algorithm, progress) for d in ("forward", "backward")]
@@ -58,15 +67,35 @@ def tune(
     )  # fmt: skip
 
 
+def with_drawn(attention: Attention, shape: Shape, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, and random tensors in the place of tensor operands that were not given, as large as calls read them.
+
+    Those of floats that a score reads want a gradient. Raises WeftError as `drawn_operands` does.
+    """
+    lacking = [t.name for t in attention.tensors if t.name not in values and t.name != SEED.name]
+    numbers = {n: value for n, value in values.items() if not isinstance(value, Tensor)}
+    drawn = drawn_operands(
+        attention, lacking, ranges_of(shape, None), numbers, device=_device(), dtype=_DTYPES[shape.dtype]
+    )  # fmt: skip
+    with_gradients = {load.tensor.name for load, _ in facts_of(attention).gradient_kinds}
+    return {**values, **{n: tensor.requires_grad_(n in with_gradients) for n, tensor in drawn.items()}}
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _direction(
     attention: Attention, shape: Shape, values: Mapping[str, Any], direction: Direction, target: str | None,
     algorithm: Algorithm, progress: bool,
 ) -> Tuned:  # fmt: skip
-    chosen, machine, facts = resolved_for(attention, shape, direction, None, target, algorithm)
-    choices = choices_of(chosen, machine, facts)
-    key = tuned.key_of(attention, chosen.code.signature, machine, chosen.target.name, algorithm)
+    r = request_of(attention, [shape], None, target, algorithm, None, values)
+    chosen = _resolved(r, direction)
+    choices = choices_of(chosen, r.machine, facts_of(attention), whole=describe.may_be_whole(attention, r, values))
+    key = tuned.key_of(attention, chosen.code.signature, r.machine, chosen.target.name, algorithm)
     clock = _clock(attention, shape, values, direction, target)
-    return tuned.remember(key, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
+    lengths = class_of(shape.q_len, shape.kv_len)
+    return tuned.remember(key, lengths, lambda: search(chosen.code.schedule, choices, clock, progress=progress))
 
 
 def resolved_for(
@@ -74,23 +103,41 @@ def resolved_for(
     algorithm: Algorithm = "flash",
 ) -> tuple[driver.Resolved, hardware.Hardware, Facts]:  # fmt: skip
     """What calls like `shape` get on a machine, this one where no device is named."""
-    machine = hardware.this_machine() if device is None else hardware.by_name(device)
-    widths, dtypes = Widths(shape.head_dim, shape.value_dim), Dtypes.all(shape.dtype)
-    short = direction == "forward" and is_short_call(shape.q_len, shape.kv_len, attention.is_masked)
-    signature = Signature(direction, machine.arch, dtypes, widths, wanted=_WANTED[direction], short_call=short)
-    return driver.resolve(attention, signature, machine, target, algorithm), machine, facts_of(attention)
+    r = request_of(attention, [shape], device, target, algorithm, None, {})
+    return _resolved(r, direction), r.machine, facts_of(attention)
 
 
-def choices_of(chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts) -> dict[str, list[Form]]:
-    """The forms to time of each kernel that has several: not of those that are cut as another one is."""
+def _resolved(r: Request, direction: Direction) -> driver.Resolved:
+    found = r.forward if direction == "forward" else r.backward
+    assert found is not None
+    return found
+
+
+def choices_of(
+    chosen: driver.Resolved, machine: hardware.Hardware, facts: Facts, whole: bool = True
+) -> dict[str, list[Form]]:
+    """The forms to time of each kernel that has several: not of those that are cut as another one is.
+
+    whole: whether torch's own attention may compute the call, so that leaving it to torch is a form of its own.
+    """
     choices: dict[str, list[Form]] = {}
     for code in chosen.code.kernels:
         if code.name in BESIDE or code.kernel.follows:
             continue
         forms = list(chosen.target.forms(code.kernel, chosen.code.signature, machine, facts))
+        forms = forms if whole else _as_the_first(forms)
         if len(forms) > 1:
             choices[code.name] = forms
     return choices
+
+
+def _as_the_first(forms: list[Form]) -> list[Form]:
+    """All in tiles, or none, as the first form is: to a call that torch's own attention never computes it is the same,
+    but others of its class of lengths may be such that it does."""
+    first = forms[0]
+    if not isinstance(first, CpuForm):
+        return forms
+    return list(dict.fromkeys(replace(f, in_tiles=first.in_tiles) for f in forms if isinstance(f, CpuForm)))
 
 
 def _clock(
@@ -128,7 +175,7 @@ def _timed(run: Callable[[], object], times: int) -> float:
 
 
 def _operands(attention: Attention, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     sizes = (
         (shape.batch, shape.heads, shape.q_len, shape.head_dim),
         (shape.batch, shape.kv_heads, shape.kv_len, shape.head_dim),

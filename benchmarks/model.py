@@ -1,19 +1,22 @@
 """Predicted times beside measured ones: every row of docs/performance.md that names a kernel of Weft.
 
     python benchmarks/model.py              each row, then median and worst error
+    python benchmarks/model.py --cpu        calls of target cpu on this machine, timed now, on one thread and on two
     python benchmarks/model.py --fit        constants of the model, found anew for compiler/planning/paces.py
 
-No GPU is needed: plans are made for an H200, on which the rows were measured. The error of a row is the larger of
-measured / predicted and predicted / measured, less 1.
+No GPU is needed: plans are made for an H200, on which the rows were measured. Calibrate a CPU before.
+The error of a row is the larger of measured / predicted and predicted / measured, less 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,13 +24,14 @@ from typing import Any
 import torch
 from bench_rows import ROWS, Row
 from bench_variants import weft_variant
+from torch import Tensor
 
 import weft
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
 from weft.compiler.planning.cost import has_level_steps, instructions_per_second, pair_work, sums_levels
 from weft.compiler.planning.forms import Form
-from weft.compiler.planning.hardware import Hardware
+from weft.compiler.planning.hardware import Hardware, usable_cores
 from weft.compiler.planning.kernels import FLASH, Kernel
 from weft.compiler.planning.paces import PACKED_PROGRAM, Pace, instructions_of
 from weft.compiler.planning.plan import Plan
@@ -170,6 +174,51 @@ def error(one: float, other: float) -> float:
     return max(one / other, other / one) - 1
 
 
+# -- target cpu --------------------------------------------------------------------------------------------------------
+ON_A_CPU = {
+    "full": weft.Attention(name="full"),
+    "causal": weft.Attention(mask=weft.masks.causal, name="causal"),
+    "softcap": weft.Attention(weft.scores.softcap(20.0)(weft.score), weft.masks.causal, name="softcap"),
+    "exponentials": weft.Attention(
+        weft.score + weft.exp(-weft.exp(-weft.score)) + weft.log(1.0 + weft.exp(weft.score)),
+        weft.masks.causal,
+        name="exponentials",
+    ),
+    "sigmoid": weft.Attention(mask=weft.masks.causal, normalizer="sigmoid", name="sigmoid"),
+    "alibi": weft.Attention(
+        weft.score - (weft.q_pos - weft.kv_pos) * weft.exp2(-(weft.head + 1.0)), weft.masks.causal, name="alibi"
+    ),
+    "window": weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 256), name="window"),
+}
+ROUNDS = 6
+
+
+def on_a_cpu(only: str, length: int) -> Iterator[tuple[str, float, float]]:
+    """(row, measured, predicted), seconds of forward and backward: the least of rounds."""
+    before = torch.get_num_threads()
+    for threads, dtype, (name, variant) in product((1, 2), (torch.float32, torch.bfloat16), ON_A_CPU.items()):
+        row = f"{threads} thread{'s' * (threads > 1)} {str(dtype).removeprefix('torch.'):8} {name:12}"
+        if only not in row or threads > usable_cores():
+            continue
+        torch.set_num_threads(threads)
+        query, key, value = (torch.randn(1, 4, length, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+        made, grad = variant.plan(query, key, value), torch.randn(1, 4, length, 64, dtype=dtype)
+        runs = [_timed_on_a_cpu(variant, query, key, value, grad) for _ in range(ROUNDS + 1)][1:]
+        for k, direction in enumerate(("forward", "backward")):
+            yield f"{row} {direction:8}", min(run[k] for run in runs), made.seconds(direction)
+    torch.set_num_threads(before)
+
+
+def _timed_on_a_cpu(
+    variant: weft.Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[float, float]:
+    begun = time.perf_counter()
+    out = variant(query, key, value)
+    between = time.perf_counter()
+    out.backward(grad)
+    return between - begun, time.perf_counter() - between
+
+
 # -- the fit -----------------------------------------------------------------------------------------------------------
 PARTS = tuple(f.name for f in fields(Pace) if f.name not in ("start", "step"))
 LEAST = {"matrix": 0.82}  # products are not faster than the peak
@@ -301,7 +350,19 @@ def main() -> None:
     parser.add_argument(
         "--fit", action="store_true", help="print PACES of compiler/planning/paces.py, fitted on all rows"
     )
+    parser.add_argument("--cpu", action="store_true", help="time calls of target cpu here")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of these calls")
     options = parser.parse_args()
+    if options.cpu:
+        found = []
+        for row, seconds, predicted in on_a_cpu(options.only, options.length):
+            found.append(error(seconds, predicted))
+            print(
+                f"{row} {seconds * 1e3:8.2f} ms, predicted {predicted * 1e3:8.2f}: {predicted / seconds:5.2f}",
+                flush=True,
+            )
+        print(f"{len(found)} rows, median error {median(found):.1%}, worst {max(found):.1%}")
+        return
     page, errors, examples = PAGE.read_text(), [], []
     for each in measured(page):
         if options.only not in str(each):

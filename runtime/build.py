@@ -184,8 +184,11 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
         short_call=job.group > 0,  # as a step of few queries is
     )  # fmt: skip
     signatures = [signature]
-    if not job.group and driver.resolve(attention, signature, machine, job.target, job.schedule).by_length:
+    resolved = driver.resolve(attention, signature, machine, job.target, job.schedule)
+    if not job.group and resolved.by_length:
         signatures += [replace(signature, short_call=True)]
+    if not job.group:  # forms that were timed, which other calls do not have
+        signatures += [replace(signature, short_call=short, lengths=timed) for short, timed in sorted(resolved.timed)]
     if job.sequences == "packed_paged":  # what may be mixed has a module of long sequences, and one of short ones
         mixed = replace(signature, few=False, share="long")
         shares = driver.shared_out(attention, mixed, machine, job.target, job.schedule)

@@ -168,6 +168,16 @@ def key_rows(key: Tensor, sequences: Sequences) -> int:
     return key.shape[2]
 
 
+def lengths_of(query: Tensor, key: Tensor, sequences: object) -> tuple[int, int]:
+    """Queries and keys of a sequence, as far as the host knows them: of packed ones the mean, of a table its room."""
+    q_rows = query.shape[2]
+    if isinstance(sequences, Packed | PackedPaged):
+        number = max(1, sequences.number(query))
+        q_rows, kv_rows = q_rows // number, key_rows(key, sequences)
+        return q_rows, kv_rows if isinstance(sequences, PackedPaged) else kv_rows // number
+    return q_rows, key_rows(key, sequences) if isinstance(sequences, Paged) else key.shape[2]
+
+
 def numbers_of(q_offset: int | Tensor | None) -> int | list[int] | None:
     return q_offset.tolist() if isinstance(q_offset, Tensor) else q_offset
 

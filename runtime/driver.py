@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -22,7 +22,7 @@ from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
 from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
 from ..compiler.planning.plan import CodePlan, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
-from ..compiler.planning.signature import TALL, Direction, Dtypes, Signature, Widths
+from ..compiler.planning.signature import TALL, Direction, Dtypes, LengthClass, Signature, Widths, in_words
 from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
@@ -38,8 +38,12 @@ class Resolved:
 
     target: Target
     code: CodePlan
-    notes: tuple[str, ...]  # why a target that comes before was passed over; whether the call is short, if that counts
+    # why a target that comes before was passed over; whether the call is short, and of which class of lengths it is, if
+    # that counts
+    notes: tuple[str, ...]
     by_length: bool = False  # short calls (Signature.short_call) and others have forms of their own
+    # calls whose forms were timed on this machine: whether they are short, as far as that counts, and their lengths
+    timed: frozenset[tuple[bool, LengthClass]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,11 @@ def _resolve(
     signature = replace(signature, short_call=signature.short_call and by_length)
     notes += ((SHORT_CALL if signature.short_call else LONG_CALL),) if by_length else ()
     # Facts + Signature + Hardware -> Schedule: asked for, else timed on this machine, else the target's own choice
-    remembered = Schedule(given.algorithm, {})
-    if not given.kernels:
-        remembered = tuned.remembered(attention, signature, hardware, chosen.name, given.algorithm) or remembered
+    timed = {} if given.kernels else _timed(attention, signature, hardware, chosen.name, given.algorithm, by_length)
+    remembered = timed.get((signature.short_call, signature.lengths)) if signature.lengths else None
+    notes += _timed_words(signature, timed)
+    signature = replace(signature, lengths=signature.lengths if remembered else None)
+    remembered = remembered or Schedule(given.algorithm, {})
     schedule_found = _schedule(facts, signature, hardware, given, remembered, chosen, kernels)
     # Schedule -> CodePlan
     parts = chosen.parts(attention, signature.widths)
@@ -105,7 +111,7 @@ def _resolve(
         signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
     )  # fmt: skip
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
-    return Resolved(chosen, code, notes, by_length)
+    return Resolved(chosen, code, notes, by_length, frozenset(timed))
 
 
 SHORT_CALL = (
@@ -113,6 +119,35 @@ SHORT_CALL = (
     "other calls take another form"
 )
 LONG_CALL = f"the forward takes another form in short calls, where tiles of {TALL} queries are too tall"
+
+
+def _timed(
+    attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: Algorithm, by_length: bool
+) -> dict[tuple[bool, LengthClass], Schedule]:  # fmt: skip
+    """Schedules that were timed on this machine, by whether calls are short, if that counts, and by their lengths."""
+    return {
+        (short, lengths): found
+        for short in ((False, True) if by_length else (False,))
+        for lengths, found in tuned.remembered(
+            attention, replace(signature, short_call=short), hardware, target, algorithm
+        ).items()
+    }
+
+
+def _timed_words(signature: Signature, timed: Mapping[tuple[bool, LengthClass], Schedule]) -> tuple[str, ...]:
+    """Which lengths the forms were timed at that a call takes, or would take if it had these."""
+    classes = sorted({lengths for _, lengths in timed})
+    if not classes:
+        return ()
+    direction, lengths = signature.direction, signature.lengths
+    if lengths and (signature.short_call, lengths) in timed:
+        about = in_words(lengths)
+        return (f"forms of the {direction} are those that `weft tune` found for about {about} queries and keys",)
+    about = ", ".join(map(in_words, classes))
+    return (
+        f"`weft tune` timed the {direction} for about {about} queries and keys alone: this call has the forms that are "
+        "chosen without timing",
+    )
 
 
 def shared_out(

@@ -1,7 +1,8 @@
 """Schedules that tuning found fastest, on disk, to be found again in any later process.
 
-A result is one small JSON file under the cache folder, written to a temporary name and renamed; a torn or foreign file
-counts as absent.
+A form is fastest for lengths like those that it was timed at, and may be slow for others: what is found is kept for its
+class of lengths (`class_of`). All classes of a key are one small JSON file under the cache folder, written to a
+temporary name and renamed; a torn or foreign file counts as absent.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import importlib.metadata
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..compiler.planning.hardware import Hardware
 from ..compiler.planning.schedule import Schedule, parse_schedule
-from ..compiler.planning.signature import Signature
+from ..compiler.planning.signature import LengthClass, Signature
 from ..compiler.planning.tuner import Tuned
 from ..ir.attention import Attention
 from ..ir.errors import WeftError
@@ -28,7 +30,7 @@ FOLDER = ".tuned"
 
 @dataclass(frozen=True)
 class TuneKey:
-    """What a tuned schedule holds for."""
+    """What tuned schedules hold for, those of all classes of lengths."""
 
     variant: str  # digest of the variant's canonical text
     direction: str
@@ -49,8 +51,8 @@ class TuneKey:
 def key_of(
     attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
 ) -> TuneKey:
-    """Calls that share a tuned schedule: widths and dtype count, and whether short calls have a form of their own and
-    these are such; never lengths, heads or batch."""
+    """Calls that share a file: widths and dtype count, and whether short calls have a form of their own and these are
+    such; never heads or batch."""
     return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target, algorithm)
 
 
@@ -63,29 +65,35 @@ def _version(package: str) -> str:
 
 def remembered(
     attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
-) -> Schedule | None:
-    """The schedule that was timed to be fastest, if one was."""
+) -> Mapping[LengthClass, Schedule]:
+    """The schedules that were timed to be fastest, by the class of lengths that they were timed at."""
     try:
         folder = cache.cache_dir() / FOLDER
     except WeftError:
-        return None  # the cache folder cannot be used, which its own code warns about
+        return {}  # the cache folder cannot be used, which its own code warns about
     if not folder.is_dir():
-        return None
+        return {}
     key = key_of(attention, signature, hardware, target, algorithm)
-    return _read(folder / key.file_name, key)
+    try:
+        kept = _read(folder / key.file_name, key)
+        return {_class_of(text): parse_schedule(found["schedule"]) for text, found in kept.items()}
+    except (ValueError, KeyError, TypeError, WeftError):
+        return {}
 
 
-def remember(key: TuneKey, search: Callable[[], Tuned]) -> Tuned:
-    """Keep what `search` finds. Of several processes that tune the same key, one does and the others wait.
+def remember(key: TuneKey, lengths: LengthClass, search: Callable[[], Tuned]) -> Tuned:
+    """Keep what `search` finds for a class of lengths. Of several processes that tune the same key, one does and the
+    others wait.
 
     Raises WeftError if the cache folder cannot be used, before anything is timed.
     """
     from filelock import FileLock  # lazy: imports asyncio, not wanted in a process that only looks schedules up
 
     folder = _folder()
-    with FileLock(str(folder / f"{key.file_name}.lock")):
+    path = folder / key.file_name
+    with FileLock(f"{path}.lock"):
         found = search()
-        _write(folder / key.file_name, key, found)
+        _write(path, key, {**_read(path, key), _text_of(lengths): _record_of(found)})
     return found
 
 
@@ -105,19 +113,33 @@ def _folder() -> Path:
     return folder
 
 
-def _read(path: Path, key: TuneKey) -> Schedule | None:
+def _text_of(lengths: LengthClass) -> str:
+    return "x".join(map(str, lengths))
+
+
+def _class_of(text: str) -> LengthClass:
+    q_len, kv_len = text.split("x")
+    return int(q_len), int(kv_len)
+
+
+def _read(path: Path, key: TuneKey) -> dict[str, Any]:
+    """What was found for each class of lengths; nothing where the file is none of this key."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return parse_schedule(kept["schedule"]) if kept["key"] == asdict(key) else None
-    except (OSError, ValueError, KeyError, TypeError, WeftError):
-        return None
+        return dict(kept["lengths"]) if kept["key"] == asdict(key) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
-def _write(path: Path, key: TuneKey, found: Tuned) -> None:
+def _record_of(found: Tuned) -> dict[str, Any]:
     ties = {
         kernel: [str(form) for form in outcome.tied] for kernel, outcome in found.outcomes.items() if outcome.is_tie
     }
-    kept = {"key": asdict(key), "schedule": str(found.schedule), "seconds": dict(found.seconds), "ties": ties}
+    return {"schedule": str(found.schedule), "seconds": dict(found.seconds), "ties": ties}
+
+
+def _write(path: Path, key: TuneKey, classes: Mapping[str, Any]) -> None:
+    kept = {"key": asdict(key), "lengths": classes}
     text = json.dumps(kept, indent=1)
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

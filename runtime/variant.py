@@ -32,9 +32,11 @@ from ..compiler.planning.signature import (
     FEW_QUERIES,
     Direction,
     Dtypes,
+    LengthClass,
     Offset,
     Signature,
     Widths,
+    class_of,
     has_few,
     is_short_call,
     share_of,
@@ -46,7 +48,7 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged
+from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged, lengths_of
 from .checks import DTYPES, check_backward, check_call, check_kept, fits
 from .first_key import FirstKey
 from .kept import any_kept, measured_of
@@ -57,7 +59,6 @@ from .sizes import SizeChecks
 from .torch_private import are_plain, constant_while_tracing, current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}
-_OTHER_FORM = "other"  # of calls that are short where the first of their kind was not, or the other way round
 
 
 def variant_of(attention: Attention) -> Variant:
@@ -95,11 +96,36 @@ class _Ready:
     facts: Facts
     measures: bool  # which tiles to visit, by kernels of its own
     by_length: bool  # short calls and others have forms of their own
+    timed: frozenset[tuple[bool, LengthClass]]  # as of driver.Resolved
 
-    def has_form_of(self, call: Call) -> bool:
-        """Whether its form is that of a dense call of these lengths."""
-        short = is_short_call(call.query.shape[2], call.key.shape[-2], self.facts.traits.masked)
-        return short == self.signature.short_call
+    @property
+    def differs(self) -> bool:
+        """Whether calls that are prepared as one may have other forms than this."""
+        return self.by_length or bool(self.timed)
+
+    def form_of(self, query: Tensor, key: Tensor, sequences: object) -> tuple[bool, LengthClass | None]:
+        """What the forms of a call of these lengths are known by."""
+        short, lengths = False, None
+        if self.by_length:
+            short = is_short_call(query.shape[2], key.shape[-2], self.facts.traits.masked)
+        if self.timed and query.dim() == key.dim() == 4:
+            lengths = class_of(*lengths_of(query, key, sequences))
+            lengths = lengths if (short, lengths) in self.timed else None
+        return short, lengths
+
+    def has_form_of(self, query: Tensor, key: Tensor, sequences: object) -> bool:
+        """Whether its forms are those of a call of these lengths."""
+        return self.form_of(query, key, sequences) == (self.signature.short_call, self.signature.lengths)
+
+    def of(
+        self, kept: Mapping[object, _Ready], at: object, query: Tensor, key: Tensor, sequences: object
+    ) -> tuple[object, _Ready | None]:
+        """What is prepared for calls of other lengths that has the forms of these, and where: itself, or None where
+        there is none yet. at: where this is kept."""
+        form = self.form_of(query, key, sequences)
+        if form == (self.signature.short_call, self.signature.lengths):
+            return at, self
+        return (at, form), kept.get((at, form))
 
 
 class Variant:
@@ -128,9 +154,8 @@ class Variant:
         """
         key, query = key or key_of(call), call.query
         repeats, ready = self.repeats, self._forwards.get(key)  # in this order, against that of `forget`
-        if ready is not None and ready.by_length and not ready.has_form_of(call):
-            key = (key, _OTHER_FORM)
-            ready = self._forwards.get(key)
+        if ready is not None and ready.differs:
+            key, ready = ready.of(self._forwards, key, query, call.key, call.sequences)
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
@@ -185,7 +210,10 @@ class Variant:
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
 
         q_offset: of a call without lengths; else its sequences."""
-        ready = self._backwards.get((kind, wanted, dlse is None))
+        at = kind, wanted, dlse is None
+        ready = self._backwards.get(at)
+        if ready is not None and ready.timed:
+            _, ready = ready.of(self._backwards, at, query, key, q_offset)
         direct = None if ready is None else getattr(ready.launcher, "backward_of", None)
         if direct is None or (ready.measures and any_kept()):  # type: ignore[union-attr]
             return None
@@ -224,8 +252,10 @@ class Variant:
         call = b.call
         if call.query.dim() != 4 or call.key.dim() != 4:
             check_kept(self.name, b)
-        key = (key_of(call), b.wanted, b.dlse is None)
+        key: object = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)
+        if ready is not None and ready.timed:
+            key, ready = ready.of(self._backwards, key, call.query, call.key, call.sequences)
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
@@ -377,7 +407,9 @@ class Variant:
                 launcher.empty = empty_on_gpu
             launcher.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
-        return _Ready(launcher, target, code.signature, self.facts, measures, resolved.by_length)
+        return _Ready(
+            launcher, target, code.signature, self.facts, measures, resolved.by_length, resolved.timed
+        )  # fmt: skip
 
     def _sums_pairs(self, wanted: frozenset[str]) -> bool:
         """Whether a wanted gradient may be summed faster in any order."""
@@ -411,6 +443,7 @@ class Variant:
             short_call=direction == "forward"
             and kind == "dense"
             and is_short_call(rows, call.key.shape[2], self.attention.is_masked),
+            lengths=class_of(*lengths_of(call.query, call.key, call.sequences)),
         )
 
 
@@ -426,8 +459,8 @@ def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
     if growing is not None and repeats.wants_growing() and (found := growing(call)) is not None:
         fits, rows, masked = found.fits, call.query.shape[2], ready.facts.traits.masked
         keys_decide = is_short_call(rows, rows, masked) != is_short_call(rows, rows + 1, masked)
-        if ready.by_length and keys_decide:
-            fits = lambda other: found.fits(other) and ready.has_form_of(other)  # noqa: E731
+        if (ready.by_length and keys_decide) or ready.timed:
+            fits = lambda c: found.fits(c) and ready.has_form_of(c.query, c.key, c.sequences)  # noqa: E731
         repeats.growing = Known(fits, found.launch, ready.measures, recorded, look)
 
 

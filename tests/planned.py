@@ -10,7 +10,7 @@ from weft.compiler.planning.hardware import H200, Hardware
 from weft.compiler.planning.plan import Plan, make_plan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import Schedule
-from weft.compiler.planning.signature import Direction, Dtypes, Signature, Widths
+from weft.compiler.planning.signature import Direction, Dtypes, Signature, Widths, class_of
 from weft.ir.attention import Attention
 from weft.runtime.driver import Resolved, resolve
 
@@ -31,7 +31,8 @@ def signature(shape: Shape, arch: str, direction: Direction = "forward", attenti
     """Of calls of these widths and dtype; a backward has the gradients of all main tensors."""
     widths = widths_of(attention, shape)
     wanted = WANTED | ({"rope"} if widths.rope_dim else set()) if direction == "backward" else frozenset()
-    return Signature(direction, arch, Dtypes.all(shape.dtype), widths, wanted=wanted)
+    lengths = class_of(shape.q_len, shape.kv_len)
+    return Signature(direction, arch, Dtypes.all(shape.dtype), widths, wanted=wanted, lengths=lengths)
 
 
 def resolved(

@@ -25,6 +25,7 @@ from ...ir.expr import TensorOperand, call, symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
 from .. import products
+from ..allocating import keep_tiles_at_hand
 from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
 from ..functions import TORCH_LANGUAGE
@@ -110,6 +111,7 @@ class CpuTarget:
         }
 
     def load(self, path: Path, source: str) -> ModuleType:
+        keep_tiles_at_hand()
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:

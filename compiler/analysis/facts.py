@@ -20,12 +20,23 @@ from .defined import is_below_inf, is_below_inf_at_last, is_number
 from .distances import DISTANCE, ByDistance, parts_by_distance, with_tables
 from .measured import measuring
 from .places import POSITIONS, by_difference, index_symbols, rows_of_boxes
-from .records import BehindRows, Bounds, GradientKind, Measuring, OperandGradient, TileProgram, TileSource, Traits, Work
+from .records import (
+    BehindRows,
+    Bounds,
+    GradientKind,
+    Measuring,
+    OperandGradient,
+    TileProgram,
+    TileSource,
+    TorchWork,
+    Traits,
+    Work,
+)
 from .sizes import FAR, holds, is_clearly_positive, largest, size
 from .survey import Survey, survey
 from .tiles import tile_program
 from .verify import verify_tiles
-from .work import slope_work_of, work_of
+from .work import slope_work_of, torch_slope_work_of, torch_work_of, work_of
 
 
 @dataclass(frozen=True)
@@ -314,6 +325,11 @@ class Facts:
             score_work=self._works[0],
             slope_work=self._works[1],
             mask_work=self._works[2],
+            score_torch=TorchWork() if self.linear_scale is not None else torch_work_of([self.attention.folded_score]),
+            slope_torch=TorchWork()
+            if self.linear_scale is not None
+            else torch_slope_work_of(self.attention.folded_score),
+            mask_torch=torch_work_of([self.attention.folded_mask]),
         )
         return self._reading(made)
 

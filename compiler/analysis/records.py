@@ -132,6 +132,15 @@ class Work:
 
 
 @dataclass(frozen=True)
+class TorchWork:
+    """Operations of torch over a tile of scores, whose prices differ by kind (planning/rates.py)."""
+
+    plain: int = 0  # sums, products and what else takes as long as reading and writing
+    others: tuple[tuple[str, int], ...] = ()  # by kind: "exp2", "exp", "log", "tanh", ...
+    shared: tuple[tuple[str, int], ...] = ()  # of positions alone, which heads share
+
+
+@dataclass(frozen=True)
 class Traits:
     """What the schedule and the cost depend on besides sizes."""
 
@@ -152,3 +161,6 @@ class Traits:
     score_work: Work = Work()  # beyond a multiple of q.k
     slope_work: Work = Work()  # of its derivative
     mask_work: Work = Work()
+    score_torch: TorchWork = TorchWork()  # the same as torch computes them on a CPU
+    slope_torch: TorchWork = TorchWork()
+    mask_torch: TorchWork = TorchWork()

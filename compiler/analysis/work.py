@@ -5,12 +5,13 @@ Counted on expressions, each different one once. What does not depend on the pai
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ...ir.expr import Call, Const, Expr, Load
 from ...ir.walk import children, loads, nodes, symbols
 from .places import POSITIONS, by_difference
-from .records import Work
+from .records import TorchWork, Work
 
 # (results of special function units, other instructions) of operators; any other one is an instruction.
 _COSTS = {
@@ -53,6 +54,69 @@ def slope_work_of(score: Expr) -> Work:
         if isinstance(node, Call) and node.op in _COSTS and not _by_constant(node) and symbols(node) & {"qk", "score"}:
             special, other = special + _COSTS[node.op][0], other + _SLOPE + _COSTS[node.op][1]
     return Work(special, other, 0, 0)
+
+
+# -- as torch computes it ----------------------------------------------------------------------------------------------
+# Kinds of operators that take longer than a pass over a tile.
+_KINDS = {
+    "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log", "tanh": "tanh", "sigmoid": "sigmoid", "sqrt": "root",
+    "rsqrt": "root", "sin": "sine", "cos": "sine", "where": "choice",
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod"), "compare"),
+}  # fmt: skip
+# Of what a derivative has besides the values that it reads: plain operations of a function's slope.
+_SLOPES = {"tanh": 2, "sigmoid": 2, "div": 2, "log": 1, "log2": 2, "exp2": 1, "sqrt": 1, "rsqrt": 2}
+_CHOICES = {"abs": 2, "minimum": 1, "maximum": 1, "where": 1}  # likewise: comparisons, with a choice each
+_OWN_VALUE = frozenset({"exp", "exp2", "tanh", "sigmoid", "sqrt", "rsqrt", "div", "sin", "cos"})  # their slopes read it
+_READ = "compare"  # a read of a tensor by index takes about as long as a comparison
+
+
+def torch_work_of(roots: Iterable[Expr]) -> TorchWork:
+    """What the expressions take for each pair, together, each different one once."""
+    return _torch_work(_of_pairs(roots))
+
+
+def torch_slope_work_of(score: Expr) -> TorchWork:
+    """What the slope of a score in q.k takes besides the score: values that it reads, and how functions grow."""
+    bent = [node for node in _of_pairs([score]) if isinstance(node, Call) and _reads_qk(node) and _bends(node)]
+    read = {v.text: v for node in bent for c in children(node) for v in nodes(c)}
+    read |= {node.text: node for node in bent if node.op in _OWN_VALUE}
+    found = _torch_work([node for node in read.values() if _reads_qk(node)])
+    plain, choices = (sum(of.get(node.op, 0) for node in bent) for of in (_SLOPES, _CHOICES))
+    others = Counter(dict(found.others)) + Counter({"compare": choices, "mixed choice": choices})
+    return TorchWork(found.plain + plain + len(bent), tuple(sorted(others.items())))
+
+
+def _torch_work(found: Iterable[Expr]) -> TorchWork:
+    plain, own, shared = 0, Counter[str](), Counter[str]()
+    for node in found:
+        if isinstance(node, Load):
+            own[_READ] += 1
+        elif isinstance(node, Call):
+            kind = _KINDS.get(node.op, "plain")
+            if not symbols(node) - POSITIONS:
+                shared["compare" if kind == "plain" else kind] += 1  # of ints: as long as a comparison
+            elif kind == "plain":
+                plain += 1
+            elif kind == "choice" and _reads_qk(children(node)[0]):
+                own["mixed choice"] += 1  # no neighbour tells what comes next
+            else:
+                own[kind] += 1
+    return TorchWork(plain, tuple(sorted(own.items())), tuple(sorted(shared.items())))
+
+
+def _reads_qk(node: Expr) -> bool:
+    return bool(symbols(node) & {"qk", "score"})
+
+
+def _bends(node: Call) -> bool:
+    """Whether its slope in q.k depends on the pair."""
+    if node.op in ("add", "sub", "neg"):
+        return False
+    if node.op not in ("mul", "div"):
+        return True
+    first, second = children(node)
+    other = second if node.op == "div" or _reads_qk(first) else first
+    return _differs(symbols(other))
 
 
 def _of_pairs(roots: Iterable[Expr]) -> list[Expr]:

@@ -20,7 +20,8 @@ from functools import lru_cache
 from math import ceil, exp
 
 from ..analysis.records import Axis, TileCounts, Traits
-from .cpu_cost import CpuSpeed, CpuTimes, speed_of, times_of, with_joined
+from .cpu_cost import CpuSpeed, CpuTimes, CpuWork, speed_of, times_of, with_joined
+from .cpu_cost import work_of as cpu_work_of
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentForm, Tiling
 from .hardware import Hardware
 from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPLIT_KV, Bound, Kernel
@@ -128,6 +129,7 @@ class KernelCost:
     times: Times | CpuTimes
     exps: Formula
     speed: CpuSpeed | None = None  # of target `cpu`: what a core does in this form
+    on_cpu: CpuWork | None = None  # likewise, besides products
     work: PairWork | None = None  # of other targets
 
     @property
@@ -308,11 +310,13 @@ def cost_of(
     moved = reads(once) + kernel.written(once)
     busy = busy_share(kernel.programs(sizes), at_once)
     if isinstance(form, CpuForm):
-        speed = speed_of(form, sram, hardware, shape.dtype)
+        assert hardware.cpu is not None
         sizes = with_joined(sizes, form, tiles, traits.masked)
-        exps = exps_of(kernel, instructions_of(kernel, traits).special)
-        spent = times_of(kernel, sizes, speed, hardware, busy, traits.linear, exps)
-        return KernelCost(kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, exps, speed)
+        speed, cpu_work = speed_of(form, sizes, sram, hardware, shape.dtype), cpu_work_of(kernel, traits, hardware.cpu)
+        spent = times_of(kernel, sizes, speed, hardware, busy, cpu_work)
+        return KernelCost(
+            kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, cpu_work.exps, speed, cpu_work
+        )  # fmt: skip
     sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
     work = pair_work(kernel, form, sizes, parts, traits, hardware, packed > 1)
     pace, tail = work.pace, work.tail

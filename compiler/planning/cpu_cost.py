@@ -1,7 +1,8 @@
 """The model of target `cpu`: torch operations one after the other, so that their times add up.
 
-A tile of keys is two products (five in a backward), an exponential a pair, and passes of torch over the tile of scores,
-which runs as fast as the cache that holds the tile; every operation also has its price as a call. Neighbours that need
+A tile of keys is two products (five in a backward), and operations of torch over the tile of scores. Plain ones, which
+are passes, run as fast as the cache that holds the tile; exponentials and other functions have rates of their own, and
+are counted as so many exponentials as take as long. Every operation also has its price as a call. Neighbours that need
 no mask are one tile. What `weft calibrate` measured says how fast each of these is; without it rates.py guesses.
 """
 
@@ -11,20 +12,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from ..analysis.records import TileCounts
+from ...ir.normalizer import RELU, SIGMOID
+from ..analysis.records import TileCounts, TorchWork, Traits
 from .forms import SCORE_BYTES, CpuForm
 from .hardware import Hardware
 from .kernels import Bound, Kernel
-from .quantities import Formula, Sizes
-from .rates import Library
+from .quantities import Formula, Sizes, score_count
+from .rates import CpuRates, Library
 
-# Passes over a tile of scores besides those of products and of the exponential, and calls, as the templates have them.
-# A pass reads or writes each score once.
-PASSES = {"forward": 5, "backward": 9}  # a bias added, small powers cut, and sums; in a backward dP's too
-SCORE_PASSES = 6  # of a score that is not a multiple of q.k
-MASK_PASSES = 6  # of a tile at the edge of a mask: hidden scores are replaced, and looked through for NaN
-CALLS = {"forward": 14, "backward": 20}  # of a tile of keys, views and operations
-ROW_CALLS = {"forward": 24, "backward": 30}  # of a tile of queries
+# Of each score, as the templates and normalizers have them; a pass reads a score and writes one, a sum is half of one.
+PASSES = {"forward": 1.75, "backward": 1.5}  # of a softmax of linear scores: maximum and sum, the gradient of weights
+SCORE_PASSES = {"forward": 4.0, "backward": 6.0}  # of other scores: units of log 2, less the maximum, small powers cut
+WEIGHT_PASSES = {SIGMOID: {"forward": 1.0, "backward": 4.0}, RELU: {"forward": 1.0, "backward": 2.0}}  # in its place
+MASK = TorchWork(plain=2, others=(("compare", 1),), shared=(("choice", 1),))  # pairs hidden, and looked through for NaN
+MANY = 4  # heads of a short call
+# What a call takes with two threads of Python, of which one runs at a time, over what it takes alone: measured where
+# this was written. Of more cores torch divides its operations, of as many heads at once.
+TAKING_TURNS = 1.5
+SHARED = 0.25  # of what heads share: so many of them are taken to do
+# Operations of torch and what Python does between them, as so many operations on a few numbers.
+CALLS = {"forward": 22, "backward": 28}  # of a tile of keys
+ROW_CALLS = {"forward": 40, "backward": 50}  # of a tile of queries
 
 
 @dataclass(frozen=True)
@@ -36,33 +44,52 @@ class CpuSpeed:
     passes: float  # bytes/s
     working_set: int  # bytes that are gone over again and again
     shares: tuple[float, float, float, float]  # of these in L1, L2, L3 and RAM
-    speedup: float  # products of all cores over those of one
+    speedup: float  # what all cores do over what one does
     cores: int
-    call_seconds: float
+    call_seconds: float  # of all cores
 
 
 def library_of(form: CpuForm) -> Library:
     return "onednn" if form.one_dnn else "torch"
 
 
-def speed_of(form: CpuForm, working_set: float, hardware: Hardware, dtype: str) -> CpuSpeed:
+def speed_of(form: CpuForm, x: Sizes, working_set: float, hardware: Hardware, dtype: str) -> CpuSpeed:
+    """x: the letters of with_joined."""
     rates = hardware.cpu
     assert rates is not None
-    keys = max(form.block_kv, form.most_scores // form.block_q)
-    products = rates.product_flops(library_of(form), form.block_q, keys) or rates.product_flops(
-        "torch", form.block_q, keys
-    )
-    assert products is not None
+    library = "torch" if is_short(form, x) else library_of(form)
     return CpuSpeed(
-        library=library_of(form),
-        products=products / (2 if dtype == "fp64" else 1),
+        library=library,
+        products=_products(library, x, rates) / (2 if dtype == "fp64" else 1),
         passes=rates.pass_bytes_per_second(working_set, hardware.sms),
         working_set=int(working_set),
         shares=rates.shares(working_set, hardware.sms),
         speedup=rates.all_products,
         cores=hardware.sms,
-        call_seconds=rates.call_seconds,
+        call_seconds=rates.call_seconds * (TAKING_TURNS if hardware.sms == 2 else 1 / hardware.sms),
     )
+
+
+def is_short(form: CpuForm, x: Sizes) -> bool:
+    """Whether many heads are computed at once, whose products are torch's: `chunks` of the templates."""
+    return form.most_scores >= MANY * (x.Hq / x.Hkv) * x.L * x.T
+
+
+def _products(library: Library, x: Sizes, rates: CpuRates) -> float:
+    """FLOP/s: of tiles that need the mask, and of joined ones, which have more keys."""
+    queries, joined = min(x.bq, x.L), x.t - x.m
+
+    def rate(keys: float) -> float:
+        found = rates.product_flops(library, queries, keys) or rates.product_flops("torch", queries, keys)
+        assert found is not None
+        return found
+
+    if not x.n:
+        return rate(x.bkv)
+    seconds = x.m / rate(min(x.bkv, x.T))
+    if joined > 0:
+        seconds += (x.n - x.m) / rate(min(x.bkv * (x.n - x.m) / joined, x.T))
+    return x.n / seconds
 
 
 def with_joined(x: Sizes, form: CpuForm, tiles: TileCounts, masked: bool) -> Sizes:
@@ -76,27 +103,46 @@ def with_joined(x: Sizes, form: CpuForm, tiles: TileCounts, masked: bool) -> Siz
     return x._replace(m=edge, t=edge + min(full, ceil(full / most + ends)))
 
 
-def pass_bytes(kernel: Kernel, linear: bool) -> Formula:
-    """Bytes of passes over tiles of scores."""
-    return _pass_bytes(PASSES[kernel.direction] + (0 if linear else SCORE_PASSES))
+@dataclass(frozen=True)
+class CpuWork:
+    """What a kernel computes besides products, as formulas."""
+
+    passes: Formula  # bytes of passes over tiles of scores
+    exps: Formula  # exponentials, and other functions as so many as take as long
+    calls: Formula  # operations of torch
 
 
-@lru_cache(maxsize=16)
-def _pass_bytes(passes: int) -> Formula:
-    def found(x: Sizes) -> float:
-        return SCORE_BYTES * x.bq * x.bkv * (passes * x.n + MASK_PASSES * x.m)
+def work_of(kernel: Kernel, traits: Traits, rates: CpuRates) -> CpuWork:
+    """Of a kernel of a variant, with the prices of a machine."""
+    passes = WEIGHT_PASSES.get(traits.normalizer, PASSES)[kernel.direction]
+    exps = {SIGMOID: rates.exps_of("sigmoid"), RELU: 0.0}.get(traits.normalizer, 1.0)
+    if not traits.linear:
+        passes += SCORE_PASSES[kernel.direction]
+        computed = [traits.score_torch, *([traits.slope_torch] if kernel.direction == "backward" else [])]
+        passes += sum(work.plain for work in computed)
+        exps += sum(_exps(work, rates) for work in computed)
+    masks = [traits.mask_torch, MASK] if traits.masked else []
+    mask_passes, mask_exps = sum(work.plain for work in masks), sum(_exps(work, rates) for work in masks)
+    return _work(kernel.direction, passes, round(exps, 2), mask_passes, round(mask_exps, 2))
 
-    return found
+
+def _exps(work: TorchWork, rates: CpuRates) -> float:
+    own, shared = (sum(count * rates.exps_of(kind) for kind, count in counts) for counts in (work.others, work.shared))
+    return own + SHARED * shared
 
 
-@lru_cache(maxsize=16)
-def calls(direction: str) -> Formula:
-    """Operations of torch."""
+@lru_cache(maxsize=1024)
+def _work(direction: str, each: float, special: float, mask_passes: float, mask_special: float) -> CpuWork:
+    def passes(x: Sizes) -> float:
+        return 2 * SCORE_BYTES * x.bq * x.bkv * (each * x.n + mask_passes * x.m)
 
-    def found(x: Sizes) -> float:
+    def exps(x: Sizes) -> float:
+        return special * score_count(x) + mask_special * x.m * x.bq * x.bkv
+
+    def calls(x: Sizes) -> float:
         return CALLS[direction] * x.t + ROW_CALLS[direction] * x.B * x.Hq * x.nq
 
-    return found
+    return CpuWork(passes, exps, calls)
 
 
 @dataclass(frozen=True)
@@ -108,11 +154,13 @@ class CpuTimes:
     passes: float
     exp: float
     calls: float
+    own: float = 0.0  # of torch's own kernel; where it computes a call, nothing else takes time
 
     @property
     def parts(self) -> dict[Bound, float]:
         return {
             "matrix": self.matrix, "memory": self.memory, "passes": self.passes, "exp": self.exp, "calls": self.calls,
+            "torch": self.own,
         }  # fmt: skip
 
     @property
@@ -129,15 +177,20 @@ class CpuTimes:
         return self.parts[self.bound] / self.seconds
 
 
-def times_of(
-    kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, linear: bool, exps: Formula
-) -> CpuTimes:  # fmt: skip
-    """x: the letters of with_joined. busy: share of the cores that work. exps: with those of the score."""
-    cores = speed.cores * busy
+def computed_whole(seconds: float) -> CpuTimes:
+    """Of a call that is torch's own kernel, which takes so long."""
+    return CpuTimes(0.0, 0.0, 0.0, 0.0, 0.0, seconds)
+
+
+def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, work: CpuWork) -> CpuTimes:
+    """x: the letters of with_joined. busy: share of the cores that work."""
+    rates = hardware.cpu
+    assert rates is not None
+    cores = speed.speedup * busy
     return CpuTimes(
-        matrix=kernel.flops(x) / (speed.products * speed.speedup * busy),
-        passes=pass_bytes(kernel, linear)(x) / (speed.passes * cores),
+        matrix=kernel.flops(x) / (speed.products * cores),
+        passes=work.passes(x) / (speed.passes * cores),
         memory=(kernel.read(x) + kernel.written(x)) / hardware.hbm_bytes_per_second,
-        exp=exps(x) / (hardware.exp_per_second * busy),
-        calls=calls(kernel.direction)(x) * speed.call_seconds / cores,
+        exp=work.exps(x) / (rates.exp_per_second * cores),
+        calls=work.calls(x) * speed.call_seconds,
     )

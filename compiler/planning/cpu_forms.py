@@ -6,6 +6,7 @@ generate anything.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from math import ceil
 
@@ -22,7 +23,7 @@ USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this w
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart
 TIMED = (CpuForm(64, 64), CpuForm(128, 256))  # whatever is predicted
 PREDICTED = 2  # forms besides that are worth timing
-_ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048, 4096)
+_ROWS, _KIB = (64, 128, 256, 512), (128, 256, 512, 1024, 2048)
 _NOMINAL, _DOCUMENT = 2048, 512  # tokens that forms are ranked on; where a mask reads tensors, in documents
 
 
@@ -34,7 +35,8 @@ def cpu_forms(
 
     shape: widths and dtype are looked at, lengths are not. whole: where torch's own attention computes some calls of
     this variant as they are, the share of its products that tiles need for what is wanted; tiles compute these calls
-    too where they are predicted to be faster. one_dnn: whether oneDNN's products can be called.
+    too where they are predicted to be faster. Both kinds are then worth timing: tiles, which say so, and one form that
+    leaves these calls to torch. one_dnn: whether oneDNN's products can be called.
     """
     return list(
         _cpu_forms(kernel, shape.head_dim, shape.value_dim, shape.dtype, hardware, parts, traits, whole, one_dnn)
@@ -67,9 +69,12 @@ def _cpu_forms(
     usual = next(form for form in (USUAL, *found) if seconds[form] <= seconds[found[0]] * (1 + WITHIN))
     pairs = (0.5 if traits.masked else 1.0) * shape.batch * shape.heads * shape.q_len * shape.kv_len
     own = own_seconds(kernel.direction, pairs, head_dim, dtype, hardware)
-    if whole is not None and own is not None and whole * seconds[usual] < own:
-        return tuple(CpuForm(f.block_q, f.block_kv, f.cache_kib, f.one_dnn, True) for f in _first(usual, found))
-    return _first(usual, found)
+    if whole is None:
+        return _first(usual, found)
+    in_tiles = tuple(replace(form, in_tiles=True) for form in _first(usual, found))
+    if own is not None and whole * seconds[usual] < own:
+        return (in_tiles[0], usual, *in_tiles[1:])
+    return (usual, *in_tiles)
 
 
 def _first(usual: CpuForm, found: list[CpuForm]) -> tuple[CpuForm, ...]:

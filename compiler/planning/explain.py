@@ -53,9 +53,12 @@ _TIMES = (
     "tail = longest program * {core}s / n where that is more than 1; m tiles that need the mask"
 )
 _CPU_TIMES = (
-    "ms is the sum of the others, as nothing hides: matrix = FLOPs / products of a core / speedup / busy, "
-    "RAM = bytes read and written / rate, passes = bytes / passes of a core / cores / busy, exp = exps / rate / busy, "
-    "calls = calls * time of one / cores / busy; m tiles that need the mask, t tiles where others are joined"
+    "ms is the sum of the others, as nothing hides, or torch, its own kernel, where that computes the call: "
+    "matrix = FLOPs / products of a core / speedup / busy, "
+    "RAM = bytes read and written / rate, passes = bytes / passes of a core / speedup / busy, "
+    "exp = exps / rate / speedup / busy, "
+    "with other functions as so many exps as they take as long, "
+    "calls = calls * time of one; m tiles that need the mask, t tiles where others are joined"
 )
 
 
@@ -201,8 +204,8 @@ def _rates_text(plan: Plan) -> str:
     hardware, names = plan.hardware, places(plan.hardware)
     if all(kernel.on_cpu for kernel in plan.kernels):
         return (
-            f"RAM {_digits(hardware.hbm_bytes_per_second)}B/s, exp {_digits(hardware.exp_per_second)}/s of "
-            f"{hardware.sms} cores, call {hardware.launch_seconds * 1e6:.4g} us"
+            f"RAM {_digits(hardware.hbm_bytes_per_second)}B/s, exp {_digits(hardware.exp_per_second / hardware.sms)}/s "
+            "of a core"
         )
     rates = (
         f"matrix {_digits(hardware.matrix_flops(plan.shape.dtype))}FLOP/s",
@@ -291,7 +294,7 @@ def _time_tables(plan: Plan, names: Places) -> Iterator[Table]:
     for on_cpu in (True, False):
         kernels = [k for k in plan.kernels if (k.on_cpu is not None) == on_cpu]
         if kernels:
-            titles: tuple[str, ...] = ("matrix", "RAM", "passes", "exp", "calls")
+            titles: tuple[str, ...] = ("matrix", "RAM", "passes", "exp", "calls", "torch")
             if not on_cpu:
                 titles = ("matrix", "exp", "other", "mask", "tiles", names.hbm, names.l2, "launch")
             yield _time_table(kernels, titles, names)
@@ -412,7 +415,8 @@ def _core_text(speed: CpuSpeed) -> str:
     cores = f"{speed.cores} core{'s' * (speed.cores > 1)}"
     return (
         f"products of {library} {_digits(speed.products)}FLOP/s, speedup {speed.speedup:.4g} of {cores}; "
-        f"passes {_digits(speed.passes)}B/s over tiles of {bytes_text(speed.working_set)}: {held}"
+        f"passes {_digits(speed.passes)}B/s over tiles of {bytes_text(speed.working_set)}: {held}; "
+        f"call {speed.call_seconds * 1e6:.4g} us"
     )
 
 

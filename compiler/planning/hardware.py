@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -224,6 +224,24 @@ def cpu_with(rates: CpuRates, cores: int, memory_bytes: int = 32 * 10**9, figure
         figures=figures,
         cpu=rates,
     )
+
+
+@lru_cache(maxsize=64)
+def on_threads(record: Hardware, threads: int) -> Hardware:
+    """A CPU of which so many cores work, as torch has threads. What all share grows evenly with them.
+
+    Other machines, and CPUs with no more cores, stay as they are.
+    """
+    rates, cores = record.cpu, record.sms
+    if rates is None or threads >= cores:
+        return record
+    share = (threads - 1) / (cores - 1)
+    ram = rates.bandwidths[3]
+    own = replace(
+        rates, all_products=1 + (rates.all_products - 1) * share, all_ram=ram + max(0, rates.all_ram - ram) * share
+    )  # fmt: skip
+    made = cpu_with(own, threads, record.memory_bytes, record.figures)
+    return replace(made, title=f"{record.title}, of which torch uses {threads}")
 
 
 CPU = cpu_with(guessed_rates(8), 8)  # a record that does not depend on where it is read

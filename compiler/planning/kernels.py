@@ -92,7 +92,7 @@ from .quantities import (
 )
 from .signature import Direction
 
-Bound = Literal["matrix", "exp", "other", "mask", "tiles", "memory", "L2", "latency", "passes", "calls"]
+Bound = Literal["matrix", "exp", "other", "mask", "tiles", "memory", "L2", "latency", "passes", "calls", "torch"]
 Algorithm = Literal["standard", "streaming", "flash", "split_kv"]
 Slot = Literal["forward", "backward_q", "backward_kv"]
 

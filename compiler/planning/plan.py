@@ -18,7 +18,7 @@ from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.survey import CELL, Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict, read_by
-from .cpu_cost import CpuSpeed, CpuTimes, calls, pass_bytes
+from .cpu_cost import CpuSpeed, CpuTimes, computed_whole
 from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
 from .hardware import Hardware
 from .kernels import FIRST_STORED_STATISTICS, SPLIT_KV, Bound, Kernel
@@ -241,6 +241,11 @@ class KernelPlan:
         return self.times.seconds
 
     @property
+    def computed_whole(self) -> bool:
+        """Whether torch's own kernel computes the call in place of tiles."""
+        return isinstance(self.times, CpuTimes) and self.times.own > 0
+
+    @property
     def bound(self) -> Bound:
         return self.times.bound
 
@@ -347,8 +352,11 @@ def make_plan(
     visible: VisiblePairs | None = None,
     sums: Sums | None = None,
     packed: int = 1,
+    own: Mapping[Direction, float] | None = None,
 ) -> Plan:
     """The plan of a variant for these sizes.
+
+    own: seconds of torch's own kernel, of the directions in which it computes the call in place of tiles.
 
     visible: pairs that see each other, for the useful part of the work. sums: what torch adds up in the backward.
     packed: how many sequences rows are packed of.
@@ -364,14 +372,19 @@ def make_plan(
             code.signature.sequences != "dense", code.signature.few, packed,
         )
     ]  # fmt: skip
-    found = (_kernel_plan(code, cost, hardware, visible, traits) for code, cost in zip(kernels, costs))
+    whole = {name: computed_whole(seconds) for name, seconds in (own or {}).items()}
+    found = (
+        _kernel_plan(code, cost, hardware, visible, traits, whole.get(code.kernel.direction, cost.times))
+        for code, cost in zip(kernels, costs)
+    )
     # parts are joined where there are several, and long axes are measured in another way
     plans = tuple(k for k in found if k.programs.value or not (k.code.kernel in SPLIT_KV or k.name in RUNS))
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible, sums)
 
 
 def _kernel_plan(
-    code: KernelCode, cost: KernelCost, hardware: Hardware, visible: VisiblePairs | None, traits: Traits
+    code: KernelCode, cost: KernelCost, hardware: Hardware, visible: VisiblePairs | None, traits: Traits,
+    times: Times | CpuTimes,
 ) -> KernelPlan:  # fmt: skip
     from .formulas import formula_text, useful_text  # lazy: imports sympy, which calls do without
 
@@ -385,9 +398,8 @@ def _kernel_plan(
         useful = Quantity(useful_text(kernel.flops, letters), kernel.flops(seen))
 
     on_cpu = None
-    if cost.speed is not None:
-        passes, operations = pass_bytes(kernel, traits.linear), calls(kernel.direction)
-        on_cpu = OnCpu(cost.speed, quantity(passes), quantity(operations))
+    if cost.speed is not None and cost.on_cpu is not None:
+        on_cpu = OnCpu(cost.speed, quantity(cost.on_cpu.passes), quantity(cost.on_cpu.calls))
 
     work = cost.work
     worked = Worked(work, quantity(work.other), quantity(work.mask), quantity(work.tiles)) if work else None
@@ -416,7 +428,7 @@ def _kernel_plan(
             name: getattr(letters, name) for name in ("bq", "bkv", "n", "nq", "nkv", "C", "Cv", "k", "S", "m", "t", "u")
         },
         at_once=cost.at_once,
-        times=cost.times,
+        times=times,
         on_cpu=on_cpu,
         work=worked,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,12 @@ FORMAT = 1  # of the file
 KIB, MIB = 1024, 1024 * 1024
 WIDTH = 64  # head dimension of the tiles whose products are measured
 LEVELS = ("L1", "L2", "L3", "RAM")
+# Exponentials (of 2) that take as long as an operation of each kind, where that was not measured beside them, as in
+# files from before: so it is on one core of an AMD EPYC (Zen 5) with torch 2.13.
+OPERATIONS = {
+    "exp2": 1.0, "exp": 4.5, "log": 5.8, "tanh": 16.0, "sigmoid": 1.5, "root": 2.6, "sine": 8.0, "compare": 2.5,
+    "choice": 3.6, "mixed choice": 24.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,16 @@ class CpuRates:
     all_products: float  # products of all cores over those of one
     all_ram: float  # bytes/s of all cores
     attention_backward: tuple[tuple[str, float], ...] = ()  # of its backward; where that was not measured, as forward
+    operations: tuple[tuple[str, float], ...] = ()  # (kind, elements/s) of what torch computes slower than a pass
 
-    def product_flops(self, library: Library, queries: int, keys: int) -> float | None:
-        """FLOP/s of the measured tile that is nearest in both lengths; None where the library was not measured."""
-        return _nearest(self.products, library, queries, keys)
+    def product_flops(self, library: Library, queries: float, keys: float) -> float | None:
+        """FLOP/s of such a tile, between those that were measured; None where the library was not measured."""
+        return _between(self.products, library, queries, keys)
+
+    def exps_of(self, kind: str) -> float:
+        """How many exponentials (of 2) take as long as an operation of this kind."""
+        found = dict(self.operations).get(kind)
+        return OPERATIONS[kind] if found is None else self.exp_per_second / found
 
     def attention_flops(self, dtype: str, backward: bool = False) -> float | None:
         return dict((backward and self.attention_backward) or self.attention).get(dtype)
@@ -70,16 +82,28 @@ class CpuRates:
         return 1 / sum(share / rate for share, rate in zip(self.shares(size, cores), self.bandwidths, strict=True))
 
 
-@lru_cache(maxsize=1024)
-def _nearest(products: tuple[ProductRate, ...], library: Library, queries: int, keys: int) -> float | None:
-    found = [rate for rate in products if rate.library == library]
+@lru_cache(maxsize=4096)
+def _between(products: tuple[ProductRate, ...], library: Library, queries: float, keys: float) -> float | None:
+    """Seconds of a pair are taken to be linear in the logarithms of both lengths, and level beyond measured ones."""
+    found = {(rate.queries, rate.keys): rate.flops for rate in products if rate.library == library}
     if not found:
         return None
+    corners = [
+        (q, k, a * b)
+        for q, a in _weights(sorted({q for q, _ in found}), queries)
+        for k, b in _weights(sorted({k for own, k in found if own == q}), keys)
+    ]
+    return 1 / sum(weight / found[q, k] for q, k, weight in corners)
 
-    def distance(rate: ProductRate) -> float:
-        return abs(math.log(rate.queries / max(1, queries))) + abs(math.log(rate.keys / max(1, keys)))
 
-    return min(found, key=distance).flops
+def _weights(lengths: Sequence[int], length: float) -> list[tuple[int, float]]:
+    """The measured lengths on both sides, and how much each counts."""
+    if length <= lengths[0] or length >= lengths[-1]:
+        return [(lengths[0] if length <= lengths[0] else lengths[-1], 1.0)]
+    above = next(i for i, each in enumerate(lengths) if each > length)
+    low, high = lengths[above - 1], lengths[above]
+    share = math.log(length / low) / math.log(high / low)
+    return [(low, 1.0 - share), (high, share)]
 
 
 @dataclass(frozen=True)
@@ -114,11 +138,36 @@ class Calibration:
     torch: str  # its version
     seconds: float  # that measuring took
     rates: CpuRates | GpuRates
+    spread: float = 0.0  # how much longer a step took in the middle one of its rounds than in the best: 0.1, a tenth
+    load: float = 0.0  # processes that wanted to run before it began, by the system's average of a minute
+    cores: int = 0  # of the whole machine, also those that this process may not use; 0: not known
     place: str = field(default="", compare=False)  # of the file
 
     @property
     def title(self) -> str:
-        return f"calibrated on this machine, {self.made[:10]}, torch {self.torch}"
+        doubted = ", on a busy machine: not to be trusted" if self.doubts else ""
+        return f"calibrated on this machine, {self.made[:10]}, torch {self.torch}{doubted}"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why its figures are not to be trusted; nothing where they are."""
+        own = self.machine.units if self.machine.kind == "cpu" else 1
+        found = []
+        if self.cores and self.load > self.cores - own + LOAD_OF_OTHERS:
+            found.append(
+                f"{self.load:.1f} other processes were running before it began, on {self.cores} "
+                f"core{'s' * (self.cores > 1)} of which it wants {own}"
+            )
+        if self.spread > MOST_SPREAD:
+            found.append(
+                f"the same steps took {self.spread:.0%} longer in the middle of their rounds than in the best, where "
+                f"{MOST_SPREAD:.0%} are usual"
+            )
+        return tuple(found)
+
+
+LOAD_OF_OTHERS = 0.5  # of one core, which a quiet machine's housekeeping takes at the most
+MOST_SPREAD = 0.1  # of a quiet machine: what changes of its clock make
 
 
 # -- as text -----------------------------------------------------------------------------------------------------------
@@ -127,7 +176,8 @@ def text_of(found: Calibration) -> str:
     head = {
         "format": FORMAT,
         "machine": {"kind": found.machine.kind, "name": found.machine.name, "units": found.machine.units},
-        "made": found.made, "torch": found.torch, "seconds": found.seconds,
+        "made": found.made, "torch": found.torch, "seconds": found.seconds, "spread": found.spread,
+        "load": found.load, "cores": found.cores,
     }  # fmt: skip
     rates: dict[str, Any]
     if isinstance(found.rates, CpuRates):
@@ -140,6 +190,7 @@ def text_of(found: Calibration) -> str:
                 "attention_backward_flops": dict(r.attention_backward),
                 "pass_bytes_per_second": dict(zip(LEVELS, r.bandwidths)),
                 "exp_per_second": r.exp_per_second,
+                "operations_per_second": dict(r.operations),
                 "call_seconds": r.call_seconds,
             },
             "all_cores": {"products_of_one": r.all_products, "ram_bytes_per_second": r.all_ram},
@@ -184,7 +235,7 @@ def calibration_of(text: str, place: str = "") -> Calibration:
             attention=one.rates("attention_flops", empty=True), bandwidths=(in_l1, in_l2, in_l3, ram),
             exp_per_second=one.rate("exp_per_second"), call_seconds=one.rate("call_seconds"),
             all_products=everyone.rate("products_of_one"), all_ram=everyone.rate("ram_bytes_per_second"),
-            attention_backward=_backward_rates(one),
+            attention_backward=_later(one, "attention_backward_flops"), operations=_operations(one),
         )  # fmt: skip
     elif here.kind in ("cuda", "hip"):
         rates = GpuRates(
@@ -193,13 +244,26 @@ def calibration_of(text: str, place: str = "") -> Calibration:
         )  # fmt: skip
     else:
         raise _broken(where, f"machine.kind: expected cpu, cuda or hip, got {here.kind!r}")
-    return Calibration(here, top.word("made"), top.word("torch"), top.rate("seconds"), rates, place)
+    spread, load = (top.number(name) for name in ("spread", "load"))
+    cores = top.whole("cores") if "cores" in top.found else 0
+    return Calibration(
+        here, top.word("made"), top.word("torch"), top.rate("seconds"), rates, spread, load, cores, place
+    )  # fmt: skip
 
 
-def _backward_rates(one: _Fields) -> tuple[tuple[str, float], ...]:
+def _later(one: _Fields, name: str) -> tuple[tuple[str, float], ...]:
     """Files from before it was measured have none."""
-    name = "attention_backward_flops"
     return one.rates(name, empty=True) if name in one.found else ()
+
+
+def _operations(one: _Fields) -> tuple[tuple[str, float], ...]:
+    found = _later(one, "operations_per_second")
+    unknown = sorted({kind for kind, _ in found} - OPERATIONS.keys())
+    if unknown:
+        raise _broken(
+            one.where, f"{one.path}.operations_per_second: expected {', '.join(OPERATIONS)}, got {unknown[0]!r}"
+        )
+    return found
 
 
 def _products(found: _Fields) -> tuple[ProductRate, ...]:
@@ -273,6 +337,13 @@ class _Fields:
             raise _broken(self.where, f"{self._path(name)}: expected a positive number, got {value!r:.40}")
         return float(value)
 
+    def number(self, name: str) -> float:
+        """One that is not negative; 0 where there is none, as in files from before it was written."""
+        value = self.found.get(name, 0.0)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise _broken(self.where, f"{self._path(name)}: expected a number from 0 on, got {value!r:.40}")
+        return float(value)
+
     def rates(self, name: str, empty: bool = False) -> tuple[tuple[str, float], ...]:
         inner = self.inner(name)
         if not inner.found and not empty:
@@ -304,6 +375,7 @@ def rates_in_words(rates: CpuRates | GpuRates) -> list[tuple[str, str]]:
         for each in (rates.attention, rates.attention_backward)
     )
     own += f"; its backward {back}" if back else ""
+    own_operations = ", ".join(f"{kind} {rate / 1e9:.2g}" for kind, rate in rates.operations)
     return [
         ("caches", ", ".join(f"{level} {size // KIB} KiB" for level, size in sizes if size)),
         ("products", ", ".join(f"{library} {flops:.0f}" for library, flops in best.items())
@@ -312,6 +384,7 @@ def rates_in_words(rates: CpuRates | GpuRates) -> list[tuple[str, str]]:
         ("passes", ", ".join(f"{level} {rate / 1e9:.0f}" for level, rate in speeds) + " GB/s of a core, all cores "
          f"{rates.all_ram / 1e9:.0f} from RAM"),
         ("exponentials", f"{rates.exp_per_second / 1e9:.2f} G/s of a core"),
+        *([("operations", f"{own_operations} G/s of a core")] if own_operations else []),
         ("a call", f"{rates.call_seconds * 1e6:.2f} us"),
     ]  # fmt: skip
 
@@ -352,7 +425,15 @@ def guessed_rates(
             (dtype, own if dtype in ("fp32", "fp64", *matrix_units) else own / 2)
             for dtype in ("fp32", "fp64", "fp16", "bf16")
         ),
+        operations=_GUESSED_OPERATIONS,
     )
+
+
+# elements/s: what the same core has, at a common clock
+_GUESSED_OPERATIONS = (
+    ("exp", 0.7e9), ("log", 0.7e9), ("tanh", 0.35e9), ("sigmoid", 0.9e9), ("root", 1.2e9), ("sine", 0.5e9),
+    ("compare", 1.5e9), ("choice", 1.2e9), ("mixed choice", 0.25e9),
+)  # fmt: skip
 
 
 def _filled(queries: int, keys: int, caches: tuple[int, int, int]) -> float:

@@ -1,6 +1,7 @@
 """The static half of a call: all that generated code depends on. Never a batch size, a stride or a value.
 
-Of lengths it has no more than whether queries are few, and whether a call is short.
+Of lengths it has no more than whether queries are few, whether a call is short, and, where forms were timed, the class
+of lengths that they were timed for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged", "packed
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
 # Which sequences a module computes: with up to MOST_SHORT queries; with more, and rows that no sequence has; or all
 Share: TypeAlias = Literal["all", "short", "long"]
+LengthClass: TypeAlias = tuple[int, int]  # queries and keys, each as the nearest power of two
 
 
 PACKED = frozenset({"packed", "packed_paged"})  # kinds whose queries lie one after the other in one batch row
@@ -58,6 +60,25 @@ def is_short_call(q_len: int, kv_len: int, masked: bool) -> bool:
     if not masked or kv_len > q_len or q_len > MOST_OF_A_SHORT_CALL:
         return False
     return -(-q_len // TALL) * TALL >= -(-q_len // LOW) * LOW
+
+
+def class_of(q_len: int, kv_len: int) -> LengthClass:
+    """The calls that a form serves which was timed at these lengths of a sequence.
+
+    >>> class_of(256, 4096), class_of(182, 5792), class_of(181, 5793)
+    ((256, 4096), (256, 4096), (128, 8192))
+    """
+    return _nearest_power(q_len), _nearest_power(kv_len)
+
+
+def _nearest_power(length: int) -> int:
+    """The power of two whose ratio to a length is the smallest: its exponent is the root of 2 * length**2's, halved."""
+    return 1 << ((2 * length * length).bit_length() - 1) // 2 if length > 0 else 0
+
+
+def in_words(lengths: LengthClass) -> str:
+    """A class, as people read it."""
+    return " x ".join(map(str, lengths))
 
 
 def starts_early(arch: str) -> bool:
@@ -110,6 +131,7 @@ class Signature:
     boxed: int = 0  # bytes of an element of what `Facts.boxed_read` reads, where tiles of it may be brought to SRAM
     share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
     short_call: bool = False  # of a dense forward: is_short_call, where the target has a form for these
+    lengths: LengthClass | None = None  # of the call (class_of), where forms were timed for calls of its class
 
     @property
     def dtype(self) -> str:

@@ -462,7 +462,7 @@ TUNED = (Attention(name="tuned"), CALLS, H200, "triton")
 def test_tuned_schedules_are_looked_up_in_a_read_only_folder_and_not_measured_for_it(root, read_only):
     load_or_build(KEY, build)
     read_only()
-    assert tuned.remembered(*TUNED) is None
+    assert tuned.remembered(*TUNED) == {}
     with pytest.raises(WeftError, match=r"folder of tuned schedules .*: cannot be written \(Read-only file system\)"):
         tuned.forget(tuned.key_of(*TUNED))
 
@@ -540,7 +540,7 @@ def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
         monkeypatch.setitem(sys.modules, "platformdirs", None)
     arrange(monkeypatch, tmp_path)
     with said_once() as said:
-        assert tuned.remembered(*TUNED) is None
+        assert tuned.remembered(*TUNED) == {}
         for key in (KEY, replace(KEY, name="other")):
             assert load_or_build(key, build).path.read_text() == TEXT
     assert re.search(match, said[0]) and "set WEFT_CACHE_DIR to a folder that you own" in said[0]
@@ -551,7 +551,7 @@ def test_a_folder_that_cannot_be_used_gives_one_warning_and_the_call_goes_on(
 def test_a_nul_in_the_name_of_the_folder_gives_one_warning(monkeypatch):
     monkeypatch.setattr(cache, "_warned", set())
     with settings(cache_dir="/tmp/a\0b"), said_once() as said:
-        assert tuned.remembered(*TUNED) is None
+        assert tuned.remembered(*TUNED) == {}
         assert load_or_build(KEY, build).source == TEXT
     assert "cannot be made" in said[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,18 @@ from weft.cli import main
 from weft.codegen import products
 from weft.codegen.targets import target_named
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning import hardware
+from weft.compiler.planning import cpu_forms, hardware
 from weft.compiler.planning.forms import CpuForm
-from weft.compiler.planning.hardware import CPU, H200, Hardware, calibrated, cpu_with, for_device, machine_of
+from weft.compiler.planning.hardware import (
+    CPU,
+    H200,
+    Hardware,
+    calibrated,
+    cpu_with,
+    for_device,
+    machine_of,
+    on_threads,
+)
 from weft.compiler.planning.kernels import CPU_FLASH
 from weft.compiler.planning.rates import (
     KIB,
@@ -138,10 +148,14 @@ def test_what_was_measured_is_what_plans_count_with() -> None:
     assert "figures       guessed: `weft calibrate` measures this machine" in CAUSAL.explain(SIZES, device="cpu")
     kept.write(here(), kept.file_of(machine_of("cpu")))
     after = CAUSAL.plan(SIZES, device="cpu")
-    assert after.hardware is for_device("cpu") is for_device(torch.device("cpu")) and after.hardware.cpu == RATES
+    assert for_device("cpu") is for_device(torch.device("cpu")) and for_device("cpu").cpu == RATES
+    assert after.hardware == on_threads(for_device("cpu"), torch.get_num_threads())
     text = CAUSAL.explain(SIZES, device="cpu")
     assert "figures       calibrated on this machine, 2026-11-22, torch 2.11.0" in text
-    assert f"exp {3.5 * after.hardware.sms:.4g}G/s of {after.hardware.sms} core" in text and "call 1.25 us" in text
+    assert (
+        "exp 3.5G/s of a core" in text
+        and f"call {1.25e6 * after.kernels[0].on_cpu.speed.call_seconds / 1.25:.4g} us" in text
+    )
     assert "calibrated on this machine" in CliRunner().invoke(main, ["doctor"]).output
     assert "shipped" in CAUSAL.explain(SIZES, device="h200").split("figures", 1)[1].splitlines()[0]
 
@@ -205,6 +219,75 @@ def test_measuring_this_cpu() -> None:
     assert {dtype for dtype, _ in rates.attention_backward} == (names if products.own_backward() else set())
 
 
+# -- whether it is to be trusted ---------------------------------------------------------------------------------------
+class Watch:
+    """A clock that steps turn: how long each takes, run by run; the last for ever."""
+
+    def __init__(self, runs: dict[str, list[float]]) -> None:
+        self.now, self.runs = 0.0, runs
+
+    def __call__(self) -> float:
+        return self.now
+
+    def steps(self) -> dict[object, calibration.Step]:
+        return {name: lambda name=name: self.run(name) for name in self.runs}
+
+    def run(self, name: str) -> None:
+        left = self.runs[name]
+        self.now += left.pop(0) if len(left) > 1 else left[0]
+
+
+def test_the_spread_is_that_of_rounds() -> None:
+    """Each step takes longer than a turn, so that a round has one run of it; two runs come before the rounds."""
+    quiet = Watch({"a": [0.1], "b": [0.2]})
+    assert calibration.least(quiet.steps(), 1.0, quiet) == (
+        {"a": pytest.approx(0.1), "b": pytest.approx(0.2)},
+        pytest.approx(0.0),
+    )
+    busy = Watch({"a": [0.1, 0.1, *[0.13, 0.1] * 3, 0.13], "b": [0.2, 0.2, *[0.28, 0.24, 0.2] * 3, 0.24]})
+    found = calibration.least(busy.steps(), 2.5, busy)
+    assert found.seconds == {"a": pytest.approx(0.1), "b": pytest.approx(0.2)}
+    assert 0.15 < found.spread < 0.3  # between that of a and of b
+
+
+@pytest.mark.parametrize(
+    ("spread", "load", "cores", "said"),
+    [
+        (0.03, 0.2, 2, None),
+        (0.03, 20.0, 64, None),  # of a large machine, other cores
+        (0.03, 1.7, 2, r"1.7 other processes were running before it began, on 2 cores of which it wants 2"),
+        (0.03, 63.0, 64, r"63.0 other processes were running"),
+        (0.25, 0.2, 2, r"the same steps took 25% longer in the middle of their rounds than in the best, where 10%"),
+        (0.25, 0.0, 0, r"the same steps took 25% longer"),  # a system that tells neither load nor cores
+    ],
+)
+def test_figures_of_a_busy_machine_are_not_to_be_trusted(spread, load, cores, said, monkeypatch) -> None:
+    """The command says so, and so do plans that count with them; the file keeps both numbers."""
+    found = replace(here(), machine=replace(machine_of("cpu"), units=2), spread=spread, load=load, cores=cores)
+    assert calibration_of(text_of(found)) == found
+    assert len(found.doubts) == (said is not None)
+    monkeypatch.setattr(calibration, "calibrate", lambda device: found)
+    result = CliRunner().invoke(main, ["calibrate", "--device", "cpu"])
+    assert result.exit_code == 0 and f"spread of the same steps {spread:.1%}, load before {load:.1f}" in result.output
+    title = "not to be trusted" in found.title
+    if said is None:
+        assert "trusted" not in result.output and not title
+    else:
+        assert (
+            re.search(f"these figures are not to be trusted: {said}.*Measure again on a quiet", result.output) and title
+        )
+
+
+def test_a_file_from_before_the_spread_was_kept_is_read() -> None:
+    found = json.loads(text_of(OF_A_CPU))
+    for name in ("spread", "load", "cores"):
+        del found[name]
+    assert calibration_of(json.dumps(found)).doubts == ()
+    found["spread"] = -1
+    with pytest.raises(WeftError, match="spread: expected a number from 0 on, got -1"):
+        calibration_of(json.dumps(found))
+
+
 # -- forms -------------------------------------------------------------------------------------------------------------
 def first_form(
     machine: Hardware, variant: weft.Attention, direction: str = "forward", dtype: str = "fp32",
@@ -235,18 +318,24 @@ def test_steps_of_a_cpu_are_those_of_a_cpu_whatever_torchs_defaults() -> None:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_tiles_follow_the_cache(direction: str) -> None:
-    usual, half, small = (
-        first_form(with_caches(l2, 32 * MIB), SOFTCAP, direction) for l2 in (2 * MIB, 512 * KIB, 256 * KIB)
-    )
-    assert usual == first_form(CPU, SOFTCAP, direction) == CpuForm(256, 256)
-    assert half.cache_kib == 512 and (half.block_q, half.block_kv) == (256, 256)
-    assert small.cache_kib < 512 and small.block_q * small.block_kv < 256 * 256
+@pytest.mark.parametrize("variant", [CAUSAL, SOFTCAP], ids=["causal", "softcap"])
+def test_tiles_follow_the_cache(direction: str, variant: weft.Attention, monkeypatch) -> None:
+    """Those that are predicted to be best: of what the model cannot tell apart the usual ones are taken."""
+    assert first_form(with_caches(2 * MIB, 32 * MIB), variant, direction) == CpuForm(256, 256)
+    assert first_form(CPU, variant, direction) == CpuForm(256, 256)
+    monkeypatch.setattr(cpu_forms, "WITHIN", 0.0)
+    cpu_forms._cpu_forms.cache_clear()
+    sizes = [first_form(with_caches(l2, 32 * MIB), variant, direction) for l2 in (4 * MIB, MIB, 256 * KIB)]
+    kib = [form.cache_kib for form in sizes]
+    assert kib == sorted(kib, reverse=True) and kib[0] > kib[-1]
+    assert sizes[0].block_q * sizes[0].block_kv >= sizes[-1].block_q * sizes[-1].block_kv
+    cpu_forms._cpu_forms.cache_clear()
 
 
 def test_many_cores_share_an_l3() -> None:
-    few, many = (first_form(with_caches(1 * MIB, 64 * MIB, cores), SOFTCAP, "backward") for cores in (4, 64))
-    assert few.cache_kib == 512 and many.cache_kib == 256
+    """Tiles that are no longer in a core's L2 are then in RAM."""
+    few, many = (with_caches(1 * MIB, 64 * MIB, cores).cpu.pass_bytes_per_second(4 * MIB, cores) for cores in (4, 64))
+    assert few > 1.2 * many
 
 
 def test_products_are_those_that_were_faster(monkeypatch) -> None:

@@ -228,7 +228,21 @@ def test_tune_times_tilings_and_prints_a_schedule_that_can_be_used() -> None:
         assert all(re.search(rf"^ +{re.escape(choice)}$", shown, re.MULTILINE) for choice in choices)
     assert "nothing is tuned" not in output and "(schedule split_kv), which are not timed" in succeeds("tune", "--help")
     assert "missing window; write --set window=NUMBER" in fails("tune", *LOCAL[:-2], *small)
-    assert "without tensor operands" in fails("tune", "--score", "score + t[head]", "--tensor", "t:1", *small)
+    assert "kept for calls of about 16 x 16 queries and keys" in output
+
+
+@pytest.mark.parametrize("given", [[], ["--set", "table=random"]])
+def test_tune_draws_tensor_operands_and_says_so(given: list[str], monkeypatch) -> None:
+    from weft import tuning
+
+    seen: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(tuning, "_clock", lambda a, shape, values, *_: seen.update(values) or (lambda *_: 1.0))
+    sizes = ["--heads", "2", "--q-len", "64", "--head-dim", "16", "--dtype", "fp32", "--target", "cpu"]
+    output = succeeds("tune", "examples/t5_bias.py:t5", *sizes, *given)
+    (table,) = seen.values()
+    extents = " x ".join(map(str, table.shape))
+    assert f"table: drawn at random, {extents} of float32" in output and table.requires_grad
+    assert "flash_backward" in output
 
 
 def test_doctor_names_versions_and_targets() -> None:
@@ -457,9 +471,9 @@ def test_a_file_that_fails_says_where(tmp_path: Path, text: str, match: str) -> 
         (["mask", "-o", "no/such/folder/x.png"], "--output: no/such/folder/x.png: there is no folder no/such/folder"),
         (["mask", "-o", "x.jpg"], "--output: expected a file that ends in .png or .svg, got x.jpg"),
         (["mask", "--head", "99"], "Error: --head: expected 0 to 15, got 99"),
-        (["tune", "--head-dim", "320", "--q-len", "16", "--target", "cpu"], "expected dim 1 to 256, got 320"),
+        (["tune", "--head-dim", "320", "--q-len", "16", "--target", "cpu"], "--head-dim: expected 1 to 256, got 320"),
         (
-            ["tune", "--q-len", "2000000000", "--dtype", "fp32"],
+            ["tune", "--q-len", "1000000000", "--dtype", "fp32"],
             "query, key and value of these sizes take .* cannot be made",
         ),
     ],

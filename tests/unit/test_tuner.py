@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +24,19 @@ from weft.compiler.planning.forms import CpuForm, Form, Tiling
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import Schedule
+from weft.compiler.planning.signature import LengthClass, class_of, in_words
 from weft.compiler.planning.tuner import LEAST_ROUNDS, MOST_ROUNDS, Spread, Tuned, search
 from weft.ir.errors import WeftError
 from weft.runtime import driver
 from weft.runtime.settings import settings
 from weft.runtime.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
+from weft.runtime.variant import variant_of
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
 START = chosen(SHAPE, H200, "triton")
 SIGNATURE = signature(SHAPE, "sm_90")
 KEY = key_of(DENSE, SIGNATURE, H200, "triton")
+HERE = class_of(SHAPE.q_len, SHAPE.kv_len)
 FAST, SLOW, BROKEN = Tiling(64, 64, 4, 3), Tiling(128, 64, 8, 2), Tiling(128, 128, 8, 4)
 CHOICES = {"flash_forward": [SLOW, FAST, BROKEN], "flash_dkey_dvalue": [SLOW, FAST]}
 
@@ -56,15 +60,15 @@ def found_by_search(choices=CHOICES, clock=stopwatch, start: Schedule = START, *
     return search(start, choices, clock, **{"progress": False, **options})
 
 
-def kept(key: TuneKey = KEY) -> Schedule | None:
+def kept(key: TuneKey = KEY, lengths: LengthClass = HERE) -> Schedule | None:
     """What is remembered for a key."""
     kind = replace(SIGNATURE, direction=key.direction)
-    return remembered(DENSE, kind, replace(H200, name=key.hardware), key.target)
+    return remembered(DENSE, kind, replace(H200, name=key.hardware), key.target).get(lengths)
 
 
 # -- searching ---------------------------------------------------------------------------------------------------------
 def test_the_fastest_of_each_kernel_is_kept() -> None:
-    found = remember(KEY, found_by_search)
+    found = remember(KEY, HERE, found_by_search)
     assert found.schedule == START.with_form("flash_forward", FAST).with_form("flash_dkey_dvalue", FAST)
     assert found.seconds == {"flash_forward": 1e-3, "flash_dkey_dvalue": 1e-3}
     assert found.tried == 5
@@ -160,13 +164,13 @@ def test_nothing_that_can_be_timed() -> None:
     with pytest.raises(
         WeftError, match=r"tune: no form of flash_forward could be timed; the last one failed with RuntimeError: out of"
     ):
-        remember(KEY, lambda: found_by_search({"flash_forward": [BROKEN]}))
+        remember(KEY, HERE, lambda: found_by_search({"flash_forward": [BROKEN]}))
     assert kept() is None
 
 
 def test_progress_is_shown(folder: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    remember(KEY, lambda: found_by_search(progress=True, console=console))
+    remember(KEY, HERE, lambda: found_by_search(progress=True, console=console))
     shown = console.file.getvalue()
     assert "tuning flash_dkey_dvalue" in shown and "5/5" in shown
     assert [p.suffix for p in folder.iterdir() if p.name.endswith(".tmp")] == []
@@ -174,7 +178,7 @@ def test_progress_is_shown(folder: Path) -> None:
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
 def test_another_key_remembers_nothing() -> None:
-    remember(KEY, found_by_search)
+    remember(KEY, HERE, found_by_search)
     for change in (
         {"hardware": "h100"},
         {"generator": "other"},
@@ -187,11 +191,11 @@ def test_another_key_remembers_nothing() -> None:
     ):
         assert replace(KEY, **change).file_name != KEY.file_name
     assert kept() is not None
-    assert remembered(weft.Attention(mask=weft.masks.causal), SIGNATURE, H200, "triton") is None
-    assert remembered(DENSE, signature(replace(SHAPE, dtype="fp16"), "sm_90"), H200, "triton") is None
-    assert remembered(DENSE, signature(SHAPE, "sm_90", "backward"), H200, "triton") is None
-    assert remembered(DENSE, SIGNATURE, hardware.H100, "triton") is None
-    assert remembered(DENSE, SIGNATURE, H200, "hopper") is None
+    assert remembered(weft.Attention(mask=weft.masks.causal), SIGNATURE, H200, "triton") == {}
+    assert remembered(DENSE, signature(replace(SHAPE, dtype="fp16"), "sm_90"), H200, "triton") == {}
+    assert remembered(DENSE, signature(SHAPE, "sm_90", "backward"), H200, "triton") == {}
+    assert remembered(DENSE, SIGNATURE, hardware.H100, "triton") == {}
+    assert remembered(DENSE, SIGNATURE, H200, "hopper") == {}
     forget(KEY)
     assert kept() is None
 
@@ -200,7 +204,7 @@ def test_another_key_remembers_nothing() -> None:
 def test_another_version_remembers_nothing(part, monkeypatch) -> None:
     from weft.runtime import tuned
 
-    remember(KEY, found_by_search)
+    remember(KEY, HERE, found_by_search)
     monkeypatch.setattr(tuned, "TuneKey", lambda *known: TuneKey(*known, **{part: "other"}))
     assert kept() is None
 
@@ -213,7 +217,7 @@ def test_a_torn_or_foreign_file_counts_as_absent(folder: Path, content: str) -> 
 
 
 def test_a_file_of_another_key_under_this_name_counts_as_absent(folder: Path) -> None:
-    remember(KEY, found_by_search)
+    remember(KEY, HERE, found_by_search)
     path = folder / KEY.file_name
     content = json.loads(path.read_text())
     content["key"]["hardware"] = "a100"
@@ -222,12 +226,22 @@ def test_a_file_of_another_key_under_this_name_counts_as_absent(folder: Path) ->
 
 
 def test_a_schedule_of_an_older_form_counts_as_absent(folder: Path) -> None:
-    remember(KEY, found_by_search)
+    remember(KEY, HERE, found_by_search)
     path = folder / KEY.file_name
     content = json.loads(path.read_text())
-    content["schedule"] = "flash/triton/64x64w4s3/64x64w4s3/64x64w4s3"
+    content["lengths"]["1024x1024"]["schedule"] = "flash/triton/64x64w4s3/64x64w4s3/64x64w4s3"
     path.write_text(json.dumps(content))
     assert kept() is None
+
+
+def test_a_file_of_before_lengths_counted_counts_as_absent(folder: Path) -> None:
+    remember(KEY, HERE, found_by_search)
+    path = folder / KEY.file_name
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({"key": content["key"], **content["lengths"]["1024x1024"]}))
+    assert kept() is None
+    remember(KEY, HERE, found_by_search)
+    assert kept() is not None
 
 
 def test_keys_ignore_lengths_and_heads_and_name_widths() -> None:
@@ -285,25 +299,44 @@ def decided(monkeypatch, variant: weft.Attention) -> dict[str, CpuForm]:
     return won
 
 
-def used(variant: weft.Attention, monkeypatch) -> Schedule:
+def used(variant: weft.Attention, monkeypatch, length: int = 96) -> Schedule:
     """The schedule of what a call launches, forward and backward."""
-    launched: list[Schedule] = []
+
+    def call() -> None:
+        query = torch.randn(1, 1, length, 16, requires_grad=True)
+        out = variant(query, query, query)
+        assert out.shape == query.shape
+        out.sum().backward()
+
+    forward, backward = launched_by(call, variant, monkeypatch)
+    return forward.joined(backward)
+
+
+def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch) -> list[Schedule]:
+    """The schedules of what a call launches, by any way."""
     from weft.codegen.targets.cpu import _CpuLauncher
 
-    launch = _CpuLauncher.__call__
+    launched: list[Schedule] = []
 
-    def recorded(self, *arguments):
-        launched.append(self.code.schedule)
-        return launch(self, *arguments)
+    def told(way, launcher: _CpuLauncher):
+        def launch(*arguments):
+            found = way(*arguments)
+            launched.extend([launcher.code.schedule] * (found is not None))
+            return found
 
-    monkeypatch.setattr(_CpuLauncher, "__call__", recorded)
-    query = torch.randn(1, 1, 96, 16, requires_grad=True)
-    out = variant(query, query, query)
-    assert out.shape == query.shape
-    out.sum().backward()
-    monkeypatch.setattr(_CpuLauncher, "__call__", launch)
-    forward, backward = launched
-    return forward.joined(backward)
+        return launch
+
+    prepared = variant_of(variant)
+    with monkeypatch.context() as patched:
+        run = _CpuLauncher.__call__
+        patched.setattr(
+            _CpuLauncher, "__call__", lambda self, *rest: told(lambda *given: run(self, *given), self)(*rest)
+        )
+        for ready in (*prepared._forwards.values(), *prepared._backwards.values()):
+            for name in ("direct", "backward_of"):
+                patched.setattr(ready.launcher, name, told(getattr(ready.launcher, name), ready.launcher))
+        call()
+    return launched
 
 
 def resolved_now(variant: weft.Attention, machine: hardware.Hardware) -> Schedule:
@@ -323,7 +356,7 @@ def test_a_tuned_schedule_is_the_one_that_plans_show_and_calls_use(on_a_cpu, mon
     assert found.schedule == variant.plan(SMALL).schedule == resolved_now(variant, on_a_cpu)
     again = weft.Attention(variant.score, variant.mask, name="tuned_once")
     assert used(again, monkeypatch) == found.schedule
-    for other in (SMALL, replace(SMALL, batch=3, heads=2, q_len=7)):
+    for other in (SMALL, replace(SMALL, batch=3, heads=2, q_len=100)):
         assert again.plan(other).schedule == found.schedule
     assert f"flash_forward=cpu:{won['flash_forward']}" in variant.explain(SMALL)
     assert variant.plan(SMALL, schedule="flash").schedule == found.schedule != before
@@ -339,6 +372,77 @@ def test_a_tuned_schedule_serves_calls_that_were_prepared_before(on_a_cpu, monke
     found = tuning.tune(variant, SMALL, {}, progress=False)
     assert before != found.schedule
     assert used(variant, monkeypatch) == variant.plan(SMALL).schedule == found.schedule
+
+
+# -- classes of lengths ------------------------------------------------------------------------------------------------
+def test_a_class_has_lengths_up_to_a_square_root_of_two_away() -> None:
+    for length in (1, 2, 3, 5, 7, 96, 181, 182, 256, 362, 363, 4096, 2**31 - 1):
+        nearest, _ = class_of(length, 1)
+        assert nearest.bit_count() == 1
+        assert nearest**2 <= 2 * length**2 <= 4 * nearest**2, length  # within a factor of sqrt(2)
+    assert class_of(0, 7) == (0, 8) and in_words((128, 4096)) == "128 x 4096"
+
+
+def test_each_class_of_lengths_keeps_a_form_of_its_own() -> None:
+    remember(KEY, HERE, found_by_search)
+    assert kept(lengths=(512, 1024)) is kept(lengths=(1024, 4096)) is None
+    slow = found_by_search({"flash_forward": [SLOW]})
+    remember(KEY, (4096, 4096), lambda: slow)
+    assert kept().form("flash_forward") == FAST and kept(lengths=(4096, 4096)) == slow.schedule
+    remember(KEY, HERE, lambda: slow)
+    assert kept() == kept(lengths=(4096, 4096)) == slow.schedule
+
+
+def test_a_form_that_was_timed_at_short_lengths_is_not_that_of_long_ones(on_a_cpu, monkeypatch) -> None:
+    """Of plans, of calls and of calls that were prepared before, forward and backward, in any order of lengths."""
+    variant = tuned_variant("tuned_at_96")
+    long = replace(SMALL, q_len=400, kv_len=400)
+    before, before_long = used(variant, monkeypatch), variant.plan(long).schedule
+    decided(monkeypatch, variant)
+    found = tuning.tune(variant, SMALL, {}, progress=False).schedule
+    assert found != before == before_long
+    assert variant.plan(SMALL).schedule == found and variant.plan(long).schedule == before_long
+    for length, want in ((96, found), (400, before_long), (96, found), (120, found), (380, before_long)):
+        assert used(variant, monkeypatch, length) == want, length
+    text = variant.explain(SMALL)
+    assert "forms of the forward are those that `weft tune` found for about 128 x 128 queries and keys" in flowed(text)
+    assert "`weft tune` timed the backward for about 128 x 128 queries and keys alone" in flowed(variant.explain(long))
+
+
+def test_repeated_calls_of_many_lengths_prepare_no_more_than_the_classes_that_were_timed(on_a_cpu, monkeypatch) -> None:
+    variant = tuned_variant("tuned_and_many_lengths")
+    decided(monkeypatch, variant)
+    found = tuning.tune(variant, SMALL, {}, progress=False).schedule
+    for length in (96, 400):
+        used(variant, monkeypatch, length)
+    built = driver.builds()
+    for length in (100, 96, 300, 96, 128, 333, 170, 96):
+        want = found if class_of(length, length) == (128, 128) else variant.plan(replace(SMALL, q_len=400)).schedule
+        for _ in range(3):
+            assert used(variant, monkeypatch, length) == want, length
+    assert driver.builds() == built
+
+
+@pytest.mark.parametrize("kind", ["lengths", "packed"])
+def test_sequences_of_their_own_lengths_have_the_class_of_their_room_or_their_mean(on_a_cpu, monkeypatch, kind) -> None:
+    variant = tuned_variant(f"tuned_{kind}")
+    decided(monkeypatch, variant)
+    found = tuning.tune(variant, SMALL, {}, progress=False).schedule
+    for length in (96, 400):
+        rows = torch.randn(1, 1, 2 * length, 16) if kind == "packed" else torch.randn(2, 1, length, 16)
+        starts = torch.tensor([0, length - 7, 2 * length], dtype=torch.int32)
+        own = {"q_lens": starts.diff(), "kv_lens": starts.diff()}
+        if kind == "packed":
+            own = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+        else:
+            own = {name: lens.clamp(max=length) for name, lens in own.items()}
+        (launched,) = launched_by(lambda rows=rows, own=own: variant(rows, rows, rows, **own), variant, monkeypatch)
+        assert variant.plan(rows, rows, rows, **own).schedule.form("flash_forward") == launched.form("flash_forward")
+        assert (launched.form("flash_forward") == found.form("flash_forward")) == (length == 96)
+
+
+def flowed(text: str) -> str:
+    return " ".join(text.split())
 
 
 def test_tuning_by_the_clock(on_a_cpu) -> None:
@@ -364,10 +468,62 @@ def test_no_bar_is_shown_where_there_is_no_terminal() -> None:
     assert console.file.getvalue() == ""
 
 
+def test_tensor_operands_are_drawn_where_they_are_not_given(on_a_cpu, monkeypatch) -> None:
+    """All that a call can want has its gradient; what is given is used as it is."""
+    slopes, ids = weft.tensor("slopes", 1), weft.tensor("ids", 2, int)
+    seen_with_ids = ids[weft.batch, weft.q_pos] == ids[weft.batch, weft.kv_pos]
+    variant = weft.Attention(weft.score + slopes[weft.head] * weft.kv_pos, seen_with_ids, name="tuned_with_tensors")
+    drawn = tuning.with_drawn(variant, replace(SMALL, batch=3, heads=2), {})
+    assert {n: (tuple(t.shape), t.dtype, t.requires_grad) for n, t in drawn.items()} == {
+        "slopes": ((2,), torch.float32, True), "ids": ((3, 96), torch.int32, False),
+    }  # fmt: skip
+    given = {"ids": torch.zeros(1, 96, dtype=torch.int64)}
+    assert tuning.with_drawn(variant, SMALL, given)["ids"] is given["ids"]
+    before = variant.plan(SMALL, **given).schedule
+    called: list[frozenset[str]] = []
+    backward = variant_of(variant).backward
+    monkeypatch.setattr(variant_of(variant), "backward", lambda b: called.append(b.wanted) or backward(b))
+    monkeypatch.setattr("weft.compiler.planning.tuner.SECONDS", 0.0)
+    found = tuning.tune(variant, SMALL, given, progress=False)
+    assert not found.failed and found.schedule.kernels.keys() == before.kernels.keys()
+    assert set(called) == {frozenset({"query", "key", "value", "slopes"})}
+    assert variant.plan(SMALL, **given).schedule == found.schedule
+
+
+def with_own(monkeypatch) -> None:
+    """A machine on which torch's own attention is there, and is timed beside tiles whatever is predicted of it."""
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: torch.bmm)
+    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: torch.bmm)
+
+
+def test_torchs_own_attention_is_one_of_the_forms(on_a_cpu, monkeypatch) -> None:
+    """Of a call that it may compute: one form leaves it to torch, the others say that tiles compute it."""
+    with_own(monkeypatch)
+    for mask, whole in ((weft.masks.causal, True), (weft.masks.causal & (weft.q_pos - weft.kv_pos < 77), False)):
+        for length in (64, 96):
+            variant, tried = weft.Attention(mask=mask, name=f"tuned_whole_{whole}"), {}
+
+            def clock(schedule, kernel, tried=tried):
+                tried.setdefault(kernel, []).append(schedule.form(kernel))
+                return 1.0 if not schedule.form(kernel).in_tiles else 2.0
+
+            monkeypatch.setattr(tuning, "_clock", lambda *_, clock=clock: clock)
+            found = tuning.tune(variant, replace(SMALL, q_len=length, kv_len=length), {}, progress=False)
+            for kernel, forms in tried.items():
+                left_to_torch = {form for form in forms if not form.in_tiles}
+                if whole:
+                    assert len(left_to_torch) == 1 and len(set(forms)) > 1
+                    assert found.schedule.form(kernel) in left_to_torch
+                else:  # it makes no difference to this call, so that what others of its class get stays
+                    assert len({form.in_tiles for form in forms}) == 1
+
+
 def test_what_cannot_be_tuned() -> None:
-    slopes, window = weft.tensor("slopes", 1), weft.scalar("window", int)
-    with pytest.raises(WeftError, match="tune: expected a variant without tensor operands and latent attention"):
-        tuning.tune(weft.Attention(weft.score + slopes[weft.head]), SMALL, {})
+    window, table = weft.scalar("window", int), weft.tensor("table", 1)
+    with pytest.raises(WeftError, match="tune: expected a variant without latent attention"):
+        tuning.tune(weft.Attention(latent=weft.Latent(rank=64, rope=16)), SMALL, {})
+    with pytest.raises(WeftError, match="table: missing values of window"):
+        tuning.tune(weft.Attention(weft.score + table[weft.kv_pos + window]), SMALL, {})
     with pytest.raises(WeftError, match="tune: missing values of window"):
         tuning.tune(weft.Attention(mask=weft.q_pos - weft.kv_pos < window), SMALL, {})
 
