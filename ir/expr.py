@@ -474,18 +474,26 @@ def symbol(name: str) -> Symbol:
     return Symbol(name, SYMBOLS.get(name) or INTERNAL_SYMBOLS[name])
 
 
-def _check_name(name: str) -> str:
-    # Names reach generated source: nothing but a plain ASCII identifier may pass.
+def check_identifier(name: str) -> str:
+    """Raise WeftError for what is no name of a variant. Names reach generated source: nothing but a plain ASCII
+    identifier may pass. That of a function is one: a variant may be called softplus."""
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         hint = "" if isinstance(name, str) else "; what it holds is given at each call, name=..."
         fail(f"expected a Python identifier as a name, got {name!r}{hint}")
-    if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS or name in OPERATORS:
+    if name in SYMBOLS or name in INTERNAL_SYMBOLS or name in CALL_OPTIONS:
         fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
     if name in ("inf", "nan"):
         fail(f"the name {name!r} is that of a constant; choose another")
     if name.startswith("_"):
         fail(f"the name {name!r} starts with an underscore; choose another")
     return name
+
+
+def _check_name(name: str) -> str:
+    """The same for an operand, which expressions read by its name."""
+    if name in OPERATORS:
+        fail(f"the name {name!r} is reserved for a symbol, function or call option; choose another")
+    return check_identifier(name)
 
 
 @outside_of_graphs

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .errors import WeftError, collected
-from .expr import SMALLER, Const, Expr, Load, Scalar, _check_name, expression
+from .expr import SMALLER, Const, Expr, Load, Scalar, check_identifier, expression
 from .normalizer import normalizer_named, normalizers
 from .walk import extent, nodes, symbols
 
@@ -41,7 +41,7 @@ def _size_problems(attention: Attention) -> Iterator[str]:
 
 def _problems(attention: Attention) -> Iterator[str]:
     try:
-        _check_name(attention.name)  # type: ignore[arg-type]
+        check_identifier(attention.name)  # type: ignore[arg-type]
     except WeftError as error:
         yield f"name: {str(error).splitlines()[0]}"
     try:

@@ -40,6 +40,7 @@ VARIANTS = {
     "temperature": (weft.Attention(score * temperature[head], masks.causal, name="temperature"),
                     {"temperature": "head"}),
     "sigmoid": (weft.Attention(4.0 * weft.sigmoid(score) + weft.abs(score) / 8.0, name="sigmoid_abs"), {}),
+    "softplus": (weft.Attention(weft.softplus(score) + weft.logsigmoid(-3.0 * score), masks.causal, name="soft"), {}),
     "biases": (weft.Attention(score + bias_q[weft.batch, head, q_pos] * weft.cos(score)
                               + bias_kv[weft.batch, head, kv_pos], name="biases"),
                {"bias_q": "q", "bias_kv": "kv"}),

@@ -136,6 +136,12 @@ def test_names_are_strings(name: object) -> None:
     refused(lambda: Attention(name=name), f"expected a Python identifier as a name, got {re.escape(repr(name))}")
 
 
+def test_a_variant_may_have_the_name_of_a_function() -> None:
+    """So that a function that is added to the language breaks no variant."""
+    for name in ("softplus", "tanh", "where"):
+        assert parse_attention(str(Attention(name=name))) == Attention(name=name)
+
+
 @pytest.mark.parametrize(
     "name", ["q_pos", "score", "head_dim", "qk", "q_first", "tanh", "where", "return_lse", "block_table", "uk", "query"]
 )
