@@ -54,6 +54,8 @@ def size(node: Expr) -> float:
             return size(a) / abs(value)
         case Call("neg" | "abs", (a,)):
             return size(a)
+        case Call("softplus" | "logsigmoid", (a,)):  # within log 2 of a, or of 0
+            return size(a) + 1.0
         case Call("minimum" | "maximum", args):
             return max(map(size, args))
         case Call("where", (_, a, b)):
@@ -138,6 +140,8 @@ def _bound(node: Expr, empty: bool) -> float:
             return math.inf if (known := _exponents(b, empty)) is None else largest(a, empty) / 2.0 ** known[0]
         case Call("neg" | "abs", (a,)):
             return largest(a, empty)
+        case Call("softplus" | "logsigmoid", (a,)):
+            return largest(a, empty) + 1.0
         case Call("minimum" | "maximum", args) | Call("where", (_, *args)):
             return max(largest(a, empty) for a in args)
         case Call("sqrt" | "rsqrt"):

@@ -329,11 +329,11 @@ def test_which_scores_may_lie_far_from_0() -> None:
     near = [
         score, 2.0 * score, score * w[head], 50.0 * weft.tanh(score / 50.0), weft.where(CAUSAL, score, -INF),
         score + weft.sin(0.1 * kv_pos), weft.minimum(score, 3.0), score - 0.5 * (q_pos - kv_pos),
-        -weft.sigmoid(score) * 8.0,
+        -weft.sigmoid(score) * 8.0, weft.softplus(score), weft.logsigmoid(2.0 * score) + 1.0,
     ]  # fmt: skip
     far = [
         score + bias[batch, kv_pos], weft.where(CAUSAL, score, -1e4), score + 0.5 * kv_pos, score + x,
-        weft.exp(score), 1e4 * weft.tanh(score),
+        weft.exp(score), 1e4 * weft.tanh(score), weft.softplus(bias[batch, kv_pos]),
     ]  # fmt: skip
     for expected, scores in ((False, near), (True, far)):
         for each in scores:
