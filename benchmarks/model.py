@@ -176,19 +176,19 @@ def error(one: float, other: float) -> float:
 
 # -- target cpu --------------------------------------------------------------------------------------------------------
 ON_A_CPU = {
-    "full": weft.Attention(name="full"),
-    "causal": weft.Attention(mask=weft.masks.causal, name="causal"),
-    "softcap": weft.Attention(weft.scores.softcap(20.0)(weft.score), weft.masks.causal, name="softcap"),
+    "full": weft.Attention(name="model_full"),
+    "causal": weft.Attention(mask=weft.masks.causal, name="model_causal"),
+    "softcap": weft.Attention(weft.scores.softcap(20.0)(weft.score), weft.masks.causal, name="model_softcap"),
     "exponentials": weft.Attention(
         weft.score + weft.exp(-weft.exp(-weft.score)) + weft.log(1.0 + weft.exp(weft.score)),
         weft.masks.causal,
-        name="exponentials",
+        name="model_exponentials",
     ),
-    "sigmoid": weft.Attention(mask=weft.masks.causal, normalizer="sigmoid", name="sigmoid"),
+    "sigmoid": weft.Attention(mask=weft.masks.causal, normalizer="sigmoid", name="model_sigmoid"),
     "alibi": weft.Attention(
-        weft.score - (weft.q_pos - weft.kv_pos) * weft.exp2(-(weft.head + 1.0)), weft.masks.causal, name="alibi"
+        weft.score - (weft.q_pos - weft.kv_pos) * weft.exp2(-(weft.head + 1.0)), weft.masks.causal, name="model_alibi"
     ),
-    "window": weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 256), name="window"),
+    "window": weft.Attention(mask=weft.masks.causal & (weft.q_pos - weft.kv_pos < 256), name="model_window"),
 }
 ROUNDS = 6
 
