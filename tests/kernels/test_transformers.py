@@ -6,6 +6,7 @@ All are small and random. Rows of padding are compared with nobody: what stands 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ weft.integrations.transformers.register()
 
 # what models call their cache
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+# before 5.20 transformers itself fails to make the mask of chunks for a static cache, under any attention
+CHUNKS = inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
+STATIC_CHUNKS_FAIL = "block_sequence_ids" not in CHUNKS
 WIDTH = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
@@ -121,7 +125,8 @@ def test_a_decoder_trains_and_generates_as_eager(name: str) -> None:
     packed = torch.cat([torch.arange(4), torch.arange(9), torch.arange(2)])[None]
     same(eager, ours, input_ids=ids[:1], position_ids=packed, use_cache=False)
     for cache in ("dynamic", "static"):
-        generated_alike(eager, ours, ids, cache, attention_mask=padding("left"))
+        if not (cache == "static" and name == "Llama4" and STATIC_CHUNKS_FAIL):
+            generated_alike(eager, ours, ids, cache, attention_mask=padding("left"))
 
 
 def t5() -> tuple[Any, Any]:
