@@ -84,7 +84,9 @@ def _cpu_rates(seconds: float) -> tuple[CpuRates, float]:
         results = torch.empty_like(powers)
         side = max(32, math.isqrt(caches[1] // 16))  # of a tile of scores that a quarter of L2 holds
         operations = _operations(side)
-        steps.update({**attended, **backwards, **passes, **{("operation", kind): s for kind, s in operations.items()}})
+        for more in (attended, backwards, passes):
+            steps.update(more.items())
+        steps |= {("operation", kind): step for kind, step in operations.items()}
         steps |= {"call": lambda: small.mul_(1.0), "exp": lambda: torch.exp2(powers, out=results)}
         found, spread = least(steps, seconds)
     call = found["call"]

@@ -305,7 +305,7 @@ def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: Vis
     x, context = r.sizes, r.forward.target.context(r.forward.code, facts)
     if visible is None or r.sequences is not None:
         return False
-    own = context["causal"] and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    own = bool(context["causal"]) and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
     return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
 
 

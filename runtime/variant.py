@@ -118,8 +118,8 @@ class _Ready:
         return self.form_of(query, key, sequences) == (self.signature.short_call, self.signature.lengths)
 
     def of(
-        self, kept: Mapping[object, _Ready], at: object, query: Tensor, key: Tensor, sequences: object
-    ) -> tuple[object, _Ready | None]:
+        self, kept: Mapping[object, _Ready], at: tuple[object, ...], query: Tensor, key: Tensor, sequences: object
+    ) -> tuple[tuple[object, ...], _Ready | None]:
         """What is prepared for calls of other lengths that has the forms of these, and where: itself, or None where
         there is none yet. at: where this is kept."""
         form = self.form_of(query, key, sequences)
