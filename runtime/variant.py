@@ -252,7 +252,7 @@ class Variant:
         call = b.call
         if call.query.dim() != 4 or call.key.dim() != 4:
             check_kept(self.name, b)
-        key: object = (key_of(call), b.wanted, b.dlse is None)
+        key: tuple[object, ...] = (key_of(call), b.wanted, b.dlse is None)
         ready = self._backwards.get(key)
         if ready is not None and ready.timed:
             key, ready = ready.of(self._backwards, key, call.query, call.key, call.sequences)
