@@ -99,6 +99,7 @@ class CpuTarget:
         return {
             "most_scores": form.most_scores,
             "one_dnn": form.one_dnn,
+            "widths": sorted({*_widths_of_tiles(code.signature.widths)}),
             "in_tiles": form.in_tiles,
             "whole": _has_whole(facts, code.signature),
             "with_mask": _takes_a_mask(facts, code.signature),
@@ -120,6 +121,11 @@ class CpuTarget:
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:
         return _CpuLauncher(modules[0], code, facts)
+
+
+def _widths_of_tiles(widths: Widths) -> tuple[int, ...]:
+    """Columns of the products of a tile: those of key and value, and of a rotary part."""
+    return widths.head_dim, widths.head_dim - widths.rope_dim, widths.value_dim, widths.rope_dim
 
 
 def _scale(facts: Facts) -> Expr | None:
