@@ -83,6 +83,7 @@ class FunctionPrinter:
     levels: tuple[Expr, Expr | None] | None = None  # slope and rest of a score where all pairs of a tile read alike
     boxed: Load | None = None  # what pairs read and scores are handed, because a tile of it lies in SRAM
     places_boxed: bool = False  # kernels store a gradient of it entry by entry
+    adds: bool = False  # score_scale and score_rest in place of scores: what a score is beside a multiple of q.k
 
     @property
     def base2(self) -> bool:
@@ -118,7 +119,7 @@ class FunctionPrinter:
         elsewhere: the numbers of gradients that no kernel of the module sums.
         """
         scale = self.facts.scale_beside_box if self.boxed is not None else None
-        known = self.facts.linear_scale is not None or scale is not None or self.levels is not None
+        known = self.facts.linear_scale is not None or scale is not None or self.levels is not None or self.adds
         derivatives = [] if known else [
             ("dscores", self.facts.slope_with(self.parts), "d score / d (q.k), per natural unit of score.")
         ]  # fmt: skip
@@ -187,8 +188,12 @@ class FunctionPrinter:
         scale = self.facts.linear_scale
         unit = ", times log2(e)" if self.base2 else ""
         texts, found = [], list(derivatives)
+        both = self.facts.scale_and_rest if self.adds else None
+        if both is not None:
+            scale, rest = both
+            found.insert(0, ("score_rest", rest, f"What the score is beside score_scale times q.k: {rest}"))
         if scale is not None:
-            title = f"The score is this times q.k{unit}."
+            title = "The score is score_rest and this times q.k." if both else f"The score is this times q.k{unit}."
             texts.append(self.elementwise("score_scale", self._in_units(scale), title, tile=False, is_factor=True))
         else:
             score = self.facts.attention.folded_score
@@ -199,7 +204,8 @@ class FunctionPrinter:
         names = "".join(f"{name.name}, " for name, _ in parts)
         texts.append(self._parts(parts))
         return texts + [
-            self.elementwise(name, value, title, parts=names) for (name, _, title), value in zip(found, values)
+            self.elementwise(name, value, title, qk=name != "score_rest", parts=names)
+            for (name, _, title), value in zip(found, values)
         ]
 
     def _with_given(self, node: Expr) -> Expr:

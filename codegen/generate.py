@@ -42,7 +42,8 @@ from ..compiler.planning.steps import Tiles
 from ..compiler.planning.tables import DDIAGONALS
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
-from ..ir.expr import Expr, Symbol
+from ..ir.expr import Const, Expr, Symbol
+from ..ir.walk import symbols
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .loader import TEMPLATES, compiled
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
@@ -71,9 +72,11 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
         tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
         boxed=facts.boxed_read if code.brings_boxes else None, places_boxed=stores_words,
+        adds=target.family == "cpu" and facts.scale_and_rest is not None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
+    less_lse = _less_lse(facts, sums_reads, printer.adds)
     elsewhere = _summed_elsewhere(facts, gradients, code, beside is not None)
     stages = StageComments({k.name: k.stages for k in code.own})
     found = printer.survey_of_torch
@@ -104,7 +107,8 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         **_looked_at(found),
         "tile_cells": _cells(printer.cells_of_tiles),
         "by_head": facts.mask_differs_by_head,
-        "linear": facts.linear_scale is not None,
+        "linear": facts.linear_scale is not None or printer.adds,
+        "adds": printer.adds,
         "signed_scale": facts.scale_sign_unknown,
         "far": facts.scores_lie_far,
         "bounds": ", ".join(facts.kv_tiles.outputs),
@@ -114,7 +118,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "sink": facts.attention.folded_sink is not None,
         "drops": facts.attention.drops,
         "dropout_arguments": printer.dropout_arguments,
-        "less_lse": facts.linear_scale is not None and not sums_reads and facts.attention.weighs.saves_lse,
+        "less_lse": less_lse,
         "wanted": signature.wanted,
         "sequences": signature.sequences,
         "share": signature.share,
@@ -122,7 +126,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "texts": _normalizer_texts(facts, code, target.family, printer.env, sums_reads, apart),
+        "texts": _normalizer_texts(facts, code, target.family, printer, less_lse, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),
         "beside": False,
@@ -202,7 +206,8 @@ def _of_gradients(
     positions = {p.name: n for n, p in enumerate(facts.attention.parameters)}
     reads, sinks = [], []
     for i, g in enumerate(gradients):
-        known = {"i": i, "is_finite": largest(g.derivative, empty) < math.inf}
+        one = isinstance(g.derivative, Const) and g.derivative.value == 1
+        known = {"i": i, "is_finite": largest(g.derivative, empty) < math.inf, "is_one": one}
         if g.kind == "sink":
             sinks.append(known)
             continue
@@ -215,6 +220,7 @@ def _of_gradients(
                 "of_pairs": g.kind in PAIR_KINDS,
                 "rank": g.load.tensor.rank,
                 "at": positions[g.load.tensor.name],
+                "by_batch": "batch" in symbols(g.derivative).union(*map(symbols, g.load.index)),
                 "many_reads": not differ_by_pair(g.load),
                 "read_once": read_once(g.load),
             }
@@ -222,21 +228,27 @@ def _of_gradients(
     return {"grads": reads, "sink_grads": sinks}
 
 
+def _less_lse(facts: Facts, sums_reads: bool, adds: bool) -> bool:
+    """Whether products of scores start from less the log-sum-exp: nothing else wants them then."""
+    linear = facts.linear_scale is not None and not sums_reads
+    return (linear or (adds and not facts.scores_lie_far)) and facts.attention.weighs.saves_lse
+
+
 def _normalizer_texts(
-    facts: Facts, code: CodePlan, family: str, env: str, sums_reads: bool, apart: str
+    facts: Facts, code: CodePlan, family: str, printer: FunctionPrinter, less_lse: bool, apart: str
 ) -> Blocks | None:
     """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
-    splits = code.schedule.algorithm == "split_kv"
-    linear = facts.linear_scale is not None and not splits  # rows of a tile may have scales of their own
+    splits, env = code.schedule.algorithm == "split_kv", printer.env
+    # rows of a tile may have scales of their own
+    linear = (printer.adds and not facts.scores_lie_far) or (facts.linear_scale is not None and not splits)
     score = SCORES.get((family, code.signature.direction, linear))
     if score is None:
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
-    less_lse = linear and not sums_reads and facts.attention.weighs.saves_lse
     widths = code.signature.widths
     terms = Terms(
         linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
-        less_lse, facts.attention.drops, code.brings_boxes, max(widths.head_dim, widths.value_dim) <= NARROW,
+        less_lse and not splits, facts.attention.drops, code.brings_boxes, max(widths.head_dim, widths.value_dim) <= NARROW,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once

@@ -7,6 +7,7 @@ small to be divided well.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..compiler.analysis.sizes import FAR as FAR
+from ..compiler.planning.hardware import matrix_units
 
 T = TypeVar("T")
 
@@ -36,11 +40,36 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, x: Tensor, w: Tensor) -> None:
-    """Add x w^T to total [N, n, m]: x [N, n, k] and w [N, m, k]."""
-    if w.shape[1] <= FEW:
-        total.add_(product(x, w))
+    """Add x w^T to total [N, n, m] or [.., .., n, m]: x [N, n, k] and w [N, m, k]."""
+    if total.dim() > 3 or w.shape[1] <= FEW:
+        total.add_(product(x, w).view(total.shape))
     else:
         total.baddbmm_(x, w.mT)
+
+
+MOST_OF_A_HEAD = 1 << 16  # scores of a query head up to which a backward is computed in one piece
+
+
+def fits_one_piece(scores: int) -> bool:
+    """Whether a backward has so few scores of a query head that it needs no tiles."""
+    return 0 < scores <= MOST_OF_A_HEAD
+
+
+def multiply(x: Tensor, y: Tensor, factor: float, at: Tensor | None = None) -> Tensor:
+    """factor x y of [N, n, k] and [N, k, m]; at: memory that may hold it, from a product of as many or more."""
+    if factor != factor:  # MKL takes NaN for 1
+        x, factor = x * factor, 1.0
+    kept = None if at is None or at.shape[1:] != (x.shape[1], y.shape[2]) or len(at) < len(x) else at[: len(x)]
+    return torch.baddbmm(x.new_empty(()), x, y, beta=0, alpha=factor, out=kept)
+
+
+def store(result: Tensor, x: Tensor, y: Tensor, factor: float) -> None:
+    """Fill a result [batch rows, heads, n, m] with factor x y, [N, n', k] and [N, k, m]."""
+    shape = (x.shape[0], x.shape[1], y.shape[2])
+    if result.dtype == x.dtype and result.is_contiguous():
+        multiply(x, y, factor, result.view(shape))
+    else:
+        result.copy_(multiply(x, y, factor).view(result.shape))
 
 
 def one_dnn_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,6 +172,124 @@ def own_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
         exact = dscores @ key, (dscores.mT @ rows).sum(1, keepdim=True), (weights.mT @ dout).sum(1, keepdim=True)
         right = all(g.shape == e.shape and torch.allclose(g, e, atol=1e-6) for g, e in zip(found, exact, strict=True))
     return attend if right else None
+
+
+@lru_cache(maxsize=1)
+def takes_masks() -> bool:
+    """Whether both take a mask that is added to scores, of which a row may be -inf alone: tried, too."""
+    attend, backward = own_attention(), own_backward()
+    if attend is None or backward is None:
+        return False
+    rows = _floats([[[[0, 1], [2, 3]], [[1, 0], [1, 2]]]])
+    mask = _floats([[[[0.5, -math.inf]], [[-math.inf, -math.inf]]]]).expand(1, 2, 2, 2)
+    with torch.autocast("cpu", enabled=False):
+        weights = (0.5 * rows @ rows.mT + mask).softmax(-1).nan_to_num()
+        try:
+            out, lse = attend(rows, rows, rows, 0.0, False, attn_mask=mask.contiguous(), scale=0.5)
+            found = backward(rows, rows, rows, rows, out, lse, 0.0, False, attn_mask=mask.contiguous(), scale=0.5)
+        except (RuntimeError, TypeError, NotImplementedError, ValueError):
+            return False
+        dscores = 0.5 * weights * (rows @ rows.mT - (rows * out).sum(-1, keepdim=True))
+        exact = weights @ rows, dscores @ rows, dscores.mT @ rows, weights.mT @ rows
+        return all(torch.allclose(g, e, atol=1e-6) for g, e in zip((out, *found), exact, strict=True))
+
+
+FINITE = float(torch.finfo(torch.float64).max)
+MOST_OF_A_MASK = 1 << 20  # numbers of a mask that is made at once: more batch rows are computed one after the other
+
+
+def rows_of_a_mask(
+    sizes: tuple[int, int, int, int, int, int], by_batch: bool, by_head: bool, backward_in: torch.dtype | None = None
+) -> int:
+    """How many batch rows torch's own attention computes at once, which is handed a mask; 0 for what tiles compute.
+
+    sizes: B, Hq, Hkv, L, T and head_dim. by_batch, by_head: whether the mask differs by them. backward_in: the type of
+    operands, in a backward.
+    """
+    batch, heads, _, q_len, kv_len, head_dim = sizes
+    if backward_in is None:
+        is_short = q_len * kv_len * head_dim < SHORT_HEAD
+    else:
+        is_short = q_len * kv_len * head_dim < SHORT_HEAD_BACKWARD
+        is_short = is_short and (backward_in.itemsize > 2 or multiplies(backward_in))
+    numbers = q_len * kv_len * (heads if by_head else 1)  # of the mask of one batch row
+    if not is_short or numbers > 8 * MOST_OF_A_MASK or not numbers or not takes_masks():
+        return 0
+    return min(batch, max(1, MOST_OF_A_MASK // numbers)) if by_batch else batch
+
+
+@lru_cache(maxsize=4)
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor has units for products of 16 bits, so that torch's own backward in them is fast."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype) in matrix_units()
+
+
+def as_mask(found: Tensor, heads: int, group: int, kv_len: int) -> Tensor:
+    """What broadcasts to [B, Hkv, G, L, T], as torch's own attention takes a mask: [B or 1, Hq or 1, L or 1, T]."""
+    found = found.view(*(1,) * (5 - found.dim()), *found.shape)
+    if found.shape[1] * found.shape[2] > 1:
+        found = found.expand(-1, heads // group, group, -1, -1)
+    return found.flatten(1, 2).expand(-1, -1, -1, kv_len).contiguous()
+
+
+def attend_with_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask_of: Callable[[int, int], Tensor], rows: int, scale: float,
+    most: float = FINITE,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """out and lse by torch's own attention, so many batch rows at once. mask_of: the mask of batch rows first to end - 1.
+
+    Queries that see no key have 0 and -inf. None where a log-sum-exp is NaN or larger than `most`: a hidden key may
+    hold NaN, and NaN less inf is no -inf.
+    """
+    attend, parts = own_attention(), []
+    assert attend is not None
+    for first in range(0, len(query), rows):
+        end = min(first + rows, len(query))
+        mask = mask_of(first, end)
+        out, lse = attend(*(x[first:end] for x in (query, key, value)), 0.0, False, attn_mask=mask, scale=scale)
+        if not (float(lse.abs().amax()) <= most and _told_apart(out, lse, mask)):
+            return None
+        parts.append((out, lse))
+    if len(parts) == 1:
+        return parts[0]
+    outs, sums = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(sums)
+
+
+def _told_apart(out: Tensor, lse: Tensor, mask: Tensor) -> bool:
+    """Give rows that see no key their 0 and -inf; False where a 0 is not theirs.
+
+    torch's kernel gives 0 for the log-sum-exp of a row whose scores are all -inf, and takes one of NaN for such a row
+    where there are fewer keys than a vector of the processor has.
+    """
+    if int(torch.count_nonzero(lse)) == lse.numel():
+        return True
+    blind = mask.amax(-1) == -math.inf
+    if bool((lse == 0.0).logical_and_(~blind).any()):
+        return False
+    out.masked_fill_(blind[..., None], 0.0)
+    lse.masked_fill_(blind, -math.inf)
+    return True
+
+
+def gradients_with_mask(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    mask_of: Callable[[int, int], Tensor], rows: int, scale: float, most: float = FINITE,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """The gradients of query, key and value of such a call; None where one of the query's is not finite."""
+    attend, parts = own_backward(), []
+    assert attend is not None
+    lse = lse.masked_fill(lse == -math.inf, 0.0)  # weights of a row that sees nothing are then exp(-inf)
+    if not float(lse.abs().amax()) <= most:
+        return None
+    for first in range(0, len(query), rows):
+        end = min(first + rows, len(query))
+        given = [x[first:end] for x in (dout, query, key, value, out, lse)]
+        found = attend(*given, 0.0, False, attn_mask=mask_of(first, end), scale=scale)
+        if not math.isfinite(found[0].sum(dtype=lse.dtype)):
+            return None
+        parts.append(found)
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def overlap(*tensors: Tensor) -> bool:

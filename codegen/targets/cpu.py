@@ -21,7 +21,7 @@ from ...compiler.planning.signature import PACKED, Direction, Signature, Widths
 from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
 from ...ir.attention import Attention
 from ...ir.errors import UnavailableError, WeftError
-from ...ir.expr import TensorOperand, call, symbol
+from ...ir.expr import Expr, TensorOperand, call, symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
 from .. import products
@@ -93,7 +93,7 @@ class CpuTarget:
         open_mask, read = not facts.kv_bounds.closed_form, symbols(facts.attention.folded_mask)
         by_head = _differs_by_head(facts)
         mask = facts.attention.folded_mask
-        uniform = facts.linear_scale is not None and is_uniform(facts.linear_scale)
+        uniform = (scale := _scale(facts)) is not None and is_uniform(scale)
         form = code.kernels[-1].form
         assert isinstance(form, CpuForm)
         return {
@@ -101,12 +101,16 @@ class CpuTarget:
             "one_dnn": form.one_dnn,
             "in_tiles": form.in_tiles,
             "whole": _has_whole(facts, code.signature),
+            "with_mask": _takes_a_mask(facts, code.signature),
+            "mask_reads": _axes_of_mask(facts),
             "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
             "per_head_bounds": facts.bounds_differ_by_head,
             "uniform": uniform,
             "mask_of": "heads" if by_head else "rows" if "batch" in read else "all",
+            "score_by_batch": "batch" in symbols(facts.attention.folded_score),
+            "rows_first": "head" in (read := symbols(facts.attention.folded_score)) and "batch" not in read,
             "whole_rows": code.signature.direction == "backward" and bool(code.signature.widths.rope_dim),
         }
 
@@ -118,8 +122,20 @@ class CpuTarget:
         return _CpuLauncher(modules[0], code, facts)
 
 
+def _scale(facts: Facts) -> Expr | None:
+    """What q.k is multiplied by, where that is one number for a head."""
+    return facts.linear_scale if facts.scale_and_rest is None else facts.scale_and_rest[0]
+
+
 def _differs_by_head(facts: Facts) -> bool:
     return bool(symbols(facts.attention.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
+
+
+def _axes_of_mask(facts: Facts) -> frozenset[str]:
+    """Which of batch and head what torch's own attention is handed differs by."""
+    rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
+    read = symbols(facts.attention.folded_mask).union(rest)
+    return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
 
 
 def computes_whole(code: CodePlan, facts: Facts) -> bool:
@@ -143,22 +159,35 @@ def _own(direction: Direction) -> Callable[..., Any] | None:
     return own_attention() if direction == "forward" else own_backward()
 
 
-def _has_whole(facts: Facts, signature: Signature) -> bool:
-    """Whether torch's own attention computes some calls as they are: where every query sees all keys, or all up to its
-    own. Its backward gives the gradients of query, key and value alone."""
-    widths = signature.widths
+def _is_own(facts: Facts, signature: Signature) -> bool:
+    """Whether it is a softmax of a multiple of q.k, and perhaps of what is added, as torch's own attention has it. Its
+    backward gives the gradients of query, key and value alone."""
+    widths, scale = signature.widths, _scale(facts)
     return (
         signature.wanted <= _PRODUCTS.keys()
         and widths.head_dim == widths.value_dim
         and not (widths.value_is_key or widths.rope_dim)
-        and facts.linear_scale is not None
-        and is_uniform(facts.linear_scale)
-        and facts.kv_bounds.closed_form
-        and not _differs_by_head(facts)
-        and "batch" not in symbols(facts.attention.folded_mask)
+        and scale is not None
+        and is_uniform(scale)
         and not facts.attention.drops
         and facts.attention.weighs == SOFTMAX
     )
+
+
+def _has_whole(facts: Facts, signature: Signature) -> bool:
+    """Whether it computes some calls as they are: where every query sees all keys, or all up to its own."""
+    return (
+        _is_own(facts, signature)
+        and facts.linear_scale is not None
+        and facts.kv_bounds.closed_form
+        and not _differs_by_head(facts)
+        and "batch" not in symbols(facts.attention.folded_mask)
+    )
+
+
+def _takes_a_mask(facts: Facts, signature: Signature) -> bool:
+    """Whether it computes short calls where it is handed a mask, to which what a score adds belongs."""
+    return _is_own(facts, signature) and (facts.attention.is_masked or facts.scale_and_rest is not None)
 
 
 _PRODUCTS = {"query": {"dP", "dQ"}, "key": {"dP", "dK"}, "value": {"dV"}}  # that a gradient needs, besides scores
@@ -183,7 +212,7 @@ class _CpuLauncher:
         dense = code.signature.sequences == "dense"
         plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
         self.direct = self._direct() if plain else _never
-        whole = getattr(module, "gradients_as_a_whole", None)
+        whole = getattr(module, "gradients_by_torch", None)
         n_operands = sum(isinstance(p, TensorOperand) for p in facts.attention.parameters)
         wanted = code.signature.wanted
         self.backward_of = _never if whole is None or not dense else _as_they_come(whole, wanted, n_operands)
@@ -199,25 +228,26 @@ class _CpuLauncher:
         for condition in conditions:
             packer.expression(condition)
         operands = "call.operands.values()" if self.reads_operands else "()"
-        whole = getattr(self.module, "attended_as_a_whole", None)
+        by_torch = hasattr(self.module, "BY_TORCH")
         dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
         out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
         attended = [
             "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
-            f"    found = whole(query, key, value, {operands}, q_offset, sizes)",
-            "    if found is not None:", "        attended, lse = found",  # laid out as the query is
-            "        if attended.stride() == out_strides:", "            return attended, lse.contiguous()",
-            f"        return {out['out']}.copy_(attended), lse.contiguous()",
+            "    for way in module.BY_TORCH:",
+            f"        found = way(query, key, value, {operands}, q_offset, sizes)",
+            "        if found is not None:", "            attended, lse = found",  # laid out as the query is
+            "            if attended.stride() == out_strides:", "                return attended, lse.contiguous()",
+            f"            return {out['out']}.copy_(attended), lse.contiguous()",
         ]  # fmt: skip
         text = [
             "def direct(call):", *(f"    {line}" for line in packer.lines),
             f"    if not ({' and '.join(conditions)}):", "        return None",
-            f"    out_strides = {out['out_strides']}", *(attended if whole else []), f"    out = {out['out']}",
+            f"    out_strides = {out['out_strides']}", *(attended if by_torch else []), f"    out = {out['out']}",
             f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
             f"    forward(query, [key], value, {operands}, q_offset, call.head_dim, out, lse, **blocks)",
             "    return out, lse",
         ]  # fmt: skip
-        tools = {"forward": self.module.forward, "whole": whole, "blocks": self.blocks, "float32": torch.float32}
+        tools = {"forward": self.module.forward, "module": self.module, "blocks": self.blocks, "float32": torch.float32}
         return function("\n".join(text), "direct", {**tools, "autocast": torch.is_autocast_enabled})
 
     def partition(self, call: CallTensors, results: Named) -> Partition:

@@ -66,6 +66,22 @@ class Facts:
         return slope if isinstance(rest, Const) and rest.value == 0 else None
 
     @cached_property
+    def scale_and_rest(self) -> tuple[Expr, Expr] | None:
+        """(c, rest) where the score is c * qk + rest: c is one number for a head, and rest knows nothing of q.k.
+
+        None for other scores, where there is no rest, and where c is read from a tensor. Found without sympy: calls are
+        prepared by it.
+        """
+        with_qk: list[Expr] = []
+        rest: list[Expr] = []
+        for term in _terms(self.attention.folded_score):
+            (with_qk if "qk" in symbols(term) else rest).append(term)
+        factor = _linear_factor(with_qk[0]) if len(with_qk) == 1 else None
+        if factor is None or not rest or loads(factor):
+            return None
+        return factor, reduce(partial(call, "add"), rest)
+
+    @cached_property
     def scale_sign_unknown(self) -> bool:
         """Whether the factor of a linear score may be negative or 0 at run time, by underflow too."""
         return self.linear_scale is not None and not is_clearly_positive(self.linear_scale)
@@ -315,6 +331,7 @@ class Facts:
         """What the scheduler and the cost model need to know."""
         made = Traits(
             linear=self.linear_scale is not None,
+            adds=self.scale_and_rest is not None,
             masked=self.attention.is_masked,
             operand_gradients=len(self.attention.gradient_loads),
             positional=self.score_reads_positions or self.loads_at_positions,

@@ -145,6 +145,7 @@ class Traits:
     """What the schedule and the cost depend on besides sizes."""
 
     linear: bool = True  # the score is a positive number times q.k
+    adds: bool = False  # the score is a number times q.k, and what knows nothing of q.k is added
     masked: bool = True  # the mask is not True
     operand_gradients: int = 0  # tensor reads in the score that have a gradient
     positional: bool = False  # the score, or a tensor read in score or mask, depends on positions

@@ -58,7 +58,7 @@ def cpu_backward(t: Tiles) -> list[Stage]:
 
 def _rows_scaled(t: Tiles) -> bool:
     """A score that is linear in q.k scales rows and not tiles, unless gradients of operands want q.k itself."""
-    return t.traits.linear and not t.sums
+    return t.traits.adds or (t.traits.linear and not t.sums)
 
 
 def _scaled(t: Tiles) -> str:
@@ -66,4 +66,6 @@ def _scaled(t: Tiles) -> str:
 
 
 def _cpu_score(t: Tiles) -> str:
+    if t.traits.adds:
+        return "Q K^T + what the score adds"
     return "Q K^T" if _rows_scaled(t) else t.score_text

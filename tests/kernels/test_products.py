@@ -110,6 +110,16 @@ def test_products_and_sums_of_them(engine, shape, dtype):
     )
 
 
+def test_a_factor_of_nan_is_one():
+    """MKL leaves such a factor out of products as large as these."""
+    x, y = torch.randn(2, 40, 16), torch.randn(2, 16, 40)
+    result = torch.zeros(1, 2, 40, 40)
+    products.store(result, x, y, math.nan)
+    assert products.multiply(x, y, math.nan).isnan().all() and result.isnan().all()
+    products.store(result, x, y, 0.5)
+    torch.testing.assert_close(result[0], 0.5 * (x @ y), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("gaps", ["rows", "columns"])
 def test_one_dnn_is_given_no_gaps(engine, gaps):
     """It computes w whose rows have gaps one product at a time: a thousand times as long."""

@@ -1,0 +1,337 @@
+"""Every way that target `cpu` computes a call, times every input that once gave a wrong number in one of them.
+
+A generated module tries ways in turn: torch's own attention as it is or with a mask, all scores in one piece, tiles.
+WAYS lists them, and a module that has another one fails `test_every_way_is_in_the_list`: so a new way meets the old
+inputs. CASES lists the inputs; a defect that is mended gets a line there.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft import head, kv_pos, masks, q_pos, score
+from weft.codegen import products
+from weft.runtime.variant import variant_of
+
+X, WINDOW = weft.scalar("x", float), weft.scalar("window", int)
+SEEN, BIAS, SLOPES = weft.tensor("seen", 2, bool), weft.tensor("bias", 3), weft.tensor("slopes", 1)
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+VARIANTS = {
+    "full": weft.Attention(scale=X, name="ways_full"),
+    "causal": weft.Attention(mask=masks.causal, scale=X, name="ways_causal"),
+    "window": weft.Attention(mask=masks.causal & (q_pos - kv_pos < WINDOW), scale=X, name="ways_window"),
+    "seen": weft.Attention(mask=SEEN[q_pos, kv_pos], scale=X, name="ways_seen"),
+    "bias": weft.Attention(score + BIAS[head, q_pos, kv_pos], SEEN[q_pos, kv_pos], scale=X, name="ways_bias"),
+    "alibi": weft.Attention(score - weft.abs(SLOPES[head] * (q_pos - kv_pos)), masks.causal, scale=X, name="ways_alibi"),
+    "softcap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, scale=X, name="ways_softcap"),
+}  # fmt: skip
+
+
+# -- the ways ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Way:
+    """How calls are made to take a way in one direction, and which variants have it."""
+
+    function: str  # of the generated module
+    variants: tuple[str, ...]
+    form: str = "256x256"
+    own: bool = False  # by torch's own attention
+    constants: dict[str, Any] = field(default_factory=dict)  # of the module
+
+    def force(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Leave the other ways out."""
+        if hasattr(module, "BY_TORCH"):
+            ways = [way for way in module.BY_TORCH if self.own and way.__name__ == self.function]
+            monkeypatch.setattr(module, "BY_TORCH", tuple(ways))
+        for name, value in self.constants.items():
+            monkeypatch.setattr(module, name, value, raising=False)
+
+
+EVERY = tuple(VARIANTS)
+_TILES_FORWARD: dict[str, Any] = {"MOST_IN_ONE_PIECE": -1}
+_TILES_BACKWARD: dict[str, Any] = {"fits_one_piece": lambda scores: False}
+FORWARD = {
+    "torch's own": Way("attended_as_a_whole", ("full", "causal", "window"), own=True),
+    "torch's own, with a mask": Way("attended_with_a_mask", ("causal", "window", "seen", "bias", "alibi"), own=True),
+    "one piece": Way("forward_in_one_piece", ("full", "causal", "window", "alibi", "softcap")),
+    "a tile": Way("forward_in_tiles", EVERY, constants=_TILES_FORWARD),
+    "tiles": Way("forward_in_tiles", EVERY, "16x16", constants=_TILES_FORWARD),
+    "tiles, oneDNN": Way("forward_in_tiles", EVERY, "16x16+onednn", constants=_TILES_FORWARD),
+}
+BACKWARD = {
+    "torch's own": Way("gradients_as_a_whole", ("full", "causal", "window"), own=True),
+    "torch's own, with a mask": Way("gradients_with_a_mask", ("causal", "window", "seen", "bias", "alibi"), own=True),
+    "one piece": Way("backward_in_one_piece", EVERY),
+    "a tile": Way("backward_in_tiles", EVERY, constants=_TILES_BACKWARD),
+    "tiles": Way("backward_in_tiles", EVERY, "16x16", constants=_TILES_BACKWARD),
+    "tiles, oneDNN": Way("backward_in_tiles", EVERY, "16x16+onednn", constants=_TILES_BACKWARD),
+}
+DISPATCH = {"forward", "forward_run", "backward", "backward_run", "attended_by_torch", "gradients_by_torch"}
+# what these call besides ways: nothing that computes attention
+HELPERS = {"forward_without_keys", "backward_without_keys", "compute_type", "in_compute_type", "new_tables", "fits_one_piece"}
+
+
+def needed(way: Way) -> None:
+    if way.own and not products.takes_masks():
+        pytest.skip("torch's own attention is not there")
+    if "onednn" in way.form and products.one_dnn_linear() is None:
+        pytest.skip("this torch has no oneDNN product to call")
+
+
+# -- the inputs --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Case:
+    """One call. edit: what is done to query, key, value and operands before."""
+
+    scale: float = 0.25
+    q_len: int = 40
+    kv_len: int = 40
+    edit: Callable[..., None] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    gradients: bool = True  # whether they are compared, beside the output
+    or_nan: bool = False  # where a result is NaN, that will do
+    only: tuple[str, ...] = EVERY
+
+
+def _scaled_query(by: float) -> Callable[..., None]:
+    return lambda query, key, value, operands: query.mul_(by)
+
+
+def _hide(*rows: int) -> Callable[..., None]:
+    def edit(query: Tensor, key: Tensor, value: Tensor, operands: dict[str, Any]) -> None:
+        operands["seen"][list(rows) if rows else slice(None)] = False
+
+    return edit
+
+
+def _hidden_key(of: float) -> Callable[..., None]:
+    def edit(query: Tensor, key: Tensor, value: Tensor, operands: dict[str, Any]) -> None:
+        operands["seen"][:, 3] = False
+        key[:, :, 3] = of
+
+    return edit
+
+
+def _query_row(of: float, n: int = -1) -> Callable[..., None]:
+    def edit(query: Tensor, key: Tensor, value: Tensor, operands: dict[str, Any]) -> None:
+        query[0, 1, n, 5] = of
+        key[..., 5] = 1.0
+
+    return edit
+
+
+def _hiding_bias(of: float) -> Callable[..., None]:
+    def edit(query: Tensor, key: Tensor, value: Tensor, operands: dict[str, Any]) -> None:
+        operands["seen"][:, 0] = True  # in 32 bits nothing is left of a score beside -1e9
+        operands["bias"][:, 1::3, 2:] = of
+
+    return edit
+
+
+_BY_POSITION = ("full", "causal", "window", "alibi", "softcap")  # they read nothing by a negative position
+_MASKED = ("seen", "bias")
+LENGTHS, NONE = torch.tensor([40, 13], dtype=torch.int32), torch.tensor([0, 40], dtype=torch.int32)
+CASES = {
+    "scale 0": Case(0.0),
+    "scale -0": Case(-0.0),
+    "a scale that float32 takes for 0": Case(math.exp(-150.0)),
+    "a denormal scale": Case(1e-40),
+    "the least normal scale": Case(float(torch.finfo(torch.float32).tiny)),
+    "a negative scale": Case(-1.5),
+    "a negative scale near 0": Case(-1e-40),
+    "a scale of inf": Case(math.inf, gradients=False, or_nan=True),
+    "a scale of -inf": Case(-math.inf, gradients=False, or_nan=True),
+    "a pair": Case(q_len=1, kv_len=1),
+    "a pair, scale 0": Case(0.0, q_len=1, kv_len=1),
+    "a query": Case(q_len=1, kv_len=9),
+    "a key": Case(q_len=9, kv_len=1, only=_BY_POSITION),
+    "queries before the first key": Case(q_len=30, kv_len=12, only=_BY_POSITION),
+    "fewer queries": Case(q_len=7, kv_len=33),
+    "from the first position on": Case(q_len=12, kv_len=30, options={"q_offset": 0}),
+    "behind all keys": Case(q_len=12, kv_len=30, options={"q_offset": 50}),
+    "lengths": Case(options={"kv_lens": LENGTHS, "q_offset": 0}),
+    "a length of 0": Case(options={"kv_lens": NONE, "q_offset": 0}),
+    "scale 0, lengths": Case(0.0, options={"kv_lens": LENGTHS, "q_offset": 0}),
+    "huge scores": Case(edit=_scaled_query(1e4), gradients=False),
+    "scores of 1e30": Case(edit=_scaled_query(1e30), gradients=False, only=("full", "causal", "window", "seen")),
+    "a query of NaN": Case(edit=_query_row(math.nan), gradients=False),
+    "a query of inf": Case(edit=_query_row(math.inf), gradients=False, or_nan=True),
+    "a query of -inf": Case(edit=_query_row(-math.inf), gradients=False),
+    "all rows hidden": Case(edit=_hide(), only=_MASKED),
+    "some rows hidden": Case(edit=_hide(0, 7, 39), only=_MASKED),
+    "scale 0, some rows hidden": Case(0.0, edit=_hide(0, 7, 39), only=_MASKED),
+    "one row, hidden": Case(q_len=1, kv_len=5, edit=_hide(), only=_MASKED),
+    "NaN in a hidden key": Case(edit=_hidden_key(math.nan), only=_MASKED),
+    "inf in a hidden key": Case(edit=_hidden_key(math.inf), only=_MASKED),
+    "a bias of -1e9": Case(edit=_hiding_bias(-1e9), only=("bias",)),
+    "a bias of -inf": Case(edit=_hiding_bias(-math.inf), only=("bias",)),
+    "a bias of 2000": Case(edit=_hiding_bias(2000.0), only=("bias",)),
+    "one window": Case(q_len=1, kv_len=40, options={"window": 7}, only=("window",)),
+}  # fmt: skip
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def drawn(variant: weft.Attention, case: Case, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(case.q_len)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tensors = [normal(2, heads, n, DIM) for heads, n in ((HEADS, case.q_len), *[(KV_HEADS, case.kv_len)] * 2)]
+    longest = max(case.q_len, case.kv_len) + 51  # positions that a query may have
+    known = {
+        "x": case.scale, "window": 11, "bias": normal(HEADS, longest, longest), "slopes": normal(HEADS).abs(),
+        "seen": torch.rand(longest, longest, generator=generator) < 0.7,
+    }  # fmt: skip
+    operands = {p.name: known[p.name] for p in variant.parameters} | case.options
+    if case.edit is not None:
+        case.edit(*tensors, operands)
+    return tensors, operands
+
+
+def found(call: Callable[..., Any], tensors: list[Tensor], operands: dict[str, Any], **options: Any) -> list[Tensor]:
+    """out, lse, and the gradients of query, key and value."""
+    tensors = [t.detach().requires_grad_() for t in tensors]
+    out, lse = call(*tensors, return_lse=True, **operands, **options)
+    dout = torch.linspace(-1.0, 1.0, out.numel(), dtype=torch.float64).view(out.shape)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
+
+
+def exact_of(variant: weft.Attention, tensors: list[Tensor], operands: dict[str, Any]) -> list[Tensor]:
+    wide = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in operands.items()}
+    return found(variant.reference, [t.double() for t in tensors], wide)
+
+
+def assert_right(what: str, results: list[Tensor], exact: list[Tensor], dtype: torch.dtype, case: Case) -> None:
+    error = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}[dtype]
+    names = ["out", "lse", "dquery", "dkey", "dvalue"]
+    for name, got, wanted in list(zip(names, results, exact, strict=True))[: 5 if case.gradients else 2]:
+        got = torch.where(got.isnan(), wanted, got.double()) if case.or_nan else got.double()
+        largest = wanted[wanted.isfinite()].abs().amax() if wanted.isfinite().any() else 0.0
+        torch.testing.assert_close(
+            got, wanted, rtol=error, atol=error * max(1.0, float(largest)), equal_nan=True,
+            msg=lambda text, name=name: f"{what}: {name}: {text}",
+        )  # fmt: skip
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+def pairs(ways: dict[str, Way]) -> list[Any]:
+    return [pytest.param(w, v, id=f"{name}-{v}") for name, w in ways.items() for v in w.variants]
+
+
+def take(
+    way: Way, variant: weft.Attention, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, list[str], Callable[[], None]]:
+    """The schedule, the functions that were called since, and what makes all modules of the variant take the way."""
+    taken: list[str] = []
+    done: set[int] = set()
+
+    def force() -> None:
+        ready = variant_of(variant)
+        for known in (ready._forwards if direction == "forward" else ready._backwards).values():
+            module = known.launcher.module  # type: ignore[attr-defined]
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            for name in {w.function for w in (*FORWARD.values(), *BACKWARD.values())}:
+                if hasattr(module, name):
+                    _record(module, name, taken, monkeypatch)
+            way.force(module, monkeypatch)
+
+    return f"flash/flash_{direction}=cpu:{way.form}", taken, force
+
+
+def _record(module: ModuleType, name: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    function = getattr(module, name)
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        if result is not None or not name.startswith(("attended", "gradients")):
+            taken.append(name)
+        return result
+
+    recorded.__name__ = name
+    monkeypatch.setattr(module, name, recorded)
+    if hasattr(module, "BY_TORCH"):
+        ways = tuple(recorded if way is function else way for way in module.BY_TORCH)
+        monkeypatch.setattr(module, "BY_TORCH", ways)
+
+
+@pytest.fixture(autouse=True)
+def calls_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways of short calls too, which other tests leave to tiles."""
+    monkeypatch.setattr(products, "SHORT_HEAD", 1 << 24)
+    monkeypatch.setattr(products, "SHORT_HEAD_BACKWARD", 1 << 23)
+    monkeypatch.setattr(products, "MOST_OF_A_HEAD", 1 << 16)
+    monkeypatch.setattr(products, "multiplies", lambda dtype: True)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("way", "name"), pairs(FORWARD))
+def test_forwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check(way, name, dtype, "forward", monkeypatch)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("way", "name"), pairs(BACKWARD))
+def test_backwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check(way, name, dtype, "backward", monkeypatch)
+
+
+def _check(way: Way, name: str, dtype: torch.dtype, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every input three times: prepared, by what was prepared, and as a call that is known."""
+    needed(way)
+    variant, times = VARIANTS[name], 0
+    schedule, taken, force = take(way, variant, direction, monkeypatch)
+    for what, case in CASES.items():
+        if name not in case.only:
+            continue
+        tensors, operands = drawn(variant, case, dtype)
+        exact = exact_of(variant, tensors, operands)
+        for _ in range(3):
+            results = found(variant, tensors, operands, target="cpu", schedule=schedule)
+            assert_right(f"{name}, {what}", results, exact, dtype, case)
+            force()
+        times += way.function in taken
+        taken.clear()
+    assert times > 2, f"{way.function} was taken by {times} inputs"
+
+
+def modules() -> Iterator[ModuleType]:
+    """Modules of all variants, both directions, dense calls and lengths."""
+    for name, variant in VARIANTS.items():
+        for what in ("fewer queries", "lengths"):
+            tensors, operands = drawn(variant, CASES[what], torch.float32)
+            found(variant, tensors, operands, target="cpu")
+        ready = variant_of(variant)
+        for known in (*ready._forwards.values(), *ready._backwards.values()):
+            yield known.launcher.module  # type: ignore[attr-defined]
+
+
+def test_every_way_is_in_the_list() -> None:
+    """What a module's dispatch calls is a way of the lists above, or known to compute nothing."""
+    listed = {w.function for w in (*FORWARD.values(), *BACKWARD.values())}
+    seen = set()
+    for module in modules():
+        ways = {way.__name__ for way in getattr(module, "BY_TORCH", ())}
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.FunctionDef) and node.name in DISPATCH:
+                calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+                ways |= {call for call in calls if inspect.isfunction(getattr(module, call, None))}
+        assert not (new := ways - listed - DISPATCH - HELPERS), f"{module.__name__}: {new} are in neither list"
+        seen |= ways & listed
+    assert seen == listed, f"no module has {listed - seen}"
