@@ -109,30 +109,50 @@ def _floats(numbers: Sequence[object]) -> Tensor:
 
 
 VERY_SHORT = 1 << 13  # scores of calls that cost what the host takes for them: one op is then faster than any tiles
-# Queries times keys times columns of a head, forward and backward, below which one op is faster than the tiles of a
-# processor that has fast ones: what torch takes for each of its ops is then more than is won (docs/performance.md).
+# Queries times keys times columns of a head, forward and backward, below which one op is faster in one thread than the
+# tiles of a processor that has fast ones: what torch takes for each of its ops is then more than is won
+# (docs/performance.md).
 SHORT_HEAD, SHORT_HEAD_BACKWARD = 1 << 24, 1 << 23
+# How many times that in two threads, which share one op better than they share tiles; and in more, where tiles have no
+# products of oneDNN.
+TWO_THREADS, TWO_THREADS_IN_16_BITS, MORE_THREADS = 4, 64, 1 << 40
 
 
-def whole_attention(scores: int, of_a_head: int, in_tiles: bool = False) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def short_head(backward: bool = False, in_16_bits: bool = False) -> int:
+    """Queries times keys times columns of a head below which one op is faster than tiles, in torch's threads."""
+    if backward and in_16_bits:
+        # torch's takes 0.8 to 1.4 of the time of tiles on the processors that were timed, at any length
+        return 0
+    threads, in_one = torch.get_num_threads(), SHORT_HEAD_BACKWARD if backward else SHORT_HEAD
+    if threads == 1:
+        return in_one
+    return in_one * (MORE_THREADS if threads > 2 else TWO_THREADS_IN_16_BITS if in_16_bits else TWO_THREADS)
+
+
+def whole_attention(
+    scores: int, of_a_head: int, in_tiles: bool = False, in_16_bits: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """torch's own attention with its log-sum-exp, for calls that it computes as they are and faster than tiles do.
 
     (query, key, value, 0.0, is_causal, scale=...) -> (out, lse). None where there is none, and in calls of more scores
-    where tiles are the faster ones (in_tiles), which a form says. of_a_head: queries times keys times columns.
+    where tiles are the faster ones (in_tiles), which a form says. of_a_head: queries times keys times columns; half of
+    that where a query sees keys up to its own.
     """
-    return own_attention() if not in_tiles or scores <= VERY_SHORT or of_a_head < SHORT_HEAD else None
+    if in_tiles and scores > VERY_SHORT and of_a_head >= short_head(in_16_bits=in_16_bits):
+        return None
+    return own_attention()
 
 
 def whole_backward(
     scores: int, of_a_head: int, in_tiles: bool = False, in_16_bits: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """The gradients of such a call, by the same rule.
+    """The gradients of such a call, by the same rule. of_a_head: whatever the mask.
 
     (dout, query, key, value, out, lse, 0.0, is_causal, scale=...) -> (dquery, dkey, dvalue). lse must be finite.
     """
-    # in 16 bits torch's takes 0.8 to 1.4 of the time of tiles on the processors that were timed, at any length
-    is_short = scores <= VERY_SHORT or (of_a_head < SHORT_HEAD_BACKWARD and not in_16_bits)
-    return own_backward() if is_short or not in_tiles else None
+    if in_tiles and scores > VERY_SHORT and of_a_head >= short_head(True, in_16_bits):
+        return None
+    return own_backward()
 
 
 @lru_cache(maxsize=1)
@@ -207,11 +227,11 @@ def rows_of_a_mask(
     operands, in a backward.
     """
     batch, heads, _, q_len, kv_len, head_dim = sizes
-    if backward_in is None:
-        is_short = q_len * kv_len * head_dim < SHORT_HEAD
-    else:
-        is_short = q_len * kv_len * head_dim < SHORT_HEAD_BACKWARD
-        is_short = is_short and (backward_in.itemsize > 2 or multiplies(backward_in))
+    limit = SHORT_HEAD if backward_in is None else SHORT_HEAD_BACKWARD
+    if torch.get_num_threads() > 1:
+        limit *= TWO_THREADS
+    is_short = q_len * kv_len * head_dim < limit
+    is_short = is_short and (backward_in is None or backward_in.itemsize > 2 or multiplies(backward_in))
     numbers = q_len * kv_len * (heads if by_head else 1)  # of the mask of one batch row
     if not is_short or numbers > 8 * MOST_OF_A_MASK or not numbers or not takes_masks():
         return 0

@@ -398,7 +398,7 @@ def _for_device(device: torch.device) -> Hardware:
     import torch
 
     if device.type == "cpu":
-        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches(), matrix_units())
+        rates = guessed_rates(usable_cores(), _made_by_intel(), cpu_caches(), matrix_units(), dot_units())
         return cpu_with(rates, usable_cores(), _ram())
     if device.type != "cuda":
         raise WeftError(f"device: expected a cpu or cuda device, got {device}; move the operands to one of these")
@@ -475,11 +475,22 @@ def _made_by_intel() -> bool:
 
 def matrix_units() -> tuple[str, ...]:
     """Dtypes of 16 bits that this processor multiplies in tiles (AMX), as Linux lists it; none where it does not."""
+    flags = _flags()
+    return tuple(dtype for dtype in ("bf16", "fp16") if f"amx_{dtype}" in flags)
+
+
+def dot_units() -> tuple[str, ...]:
+    """Dtypes of 16 bits that it has dot products of (AVX-512), which torch's own backward was seen to gain by: on
+    processors that are not Intel's."""
+    return ("bf16",) if "avx512_bf16" in _flags() and not _made_by_intel() else ()
+
+
+def _flags() -> list[str]:
+    """What this processor can do, as Linux lists it; nothing where it does not."""
     with suppress(OSError):
         listed = re.search(r"^flags\s*:(.*)$", _CPU_INFO.read_text(), re.MULTILINE)
-        flags = listed[1].split() if listed else []
-        return tuple(dtype for dtype in ("bf16", "fp16") if f"amx_{dtype}" in flags)
-    return ()
+        return listed[1].split() if listed else []
+    return []
 
 
 def cpu_caches() -> tuple[int, int, int]:

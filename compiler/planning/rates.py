@@ -390,6 +390,7 @@ def rates_in_words(rates: CpuRates | GpuRates) -> list[tuple[str, str]]:
 
 
 # -- what is assumed ---------------------------------------------------------------------------------------------------
+DOTS = 1.7  # torch's own backward in bfloat16 over that in float32, where a processor has dot products of it
 CLOCK = 2.5e9  # a common all-core clock of servers
 _TILES = tuple((queries, keys) for queries in (64, 128, 256, 512) for keys in (64, 256, 1024, 4096))
 _PLAIN_CACHES = (32 * KIB, 2 * MIB, 32 * MIB)  # of servers' cores: L2 is 1 MiB (AMD Zen 4) or 2 (Intel Sapphire Rapids)
@@ -397,11 +398,12 @@ _PLAIN_CACHES = (32 * KIB, 2 * MIB, 32 * MIB)  # of servers' cores: L2 is 1 MiB 
 
 def guessed_rates(
     cores: int, mkl_knows_it: bool = True, caches: tuple[int, int, int] = _PLAIN_CACHES,
-    matrix_units: Collection[str] = (),
+    matrix_units: Collection[str] = (), dot_units: Collection[str] = (),
 ) -> CpuRates:  # fmt: skip
     """A core of a server with AVX2 that was not measured. mkl_knows_it: it is Intel's, so that torch's products are the
     faster ones; on other processors MKL leaves half of it unused. matrix_units: dtypes of 16 bits that it has such
-    units for; without them torch's own backward in these is slower than one in float32."""
+    units for; without them torch's own backward in these is slower than one in float32. dot_units: those that it has
+    instructions for, which make it faster."""
     peak = CLOCK * 32  # two FMA of 8 floats a clock
     shares: tuple[tuple[Library, float], ...] = (("torch", 1.0), ("onednn", 0.7))
     if not mkl_knows_it:
@@ -422,7 +424,7 @@ def guessed_rates(
         all_products=0.9 * cores if cores > 1 else 1.0,
         all_ram=min(cores, 8) * 16e9,  # one DDR4-3200 channel is 25.6 GB/s; a core alone draws about 20
         attention_backward=tuple(
-            (dtype, own if dtype in ("fp32", "fp64", *matrix_units) else own / 2)
+            (dtype, own if dtype in ("fp32", "fp64", *matrix_units) else own * (DOTS if dtype in dot_units else 0.5))
             for dtype in ("fp32", "fp64", "fp16", "bf16")
         ),
         operations=_GUESSED_OPERATIONS,
