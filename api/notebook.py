@@ -7,7 +7,7 @@ visible: 2 queries, 3 keys
 │██ │
 │███│
 └───┘
-1 empty, 0 edge ▒, 5 full █; tile 1 queries x 1 keys
+1 empty, 0 edge ▒, 5 full █; tile 1 query x 1 key
 """
 
 from __future__ import annotations

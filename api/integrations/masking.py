@@ -15,6 +15,7 @@ from ..ir.errors import UnavailableError
 from ..runtime.torch_private import constant_while_tracing
 
 NAME = "weft"
+UNKNOWN = -2  # in place of a count of writes, which it never equals
 
 
 @dataclass(eq=False)
@@ -98,7 +99,16 @@ class Mask(Tensor):
         warn_that_it_is_made(getattr(function, "__name__", str(function)))
         if function in _ADDS and not kwargs and len(args) == 2:
             return function(*added(*args))
-        return function(*with_tensors(args), **with_tensors(kwargs))
+        found = function(*with_tensors(args), **with_tensors(kwargs))
+        if function in _SHARE_UNCOUNTED:
+            written_from_now_on(args[0])
+        return found
+
+    def set_(self, *_: Any, **__: Any) -> Tensor:
+        raise UnavailableError(
+            f"{NAME}: the model gives its mask other memory (Tensor.set_): clone the mask before, or load the model "
+            'with attn_implementation="sdpa"'
+        )
 
 
 def handed(rule: Rule, pairs: Callable[[], Tensor], device: torch.device | str, base: Mask | None = None) -> Mask:
@@ -127,6 +137,13 @@ def written(mask: Mask) -> bool:
         return True
     made = mask.made
     return made is not None and (writes(made) < 0 or writes(made) != mask.version)
+
+
+def written_from_now_on(mask: Any) -> None:
+    """The memory of its tensor is shared with what torch counts no writes of, as a numpy array or `.data`."""
+    while isinstance(mask, Mask):
+        mask.version = UNKNOWN
+        mask = mask.base
 
 
 def writes(made: Tensor) -> int:
@@ -220,6 +237,10 @@ _SUBTRACTS = frozenset({
     torch.sub, torch.subtract, torch.rsub, torch.neg, Tensor.sub, Tensor.sub_, Tensor.subtract, Tensor.__sub__,
     Tensor.__rsub__, Tensor.__isub__, Tensor.neg, Tensor.__neg__,
 })  # fmt: skip
+# these share memory with the tensor, and torch counts no writes through them
+_SHARE_UNCOUNTED = frozenset(
+    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+)
 _ADDS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__})
 _QUESTIONS = [name for name in dir(Tensor) if name.startswith("is_") and name != "is_nonzero"]
 _METHODS = "size dim stride numel nelement element_size storage_offset untyped_storage _is_view".split() + _QUESTIONS

@@ -37,7 +37,14 @@ def start_of(what: str, salt: Hashable) -> Start:
         raise WeftError(
             f"{what}: salt: expected what has a hash, as bytes, an int or a tuple of such, got {got}"
         ) from None
-    return Start(type(salt), salt)
+    return Start(type(salt), _with_types(salt))
+
+
+def _with_types(salt: Hashable) -> Hashable:
+    """A salt in which the type of each part counts, too: ("image", 1) is not ("image", True)."""
+    if type(salt) is tuple or type(salt) is frozenset:
+        return type(salt), type(salt)((type(part), _with_types(part)) for part in salt)
+    return repr(salt) if isinstance(salt, float) else salt  # 0.0 == -0.0
 
 
 class Page(NamedTuple):

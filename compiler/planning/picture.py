@@ -110,7 +110,7 @@ def mask_text(grid: TileGrid, *, width: int = 64, title: str = "") -> str:
     lines = ["".join(_cell(rows, c, step) for c in range(0, len(rows[0]), step)) for rows in cells]
     frame = "─" * (len(lines[0]) if lines else 0)
     counts = grid.counts
-    size = f"tile {grid.block_q} queries x {grid.block_kv} keys" + (
+    size = f"tile {counted(grid.block_q, 'query')} x {counted(grid.block_kv, 'key')}" + (
         f", {step} x {step} tiles a character" if step > 1 else ""
     )
     legend = f"{counts.empty} empty, {counts.edge} edge ▒, {counts.full} full █; {size}"
@@ -287,7 +287,7 @@ def _legend(grid: TileGrid, top: int) -> Iterator[str]:
         yield f'<rect x="{x}" y="{top - 10}" width="11" height="11" fill="{colour}" stroke="#888888"/>'
         yield _svg_text(x + 16, top, f"{label.split(':')[0]} {count:,}")
         yield _svg_text(x + 16, top + 15, label.split(": ")[1], more=' font-size="10" fill-opacity="0.7"')
-    yield _svg_text(_MARGIN, top + 36, f"tile {grid.block_q} queries x {grid.block_kv} keys")
+    yield _svg_text(_MARGIN, top + 36, f"tile {counted(grid.block_q, 'query')} x {counted(grid.block_kv, 'key')}")
 
 
 def check_path(path: str | Path) -> Path:

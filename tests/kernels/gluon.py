@@ -414,6 +414,9 @@ class Language:
     def fma(self, a: Any, b: Any, c: Any) -> Tensor:
         return (_of(a).double() * b + c).float()
 
+    def div_rn(self, a: Any, b: Any) -> Tensor:
+        return torch.div(_of(a), _of(b))
+
     def cdiv(self, a: Any, b: Any) -> Any:
         return (a + b - 1) // b
 

@@ -46,6 +46,7 @@ SCORES = {
 }
 LEVELS = {n: s for n, s in levels.SCORES.items() if n not in ("with_a_slope", "capped")}
 MASKS = {"causal": masks.causal, "none": True, "window": masks.sliding_window(90)}
+MASKS["quotients"] = weft.floor(kv_pos / 7) <= weft.floor(q_pos / 7)  # divided as IEEE 754 says
 
 
 def operands_of(declared: Any, batches: int = BATCHES) -> dict[str, Tensor]:
@@ -109,7 +110,7 @@ def test_reads_by_one_position(name: str, deterministic: bool) -> None:
     check(variant(name), deterministic=deterministic)
 
 
-@pytest.mark.parametrize("mask", mostly(["none"], ["none", "window"]))
+@pytest.mark.parametrize("mask", mostly(["none", "quotients"], ["none", "window", "quotients"]))
 def test_masks(mask: str) -> None:
     check(variant("of_both", mask), 200, 130)
     check(variant("of_keys", mask), 70, 300, kv_heads=4)

@@ -12,6 +12,7 @@ import torch
 import weft
 from weft import kv_pos, q_pos
 from weft.kv import DenseCache, OutOfBlocksError, PagedCache
+from weft.kv.blocks import start_of
 from weft.runtime.append import append_rows
 
 SIZES = {"kv_heads": 2, "head_dim": 8, "dtype": torch.float32}
@@ -509,6 +510,23 @@ def test_a_cache_that_is_copied_says_what_to_do():
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(weft.WeftError, match=r"PagedCache: a cache is not copied or pickled.*fork\(sequence\)"):
             copied(model)
+
+
+def test_the_type_of_each_part_of_a_salt_counts():
+    alike = [
+        ("image", 1),
+        ("image", True),
+        ("image", 1.0),
+        frozenset({1}),
+        frozenset({True}),
+        0.0,
+        -0.0,
+        (1, (1,)),
+        (1, (True,)),
+    ]
+    starts = {start_of("allocate", salt) for salt in alike}
+    assert len(starts) == len(alike)
+    assert start_of("allocate", ("image", 1)) == start_of("allocate", ("image", 1))
 
 
 def test_pages_are_found_by_their_salt_too():

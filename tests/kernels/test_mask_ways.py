@@ -321,6 +321,34 @@ def test_writes_through_what_was_cut_off_are_seen() -> None:
     assert torch.equal(pairs(cut_before, 6), dense[:, 0, :, :6])
 
 
+def _by_numpy(mask: Tensor) -> None:
+    mask.numpy()[..., :2] = False
+
+
+def _by_data(mask: Tensor) -> None:
+    mask.data[..., :2] = False
+
+
+def _as_data(mask: Tensor) -> None:
+    mask.data = theirs() & (torch.arange(9) > 1)
+
+
+@pytest.mark.parametrize("write", [_by_numpy, _by_data, _as_data])
+def test_writes_that_torch_does_not_count_are_seen(write: Any) -> None:
+    own, dense = ours(), theirs().clone()
+    part = own[..., :6]
+    write(own)
+    write(dense)
+    assert torch.equal(pairs(own, 9), dense[:, 0])
+    if write is not _as_data:  # which leaves what was cut before with the old memory
+        assert torch.equal(pairs(part, 6), dense[:, 0, :, :6])
+
+
+def test_other_memory_is_refused() -> None:
+    with pytest.raises(UnavailableError, match="gives its mask other memory"):
+        ours().set_(theirs())
+
+
 def test_a_mask_that_is_added_to_floats_hides() -> None:
     """As models want it that compute attention themselves, and know of masks of floats alone."""
     additive = torch.where(theirs(), 0.0, LOWEST)
