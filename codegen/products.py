@@ -110,7 +110,7 @@ class RegularProducts:
 
 
 def row_tiles(length: int, block: int, regular: bool = False) -> list[tuple[int, slice]]:
-    """(number, rows) of the tiles of queries. regular: the last one is cut, so that its first part has such a length."""
+    """(number, rows) of the tiles of queries. regular: the last is cut, so that its first part has such a length."""
     found = [(n, slice(first, min(first + block, length))) for n, first in enumerate(range(0, length, block))]
     left = (length % block) % REGULAR_ROWS
     if regular and left and length % block > left:
@@ -287,7 +287,7 @@ def attend_with_mask(
     query: Tensor, key: Tensor, value: Tensor, mask_of: Callable[[int, int], Tensor], rows: int, scale: float,
     most: float = FINITE,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """out and lse by torch's own attention, so many batch rows at once. mask_of: the mask of batch rows first to end - 1.
+    """out and lse by torch's own attention, so many batch rows at once. mask_of: of rows first to end - 1.
 
     Queries that see no key have 0 and -inf. None where a log-sum-exp is NaN or larger than `most`: a hidden key may
     hold NaN, and NaN less inf is no -inf.

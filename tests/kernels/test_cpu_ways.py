@@ -28,13 +28,14 @@ X, WINDOW = weft.scalar("x", float), weft.scalar("window", int)
 SEEN, BIAS, SLOPES = weft.tensor("seen", 2, bool), weft.tensor("bias", 3), weft.tensor("slopes", 1)
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
+AWAY = q_pos - kv_pos
 VARIANTS = {
     "full": weft.Attention(scale=X, name="ways_full"),
     "causal": weft.Attention(mask=masks.causal, scale=X, name="ways_causal"),
     "window": weft.Attention(mask=masks.causal & (q_pos - kv_pos < WINDOW), scale=X, name="ways_window"),
     "seen": weft.Attention(mask=SEEN[q_pos, kv_pos], scale=X, name="ways_seen"),
     "bias": weft.Attention(score + BIAS[head, q_pos, kv_pos], SEEN[q_pos, kv_pos], scale=X, name="ways_bias"),
-    "alibi": weft.Attention(score - weft.abs(SLOPES[head] * (q_pos - kv_pos)), masks.causal, scale=X, name="ways_alibi"),
+    "alibi": weft.Attention(score - weft.abs(SLOPES[head] * AWAY), masks.causal, scale=X, name="ways_alibi"),
     "softcap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, scale=X, name="ways_softcap"),
 }  # fmt: skip
 
@@ -80,7 +81,14 @@ BACKWARD = {
 }
 DISPATCH = {"forward", "forward_run", "backward", "backward_run", "attended_by_torch", "gradients_by_torch"}
 # what these call besides ways: nothing that computes attention
-HELPERS = {"forward_without_keys", "backward_without_keys", "compute_type", "in_compute_type", "new_tables", "fits_one_piece"}
+HELPERS = {
+    "forward_without_keys",
+    "backward_without_keys",
+    "compute_type",
+    "in_compute_type",
+    "new_tables",
+    "fits_one_piece",
+}
 
 
 def needed(way: Way) -> None:
@@ -313,7 +321,7 @@ def _check(way: Way, name: str, dtype: torch.dtype, direction: str, monkeypatch:
 
 def modules() -> Iterator[ModuleType]:
     """Modules of all variants, both directions, dense calls and lengths."""
-    for name, variant in VARIANTS.items():
+    for variant in VARIANTS.values():
         for what in ("fewer queries", "lengths"):
             tensors, operands = drawn(variant, CASES[what], torch.float32)
             found(variant, tensors, operands, target="cpu")
