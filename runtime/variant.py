@@ -152,10 +152,11 @@ class Variant:
 
         Where scores may lie far from 0, lse is [2, B, Hq, L]: the maximum of a row, and the log of its sum.
         """
-        key, query = key or key_of(call), call.query
-        repeats, ready = self.repeats, self._forwards.get(key)  # in this order, against that of `forget`
+        at: object = key or key_of(call)
+        query = call.query
+        repeats, ready = self.repeats, self._forwards.get(at)  # in this order, against that of `forget`
         if ready is not None and ready.differs:
-            key, ready = ready.of(self._forwards, key, query, call.key, call.sequences)
+            at, ready = ready.of(self._forwards, at, query, call.key, call.sequences)
         if ready is not None:
             if self._sizes.needed:
                 self._sizes.check(call)
@@ -165,7 +166,7 @@ class Variant:
                 if repeats.wants():
                     _look(repeats, ready, call)
                 return found
-        ready = self._found("forward", call, self._forwards, key)
+        ready = self._found("forward", call, self._forwards, at)
         way = ready.launcher.direct
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
         if _is_empty(call):

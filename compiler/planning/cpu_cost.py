@@ -28,11 +28,11 @@ MASK = TorchWork(plain=2, others=(("compare", 1),), shared=(("choice", 1),))  # 
 MANY = 4  # heads of a short call
 # What a call takes with two threads of Python, of which one runs at a time, over what it takes alone: measured where
 # this was written. Of more cores torch divides its operations, of as many heads at once.
-TAKING_TURNS = 1.5
+TAKING_TURNS = 2.0
 SHARED = 0.25  # of what heads share: so many of them are taken to do
 # Operations of torch and what Python does between them, as so many operations on a few numbers.
-CALLS = {"forward": 22, "backward": 28}  # of a tile of keys
-ROW_CALLS = {"forward": 40, "backward": 50}  # of a tile of queries
+CALLS = {"forward": 24, "backward": 30}  # of a tile of keys
+ROW_CALLS = {"forward": 44, "backward": 55}  # of a tile of queries
 
 
 @dataclass(frozen=True)

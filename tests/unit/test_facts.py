@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Traits, Work
+from weft.compiler.analysis.records import TorchWork, Traits, Work
 from weft.ir.attention import Attention
 from weft.ir.expr import Expr, scalar, symbol, tensor
 from weft.ir.functions import exp, sqrt, tanh, where
@@ -114,11 +114,12 @@ def test_bytes_that_are_read_for_each_pair(attention: Attention, size: int) -> N
 def test_traits_of_variants() -> None:
     assert facts_of(Attention()).traits == Traits(linear=True, masked=False)
     causal = facts_of(Attention(mask=KV_POS <= Q_POS)).traits
-    assert causal == Traits(linear=True, masked=True, mask_work=Work(other=1))
+    compared = TorchWork(shared=(("compare", 1),))
+    assert causal == Traits(linear=True, masked=True, mask_work=Work(other=1), mask_torch=compared)
     biased = facts_of(Attention(SCORE + PAIR)).traits
     assert biased == Traits(
         linear=False, masked=False, operand_gradients=1, positional=True, pair_bytes=4,
-        score_work=Work(other=biased.score_work.other, reads=1),
+        score_work=Work(other=biased.score_work.other, reads=1), score_torch=biased.score_torch,
     )  # fmt: skip
 
 
