@@ -97,11 +97,7 @@ class _Ready:
     measures: bool  # which tiles to visit, by kernels of its own
     by_length: bool  # short calls and others have forms of their own
     timed: frozenset[tuple[bool, LengthClass]]  # as of driver.Resolved
-
-    @property
-    def differs(self) -> bool:
-        """Whether calls that are prepared as one may have other forms than this."""
-        return self.by_length or bool(self.timed)
+    differs: bool  # by either: whether calls that are prepared as one may have other forms than this
 
     def form_of(self, query: Tensor, key: Tensor, sequences: object) -> tuple[bool, LengthClass | None]:
         """What the forms of a call of these lengths are known by."""
@@ -408,8 +404,9 @@ class Variant:
                 launcher.empty = empty_on_gpu
             launcher.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
+        differs = resolved.by_length or bool(resolved.timed)
         return _Ready(
-            launcher, target, code.signature, self.facts, measures, resolved.by_length, resolved.timed
+            launcher, target, code.signature, self.facts, measures, resolved.by_length, resolved.timed, differs
         )  # fmt: skip
 
     def _sums_pairs(self, wanted: frozenset[str]) -> bool:

@@ -93,19 +93,27 @@ def own_seconds(direction: Direction, pairs: float, head_dim: int, dtype: str, h
 
 
 def _counts(shape: Shape, traits: Traits) -> CountTiles:
-    """Tiles of a causal mask where there is one, in documents where it reads tensors; all of them without a mask."""
+    """Tiles of a causal mask where there is one, in documents where it reads tensors; all of them without a mask.
+
+    Documents begin in the middle of one another's tiles, as real ones do not begin where tiles do.
+    """
     if not traits.masked:
         return dense_counts(shape)
-    length = _DOCUMENT if traits.measured else shape.q_len
-    several = shape.batch * shape.heads * (shape.q_len // length)
+    heads = shape.batch * shape.heads
+
+    def document(row: int) -> int:
+        """The first row of the same document."""
+        half = _DOCUMENT // 2
+        return max(0, (row + half) // _DOCUMENT * _DOCUMENT - half) if traits.measured else 0
 
     def count(axis: Axis, block_q: int, block_kv: int) -> TileCounts:
         edge = full = 0
-        for first in range(0, length, block_q):
-            end = min(first + block_q, length)
-            seen, whole = ceil(end / block_kv), (first + 1) // block_kv
+        for first in range(0, shape.q_len, block_q):
+            end = min(first + block_q, shape.q_len)
+            seen = ceil(end / block_kv) - document(first) // block_kv
+            whole = max(0, (first + 1) // block_kv - ceil(document(end - 1) / block_kv))
             full, edge = full + whole, edge + seen - whole
-        total = shape.batch * shape.heads * ceil(shape.q_len / block_q) * ceil(shape.kv_len / block_kv)
-        return TileCounts(max(0, total - several * (edge + full)), several * edge, several * full)
+        total = heads * ceil(shape.q_len / block_q) * ceil(shape.kv_len / block_kv)
+        return TileCounts(max(0, total - heads * (edge + full)), heads * edge, heads * full)
 
     return count

@@ -300,8 +300,13 @@ def test_other_widths_scores_and_masks_have_tiles(attended):
 
 def test_a_plan_says_what_torch_computes():
     sizes = weft.shape(heads=2, q_len=64, head_dim=16, dtype="fp32")
+    plan = PLAIN.plan(sizes, device="cpu", schedule=NOT_IN_TILES)
+    assert plan.kernels[0].computed_whole
+    words = "torch's own kernel, which is the faster one: of tiles are all figures but its time"
+    assert words in " ".join(PLAIN.explain(sizes, device="cpu", schedule=NOT_IN_TILES).split())
+    ahead = weft.shape(heads=2, q_len=60, kv_len=64, head_dim=16, dtype="fp32")
     words = "every query sees the same keys, or all up to its own, is torch's own kernel"
-    assert words in PLAIN.explain(sizes, device="cpu", schedule=NOT_IN_TILES)
+    assert words in " ".join(PLAIN.explain(ahead, device="cpu", schedule=NOT_IN_TILES).split())
     for variant, form in ((VARIANTS["softcap"], ""), (PLAIN, "+tiles")):
         schedule = f"{NOT_IN_TILES}{form}/flash_backward=cpu:256x256{form}"
         assert "torch's own kernel" not in variant.explain(sizes, device="cpu", schedule=schedule)
