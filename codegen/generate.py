@@ -248,7 +248,8 @@ def _normalizer_texts(
     widths = code.signature.widths
     terms = Terms(
         linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
-        less_lse and not splits, facts.attention.drops, code.brings_boxes, max(widths.head_dim, widths.value_dim) <= NARROW,
+        less_lse and not splits, facts.attention.drops, code.brings_boxes,
+        max(widths.head_dim, widths.value_dim) <= NARROW,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once

@@ -224,7 +224,7 @@ def test_tiles_of_queries_are_all_of_them_once(length, regular):
     assert rows == list(range(length))
     assert all(here.start // 256 == number == (here.stop - 1) // 256 for number, here in found)
     sizes = [here.stop - here.start for _, here in found]
-    assert not regular or all(size % 128 == 0 for size in sizes[:-1]) and len(sizes) <= -(-length // 256) + 1
+    assert not regular or (all(size % 128 == 0 for size in sizes[:-1]) and len(sizes) <= -(-length // 256) + 1)
 
 
 # -- torch's own attention ---------------------------------------------------------------------------------------------
