@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import parts
-from .codegen.targets.cpu import computes_whole, short_heads
+from .codegen.products import ANY_LENGTH
+from .codegen.targets.cpu import computes_whole, heads_with_mask, short_heads
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
@@ -359,11 +360,16 @@ def _with_threads(machine: Hardware) -> Hardware:
 def _computed_short(facts: Facts, r: Request) -> tuple[str, ...]:
     """Which calls have none although tiles are faster in longer ones."""
     cpu = [found.code for found in (r.forward, r.backward) if found and found.code.target == "cpu"]
-    limits = [f"{limit:,} of a {code.signature.direction}" for code in cpu if (limit := short_heads(code, facts))]
-    if not limits:
-        return ()
-    what = "with fewer queries * keys * columns than"
-    return (f"short heads, {what} {' and '.join(limits)}, are computed by torch's own kernel",)
+    ways = {"torch's own kernel": short_heads, "torch's own kernel, which is handed a mask": heads_with_mask}
+    said = []
+    for way, limit_of in ways.items():
+        found = {code.signature.direction: limit_of(code, facts) for code in cpu}
+        limits = [f"{n:,} of a {direction}" for direction, n in found.items() if 0 < n < ANY_LENGTH]
+        said += [f"a {direction} in so many threads is {way}" for direction, n in found.items() if n >= ANY_LENGTH]
+        if limits:
+            what = "with fewer queries * keys * columns than"
+            said.append(f"short heads, {what} {' and '.join(limits)}, are computed by {way}")
+    return tuple(said)
 
 
 def _many_rows(code: CodePlan) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class RegularProducts:
 
 
 def row_tiles(length: int, block: int, regular: bool = False) -> list[tuple[int, slice]]:
-    """(number, rows) of the tiles of queries. regular: the last is cut, so that its first part has such a length."""
+    """(number, rows) of the tiles of queries. regular: the last one is cut, so that its first part has few lengths."""
     found = [(n, slice(first, min(first + block, length))) for n, first in enumerate(range(0, length, block))]
     left = (length % block) % REGULAR_ROWS
     if regular and left and length % block > left:
@@ -147,6 +147,7 @@ SHORT_HEAD, SHORT_HEAD_BACKWARD = 1 << 24, 1 << 23
 # How many times that in two threads, which share one op better than they share tiles; and in more, where tiles have no
 # products of oneDNN.
 TWO_THREADS, TWO_THREADS_IN_16_BITS, MORE_THREADS = 4, 64, 1 << 40
+ANY_LENGTH = MORE_THREADS  # what no head has
 
 
 def short_head(backward: bool = False, in_16_bits: bool = False) -> int:
@@ -249,6 +250,14 @@ FINITE = float(torch.finfo(torch.float64).max)
 MOST_OF_A_MASK = 1 << 20  # numbers of a mask that is made at once: more batch rows are computed one after the other
 
 
+def short_head_with_mask(backward_in: torch.dtype | None = None) -> int:
+    """Queries times keys times columns of a head below which torch's own attention is handed a mask."""
+    if backward_in is not None and backward_in.itemsize == 2 and not multiplies(backward_in):
+        return 0
+    in_one_thread = SHORT_HEAD if backward_in is None else SHORT_HEAD_BACKWARD
+    return in_one_thread if torch.get_num_threads() == 1 else in_one_thread * TWO_THREADS
+
+
 def rows_of_a_mask(
     sizes: tuple[int, int, int, int, int, int], by_batch: bool, by_head: bool, backward_in: torch.dtype | None = None
 ) -> int:
@@ -258,11 +267,7 @@ def rows_of_a_mask(
     operands, in a backward.
     """
     batch, heads, _, q_len, kv_len, head_dim = sizes
-    limit = SHORT_HEAD if backward_in is None else SHORT_HEAD_BACKWARD
-    if torch.get_num_threads() > 1:
-        limit *= TWO_THREADS
-    is_short = q_len * kv_len * head_dim < limit
-    is_short = is_short and (backward_in is None or backward_in.itemsize > 2 or multiplies(backward_in))
+    is_short = q_len * kv_len * head_dim < short_head_with_mask(backward_in)
     numbers = q_len * kv_len * (heads if by_head else 1)  # of the mask of one batch row
     if not is_short or numbers > 8 * MOST_OF_A_MASK or not numbers or not takes_masks():
         return 0
@@ -287,10 +292,10 @@ def attend_with_mask(
     query: Tensor, key: Tensor, value: Tensor, mask_of: Callable[[int, int], Tensor], rows: int, scale: float,
     most: float = FINITE,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """out and lse by torch's own attention, so many batch rows at once. mask_of: of rows first to end - 1.
+    """out and lse by torch's own attention, so many batch rows at once.
 
-    Queries that see no key have 0 and -inf. None where a log-sum-exp is NaN or larger than `most`: a hidden key may
-    hold NaN, and NaN less inf is no -inf.
+    mask_of: the mask of batch rows first to end - 1. Queries that see no key have 0 and -inf. None where a log-sum-exp
+    is NaN or larger than `most`: a hidden key may hold NaN, and NaN less inf is no -inf.
     """
     attend, parts = own_attention(), []
     assert attend is not None

@@ -157,8 +157,18 @@ def short_heads(code: CodePlan, facts: Facts) -> int:
     assert isinstance(form, CpuForm)
     if not form.in_tiles or not _has_whole(facts, code.signature) or _own(direction) is None:
         return 0
-    in_16_bits = code.signature.dtype in ("bf16", "fp16")
-    return products.SHORT_HEAD if direction == "forward" else 0 if in_16_bits else products.SHORT_HEAD_BACKWARD
+    return products.short_head(direction == "backward", code.signature.dtype in ("bf16", "fp16"))
+
+
+def heads_with_mask(code: CodePlan, facts: Facts) -> int:
+    """The same of heads that it computes where it is handed a mask; 0 where it is handed none."""
+    if not _takes_a_mask(facts, code.signature) or not products.takes_masks():
+        return 0
+    backward_in = None if code.signature.direction == "forward" else _DTYPES[code.signature.dtype]
+    return products.short_head_with_mask(backward_in)
+
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def _own(direction: Direction) -> Callable[..., Any] | None:

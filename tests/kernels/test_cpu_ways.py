@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import head, kv_pos, masks, q_pos, score
+from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen import products
 from weft.runtime.variant import variant_of
 
@@ -343,3 +343,53 @@ def test_every_way_is_in_the_list() -> None:
         assert not (new := ways - listed - DISPATCH - HELPERS), f"{module.__name__}: {new} are in neither list"
         seen |= ways & listed
     assert seen == listed, f"no module has {listed - seen}"
+
+
+# -- calls that are computed piece by piece ----------------------------------------------------------------------------
+VALID, TABLE = weft.tensor("valid", 2, bool), weft.tensor("table", 2)
+BY_ROW = weft.tensor("by_row", 3)
+PIECES = {
+    "padded": weft.Attention(mask=VALID[batch, kv_pos], name="pieces_padded"),
+    "padded, by head": weft.Attention(
+        score + TABLE[head, weft.minimum(weft.abs(q_pos - kv_pos), 9)], VALID[batch, kv_pos] & masks.causal,
+        name="pieces_table"),
+    "a bias by batch row": weft.Attention(score + BY_ROW[batch, q_pos, kv_pos], name="pieces_by_row"),
+    "a temperature and a column": weft.Attention(
+        score * TABLE[head, 0] + TABLE[head, weft.minimum(kv_pos, 9)], name="pieces_temperature"),
+    "softcap of a bias": weft.Attention(
+        20.0 * weft.tanh((score + TABLE[head, weft.minimum(kv_pos, 9)]) / 20.0), VALID[batch, kv_pos],
+        name="pieces_softcap"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("most", [1, 3 * 24 * 30, 1 << 20])
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces(name: str, most: int, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, and scores of short backwards, of few batch rows or heads at once; operands have gradients, or none."""
+    variant = PIECES[name]
+    monkeypatch.setattr(products, "MOST_OF_A_MASK", most)
+    known: dict[str, Any] = {
+        "valid": torch.arange(30) < torch.tensor([30, 7, 0, 29, 1])[:, None],
+        "table": 0.5 + torch.rand(HEADS, 10),
+        "by_row": torch.randn(5, 30, 30),
+    }
+    operands = {p.name: known[p.name] for p in variant.parameters}
+    tensors = [torch.randn(5, heads, n, DIM) for heads, n in ((HEADS, 24), (KV_HEADS, 30), (KV_HEADS, 30))]
+    dout, dlse = torch.randn(5, HEADS, 24, DIM), torch.randn(5, HEADS, 24)
+
+    def all_of(call: Callable[..., Any], dtype: torch.dtype, **options: Any) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        given = {n: x.to(dtype).requires_grad_(learns) if x.is_floating_point() else x for n, x in operands.items()}
+        out, lse = call(*leaves, return_lse=True, **given, **options)
+        wanted = leaves + [x for x in given.values() if x.requires_grad]
+        blind = lse == -math.inf
+        loss = (out * dout).sum() + (lse.masked_fill(blind, 0.0) * dlse).sum() * learns
+        return [out, lse, *torch.autograd.grad(loss, wanted)]
+
+    exact = all_of(variant.reference, torch.float64)
+    for _ in range(2):
+        for got, wanted in zip(all_of(variant, torch.float32, target="cpu"), exact, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+        for ready in variant_of(variant)._backwards.values():
+            monkeypatch.setattr(ready.launcher.module, "MOST_AT_ONCE", most, raising=False)  # type: ignore[attr-defined]
