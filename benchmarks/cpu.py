@@ -83,6 +83,7 @@ def short_rows() -> Iterator[Row]:
         for name in ("padded", "padded causal", "bool pairs", "learned bias", "T5"):
             yield Row(name, length, batch=8, heads=12, kv_heads=12)
         yield Row("natten", length, batch=8, heads=4, kv_heads=4, dim=32)
+    yield from (Row(name, 128, batch=1) for name in ("padded", "learned bias", "T5"))
     yield Row("Swin", 49, batch=64, heads=3, kv_heads=3, dim=32)
     yield Row("padded", 128, batch=8, heads=12, kv_heads=12, dtype=torch.bfloat16)
 
