@@ -218,7 +218,7 @@ _ON_CPU: dict[str, Defect] = {
     "offset_of_the_first_row": InText(r"q_offset\.tolist\(\)", "[int(q_offset[0])] * len(q_offset)"),
     "slopes_of_where_swapped": Instead(_SYMBOLIC, "_Where._eval_derivative", _swapped_slopes),
     "slope_of_abs_always_1": Instead(_SYMBOLIC, "_Abs._eval_derivative", _slope_of_abs),
-    "scale_missing_in_dquery": InText(r"\(found \* self\.scale\)", "found"),
+    "scale_missing_in_dquery": InText(r"return found \* self\.scale", "return found"),
     "read_gradient_to_next_head": Instead("runtime.variant", "scatter", _to_the_next_head),
     "hidden_nan_kept": InText(r"if math\.isnan\(scores\.sum\(\)\):", "if False:"),
     "hidden_gradient_kept": InText(r"if math\.isnan\(gradients\.sum\(\)\):", "if False:"),
@@ -231,7 +231,7 @@ _ON_CPU: dict[str, Defect] = {
     "equal_queries_equal_keys": Instead("codegen.runs", "_place", _whatever_the_keys),
     "read_gradient_to_first_sequence": Instead("runtime.variant", "rows_of", _whosever),
     "sink_beside_the_output": InText(r"return keys / total", "return torch.ones_like(total)"),
-    "sink_of_another_head": InText(r"x\.transpose\(1, 2\)\.reshape", "x.transpose(1, 2).flip(1).reshape"),
+    "sink_of_another_head": InText(r"x\.squeeze\(2\) if", "x.squeeze(2).flip(1) if"),
     "sink_gradient_without_dlse": InText(
         r"dsink = \(sink_weights \* minus_delta\)", "dsink = (sink_weights * -(douts * out[:, :, :, here]).sum(-1))"
     ),

@@ -154,7 +154,7 @@ def parallelized() -> None:
             assert torch.allclose(gradient, right.grad, atol=1e-4, rtol=1e-4), n
     grouped = weft.nn.Attention(64, 8, 4, variant=causal, rope=weft.nn.Rotary(8))
     assert torch.allclose(apart(grouped, local=True)(x), grouped(x), atol=1e-5)
-    with pytest.raises(weft.WeftError, match=r"2 heads and 1 key heads of 8 and 4, and alibi reads.*module\.shard\("):
+    with pytest.raises(weft.WeftError, match=r"2 heads and 1 key head of 8 and 4, and alibi reads.*module\.shard\("):
         apart(weft.nn.Attention(64, 8, 4, variant=alibi), local=True)(x, slopes=torch.rand(8))
     with pytest.raises(weft.WeftError, match=r"2 heads and 4 key heads of 8 and 4, which belong.*module\.shard\("):
         apart(grouped, True, "q")(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from operator import attrgetter
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from weft.compiler.analysis.defined import is_below_inf, is_below_inf_at_last, i
 from weft.compiler.analysis.facts import facts_of
 from weft.ir.expr import Expr
 from weft.ir.operators import OPERATORS
+from weft.ir.reference import _torch_function
 
 slopes, bias, rate = weft.tensor("slopes", 1), weft.tensor("bias", 4), weft.scalar("rate", float)
 AWAY = q_pos - kv_pos
@@ -107,7 +107,7 @@ OPS = [n for n, op in OPERATORS.items() if op.gives in ("float", "same") and n !
 
 def number_of(op: str, *operands: float) -> float:
     """As torch has it in 32 bits."""
-    function = attrgetter(OPERATORS[op].torch)(torch)
+    function = _torch_function(OPERATORS[op].torch)
     return float(function(*(torch.tensor(x, dtype=torch.float32) for x in operands)))
 
 

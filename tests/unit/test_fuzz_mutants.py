@@ -65,14 +65,14 @@ MIXED = {
 # How often each text is found, forward and backward: scaled, biased, padded, packed, dropped, learned, sigmoid, ends;
 # mixed.
 FOUND = {
-    "kv_head_of_another_group": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "kv_head_of_another_group": (2, 1, 1, 1, 2, 2, 2, 2, 1, 1, 2, 1, 1, 1, 2, 2, 2),
     "lse_in_base_2": (1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1),
-    "dlse_added": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0),
+    "dlse_added": (0, 1, 0, 2, 0, 2, 0, 2, 0, 1, 0, 2, 0, 0, 0, 2, 0),
     "delta_forgotten": (0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0),
     "offset_of_the_first_row": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0),
+    "scale_missing_in_dquery": (0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0),
     "hidden_nan_kept": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
-    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 0),
+    "hidden_gradient_kept": (0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
     "key_gradient_of_last_tile": (0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0),
     "small_ints_wrap": (0, 0, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),  # one for each read
     "heads_of_a_long_call": (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),
