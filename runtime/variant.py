@@ -148,7 +148,7 @@ class Variant:
 
         Where scores may lie far from 0, lse is [2, B, Hq, L]: the maximum of a row, and the log of its sum.
         """
-        at: object = key or key_of(call)
+        at: tuple[object, ...] = key or key_of(call)
         query = call.query
         repeats, ready = self.repeats, self._forwards.get(at)  # in this order, against that of `forget`
         if ready is not None and ready.differs:
