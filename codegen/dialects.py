@@ -338,8 +338,19 @@ GLUON = _gpu("gluon", "gl", lambda op: op.gluon or op.gpu)
 
 
 # -- torch ------------------------------------------------------------------------------------------------------------
+def is_block(node: Load) -> bool:
+    """Whether a tile reads a block of a tensor, by positions, heads and batch rows as they are: it can be a view."""
+    names = [i.name for i in node.index if isinstance(i, Symbol)]
+    if not len(set(names)) == len(names) == len(node.index):
+        return False
+    return {"q_pos", "kv_pos"} & set(names) != set() and set(names) <= {"batch", "head", "q_pos", "kv_pos"}
+
+
 def _torch_load(printer: Printer, node: Load) -> str:
-    text = f"arg_{node.tensor.name}[{', '.join(printer(i) for i in node.index) or '()'}]"
+    index = ", ".join(printer(i) for i in node.index) or "()"
+    text = f"arg_{node.tensor.name}[{index}]"
+    if is_block(node) and not printer.scalar_code:
+        text = f"read(arg_{node.tensor.name}, {index})"
     if printer.scalar_code and node.dtype != "float":
         return f"{node.dtype}({text})"
     return f"{text}.long()" if node.dtype == "int" else text  # small ints must not overflow in arithmetic

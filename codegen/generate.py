@@ -44,6 +44,7 @@ from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Const, Expr, Symbol
 from ..ir.walk import symbols
+from .dialects import is_block
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .loader import TEMPLATES, compiled
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
@@ -220,6 +221,7 @@ def _of_gradients(
                 "of_pairs": g.kind in PAIR_KINDS,
                 "rank": g.load.tensor.rank,
                 "at": positions[g.load.tensor.name],
+                "is_block": is_block(g.load),
                 "by_batch": "batch" in symbols(g.derivative).union(*map(symbols, g.load.index)),
                 "many_reads": not differ_by_pair(g.load),
                 "read_once": read_once(g.load),

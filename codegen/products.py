@@ -348,6 +348,37 @@ def gradients_with_mask(
     return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
+def read(tensor: Tensor, *index: Tensor | int) -> Tensor:
+    """tensor[index], as a view where each index counts up one by one, as positions and heads of a tile do."""
+    found = block_of(tensor, index)
+    return tensor[index] if found is None else found
+
+
+def block_of(tensor: Tensor, index: Sequence[Tensor | int]) -> Tensor | None:
+    """The entries that these indices read, as a view; None where they are no block, or lie outside.
+
+    Each index has an extent where others have none, so that a block has the shape to which they broadcast.
+    """
+    rank = max([i.dim() for i in index if isinstance(i, Tensor)], default=0)
+    shape, strides, offset = [1] * rank, [0] * rank, tensor.storage_offset()
+    for size, stride, i in zip(tensor.shape, tensor.stride(), index, strict=True):
+        extents = i.shape if isinstance(i, Tensor) else ()
+        number = math.prod(extents)
+        if not number:
+            return None
+        first, last = (int(i[(n,) * len(extents)]) for n in (0, -1)) if isinstance(i, Tensor) else (i, i)
+        if last - first != number - 1 or first < 0 or last >= size:
+            return None
+        offset += first * stride
+        for axis, extent in zip(range(rank - 1, -1, -1), reversed(extents)):
+            if extent > 1:
+                if shape[axis] > 1:
+                    return None
+                shape[axis], strides[axis] = extent, stride
+                stride *= extent
+    return tensor.as_strided(shape, strides, offset)
+
+
 def overlap(*tensors: Tensor) -> bool:
     """Whether rows of one begin inside of others, as those of `x.unfold(...)`: torch's own kernels lay results out as
     operands are, and are wrong for such ones. Rows that are one and the same, as of `x.expand(...)`, are no harm."""
