@@ -280,7 +280,7 @@ class Attention(Declaration):
                     )
                 self._check(query, key, key if value is None else value, operands)
                 raise
-            if not isinstance(q_offset, Tensor) and q_offset < 0:  # sizes are tensors under torch.jit.trace
+            if type(q_offset) is not Tensor and q_offset < 0:  # sizes are tensors under torch.jit.trace
                 self._variant.first_key.dense(q_rows, kv_rows)
         elif q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
