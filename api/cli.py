@@ -35,7 +35,7 @@ from .cli_options import (
 )
 from .codegen.targets import targets
 from .compiler.planning import hardware
-from .compiler.planning.kernels import Algorithm
+from .compiler.planning.kernel import Algorithm
 from .compiler.planning.picture import SUFFIXES
 from .compiler.planning.rates import rates_in_words
 from .compiler.planning.records import DTYPE_BYTES

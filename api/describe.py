@@ -11,16 +11,15 @@ from torch import Tensor
 
 from . import parts
 from .codegen.products import ANY_LENGTH
-from .codegen.targets.cpu import computes_whole, heads_with_mask, short_heads
+from .codegen.targets.cpu.choice import own_seconds
+from .codegen.targets.cpu.target import computes_whole, heads_with_mask, short_heads
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
 from .compiler.analysis.survey import CELL, Survey
 from .compiler.planning.cost import CountLongest, CountTiles
-from .compiler.planning.cpu_forms import own_seconds
 from .compiler.planning.distances import levels_in, tables_in
 from .compiler.planning.hardware import Hardware, on_threads
-from .compiler.planning.measures import MEASURES
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -149,7 +148,7 @@ def _boxes(facts: Facts, code: CodePlan) -> Iterator[str]:
 
 def _measures(code: CodePlan) -> bool:
     """Whether kernels read from memory which tiles to visit, as measured for the call."""
-    return any(code.has(name) for name in MEASURES)
+    return code.of_module("measures") is not None
 
 
 def plan(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from . import describe
 from .attention import Attention
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
-from .compiler.planning.forms import CpuForm, Form
-from .compiler.planning.kernels import Algorithm
-from .compiler.planning.measures import BESIDE
+from .compiler.planning.form import Form
+from .compiler.planning.kernel import Algorithm
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import Direction, class_of
@@ -122,7 +120,7 @@ def choices_of(
     """
     choices: dict[str, list[Form]] = {}
     for code in chosen.code.kernels:
-        if code.name in BESIDE or code.kernel.follows:
+        if not code.kernel.has_choice:
             continue
         forms = list(chosen.target.forms(code.kernel, chosen.code.signature, machine, facts))
         forms = forms if whole else _as_the_first(forms)
@@ -134,10 +132,7 @@ def choices_of(
 def _as_the_first(forms: list[Form]) -> list[Form]:
     """All in tiles, or none, as the first form is: to a call that torch's own attention never computes it is the same,
     but others of its class of lengths may be such that it does."""
-    first = forms[0]
-    if not isinstance(first, CpuForm):
-        return forms
-    return list(dict.fromkeys(replace(f, in_tiles=first.in_tiles) for f in forms if isinstance(f, CpuForm)))
+    return list(dict.fromkeys(form.in_tiles_as(forms[0]) for form in forms))
 
 
 def _clock(

@@ -2,7 +2,7 @@
 
     python benchmarks/model.py              each row, then median and worst error
     python benchmarks/model.py --cpu        calls of target cpu on this machine, timed now, on one thread and on two
-    python benchmarks/model.py --fit        constants of the model, found anew for compiler/planning/paces.py
+    python benchmarks/model.py --fit        constants of the model, found anew for codegen/targets/<family>/paces.py
 
 No GPU is needed: plans are made for an H200, on which the rows were measured. Calibrate a CPU before.
 The error of a row is the larger of measured / predicted and predicted / measured, less 1.
@@ -27,16 +27,20 @@ from bench_variants import weft_variant
 from torch import Tensor
 
 import weft
+from weft.codegen.targets.triton.paces import PACKED_PROGRAM
+from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
-from weft.compiler.planning.cost import has_level_steps, instructions_per_second, pair_work, sums_levels
-from weft.compiler.planning.forms import Form
+from weft.compiler.planning.cost import instructions_per_second, pair_work
+from weft.compiler.planning.form import Form
 from weft.compiler.planning.hardware import Hardware, usable_cores
-from weft.compiler.planning.kernels import FLASH, Kernel
-from weft.compiler.planning.paces import PACKED_PROGRAM, Pace, instructions_of
+from weft.compiler.planning.kernel import Kernel
+from weft.compiler.planning.paces import Pace, instructions_of
 from weft.compiler.planning.plan import Plan
 from weft.compiler.planning.quantities import Sizes, score_count, uneven_count
 from weft.compiler.planning.segments import Segments
+
+FLASH = KERNELS["flash"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TRIALS = PAGE.with_name("experiments.md")  # has the table of tilings
@@ -244,7 +248,7 @@ def parts_of(
     """The family of a kernel, and what a second (or microsecond) of each constant of its pace stands for."""
     work = pair_work(kernel, form, x, segments, traits, hardware)
     one, pairs, edge = instructions_of(kernel, traits), score_count(x), x.m * x.bq * x.bkv
-    looked_up = uneven_count(x) if has_level_steps(kernel, form, traits) else pairs
+    looked_up = uneven_count(x) if traits.level_steps and kernel.has_level_loop else pairs
     rate, sm = instructions_per_second(hardware), 1e-6 / hardware.sms
     found = {
         "matrix": kernel.flops(x) / hardware.matrix_flops(dtype),
@@ -253,7 +257,7 @@ def parts_of(
         "pair_reads": (one.pair_reads * pairs + one.mask_reads * edge) / rate,
         "gathers": one.gathers * looked_up / rate,
         "row_reads": one.row_reads * pairs / rate,
-        "levels": one.levels * pairs / rate * sums_levels(kernel, form),
+        "levels": one.levels * pairs / rate,
         "mask": one.mask * edge / rate,
         "tile": x.n * sm,
         "piece": (len(segments.qk) + len(segments.v) - 2) * x.n * sm,
@@ -348,7 +352,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument(
-        "--fit", action="store_true", help="print PACES of compiler/planning/paces.py, fitted on all rows"
+        "--fit", action="store_true", help="print PACES of codegen/targets/<family>/paces.py, fitted on all rows"
     )
     parser.add_argument("--cpu", action="store_true", help="time calls of target cpu here")
     parser.add_argument("--length", type=int, default=2048, help="tokens of these calls")

@@ -12,34 +12,20 @@ from typing import TYPE_CHECKING
 
 from ..compiler.analysis.affine import is_bool
 from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.measured import SPAN_ROOM
+from ..compiler.analysis.measured import LIST_HEAD, LONG_AXIS, SPAN_ROOM
 from ..compiler.analysis.places import differ_by_pair, read_once
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
 from ..compiler.planning.freed import is_freed
-from ..compiler.planning.kernels import Algorithm
-from ..compiler.planning.measures import (
-    DISTANCE_TABLES,
-    FEW,
-    LIST_HEAD,
-    LISTS,
-    LONG_SPANS,
-    MEASURES,
-    PAIR_CELLS,
-    RUNS,
-    SPANS,
-    ends_of,
-)
+from ..compiler.planning.kernel import Algorithm
 from ..compiler.planning.paces import NARROW
-from ..compiler.planning.plan import CodePlan
+from ..compiler.planning.plan import CodePlan, KernelCode
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
 from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature, starts_early
-from ..compiler.planning.stages import stages_of
-from ..compiler.planning.steps import Tiles
-from ..compiler.planning.tables import DDIAGONALS
+from ..compiler.planning.stage_words import Tiles
 from ..compiler.planning.target import Context, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Const, Expr, Symbol
@@ -50,6 +36,7 @@ from .loader import TEMPLATES, compiled
 from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 from .stages import StageComments, wrapped
 from .targets import target_named
+from .targets.triton.kernels.measures import words_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -103,7 +90,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "measures": {"program": "", "spans": "spans, ", "lists": "lists, room, "}[code.tile_source],
         "list_head": LIST_HEAD,
         "span_room": SPAN_ROOM,
-        "few": FEW,
+        "few": LONG_AXIS,
         "survey": found is not None,
         **_looked_at(found),
         "tile_cells": _cells(printer.cells_of_tiles),
@@ -156,18 +143,18 @@ def generate_all(facts: Facts, code: CodePlan, target: Target) -> str:
     """
     main = "the kernels themselves"
     texts = {main: generate(facts, code, target)}
-    if any(code.has(name) for name in MEASURES):
+    if code.of_module("measures"):
         measures = generate_measures(facts, code.signature.wide, code.signature.sequences)
         texts["what measures which tiles to visit"] = measures
-    if code.has(DISTANCE_TABLES):
+    if code.of_module("tables"):
         texts["what makes tables by distance"] = generate_tables(facts, code)
-    if code.borrows_diagonals:
-        lender = target_named(next(k.target for k in code.kernels if k.name == DDIAGONALS))
+    if code.borrowed:
+        lender = target_named(code.borrowed.target)
         texts["what sums along diagonals"] = generate_diagonals(facts, code, lender)
     if len(texts) == 1:
         return texts[main]
     places = {title: _defined(text, [k.name for k in code.kernels]) for title, text in texts.items()}
-    launched = [f"#   {k.name}{_only_if(k.name)}" for k in code.kernels]
+    launched = [f"#   {k.name}{_only_if(k)}" for k in code.kernels]
     parts = ["\n".join([f"# {len(texts)} modules. A call launches, in this order:", *launched])]
     for number, title in enumerate(sorted(texts, key=lambda title: places[title]), 1):
         names = ", ".join(code.kernels[place].name for place in places[title])
@@ -181,11 +168,13 @@ def _defined(text: str, kernels: Sequence[str]) -> list[int]:
     return [n for n, name in enumerate(kernels) if re.search(rf"^def {name}\(", text, re.MULTILINE)]
 
 
-def _only_if(kernel: str) -> str:
+def _only_if(code: KernelCode) -> str:
     """Of which axes a kernel that measures runs of tiles is launched."""
-    if kernel not in RUNS:
+    kernel = code.kernel
+    if kernel.finds not in ("runs", "ends"):
         return ""
-    return f", of {'up to' if kernel in SPANS else 'more than'} {FEW:,} {'keys' if kernel[0] == 'k' else 'queries'}"
+    keys = "keys" if kernel.axis == "kv" else "queries"
+    return f", of {'more than' if kernel.of_long_axis else 'up to'} {LONG_AXIS:,} {keys}"
 
 
 def _of_derivatives(facts: Facts, code: CodePlan, family: str, gradients: Sequence[OperandGradient]) -> Context:
@@ -302,17 +291,16 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
         "kv_ranges": len(facts.kv_tiles.outputs) // 4,
         "list_head": LIST_HEAD,
         "span_room": SPAN_ROOM,
-        "few": FEW,
+        "few": LONG_AXIS,
     }
     name = f"triton/tile_{facts.tile_source}.py.jinja"
-    kernels: tuple[str, ...] = (*SPANS, *LONG_SPANS, *ends_of(facts.traits.measured))
-    if facts.tile_source == "lists":
-        kernels = (*LISTS, *([PAIR_CELLS] if found.by_pair and sequences != "packed" else []))
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
-    stages = StageComments({kernel: stages_of("triton", kernel, tiles) for kernel in kernels})
+    cells = found.by_pair and sequences != "packed"
+    words = words_of(facts.traits.measured, ("kv", "q"), facts.tile_source == "lists", cells)
+    stages = StageComments({kernel: of(tiles) for kernel, of in words.items()})
     text = _tidy(_template(name).render(context, stage=stages))
     stages.check()
-    _verify(text, name, kernels)
+    _verify(text, name, [*words])
     return text
 
 
@@ -333,7 +321,8 @@ def _of_levels(levels: Levels | None) -> Context | None:
 def generate_tables(facts: Facts, code: CodePlan) -> str:
     """Source of the module that makes the tables by distance of a plan's kernels, on any GPU."""
     tables = tables_in(code, facts)
-    if not tables:
+    making = code.of_module("tables")
+    if not tables or making is None:
         raise InternalError(f"generate: {facts.attention.name} reads nothing by distance")
     printer = FunctionPrinter(facts, TRITON_LANGUAGE, wide=code.signature.wide, tables=tables)
     levels = levels_in(code, facts)
@@ -350,11 +339,11 @@ def generate_tables(facts: Facts, code: CodePlan) -> str:
             {"n": n, "by_batch": t.by_batch, "by_head": t.by_head, "title": str(t.part)} for n, t in enumerate(tables)
         ],
     }
-    stages = StageComments({k.name: k.stages for k in code.kernels if k.name == DISTANCE_TABLES})
+    stages = StageComments({making.name: making.stages})
     name = "triton/distance_tables.py.jinja"
     text = _tidy(_template(name).render(context, stage=stages))
     stages.check()
-    _verify(text, name, [DISTANCE_TABLES])
+    _verify(text, name, [making.name])
     return text
 
 
@@ -382,7 +371,7 @@ def _summed_elsewhere(
     of_diagonals = {n for n, g in enumerate(gradients) if g.kind == "diagonal"}
     if beside:
         return frozenset(range(len(gradients))) - of_diagonals
-    return frozenset(of_diagonals if code.borrows_diagonals and levels_in(code, facts) is None else ())
+    return frozenset(of_diagonals if code.borrowed and levels_in(code, facts) is None else ())
 
 
 def _stores_words(facts: Facts, signature: Signature) -> bool:

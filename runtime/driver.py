@@ -18,12 +18,11 @@ from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning.distances import levels_in, levels_of, tables_in
 from ..compiler.planning.freed import frees
 from ..compiler.planning.hardware import Hardware, this_machine
-from ..compiler.planning.kernels import SPLIT_KV, Algorithm, Kernel
-from ..compiler.planning.measures import BESIDE, DISTANCE_TABLES, MEASURES
-from ..compiler.planning.plan import CodePlan, code_plan
+from ..compiler.planning.kernel import Algorithm, Kernel
+from ..compiler.planning.plan import CodePlan, KernelCode, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import TALL, Direction, Dtypes, LengthClass, Signature, Widths, in_words
-from ..compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
+from ..compiler.planning.tables import ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -103,13 +102,12 @@ def _resolve(
     # Schedule -> CodePlan
     parts = chosen.parts(attention, signature.widths)
     reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in signature.wanted]
-    sums = frozenset(kind for _, kind in reads) | ({"stored"} if DQUERY in ways_of(reads, signature).kernels else set())
-    makes_tables = any(kernel.name == DISTANCE_TABLES for kernel in kernels)
+    sums: frozenset[str] = frozenset(kind for _, kind in reads)
+    sums |= {"stored"} if "queries" in ways_of(reads, signature).owners else set()
+    makes_tables = any(kernel.module == "tables" for kernel in kernels)
     sums |= {"freed"} if frees(signature, facts) else set()
     sums |= {"level"} if makes_tables and levels_of(facts, schedule_found.algorithm, signature) else set()
-    code = code_plan(
-        signature, chosen.name, chosen.family, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums
-    )  # fmt: skip
+    code = code_plan(signature, chosen.name, chosen.measured_by, schedule_found, kernels, parts, facts.traits, sums)
     settings.trace(settings.PLAN, f"{attention.name} {signature.direction}: {schedule_found}")
     return Resolved(chosen, code, notes, by_length, frozenset(timed))
 
@@ -178,7 +176,8 @@ def _algorithm(
     A backward of calls whose forward divides keys is that of flash: both leave the same behind.
     """
     if signature.direction == "backward" and given.algorithm == "split_kv":
-        names = {k.name for k in SPLIT_KV}
+        forward = replace(signature, direction="forward")
+        names = {k.name for target in targets() for k in target.kernels("split_kv", forward, facts)}
         return Schedule("flash", {kernel: choice for kernel, choice in given.kernels.items() if kernel not in names})
     if text is not None or signature.direction == "backward":
         return given
@@ -250,7 +249,7 @@ def _written_target(given: Schedule, facts: Facts, signature: Signature) -> str 
         kernels = _kernels(target, given.algorithm, signature, facts)
         own = {k.name for k in kernels if not k.follows}
         own &= {kernel for kernel, choice in given.kernels.items() if choice.target == target.name}
-        found += [(own == {DDIAGONALS}, target.name)] if own else []
+        found += [(own <= {k.name for k in kernels if k.is_lent}, target.name)] if own else []
     return min(found, key=lambda each: each[0])[1] if found else None  # others borrow that one
 
 
@@ -282,10 +281,10 @@ def _schedule(
 ) -> Schedule:  # fmt: skip
     choices: dict[str, Choice] = {}
     for kernel in kernels:
-        if kernel.name in BESIDE or kernel.follows:
+        if not kernel.has_choice:
             continue
         choice = given.kernels.get(kernel.name)
-        owner = target.measured_by if kernel.name == DDIAGONALS else target.name
+        owner = target.measured_by if kernel.is_lent else target.name
         if choice is None:
             kept = remembered.kernels.get(kernel.name)
             form = kept.form if kept else target.forms(kernel, signature, hardware, facts)[0]
@@ -317,7 +316,7 @@ def _is_by_length(
     if signature.direction == "backward" or signature.sequences != "dense":
         return False
     both = [replace(signature, short_call=short) for short in (False, True)]
-    free = [k for k in kernels if k.name not in {*BESIDE, *given.kernels} and not k.follows]
+    free = [k for k in kernels if k.has_choice and k.name not in given.kernels]
     return any(len({target.forms(k, own, hardware, facts)[0] for own in both}) > 1 for k in free)
 
 
@@ -344,7 +343,7 @@ def _check_names(given: Schedule, signature: Signature, facts: Facts) -> None:
     """Kernels that a schedule names must be some target's, in one direction or the other."""
     known: set[str] = set()
     for kernels in _every_kernel(given, signature, facts):
-        known |= {k.name for k in kernels if k.name not in BESIDE and not k.follows}
+        known |= {k.name for k in kernels if k.has_choice}
         if given.kernels.keys() <= known:
             return
     unknown = [name for name in given.kernels if name not in known]
@@ -388,12 +387,12 @@ def _compiled(
     entry = cache.load_or_build(cache_key(attention, code), lambda: _generate(facts, code, found.target))
     settings.trace(settings.SOURCE, entry.source)
     modules = [_load(found.target, entry)]
-    if any(code.has(name) for name in MEASURES):
-        modules.append(_measures_module(facts, code))
-    if code.has(DISTANCE_TABLES):
-        modules.append(_tables_module(facts, code))
-    if code.borrows_diagonals:
-        modules.append(_diagonals_module(facts, code))
+    if measuring := code.of_module("measures"):
+        modules.append(_measures_module(facts, code, measuring))
+    if making := code.of_module("tables"):
+        modules.append(_tables_module(facts, code, making))
+    if code.borrowed:
+        modules.append(_borrowed_module(facts, code, code.borrowed))
     return Compiled(found, tuple(modules), entry.path, entry.source)
 
 
@@ -403,8 +402,8 @@ def forget() -> None:
     _compiled.cache_clear()
 
 
-def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:
-    target = target_named(next(k.target for k in code.kernels if k.name in MEASURES))
+def _measures_module(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
+    target = target_named(kernel.target)
     key = cache.Key(
         name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=target.name,
         layout=code.signature.arch, variant=facts.attention.canonical_text, schedule=_measures_kind(code),
@@ -414,13 +413,13 @@ def _measures_module(facts: Facts, code: CodePlan) -> ModuleType:
     return _load(target, entry)
 
 
-def _tables_module(facts: Facts, code: CodePlan) -> ModuleType:
-    target = target_named(next(k.target for k in code.kernels if k.name == DISTANCE_TABLES))
+def _tables_module(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
+    target = target_named(kernel.target)
     levels = levels_in(code, facts)
     indices = [] if levels is None else ["levels", *(index.text for index in levels.indices)]
     parts = "; ".join([*(table.part.text for table in tables_in(code, facts)), *indices])
     key = cache.Key(
-        name=str(facts.attention.name), kernel=DISTANCE_TABLES, target=target.name, layout=code.signature.arch,
+        name=str(facts.attention.name), kernel=kernel.name, target=target.name, layout=code.signature.arch,
         variant=facts.attention.canonical_text, schedule=f"{_measures_kind(code)} {parts}",
     )  # fmt: skip
     entry = cache.load_or_build(key, lambda: _generate_tables(facts, code))
@@ -428,9 +427,9 @@ def _tables_module(facts: Facts, code: CodePlan) -> ModuleType:
     return _load(target, entry)
 
 
-def _diagonals_module(facts: Facts, code: CodePlan) -> ModuleType:
-    target = target_named(next(k.target for k in code.kernels if k.name == DDIAGONALS))
-    key = replace(cache_key(facts.attention, code), kernel=DDIAGONALS, target=target.name)
+def _borrowed_module(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
+    target = target_named(kernel.target)
+    key = replace(cache_key(facts.attention, code), kernel=kernel.name, target=target.name)
     entry = cache.load_or_build(key, lambda: _generate_diagonals(facts, code, target))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)

@@ -22,12 +22,12 @@ from ..codegen import starting
 from ..codegen.repeating import Again
 from ..codegen.targets.hopper_launcher import boxed_bytes
 from ..codegen.targets.shared_launcher import SharedLauncher
+from ..codegen.targets.triton.kernels.measures import PAIR_CELLS
 from ..codegen.targets.triton_finish import as_read, read_of, sizes_as_read
 from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
-from ..compiler.planning.measures import PAIR_CELLS
 from ..compiler.planning.signature import (
     FEW_QUERIES,
     Direction,

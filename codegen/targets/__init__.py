@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from ...compiler.planning.target import Target
 from ...ir.errors import WeftError
-from .cpu import CpuTarget
-from .hopper import HopperTarget
-from .triton import InterpretTarget, TritonTarget
+from .cpu.target import CpuTarget
+from .hopper.target import HopperTarget
+from .triton.target import InterpretTarget, TritonTarget
 
 _registered: dict[str, Target] = {}
 

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.places import rows_of_boxes
-from ...compiler.planning.forms import HopperBackwardForm, Tiling
-from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.measures import BESIDE, MEASURES, WORK
+from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.signature import PACKED, PAGED
-from ...compiler.planning.tables import DDIAGONALS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
-from .hopper_backwards import stores_first
-from .hopper_tiles import (
+from .hopper.backwards import stores_first
+from .hopper.forms import ROWS, HopperBackwardForm
+from .hopper.pieces import (
     CONSUMERS,
-    ROWS,
     Piece,
     backward_form,
     columns_of,
@@ -33,6 +30,11 @@ from .hopper_tiles import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
+from .triton.forms import Tiling
+from .triton.kernels.measures import MEASURES
+from .triton.kernels.pair_sums import DDIAGONALS
+from .triton.kernels.tables import BESIDE
+from .triton.kernels.work import WORK
 from .triton_direct import PADDING
 from .triton_launcher import Mode, TritonLauncher
 from .triton_workspace import distances_of, flat_place, listed_diagonals, measures_of, tiles_of, work_of, writes_all

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from ...compiler.planning.forms import HopperLatentForm, Tiling
-from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.quantities import ROTARY_COLUMNS
+from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.signature import PACKED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ..binding import Binding
+from .hopper.forms import HopperLatentForm
+from .hopper.kernels.latent import ROTARY_COLUMNS
 from .hopper_launcher import Box, Described, RaggedBox, processors
 from .split_launcher import JOIN, MOST_ROWS, SPLIT, SplitLauncher
+from .triton.forms import Tiling
 from .triton_launcher import Mode
 from .triton_workspace import flat_place
 

@@ -11,10 +11,8 @@ import torch
 
 from ...compiler.analysis.facts import Facts
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
-from ...compiler.planning.forms import Tiling
 from ...compiler.planning.hardware import Hardware, for_device
-from ...compiler.planning.kernels import SPLIT_KV, Kernel
-from ...compiler.planning.measures import RUNS
+from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.quantities import Sizes
 from ...compiler.planning.records import Shape
@@ -23,10 +21,13 @@ from ...compiler.planning.splits import JOINED_PARTS, Parts, longest_visits, til
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError
 from ...ir.walk import scalars
+from .triton.forms import Tiling
+from .triton.kernels.measures import RUNS
+from .triton.kernels.split_kv import JOIN_PARTS, SPLIT_FORWARD
 from .triton_launcher import Mode, TritonLauncher
 from .triton_workspace import flat_place
 
-SPLIT, JOIN = (kernel.name for kernel in SPLIT_KV)
+SPLIT, JOIN = SPLIT_FORWARD.name, JOIN_PARTS.name
 MOST_DIVISIONS = 4096  # that are kept
 ROWS_APART = 4  # programs that join the rows of a short sequence, each every fourth: most have one row or none
 MOST_ROWS = 2**30  # of packed queries, times heads: places of tiles have 32 bits
@@ -144,13 +145,13 @@ class SplitLauncher(TritonLauncher):
         narrow = form.of_rows(heads // kv_heads * q_len)
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, longest * form.block_kv))
         uneven, few = self.sequences != "dense", self.code.signature.few
-        return parts_of(SPLIT_KV[0], narrow, sizes, longest, machine, self.code.segments, uneven, few)
+        return parts_of(SPLIT_FORWARD, narrow, sizes, longest, machine, self.code.segments, uneven, few)
 
     def _sizes(self, form: Tiling, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:
         """lengths: B, Hq, Hkv, L and T."""
         widths = self.code.signature.widths
         shape = Shape(*lengths, widths.head_dim, widths.value_dim, self.code.signature.dtype)
-        return sizes_of(SPLIT_KV[0], form, shape, machine, self.code.segments, 1, self.facts.traits)
+        return sizes_of(SPLIT_FORWARD, form, shape, machine, self.code.segments, 1, self.facts.traits)
 
     def _limits(self, kernel: Kernel, form: Tiling, mode: Mode) -> dict[str, int]:
         """As many registers as leave room for the programs that a division counts on; both kernels may start early."""

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...compiler.analysis.measured import LIST_HEAD
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.measures import ENDS, LIST_HEAD, PAIR_CELLS, STRETCH, span_width
 from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.target import Place
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
 from ..binding import SHAPES, Packer, ShortestWay, direct, fitting, like, rows_of
 from ..repeating import Again, Guard, Pin, repeated
+from .triton.kernels.measures import ENDS, PAIR_CELLS, STRETCH, span_width
 from .triton_finish import DTYPES, Finish, as_read, finishes, places_of, typed
 from .triton_sums import SummingLauncher
 from .triton_workspace import WORK_SIDES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.records import OperandGradient
-from ...compiler.planning.tables import DDIAGONALS, Ways
+from ...compiler.planning.tables import Ways
 from ...compiler.planning.target import Partition, Place
 from ...ir.expr import TensorOperand
 
@@ -47,7 +47,7 @@ def finishes(gradients: Sequence[OperandGradient], ways: Ways, at_zero: str) -> 
         else:
             one = (
                 Finish(f"typed(of_list(sum{n}, entry{n}, range{n}, arg_{name}), arg_{name}.dtype)", ())
-                if way.kernel == DDIAGONALS
+                if way.owner == "diagonals"
                 else None
             )
         if one is None or names.count(name) > 1:

@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.measured import LIST_ROOM
 from ...compiler.analysis.records import PAIR_KINDS
 from ...compiler.planning import quantities as formulas
 from ...compiler.planning.distances import levels_in, tables_in
-from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.measures import DISTANCE_TABLES, LIST_ROOM, LISTED, LONG_SPANS, MEASURES, PAIR_CELLS, WORK
+from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.plan import CodePlan
 from ...compiler.planning.signature import MOST_SHORT, PACKED, PAGED
-from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS, DPAIRS
+from ...compiler.planning.tables import DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import WeftError
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
 from ..binding import OPERAND_STRIDE, Binding, Packer, alignment, packing
+from .triton.forms import Tiling
+from .triton.kernels.measures import LONG_SPANS, MEASURES, PAIR_CELLS
+from .triton.kernels.pair_sums import DDIAGONALS, DPAIRS, diagonal_programs
+from .triton.kernels.tables import DISTANCE_TABLES
+from .triton.kernels.work import LISTED, WORK
 from .triton_direct import LENGTHS, DirectLauncher, nothing_yet
 from .triton_measures import KV_TILES, Q_TILES
 from .triton_workspace import (
@@ -43,7 +47,7 @@ _PROGRAMS: dict[Callable[..., float], str] = {
     formulas.pair_programs: f"{Q_TILES} * ({KV_TILES}) * batches * heads",
     formulas.head_programs: "batches * heads",
     formulas.kv_head_programs: "batches * kv_heads",
-    formulas.diagonal_programs: f"({Q_TILES} + ({KV_TILES}) - 1) * batches * heads * {DIAGONAL_PARTS}",
+    diagonal_programs: f"({Q_TILES} + ({KV_TILES}) - 1) * batches * heads * {DIAGONAL_PARTS}",
 }
 
 
@@ -126,7 +130,7 @@ class TritonLauncher(DirectLauncher):
 
     def __call__(self, call: CallTensors, results: Named, workspace: Named, partition: Partition) -> list[Tensor]:
         given = {**self._given(call, results), **workspace}
-        of_pairs = self.pair_programs(call, partition.mode) if DPAIRS in self.ways.kernels else (0, 1)  # type: ignore[arg-type]
+        of_pairs = self.pair_programs(call, partition.mode) if "pairs" in self.ways.owners else (0, 1)  # type: ignore[arg-type]
         given |= {"first_program": 0, "most_programs": of_pairs[1], **self._divided(partition)}
         ready = self._modes.get(partition.mode) or self._prepare(partition.mode, given)  # type: ignore[arg-type]
         launches = ready.pack(given)
@@ -312,7 +316,7 @@ class TritonLauncher(DirectLauncher):
         """Parts of diagonals, of which flash_ddiagonals lists sums."""
         if self.sequences == "packed":
             return "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads * {PARTS}"
-        return _PROGRAMS[formulas.diagonal_programs]
+        return _PROGRAMS[diagonal_programs]
 
     def _renamed(self, kernel: Kernel) -> dict[str, str]:
         """Both axes call what was measured for them `spans` or `lists`, both sides the list of their tiles `work`."""

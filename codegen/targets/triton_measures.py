@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.measured import LONG_AXIS
 from ...compiler.analysis.records import Axis
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.forms import Tiling
-from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.measures import (
+from ...compiler.planning.kernel import Kernel
+from ...compiler.planning.plan import CodePlan
+from ...compiler.planning.signature import PAGED, SequenceKind
+from ...ir.expr import Symbol
+from .triton.forms import Tiling
+from .triton.kernels.measures import (
     CELLS_TOGETHER,
-    DISTANCE_TABLES,
     ENDS,
     ENDS_TOGETHER,
-    FEW,
     LISTS,
     MEASURES,
     PAIR_CELLS,
@@ -22,10 +24,8 @@ from ...compiler.planning.measures import (
     STRETCH,
     TILES_TOGETHER,
 )
-from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import PAGED, SequenceKind
-from ...compiler.planning.tilings import FIXED
-from ...ir.expr import Symbol
+from .triton.kernels.tables import DISTANCE_TABLES
+from .triton.tilings import FIXED
 from .triton_workspace import cells_of
 
 # Operands that go through registers on their way to SRAM: Triton 3.6 gives wrong results for large tiles on sm_90 (two
@@ -115,7 +115,7 @@ class MeasuringLauncher:
         """When a kernel of this module has something to do, over names of the vocabulary; "" for always."""
         if kernel.name not in RUNS:
             return ""
-        return f"{self._extent(kernel.axis)} {'<=' if kernel.name in SPANS else '>'} {FEW}"
+        return f"{self._extent(kernel.axis)} {'<=' if kernel.name in SPANS else '>'} {LONG_AXIS}"
 
     def _extent(self, axis: Axis) -> str:
         """Positions of an axis that a call has room for, as an expression."""

@@ -11,12 +11,13 @@ from torch import Tensor
 from ...compiler.analysis.distances import ByDistance
 from ...compiler.analysis.records import OperandGradient
 from ...compiler.planning.distances import Levels
-from ...compiler.planning.kernels import Kernel
-from ...compiler.planning.measures import DISTANCE_TABLES
-from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, MOST_LISTED, Way, Ways
+from ...compiler.planning.kernel import Kernel
+from ...compiler.planning.tables import DIAGONAL_PARTS, MOST_LISTED, Way, Ways
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.walk import loads
 from ..summing import SHARES, summing
+from .triton.kernels.pair_sums import DDIAGONALS, DPAIRS
+from .triton.kernels.tables import DISTANCE_TABLES
 from .triton_measures import MeasuringLauncher
 from .triton_workspace import add_listed, tiles_of
 
@@ -47,7 +48,7 @@ class SummingLauncher(MeasuringLauncher):
     ) -> None:
         """Launch flash_dpairs for the programs from this one on, and add up what they list."""
         at = next(n for n, kernel in enumerate(self.code.kernels) if kernel.name == DPAIRS)
-        listed = [n for n, way in enumerate(self.ways.of_reads) if way == Way(DPAIRS, "list")]
+        listed = [n for n, way in enumerate(self.ways.of_reads) if way == Way("pairs", "list")]
         for n in listed:  # programs of what is not there list nothing
             given[f"sum{n}"].zero_()
             given[f"entry{n}"].zero_()
@@ -59,7 +60,7 @@ class SummingLauncher(MeasuringLauncher):
         """What the kernels listed, added up in the shape of its operand, by number of the read."""
         tables = {}
         for n, way in enumerate(self.ways.of_reads):
-            if way is not None and way.kernel == DDIAGONALS:
+            if way is not None and way.owner == "diagonals":
                 listed = workspace[f"sum{n}"], workspace[f"entry{n}"], workspace[f"range{n}"]
                 tables[n] = self._of_list(*listed, self._operand_of(n, call), mode.aligned)
             elif way is not None and way.finish == "list":
@@ -79,7 +80,7 @@ class SummingLauncher(MeasuringLauncher):
     def _clear_levels(self, workspace: Named, mode: Mode) -> None:
         """Level pairs of sequences that are not there are listed by nobody."""
         for n, way in enumerate(self.ways.of_reads):
-            if way is not None and way.kernel == DDIAGONALS and self.levels is not None:
+            if way is not None and way.owner == "diagonals" and self.levels is not None:
                 first = workspace[f"range{n}"].shape[0] * 2 * self.form(DDIAGONALS, mode.aligned).block_q
                 for name in ("sum", "entry"):
                     workspace[f"{name}{n}"][first:].zero_()
@@ -130,6 +131,6 @@ class SummingLauncher(MeasuringLauncher):
         form = self.form(DPAIRS, mode.aligned)
         q_len, kv_len = call.query.shape[2], call.key.shape[2]
         programs = tiles_of(q_len, form.block_q) * tiles_of(kv_len, form.block_kv) * self.pair_shares(call)
-        if Way(DPAIRS, "list") not in self.ways.of_reads:
+        if Way("pairs", "list") not in self.ways.of_reads:
             return programs, programs
         return programs, min(programs, max(1, MOST_LISTED // (form.block_q * form.block_kv)))

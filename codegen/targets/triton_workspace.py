@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.measured import LIST_HEAD, LIST_ROOM, LONG_AXIS
 from ...compiler.analysis.records import Axis, TileProgram
 from ...compiler.analysis.survey import CELL
-from ...compiler.planning.measures import FEW, LIST_HEAD, LIST_ROOM, PAIR_CELLS, STRETCH, WORK, span_width
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.tables import DDIAGONALS, DIAGONAL_PARTS, DPAIRS, DQUERY, Way, Ways, ways_of
+from ...compiler.planning.tables import DIAGONAL_PARTS, Way, Ways, ways_of
 from ...compiler.planning.target import CallTensors, Place
+from .triton.kernels.backward import DQUERY
+from .triton.kernels.measures import PAIR_CELLS, STRETCH, span_width
+from .triton.kernels.pair_sums import DDIAGONALS, DPAIRS
+from .triton.kernels.work import WORK
 
 if TYPE_CHECKING:
     from .triton_launcher import Mode, TritonLauncher
@@ -95,7 +99,7 @@ def measures_of(launcher: TritonLauncher, call: CallTensors, mode: Mode) -> dict
 
 def _place_of_ends(launcher: TritonLauncher, call: CallTensors, mode: Mode, axis: Axis, extent: int) -> Place:
     """Least and greatest values of tiles and of stretches of them; next to nothing where none are written."""
-    if extent <= FEW:
+    if extent <= LONG_AXIS:
         return flat_place(1, dtype=torch.int64)
     batches, heads = call.query.shape[:2]
     rows = heads if launcher.facts.mask_differs_by_head else 1
@@ -191,11 +195,11 @@ def _places_of_pairs(
     if way.finish != "list":
         alone = sum(g.load.tensor == gradient.load.tensor for g in launcher.sums) == 1
         dtype = operand.dtype if alone and way.finish == "store" else torch.float32
-        shares = batches * heads if way.kernel == DQUERY else launcher.pair_shares(call)
+        shares = batches * heads if way.owner == "queries" else launcher.pair_shares(call)
         stored = shares * q_len * call.key.shape[2] if way.finish == "store" else 0
         fill = None if writes_all(launcher, operand.shape, stored) else 0.0
         return {f"sum{n}": flat_place(*operand.shape, fill=fill, dtype=dtype)}
-    if way.kernel == DPAIRS:
+    if way.owner == "pairs":
         form = launcher.form(DPAIRS, mode.aligned)
         size: tuple[int, ...] = (launcher.pair_programs(call, mode)[1], form.block_q, form.block_kv)
     else:

@@ -21,6 +21,9 @@ from .records import Axis, Measuring, TileCounts, TileProgram
 from .survey import CELL, Survey
 from .tiles import Environment, Value, _function, _operand, _values
 
+LONG_AXIS = 1 << 14  # positions above which an axis is long: ends of its tiles are written before tiles are measured
+LIST_HEAD = 4  # numbers before the tiles of a list
+LIST_ROOM = 1024  # tiles that a list holds at most; those behind the last of them are visited as a run
 SPAN_ROOM = 512  # tiles that a list behind ranges has room for: where there are more, ranges are visited as runs
 MOST_STEPS = 1 << 22  # operators applied to pairs of tiles by one count of all heads: a fifth of a second
 MOST_PAIRS = 1 << 24  # pairs of a head that are looked at for a count

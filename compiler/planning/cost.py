@@ -19,30 +19,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp
 
+from ..analysis.measured import LONG_AXIS
 from ..analysis.records import Axis, TileCounts, Traits
-from .cpu_cost import CpuSpeed, CpuTimes, CpuWork, speed_of, times_of, with_joined
-from .cpu_cost import work_of as cpu_work_of
-from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, HopperLatentForm, Tiling
+from .form import Form, Machine
 from .hardware import Hardware
-from .kernels import ROUND_DQUERY, ROW_STATISTICS, SPLIT_KV, Bound, Kernel
-from .measures import DISTANCE_TABLES, FEW, PAIR_CELLS, RUNS, WORK
-from .paces import (
-    AT_HAND,
-    LANES,
-    PACKED_PROGRAM,
-    Instructions,
-    Pace,
-    family_of,
-    instructions_of,
-    longest_of,
-    pace_of,
-    weighs_pairs,
-)
+from .kernel import Bound, Kernel
+from .paces import AT_HAND, LANES, Instructions, Pace, instructions_of, longest_of, pace_of
 from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import Shape, element_bytes
 from .segments import Segments
 from .splits import LATENCY, LONE, MOST_PARTS, Parts, divided
-from .tables import DDIAGONALS, DQUERY
+from .torch_times import CpuTimes, TorchCost
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)
@@ -54,9 +41,6 @@ MOST_ON_AN_SM = 3  # programs that divide keys: of more, each has fewer register
 MEASURING_AT_ONCE = 8  # programs on an SM that measure tiles: of 8 warps each
 REACHED = 0.75  # share of the rate of products that a kernel of latent caches reaches
 INTERPRETED = 1 << 20  # programs at once that the interpreter divides keys for, so that it does what a GPU does
-_VISIT_NOTHING = (
-    ROW_STATISTICS.name, ROUND_DQUERY.name, SPLIT_KV[1].name, PAIR_CELLS, DISTANCE_TABLES, *RUNS, *WORK
-)  # fmt: skip
 HEADS_TOGETHER = 8  # heads whose tiles run side by side: HEAD_BUNCH of the templates
 
 
@@ -128,9 +112,8 @@ class KernelCost:
     at_once: int  # programs that run together
     times: Times | CpuTimes
     exps: Formula
-    speed: CpuSpeed | None = None  # of target `cpu`: what a core does in this form
-    on_cpu: CpuWork | None = None  # likewise, besides products
-    work: PairWork | None = None  # of other targets
+    on_cpu: TorchCost | None = None  # of operations of torch
+    work: PairWork | None = None  # of kernels for GPUs
 
     @property
     def seconds(self) -> float:
@@ -168,9 +151,9 @@ def sizes_of(
     """The letters of a problem, with k = 1: as if there were no L2."""
     size = element_bytes(shape.dtype)
     block_q, tiles = form.block_q, ceil(shape.q_len / form.block_q)
-    if kernel in SPLIT_KV:  # rows of all heads that share keys are in one tile
+    if kernel.shares_keys:
         rows = shape.group * shape.q_len
-        block_q = _of_rows(form, rows).block_q
+        block_q = form.of_rows(rows).block_q
         tiles = ceil(rows / block_q)
     columns = max(parts.qk_columns, parts.v_columns)
     ahead, in_sram, score_bytes = form.residence(kernel, hardware, size, columns)
@@ -181,7 +164,7 @@ def sizes_of(
         Cu=parts.v_columns * own_value, e=size, bq=block_q, bkv=form.block_kv, s=ahead, h=in_sram,
         p=score_bytes, n=visited, nq=tiles, nkv=ceil(shape.kv_len / form.block_kv),
         k=1, j=1, w=0 if traits.linear else 1, R=sum(s.width for s in parts.qk if s.source == "rope"),
-        r=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > FEW), z=int(shape.group > 1),
+        r=int((shape.kv_len if kernel.axis == "kv" else shape.q_len) > LONG_AXIS), z=int(shape.group > 1),
     )  # fmt: skip
 
 
@@ -200,11 +183,11 @@ def sram_bytes(
 
 def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: Hardware) -> float:
     """SRAM of what a tile reads of operands for each pair, key or query: Triton loads it ahead, as keys and values."""
-    if hardware.kind != "cuda" or not kernel.reads_pairs or not isinstance(form, Tiling):
+    if hardware.kind != "cuda" or not kernel.weighs or not form.loads_reads:
         return 0
     of_heads = traits.head_bytes
-    of_pairs = traits.pair_bytes + (of_heads if kernel in SPLIT_KV else 0)
-    of_keys = traits.key_bytes + (0 if kernel in SPLIT_KV else of_heads)
+    of_pairs = traits.pair_bytes + (of_heads if kernel.shares_keys else 0)
+    of_keys = traits.key_bytes + (0 if kernel.shares_keys else of_heads)
     of_rows = of_keys * x.bkv if kernel.axis == "kv" else traits.query_bytes * x.bq
     return (of_pairs * x.bq * x.bkv + of_rows) * x.s
 
@@ -215,7 +198,7 @@ def read_by(kernel: Kernel, form: Form) -> Formula:
 
     A head of a batch row is taken to have boxes of its own, as a bias of each pair and head has.
     """
-    brought = form.pair_bytes if isinstance(form, HopperForm | HopperBackwardForm) and weighs_pairs(kernel) else 0
+    brought = form.pair_bytes if kernel.weighs else 0
     if not brought:
         return kernel.read
 
@@ -247,7 +230,7 @@ def share_from_hbm(kernel: Kernel, sizes: Sizes, at_once: int, hardware: Hardwar
     visits = kernel.again.visits(sizes)
     if visits <= 1:
         return 1.0  # nothing is repeated, and what no program visits is not read
-    if kernel in SPLIT_KV:
+    if kernel.shares_keys:
         return 0.0  # programs that share keys are neighbours
     query_heads = sizes.B * sizes.Hq
     programs_a_head = kernel.programs(sizes) / query_heads
@@ -292,30 +275,28 @@ def cost_of(
     """Numbers of one kernel. longest: tiles of keys that the last queries visit in a sequence of all T keys. uneven:
     sequences have lengths of their own. few: queries a sequence (Signature.few), where keys are divided. packed: how
     many sequences rows are packed of."""
-    if kernel in SPLIT_KV:
-        tiles = tiles if kernel.follows else _by_key_head(tiles, form, shape)
-        form = _of_rows(form, shape.group * shape.q_len)
+    if kernel.shares_keys:
+        tiles = _by_key_head(tiles, form, shape) if kernel.divides else tiles
+        form = form.of_rows(shape.group * shape.q_len)
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
     sram = form.sram(kernel)(once) + pair_bytes(kernel, form, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
-    if kernel in SPLIT_KV:
-        if kernel == SPLIT_KV[0]:
+    if kernel.shares_keys:
+        if kernel.divides:
             at_once = hardware.sms * split_programs_per_sm(kernel, form, once, hardware, parts)
         most = ceil(once.nkv) if longest is None else longest
-        found = parts_of(SPLIT_KV[0], form, once, most, hardware, parts, uneven, few)
+        found = parts_of(kernel.divider, form, once, most, hardware, parts, uneven, few)
         once = once._replace(S=found.parts, d=int(found.parts > 1))
     sizes = once._replace(k=share_from_hbm(kernel, of_sequences(once, packed), at_once, hardware), j=0)
     reads = read_by(kernel, form)
     read, written = reads(sizes), kernel.written(sizes)
     moved = reads(once) + kernel.written(once)
     busy = busy_share(kernel.programs(sizes), at_once)
-    if isinstance(form, CpuForm):
-        assert hardware.cpu is not None
-        sizes = with_joined(sizes, form, tiles, traits.masked)
-        speed, cpu_work = speed_of(form, sizes, sram, hardware, shape.dtype), cpu_work_of(kernel, traits, hardware.cpu)
-        spent = times_of(kernel, sizes, speed, hardware, busy, cpu_work)
+    by_torch = form.torch_work(kernel, sizes, tiles, traits, Machine(hardware, shape.dtype, sram, busy))
+    if by_torch is not None:
         return KernelCost(
-            kernel, form, tiles, sizes, sram, read, written, moved, at_once, spent, cpu_work.exps, speed, cpu_work
+            kernel, form, tiles, by_torch.sizes, sram, read, written, moved, at_once, by_torch.times,
+            by_torch.work.exps, by_torch,
         )  # fmt: skip
     sizes = sizes._replace(m=tiles.edge, u=tiles.visited - tiles.level_full)
     work = pair_work(kernel, form, sizes, parts, traits, hardware, packed > 1)
@@ -359,35 +340,19 @@ def pair_work(
     kernel: Kernel, form: Form, x: Sizes, parts: Segments, traits: Traits, hardware: Hardware, packed: bool = False
 ) -> PairWork:  # fmt: skip
     """x: the letters of the problem, of which n, m and the number of programs decide the tail. packed: rows are."""
-    family = family_of(kernel, form, max(parts.qk_columns, parts.v_columns))
+    family = form.pace_family(kernel, max(parts.qk_columns, parts.v_columns))
     longest = longest_of(kernel, x, traits.masked)
     tail = max(1.0, longest * hardware.sms / x.n) if x.n else 1.0
     pieces = len(parts.qk) + len(parts.v) - 2
     one = instructions_of(kernel, traits)
-    if isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes:
+    if form.pair_bytes:
         one = replace(one, pair_reads=max(0.0, one.pair_reads - 1), other=one.other + AT_HAND)
-    if not sums_levels(kernel, form):
-        one = replace(one, levels=0)
-    pace = pace_of(family)
-    if packed and isinstance(form, Tiling) and weighs_pairs(kernel):
-        pace = replace(pace, program=pace.program + PACKED_PROGRAM)
-    formulas = work_formulas(kernel, one, pace, pieces, has_level_steps(kernel, form, traits))
+    pace = pace_of(kernel, family)
+    if packed and kernel.weighs:
+        pace = replace(pace, program=pace.program + form.packed_program)
+    formulas = work_formulas(kernel, one, pace, pieces, traits.level_steps and kernel.has_level_loop)
     waves = max(1.0, kernel.programs(x) / (MEASURING_AT_ONCE * hardware.sms))
     return PairWork(family, pace, *formulas, longest, tail, kernel.steps(x) * waves if pace.step else 0.0)
-
-
-def sums_levels(kernel: Kernel, form: Form) -> bool:
-    """Whether a kernel of a backward is the one that sums level pairs: it owns queries, but on `hopper` keys."""
-    return kernel.name != DQUERY if isinstance(form, HopperBackwardForm) else kernel.name == DQUERY
-
-
-def has_level_steps(kernel: Kernel, form: Form, traits: Traits) -> bool:
-    """Whether a kernel computes full tiles of level pairs without a look at tables by distance.
-
-    On `hopper` the pass that owns queries has no such loop.
-    """
-    in_loop = kernel.direction == "backward" and weighs_pairs(kernel) and kernel.name != DDIAGONALS
-    return traits.level_steps and in_loop and not (kernel.name == DQUERY and isinstance(form, HopperBackwardForm))
 
 
 @lru_cache(maxsize=256)
@@ -396,7 +361,7 @@ def work_formulas(
 ) -> tuple[Formula, Formula, Formula, Formula]:  # fmt: skip
     """Exponentials, other instructions, those of the mask, and microseconds of tiles and programs.
 
-    level_steps: as of has_level_steps.
+    level_steps: full tiles of level pairs have a loop without tables.
     """
     each = pace.other * one.other + pace.pair_reads * one.pair_reads
     each += pace.row_reads * one.row_reads + pace.levels * one.levels
@@ -424,7 +389,7 @@ def exps_of(kernel: Kernel, special: float) -> Formula:
     def exps(x: Sizes) -> float:
         return special * score_count(x)
 
-    return exps if weighs_pairs(kernel) else kernel.exps
+    return exps if kernel.weighs else kernel.exps
 
 
 def instructions_per_second(hardware: Hardware) -> float:
@@ -462,26 +427,20 @@ def predict(
     every = dense_counts(shape)
     costs = []
     for kernel, form in kernels:
-        # The textbook algorithm stores every score, visible or not.
-        counter = every if count is None or kernel.name.startswith("standard_") else count
-        visits = kernel.name not in _VISIT_NOTHING
-        tiles = counter(kernel.axis, form.block_q, form.block_kv) if visits else TileCounts(0, 0, 0)
-        tiles = tiles.uneven if kernel.name == DDIAGONALS else tiles
-        most = longest(form.block_q, form.block_kv) if longest and kernel in SPLIT_KV else None
+        counter = every if count is None or kernel.visits == "all" else count
+        tiles = TileCounts(0, 0, 0)
+        if kernel.visits != "none":
+            tiles = counter(kernel.axis, form.block_q, form.block_kv)
+        tiles = tiles.uneven if kernel.visits == "uneven" else tiles
+        most = longest(form.block_q, form.block_kv) if longest and kernel.shares_keys else None
         costs.append(cost_of(kernel, form, shape, hardware, parts, tiles, traits, most, uneven, few, packed))
     return tuple(costs)
-
-
-def _of_rows(form: Form, rows: int) -> Tiling | HopperLatentForm:
-    """A form of a kernel that divides keys, for so many rows that share them."""
-    assert isinstance(form, Tiling | HopperLatentForm)
-    return form.of_rows(rows)
 
 
 def _by_key_head(tiles: TileCounts, form: Form, shape: Shape) -> TileCounts:
     """Tiles of all query heads as those that rows of heads with the same keys visit together."""
     rows = shape.group * shape.q_len
-    of_head = ceil(rows / _of_rows(form, rows).block_q)
+    of_head = ceil(rows / form.of_rows(rows).block_q)
     share = of_head / (shape.group * ceil(shape.q_len / form.block_q))
     edge, full = ceil(tiles.edge * share), ceil(tiles.full * share)
     total = shape.batch * shape.kv_heads * of_head * ceil(shape.kv_len / form.block_kv)
@@ -503,7 +462,7 @@ def parts_of(
     tile_bytes = x.e * x.bkv * (x.D + x.Du)
     units = int(x.B * x.Hkv * x.nq)
     busy, most = 0.0, MOST_PARTS
-    if isinstance(form, HopperLatentForm):  # as much to compute as to read
+    if form.computes_bound:
         busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops("bf16"))
         tile_bytes /= x.nq  # programs that share keys are neighbours
         uneven = False  # the kernel evens out lengths by itself

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ...ir.expr import Const, Expr, Load
 from ...ir.walk import loads, symbols
 from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
 from ..analysis.facts import Facts
-from .kernels import Algorithm, Kernel
-from .measures import DISTANCE_TABLES
+from .kernel import Algorithm
 from .plan import CodePlan
-from .quantities import Sizes, none
 from .signature import PACKED, Signature
 
 
@@ -95,34 +92,9 @@ def watched(levels: Levels, tables: Sequence[ByDistance]) -> tuple[Expr, ...]:
 
 def levels_in(code: CodePlan, facts: Facts) -> Levels | None:
     """Those of the kernels of a plan."""
-    return levels_of(facts, code.schedule.algorithm, code.signature) if code.has(DISTANCE_TABLES) else None
+    return levels_of(facts, code.schedule.algorithm, code.signature) if code.of_module("tables") else None
 
 
 def tables_in(code: CodePlan, facts: Facts) -> tuple[ByDistance, ...]:
     """Those that the kernels of a plan read."""
-    return tables_of(facts, code.schedule.algorithm, code.signature) if code.has(DISTANCE_TABLES) else ()
-
-
-def with_tables_made(kernels: Sequence[Kernel], tables: Sequence[ByDistance]) -> list[Kernel]:
-    """The kernels, and before them the one that makes their tables."""
-    if not tables:
-        return list(kernels)
-    by_batch, by_head = any(t.by_batch for t in tables), any(t.by_head for t in tables)
-    return [_tables_kernel(kernels[0], len(tables), by_batch, by_head), *kernels]
-
-
-@lru_cache(maxsize=64)
-def _tables_kernel(before: Kernel, number: int, by_batch: bool, by_head: bool) -> Kernel:
-    def tables(x: Sizes) -> float:
-        return (x.B if by_batch else 1) * (x.Hq if by_head or by_batch else 1)
-
-    def programs(x: Sizes) -> float:
-        return tables(x) * (x.L + x.T) / x.bkv
-
-    def written(x: Sizes) -> float:
-        return 4 * number * tables(x) * (x.L + x.T)
-
-    return Kernel(
-        DISTANCE_TABLES, before.direction, before.slot, "kv", "its distances", programs, none, none, written, none,
-        none, before.again,
-    )  # fmt: skip
+    return tables_of(facts, code.schedule.algorithm, code.signature) if code.of_module("tables") else ()

@@ -20,18 +20,17 @@ from rich.text import Text
 from ...ir.attention import Attention
 from ...ir.errors import counted
 from ...ir.normalizer import SOFTMAX
+from ..analysis.measured import LIST_HEAD, LIST_ROOM
 from ..analysis.records import Bounds
 from ..analysis.survey import CELL
 from .cost import PairWork, Times, instructions_per_second, l2_bytes_per_second
-from .cpu_cost import CpuSpeed
 from .hardware import Hardware
-from .kernels import SPLIT_KV
-from .measures import LIST_HEAD, LIST_ROOM, PAIR_CELLS
 from .paces import PACES
 from .plan import KernelPlan, Plan, Sums
 from .rates import LEVELS
 from .records import Segment
 from .sums import DIAGONAL, LISTED, PUT
+from .torch_times import CpuSpeed
 
 WIDTH = 100
 _GLOSSARY = (
@@ -151,7 +150,7 @@ def explanation(
     parts += ["", _kernel_table(plan, names), "", *_time_tables(plan, names), "", *_totals(plan, names)]
     for kernel in plan.kernels:
         parts += ["", _stage_table(kernel, names), _formulas(plan, kernel, names)]
-    splits = (_PARTS,) if any(kernel.name == SPLIT_KV[0].name for kernel in plan.kernels) else ()
+    splits = (_PARTS,) if any(kernel.code.kernel.divides for kernel in plan.kernels) else ()
     models = [_CPU_TIMES] * any(k.on_cpu for k in plan.kernels) + [_TIMES] * any(not k.on_cpu for k in plan.kernels)
     level = (_LEVEL,) if any(map(_has_level_steps, plan.kernels)) else ()
     words = (_GLOSSARY, *splits, *level, *models)
@@ -242,12 +241,12 @@ def _bounds_lines(plan: Plan, kv_bounds: Bounds | None, q_bounds: Bounds | None)
 
 def _open_parts(plan: Plan, bounds: Bounds) -> list[str]:
     """The parts of the mask without a closed form, and which tiles are left out nevertheless."""
-    spans = [f"{bounds.axis}_{kind}" for kind in ("spans", "long_spans")]
     notes = [f"by positions alone, {note}" for note in bounds.notes]
-    for kernel in (k for k in plan.kernels if k.name in spans):
+    found = [k for k in plan.kernels if k.code.kernel.axis == bounds.axis]
+    for kernel in (k for k in found if k.code.kernel.finds == "runs"):
         measured = f"what the mask reads is measured in each call by {kernel.name}: tiles that cannot match are skipped"
         return [*notes, measured]
-    lists = next((k for k in plan.kernels if k.name == f"{bounds.axis}_lists"), None)
+    lists = next((k for k in found if k.code.kernel.finds == "lists"), None)
     if lists is not None:
         return [*notes, *_listed(plan, lists)]
     if plan.codes[0].looks_first:
@@ -267,10 +266,10 @@ def _listed(plan: Plan, kernel: KernelPlan) -> list[str]:
         f"tiles are listed in each call by {kernel.name}, those without a visible pair left out: room for "
         f"{room:,.0f} for each tile of {tile}, {bytes_text(bytes_of_lists)} in all{full}"
     ]
-    cells = next((k for k in plan.kernels if k.name == PAIR_CELLS), None)
+    cells = next((k for k in plan.kernels if k.code.kernel.finds == "cells"), None)
     if cells is not None and axis == "kv":
-        found = bytes_text(cells.hbm_written.value)
-        lines.append(f"before that {PAIR_CELLS} looks at the mask of every {CELL} x {CELL} pairs once: {found}")
+        size = bytes_text(cells.hbm_written.value)
+        lines.append(f"before that {cells.name} looks at the mask of every {CELL} x {CELL} pairs once: {size}")
     return lines
 
 
@@ -432,7 +431,7 @@ def _programs_text(kernel: KernelPlan) -> str:
 
 def _tiles_text(plan: Plan, kernel: KernelPlan) -> str:
     tiles = kernel.tiles
-    grouped = kernel.code.kernel in SPLIT_KV
+    grouped = kernel.code.kernel.shares_keys
     heads = plan.shape.kv_heads if grouped else plan.shape.heads
     total = plan.shape.batch * heads * kernel.letters["nq"] * kernel.letters["nkv"]
     classes = f"{tiles.empty:,} empty + {tiles.edge:,} edge + {tiles.full:,} full"

@@ -15,22 +15,19 @@ from typing import TYPE_CHECKING
 from ...ir.errors import InternalError, WeftError
 from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
 from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
-from ..analysis.survey import CELL, Survey
+from ..analysis.survey import Survey
 from ..analysis.tiles import Environment, count_tiles
 from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict, read_by
-from .cpu_cost import CpuSpeed, CpuTimes, computed_whole
-from .forms import CpuForm, Form, HopperBackwardForm, HopperForm, Tiling
+from .form import Form
 from .hardware import Hardware
-from .kernels import FIRST_STORED_STATISTICS, SPLIT_KV, Bound, Kernel
-from .measures import BESIDE, DISTANCE_TABLES, ENDS, LISTS, LONG_SPANS, PAIR_CELLS, RUNS, SPANS
+from .kernel import Bound, Kernel, Module
 from .quantities import Formula, Sizes
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
 from .signature import Direction, Signature
-from .stages import stages_of
-from .steps import Tiles
-from .tables import DDIAGONALS
+from .stage_words import Tiles
+from .torch_times import CpuSpeed, CpuTimes, computed_whole
 
 
 # -- what code there is ----------------------------------------------------------------------------------------------
@@ -67,87 +64,55 @@ class CodePlan:
     @property
     def own(self) -> tuple[KernelCode, ...]:
         """The kernels of the target's own module; those of others come from modules of their own."""
-        return tuple(k for k in self.kernels if k.name not in BESIDE and k.target == self.target)
+        return tuple(k for k in self.kernels if not k.kernel.module and k.target == self.target)
 
     @property
-    def borrows_diagonals(self) -> bool:
-        """Whether sums over diagonals are those of another target's kernel."""
-        return any(k.name == DDIAGONALS and k.target != self.target for k in self.kernels)
+    def borrowed(self) -> KernelCode | None:
+        """The kernel of another target that runs beside these, in a module of its own."""
+        return next((k for k in self.kernels if not k.kernel.module and k.target != self.target), None)
+
+    def of_module(self, module: Module) -> KernelCode | None:
+        """The first kernel of a module that serves all targets."""
+        return next((k for k in self.kernels if k.kernel.module == module), None)
 
     @property
     def tile_source(self) -> TileSource:
         """Where the kernels learn which tiles to visit."""
-        names = {k.name for k in self.kernels}
-        return "lists" if names & {*LISTS} else "spans" if names & {*SPANS} else "program"
+        found = {k.kernel.finds for k in self.kernels}
+        return "lists" if "lists" in found else "spans" if "runs" in found else "program"
 
     @property
     def brings_boxes(self) -> bool:
         """Whether tiles of what each pair reads are brought to SRAM, `Facts.boxed_read`."""
-        return any(_brings_boxes(k.form) for k in self.kernels)
+        return any(k.form.pair_bytes > 0 for k in self.kernels)
 
     @property
     def looks_first(self) -> bool:
         """Whether the mask of each tile is evaluated before the tile is, which is skipped where nothing is visible."""
-        return any(isinstance(k.form, CpuForm) for k in self.kernels)
-
-
-def _brings_boxes(form: Form) -> bool:
-    return isinstance(form, HopperForm | HopperBackwardForm) and form.pair_bytes > 0
-
-
-SPANS_WARPS, CELLS_WARPS = 8, 4  # of a program that measures tiles
-ENDS_WARPS = 16  # of one that writes ends of a stretch: few run, and its steps wait one for the other
-LONG_SPANS_WARPS = 1  # of one that looks at stretches: many run at once, and none waits for other warps
-TABLE_FORM = Tiling(1, 256, 4, 1)  # distances of a program that makes tables
-_VISITORS = {
-    ("forward", "kv"): "flash_forward",
-    ("backward", "kv"): "flash_dquery",
-    ("backward", "q"): "flash_dkey_dvalue",
-}
-_ONE_PASS = "flash_backward"  # the visitor where there is no other
+        return any(k.form.looks_first for k in self.kernels)
 
 
 def code_plan(
-    signature: Signature, target: str, family: str, measured_by: str, schedule: Schedule, kernels: Sequence[Kernel],
+    signature: Signature, target: str, measured_by: str, schedule: Schedule, kernels: Sequence[Kernel],
     parts: Segments, traits: Traits, sums: frozenset[str] = frozenset(),
 ) -> CodePlan:  # fmt: skip
     """The plan of the kernels that `schedule` gives to `target`, each with its stages.
 
-    family: of the target, whose stages its kernels have.
     sums: how wanted gradients of operands are summed: "total", "row", "column", "sink".
-    measured_by: the target whose kernels measure tiles for it. These have no form of their own: their tiles are those
-    of the kernel that visits what they find.
+    measured_by: the target whose kernels measure tiles for it, and lend it others.
     """
 
     def of(kernel: Kernel) -> KernelCode:
-        own, words = target, family
-        followed = kernel.follows or kernel.name
-        form = schedule.kernels[followed].form if followed in schedule.kernels else None
-        if kernel.name == PAIR_CELLS:
-            own, words, form = measured_by, "", Tiling(CELL, CELL, CELLS_WARPS, 1)
-        elif kernel.name == DISTANCE_TABLES:
-            own, words, form = measured_by, "", TABLE_FORM
-        elif form is None:
-            name = _VISITORS[kernel.direction, kernel.axis]
-            others = (n for n in (name, "split_forward", _ONE_PASS) if n in schedule.kernels)
-            visitor = schedule.form(next(others))
-            own_warps = {**dict.fromkeys(LONG_SPANS, LONG_SPANS_WARPS), **dict.fromkeys(ENDS, ENDS_WARPS)}
-            warps = own_warps.get(kernel.name, SPANS_WARPS)
-            # of packed sequences the list of work has whole tiles, and so have lists
-            whole = signature.sequences == "packed" or kernel.name in LISTS
-            rows = visitor.block_q if whole else visitor.span_rows
-            own, words, form = measured_by, "", Tiling(rows, visitor.block_kv, warps, 1)
-        if kernel.name == DDIAGONALS:
-            own, words = measured_by, ""
-        one_pass = any(k.name == _ONE_PASS for k in kernels)
-        of_score, sinks = sums - {"sink"}, "sink" in sums
-        ragged = signature.sequences != "dense"
+        own = measured_by if kernel.module or kernel.is_lent else target
+        if kernel.own_form is not None:
+            form = kernel.own_form(schedule.form(kernel.measures) if kernel.measures else None, signature.sequences)
+        else:
+            form = schedule.form(kernel.follows or kernel.name)
         tiles = Tiles(
-            form.block_q, form.block_kv, parts, traits, signature.wanted, of_score, sinks, ragged, one_pass,
-            _brings_boxes(form), isinstance(form, HopperBackwardForm) and form.is_persistent(traits.drops),
-            FIRST_STORED_STATISTICS in kernels, isinstance(form, HopperForm) and form.drawers,
+            form.block_q, form.block_kv, parts, traits, signature.wanted, sums - {"sink"}, "sink" in sums,
+            signature.sequences != "dense", form,
         )  # fmt: skip
-        return KernelCode(kernel, own, form, stages_of(words, kernel.name, tiles))
+        return KernelCode(kernel, own, form, tuple(kernel.stages(tiles)))
 
     made = CodePlan(signature, target, schedule, parts, tuple(map(of, kernels)))
     verify_code(made)
@@ -378,7 +343,7 @@ def make_plan(
         for code, cost in zip(kernels, costs)
     )
     # parts are joined where there are several, and long axes are measured in another way
-    plans = tuple(k for k in found if k.programs.value or not (k.code.kernel in SPLIT_KV or k.name in RUNS))
+    plans = tuple(k for k in found if k.programs.value or not k.code.kernel.is_optional)
     return Plan(name, shape, hardware, tuple(codes), plans, notes, visible, sums)
 
 
@@ -398,8 +363,8 @@ def _kernel_plan(
         useful = Quantity(useful_text(kernel.flops, letters), kernel.flops(seen))
 
     on_cpu = None
-    if cost.speed is not None and cost.on_cpu is not None:
-        on_cpu = OnCpu(cost.speed, quantity(cost.on_cpu.passes), quantity(cost.on_cpu.calls))
+    if cost.on_cpu is not None:
+        on_cpu = OnCpu(cost.on_cpu.speed, quantity(cost.on_cpu.work.passes), quantity(cost.on_cpu.work.calls))
 
     work = cost.work
     worked = Worked(work, quantity(work.other), quantity(work.mask), quantity(work.tiles)) if work else None

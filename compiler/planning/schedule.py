@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple, get_args
 
 from ...ir.errors import WeftError
-from .forms import Form, parse_form
-from .kernels import Algorithm
+from .form import Form, parse_form
+from .kernel import Algorithm
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 EXAMPLE = "flash/flash_forward=triton:128x64w4s3/flash_dquery=triton:128x64w8s3/flash_dkey_dvalue=triton:64x128w8s3"
@@ -69,9 +69,6 @@ class Schedule:
 
 def parse_schedule(text: str) -> Schedule:
     """Read back the text of a Schedule: parse_schedule(str(schedule)) == schedule.
-
-    >>> parse_schedule("flash/flash_forward=triton:128x64w4s3").form("flash_forward").block_q
-    128
 
     Raises WeftError for any other text.
     """

@@ -11,7 +11,7 @@ from ..analysis.records import PAIR_KINDS
 from .plan import Sums
 from .records import Quantity, Shape
 from .signature import Signature
-from .tables import DDIAGONALS, DIAGONAL_PARTS, ways_of
+from .tables import DIAGONAL_PARTS, ways_of
 
 LAST = 5e-6  # seconds: of the last sum of all, and of those of rows and keys that lie as the operand does
 PUT = 1.26e-9  # of a sum of a row or key that lies otherwise, by index_put_, which sorts
@@ -28,7 +28,7 @@ def sums_of(facts: Facts, signature: Signature, shape: Shape) -> Sums | None:
         return None
     heads, q_len, kv_len = shape.batch * shape.heads, shape.q_len, shape.kv_len
     ways = [way for way in ways_of(reads, signature).of_reads if way is not None and way.finish == "list"]
-    diagonals = sum(way.kernel == DDIAGONALS for way in ways)
+    diagonals = sum(way.owner == "diagonals" for way in ways)
     put = [kind for load, kind in reads if not {i.text for i in load.index} <= _AS_IT_LIES]
     rows = _sum_of(("B*Hq*L", heads * q_len, put.count("row")), ("B*Hq*T", heads * kv_len, put.count("column")))
     sums = 2 * DIAGONAL_PARTS

@@ -24,8 +24,8 @@ from ..analysis.places import differ_by_head, differ_by_pair, read_once, summed_
 from ..analysis.records import PAIR_KINDS, GradientKind
 from .signature import Signature
 
+Owner = Literal["queries", "pairs", "diagonals"]
 Finish = Literal["store", "list", "add"]
-DQUERY, DPAIRS, DDIAGONALS = "flash_dquery", "flash_dpairs", "flash_ddiagonals"
 DIAGONAL_PARTS = 2  # programs of a diagonal of tiles: where a table levels off, few diagonals have anything to sum
 DIAGONAL_PROGRAMS = 1024  # are enough, where a table levels off: they go through the diagonals of a head
 DIAGONAL_REGISTERS = 168  # of its threads, at most, so that three programs run on an SM
@@ -36,7 +36,7 @@ MOST_LISTED = 1 << 24  # sums that are listed at once: 12 bytes each, and what s
 class Way:
     """How the gradient of one read is summed."""
 
-    kernel: str
+    owner: Owner  # what the programs of the kernel that sums it own
     finish: Finish
 
 
@@ -45,12 +45,12 @@ class Ways:
     """Those of all reads with a gradient, in their order; None for reads of other kinds."""
 
     of_reads: tuple[Way | None, ...]
-    over: frozenset[str]  # what a program of flash_dpairs sums over: "batch", "head" or "group"
+    over: frozenset[str]  # what a program of that owns pairs sums over: "batch", "head" or "group"
     refused: Load | None = None  # a read that is only summed by atomic additions, which the call does not allow
 
     @property
-    def kernels(self) -> frozenset[str]:
-        return frozenset(way.kernel for way in self.of_reads if way is not None)
+    def owners(self) -> frozenset[Owner]:
+        return frozenset(way.owner for way in self.of_reads if way is not None)
 
 
 def ways_of(reads: Sequence[tuple[Load, GradientKind]], signature: Signature) -> Ways:
@@ -65,14 +65,14 @@ def ways_of(reads: Sequence[tuple[Load, GradientKind]], signature: Signature) ->
         if kind not in PAIR_KINDS:
             found.append(None)
         elif kind == "diagonal":
-            found.append(Way(DDIAGONALS, "list"))
+            found.append(Way("diagonals", "list"))
         elif read_once(load):
-            found.append(Way(DQUERY, "store"))
+            found.append(Way("queries", "store"))
         elif together and differ_by_pair(load) and differ_by_head(load) and summed_over([load]) == over:
-            found.append(Way(DPAIRS, "store"))
+            found.append(Way("pairs", "store"))
         elif signature.atomics:
-            found.append(Way(DPAIRS if over and together else DQUERY, "add"))
+            found.append(Way("pairs" if over and together else "queries", "add"))
         else:
             refused = load if signature.sequences == "packed" else refused
-            found.append(Way(DPAIRS, "list"))
+            found.append(Way("pairs", "list"))
     return Ways(tuple(found), over, refused)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from ...ir.attention import Attention
 from ...ir.sequences import Rows
 from ..analysis.facts import Facts
-from .forms import Form
+from .form import Form
 from .hardware import Hardware
-from .kernels import Algorithm, Kernel
+from .kernel import Algorithm, Kernel
 from .plan import CodePlan
 from .segments import Segments
 from .signature import Direction, SequenceKind, Signature, Widths

@@ -17,7 +17,7 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from ...ir.errors import WeftError
-from .forms import Form
+from .form import Form
 from .schedule import Schedule
 
 if TYPE_CHECKING:

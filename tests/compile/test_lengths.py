@@ -6,7 +6,7 @@ import pytest
 
 import weft
 from weft import kv_pos, q_pos
-from weft.compiler.planning.measures import RUNS
+from weft.codegen.targets.triton.kernels.measures import RUNS
 from weft.compiler.planning.signature import PACKED, PAGED
 
 pytest.importorskip("triton")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.planning.measures import FEW
+from weft.compiler.analysis.measured import LONG_AXIS
 
 from ..support import check_errors
 
@@ -83,7 +83,7 @@ def skip_without(target: str) -> None:
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("order", ["sorted", "any order", "parts"])
-@pytest.mark.parametrize("length", [FEW, FEW + 1, 20_000, 66_000, 200_000])
+@pytest.mark.parametrize("length", [LONG_AXIS, LONG_AXIS + 1, 20_000, 66_000, 200_000])
 def test_documents(length: int, order: str, deterministic: bool, target: str) -> None:
     skip_without(target)
     rows = 1 if length > 70_000 else 2
@@ -191,7 +191,7 @@ def test_ids_as_far_apart_as_can_be() -> None:
 def test_short_and_long_calls_take_turns_from_the_first_on(target: str) -> None:
     """The first short call compiles nothing for long axes, and each later one finds what it needs."""
     variant = DOCUMENTS.replace(name=f"turns_{target}")
-    for length in (2048, FEW + 1024, 2048, FEW + 1024):
+    for length in (2048, LONG_AXIS + 1024, 2048, LONG_AXIS + 1024):
         given = operands(1, length, 2, 1, 64)
         found_ids = documents(1, length, "sorted")
         leaves = [t.detach().requires_grad_() for t in given[:3]]

@@ -26,9 +26,9 @@ from weft.codegen.generate import generate_diagonals, generate_measures, generat
 from weft.codegen.launching import interpreted
 from weft.codegen.loader import load
 from weft.codegen.targets import target_named
+from weft.codegen.targets.triton.kernels.tables import DISTANCE_TABLES
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.measures import DISTANCE_TABLES
 from weft.ir.philox import philox
 
 DTYPES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
@@ -537,7 +537,7 @@ class OnACpu:
         portable = [measured]
         if self.code.has(DISTANCE_TABLES):
             portable.append(portable_module("distance_tables.py", generate_tables(self.facts, self.code)))
-        if self.code.borrows_diagonals:
+        if self.code.borrowed:
             text = generate_diagonals(self.facts, self.code, target_named("triton"))
             text = re.sub(
                 r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL

@@ -11,9 +11,8 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos
 from weft.codegen.targets import triton_launcher, triton_measures, triton_workspace
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.measured import Measurement, Table
+from weft.compiler.analysis.measured import LIST_HEAD, Measurement, Table
 from weft.compiler.analysis.survey import CELL
-from weft.compiler.planning.measures import LIST_HEAD
 
 from .test_spans import measured
 

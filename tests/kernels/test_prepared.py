@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.codegen.targets.triton import TritonLauncher
+from weft.codegen.targets.triton_launcher import TritonLauncher
 from weft.runtime.variant import Variant
 
 pytest.importorskip("triton")

@@ -7,10 +7,10 @@ import torch
 
 import weft
 from weft import batch, group, head, kv_head, kv_len, kv_pos, masks, q_len, q_pos, score
+from weft.codegen.targets.triton.forms import Tiling
+from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.planning.cost import parts_of, sizes_of
-from weft.compiler.planning.forms import Tiling
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.kernels import SPLIT_KV
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import segments_of
 from weft.compiler.planning.signature import Widths
@@ -19,6 +19,8 @@ from weft.runtime.variant import variant_of
 
 from ..support import check_errors, check_variant, mostly, poisoned
 from .test_pages import GARBAGE, paged
+
+SPLIT_KV = KERNELS["split_kv"]
 
 slopes = weft.tensor("slopes", 1)
 sinks = weft.tensor("sinks", 2)

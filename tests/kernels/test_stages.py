@@ -13,9 +13,9 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.codegen import generate as generator
 from weft.codegen.stages import StageComments, wrapped
+from weft.codegen.targets.triton.kernels.measures import RUNS
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import H200
-from weft.compiler.planning.measures import RUNS
 from weft.compiler.planning.records import Stage
 from weft.compiler.planning.signature import Direction
 from weft.ir.errors import InternalError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import z3
 
-from weft.compiler.planning.measures import STRETCH
+from weft.codegen.targets.triton.kernels.measures import STRETCH
 
 from .questions import FARTHEST, LONGEST, Question
 from .terms import INT32, Terms

@@ -17,9 +17,11 @@ from weft import calibration
 from weft.cli import main
 from weft.codegen import products
 from weft.codegen.targets import target_named
+from weft.codegen.targets.cpu import choice
+from weft.codegen.targets.cpu import kernels as cpu_kernels
+from weft.codegen.targets.cpu.forms import CpuForm
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning import cpu_forms, hardware
-from weft.compiler.planning.forms import CpuForm
+from weft.compiler.planning import hardware
 from weft.compiler.planning.hardware import (
     CPU,
     H200,
@@ -30,7 +32,6 @@ from weft.compiler.planning.hardware import (
     machine_of,
     on_threads,
 )
-from weft.compiler.planning.kernels import CPU_FLASH
 from weft.compiler.planning.rates import (
     KIB,
     MIB,
@@ -46,6 +47,8 @@ from weft.compiler.planning.rates import (
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir.errors import WeftError
 from weft.runtime import calibrated as kept
+
+CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
 
 RATES = replace(guessed_rates(2), call_seconds=1.25e-6, exp_per_second=3.5e9)
 OF_A_CPU = Calibration(Machine("cpu", "Some Processor", 2), "2026-11-22T20:00:00+00:00", "2.11.0", 24.5, RATES)
@@ -323,13 +326,13 @@ def test_tiles_follow_the_cache(direction: str, variant: weft.Attention, monkeyp
     """Those that are predicted to be best: of what the model cannot tell apart the usual ones are taken."""
     assert first_form(with_caches(2 * MIB, 32 * MIB), variant, direction) == CpuForm(256, 256)
     assert first_form(CPU, variant, direction) == CpuForm(256, 256)
-    monkeypatch.setattr(cpu_forms, "WITHIN", 0.0)
-    cpu_forms._cpu_forms.cache_clear()
+    monkeypatch.setattr(choice, "WITHIN", 0.0)
+    choice._cpu_forms.cache_clear()
     sizes = [first_form(with_caches(l2, 32 * MIB), variant, direction) for l2 in (4 * MIB, MIB, 256 * KIB)]
     kib = [form.cache_kib for form in sizes]
     assert kib == sorted(kib, reverse=True) and kib[0] > kib[-1]
     assert sizes[0].block_q * sizes[0].block_kv >= sizes[-1].block_q * sizes[-1].block_kv
-    cpu_forms._cpu_forms.cache_clear()
+    choice._cpu_forms.cache_clear()
 
 
 def test_many_cores_share_an_l3() -> None:
@@ -339,7 +342,7 @@ def test_many_cores_share_an_l3() -> None:
 
 
 def test_products_are_those_that_were_faster(monkeypatch) -> None:
-    monkeypatch.setattr("weft.codegen.targets.cpu.one_dnn_linear", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.one_dnn_linear", lambda: products.product)
     twice = tuple(
         replace(rate, flops=2 * rate.flops / 0.7) if rate.library == "onednn" else rate for rate in RATES.products
     )
@@ -347,17 +350,17 @@ def test_products_are_those_that_were_faster(monkeypatch) -> None:
     assert not first_form(cpu_with(RATES, 2), SOFTCAP).one_dnn
     assert first_form(faster, SOFTCAP).one_dnn and first_form(faster, SOFTCAP, "backward").one_dnn
     assert not first_form(faster, SOFTCAP, dtype="fp64").one_dnn  # it takes float32
-    monkeypatch.setattr("weft.codegen.targets.cpu.one_dnn_linear", lambda: None)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.one_dnn_linear", lambda: None)
     assert not first_form(faster, SOFTCAP).one_dnn
 
 
 def test_torchs_own_attention_where_it_is_faster(monkeypatch) -> None:
     """As on a processor without units for bf16, where torch's kernel in that type is slow."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: products.product)
     slow = cpu_with(replace(RATES, attention=(("fp32", 90e9), ("bf16", 10e9))), 2)
     assert not first_form(slow, CAUSAL).in_tiles and first_form(slow, CAUSAL, dtype="bf16").in_tiles
     assert not first_form(slow, SOFTCAP, dtype="bf16").in_tiles  # torch has no such score
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: None)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: None)
     assert not first_form(slow, CAUSAL, dtype="bf16").in_tiles
 
 
@@ -366,7 +369,7 @@ ALL = frozenset({"query", "key", "value"})
 
 def test_torchs_own_backward_where_it_is_faster(monkeypatch) -> None:
     """Where all is wanted that it computes; in 16 bits without a calibration on processors with units for these."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: products.product)
 
     def in_tiles(rates: CpuRates, dtype: str, wanted: frozenset[str] = ALL, variant: weft.Attention = CAUSAL) -> bool:
         return first_form(cpu_with(rates, 2), variant, "backward", dtype, wanted).in_tiles
@@ -381,7 +384,7 @@ def test_torchs_own_backward_where_it_is_faster(monkeypatch) -> None:
     assert in_tiles(slow, "fp32") and not in_tiles(slow, "bf16")
     before = replace(rates, attention_backward=(), attention=(("fp32", 90e9), ("bf16", 10e9)))
     assert not in_tiles(before, "fp32") and in_tiles(before, "bf16")  # a calibration from before it was measured
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: None)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: None)
     assert not in_tiles(slow, "fp32")
 
 

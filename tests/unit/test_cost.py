@@ -9,6 +9,12 @@ import sympy
 
 import weft
 from tests.planned import both, planned
+from weft.codegen.targets.cpu import kernels as cpu_kernels
+from weft.codegen.targets.hopper.forms import HopperForm
+from weft.codegen.targets.hopper.kernels.forward import FLASH_FORWARD as HOPPER_FORWARD
+from weft.codegen.targets.triton.forms import Tiling
+from weft.codegen.targets.triton.kernels.measures import Visitor, ends_kernel, long_spans_kernel, spans_kernel
+from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Measuring, TileCounts, Traits
 from weft.compiler.planning.cost import (
@@ -22,27 +28,31 @@ from weft.compiler.planning.cost import (
     sram_bytes,
     tile_moves,
 )
-from weft.compiler.planning.forms import Form, HopperForm, Tiling
+from weft.compiler.planning.form import Form
 from weft.compiler.planning.formulas import formula_text
 from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X, Hardware
-from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, Kernel
-from weft.compiler.planning.measures import ends_kernel, long_spans_kernel, spans_kernel
+from weft.compiler.planning.kernel import Kernel
 from weft.compiler.planning.quantities import Sizes, row_bytes
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import for_heads, for_latent
 from weft.ir.attention import Attention
 from weft.ir.expr import symbol, tensor
 
+FLASH = KERNELS["flash"]
+CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
+
 GPT2 = Shape(64, 16, 16, 1024, 1024, 64, 64, "fp16")
 ONE_TENSOR = 64 * 16 * 1024 * 64 * 2  # bytes of Q, K, V or O
 BY_NAME = {k.name: k for kernels in KERNELS.values() for k in kernels}
 MEASURING = Measuring(by_head=True, kv_ranges=2, q_ranges=3, q_reads=1, kv_reads=2, q_values=1, kv_values=2)
+FORWARD = Visitor("flash_forward", "kv", "forward", "forward")
+KEYS = Visitor("flash_dkey_dvalue", "q", "backward", "backward_kv")
 SPANS = {
-    "kv_spans": spans_kernel("kv", "forward", "forward", MEASURING),
-    "kv_long_spans": long_spans_kernel("kv", "forward", "forward", MEASURING),
-    "kv_ends": ends_kernel("kv", "forward", "forward", MEASURING),
-    "q_ends": ends_kernel("q", "backward", "backward_kv", MEASURING),
-    "q_spans": spans_kernel("q", "backward", "backward_kv", MEASURING),
+    "kv_spans": spans_kernel(FORWARD, MEASURING),
+    "kv_long_spans": long_spans_kernel(FORWARD, MEASURING),
+    "kv_ends": ends_kernel(FORWARD, MEASURING),
+    "q_ends": ends_kernel(KEYS, MEASURING),
+    "q_spans": spans_kernel(KEYS, MEASURING),
 }
 PRINTED = BY_NAME | SPANS | {"flash_backward": CPU_FLASH[1]}
 
@@ -290,10 +300,10 @@ def test_the_backward_of_a_cpu_sums_the_gradients_of_keys_at_every_visit() -> No
 def test_the_asynchronous_kernel_has_a_ring_of_tiles() -> None:
     form, sizes, parts = HopperForm(2, 128, 2), Shape(1, 1, 1, 128, 128, 128, 128), for_heads(128, 128)
     tile = 128 * 128 * 2
-    assert sram_bytes(FLASH[0], form, sizes, H200, parts) == 6 * tile  # Q, two K, two V, O
-    assert sram_bytes(FLASH[0], replace(form, query_buffers=2), sizes, H200, parts) == 7 * tile
-    assert sram_bytes(FLASH[0], replace(form, stages=3), sizes, H200, parts) == 8 * tile
-    assert form.programs_per_sm(FLASH[0], parts, 6 * tile, H200) == 1
+    assert sram_bytes(HOPPER_FORWARD, form, sizes, H200, parts) == 6 * tile  # Q, two K, two V, O
+    assert sram_bytes(HOPPER_FORWARD, replace(form, query_buffers=2), sizes, H200, parts) == 7 * tile
+    assert sram_bytes(HOPPER_FORWARD, replace(form, stages=3), sizes, H200, parts) == 8 * tile
+    assert form.programs_per_sm(HOPPER_FORWARD, parts, 6 * tile, H200) == 1
 
 
 # -- what is read by pair --------------------------------------------------------------------------------------------
@@ -303,7 +313,7 @@ BIASED = Attention(symbol("score") + BIAS, name="biased")
 
 def test_the_bytes_of_what_is_read_by_pair_count_in_a_cost() -> None:
     shape, parts, tiling = Shape(2, 8, 8, 1024, 1024, 64, 64), for_heads(64, 64), Tiling(64, 64, 4, 2)
-    for kernel in (k for k in FLASH if k.reads_pairs):
+    for kernel in (k for k in FLASH if k.weighs):
         plain, paired = (
             predict(shape, [(kernel, tiling)], H200, parts, traits)[0] for traits in (Traits(), Traits(pair_bytes=4))
         )

@@ -10,10 +10,10 @@ import torch
 import weft
 from weft import exp, kv_pos, masks, q_pos, score, tanh
 from weft.codegen import products
+from weft.codegen.targets.cpu.cost import is_short
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import TorchWork
 from weft.compiler.planning import hardware
-from weft.compiler.planning.cpu_cost import is_short
 from weft.compiler.planning.hardware import CPU, cpu_with, on_threads
 from weft.compiler.planning.plan import KernelPlan, Plan
 from weft.compiler.planning.rates import OPERATIONS, CpuRates, ProductRate, guessed_rates
@@ -204,8 +204,8 @@ def test_records_of_gpus_know_no_threads() -> None:
 
 # -- torch's own kernel ------------------------------------------------------------------------------------------------
 def test_a_call_that_torchs_own_kernel_computes_takes_what_that_takes(machine, monkeypatch) -> None:
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: products.product)
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: products.product)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: products.product)
     machine(replace(rates_with(), attention=(("fp32", 400e9),), attention_backward=(("fp32", 200e9),)), cores=1)
     variant = weft.Attention(mask=masks.causal, name="whole")
     made = variant.plan(SIZES, device="cpu")

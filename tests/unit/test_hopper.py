@@ -19,10 +19,10 @@ import weft
 from weft import kv_pos, q_pos, score
 from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
 from weft.codegen.generate import TEMPLATES
-from weft.codegen.targets.hopper import HopperTarget
+from weft.codegen.targets.hopper.target import HopperTarget
 from weft.codegen.targets.hopper_launcher import RaggedBox
 from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.forms import parse_form
+from weft.compiler.planning.form import parse_form
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.driver import resolve

@@ -12,15 +12,18 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, q_pos, score
+from weft.codegen.targets.triton.kernels.measures import Visitor, spans_kernel
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits, Work
-from weft.compiler.planning.kernels import FLASH
-from weft.compiler.planning.measures import spans_kernel
 from weft.compiler.planning.paces import PACES, UNFITTED, Pace, instructions_of, longest_of, pace_of
 from weft.compiler.planning.plan import KernelPlan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import model
+
+from weft.codegen.targets.triton.target import KERNELS
+
+FLASH = KERNELS["flash"]
 
 CAUSAL = kv_pos <= q_pos
 BIAS, TABLE, DOC = weft.tensor("bias", 4), weft.tensor("table", 2), weft.tensor("doc", 1, int)
@@ -109,12 +112,11 @@ def test_what_bounds_is_the_largest_part_and_its_share() -> None:
 
 def test_paces() -> None:
     assert all(pace.matrix >= model.LEAST["matrix"] and pace != UNFITTED for pace in PACES.values())
-    assert pace_of("triton streaming_forward") == UNFITTED == Pace()
-    assert pace_of("triton kv_spans").start > 0
-    name = spans_kernel(
-        "kv", "forward", "forward", facts_of(weft.Attention(mask=DOC[q_pos] == DOC[kv_pos])).traits.measured
-    ).name
-    assert name == "kv_spans"
+    assert pace_of(KERNELS["streaming"][0], "triton streaming_forward") == UNFITTED == Pace()
+    measuring = facts_of(weft.Attention(mask=DOC[q_pos] == DOC[kv_pos])).traits.measured
+    assert measuring is not None
+    spans = spans_kernel(Visitor("flash_forward", "kv", "forward", "forward"), measuring)
+    assert spans.name == "kv_spans" and pace_of(spans, "triton kv_spans").start > 0
 
 
 # -- against what was measured -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from weft.compiler.analysis.places import by_difference, differ_by_pair, read_once, summed_over
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.compiler.planning.tables import DDIAGONALS, DPAIRS, DQUERY, Way, ways_of
+from weft.compiler.planning.tables import Way, ways_of
 from weft.ir.expr import Load, scalar, tensor
 from weft.ir.parse import parse
 from weft.ir.reference import evaluate
@@ -83,8 +83,8 @@ def signature(**more: object) -> Signature:
     return Signature("backward", "sm_90", Dtypes.all("bf16"), Widths(64, 64), **more)  # type: ignore[arg-type]
 
 
-STORED, SUMMED = Way(DQUERY, "store"), Way(DPAIRS, "store")
-LISTED, DIAGONAL = Way(DPAIRS, "list"), Way(DDIAGONALS, "list")
+STORED, SUMMED = Way("queries", "store"), Way("pairs", "store")
+LISTED, DIAGONAL = Way("pairs", "list"), Way("diagonals", "list")
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ LISTED, DIAGONAL = Way(DPAIRS, "list"), Way(DDIAGONALS, "list")
         ("b3[head, q_pos, kv_pos]", {}, SUMMED),
         ("b3[head, q_pos, kv_pos]", {"offset": "per_row"}, LISTED),
         ("b3[head, q_pos, kv_pos]", {"sequences": "lengths"}, LISTED),
-        ("b3[head, q_pos, kv_pos]", {"sequences": "packed", "atomics": True}, Way(DQUERY, "add")),
+        ("b3[head, q_pos, kv_pos]", {"sequences": "packed", "atomics": True}, Way("queries", "add")),
         ("b2[head, abs(q_pos - kv_pos)]", {"sequences": "packed"}, DIAGONAL),
         ("b2[head, q_pos // 2 * 8 + kv_pos]", {}, LISTED),
-        ("b2[head, q_pos // 2 * 8 + kv_pos]", {"atomics": True}, Way(DPAIRS, "add")),
-        ("b3[batch, head, q_pos // 2 * 8 + kv_pos]", {"atomics": True}, Way(DQUERY, "add")),
+        ("b2[head, q_pos // 2 * 8 + kv_pos]", {"atomics": True}, Way("pairs", "add")),
+        ("b3[batch, head, q_pos // 2 * 8 + kv_pos]", {"atomics": True}, Way("queries", "add")),
         ("b3[head // 2, q_pos, kv_pos]", {}, LISTED),
     ],
 )
@@ -107,7 +107,7 @@ def test_ways(text: str, more: dict[str, object], way: Way) -> None:
     read = load(text)
     kind = "diagonal" if by_difference(read) else "pair"
     found = ways_of([(read, kind)], signature(**more))  # type: ignore[list-item]
-    assert found.of_reads == (way,) and found.kernels == {way.kernel} and found.refused is None
+    assert found.of_reads == (way,) and found.owners == {way.owner} and found.refused is None
 
 
 def test_what_is_summed_by_atomic_additions_alone_is_named() -> None:

@@ -12,15 +12,19 @@ import weft
 from tests.planned import DENSE, both, planned, resolved, signature
 from weft.codegen.products import own_backward
 from weft.codegen.targets import target_named, targets
+from weft.codegen.targets.cpu import kernels as cpu_kernels
+from weft.codegen.targets.cpu.forms import CpuForm
+from weft.codegen.targets.hopper.kernels.backward import FLASH_BACKWARD as HOPPER_BACKWARD
+from weft.codegen.targets.hopper.kernels.statistics import ROUND_DQUERY
+from weft.codegen.targets.hopper.kernels.statistics import ROW_STATISTICS as HOPPER_STATISTICS
+from weft.codegen.targets.triton.kernels.measures import SPANS, Visitor, long_spans_kernel
+from weft.codegen.targets.triton.target import KERNELS
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Measuring, TileCounts
 from weft.compiler.planning.cost import predict
-from weft.compiler.planning.forms import CpuForm
 from weft.compiler.planning.hardware import A100, CPU, H200, KNOWN
-from weft.compiler.planning.kernels import CPU_FLASH, FLASH, HOPPER_BACKWARD, HOPPER_STATISTICS, KERNELS, ROUND_DQUERY
-from weft.compiler.planning.measures import SPANS, long_spans_kernel
 from weft.compiler.planning.plan import CodePlan, Plan, counter, verify_code
-from weft.compiler.planning.quantities import streaming_backward_flops
+from weft.compiler.planning.quantities import five_products_flops
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, parse_schedule
 from weft.compiler.planning.segments import for_heads
@@ -29,6 +33,9 @@ from weft.ir.errors import InternalError, UnavailableError, WeftError
 from weft.ir.expr import scalar, symbol, tensor
 from weft.ir.functions import tanh
 from weft.runtime import driver
+
+FLASH = KERNELS["flash"]
+CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
 
 Q_POS, KV_POS, SCORE = symbol("q_pos"), symbol("kv_pos"), symbol("score")
 CAUSAL = Attention(mask=KV_POS <= Q_POS, name="causal")
@@ -95,7 +102,7 @@ def test_the_kernels_of_a_cpu() -> None:
     pairs = 64 * 16 * 1024**2
     assert forward.flops.value == 2 * pairs * (64 + 64)
     assert backward.flops.value == 2 * pairs * 5 * 64  # S, dV, dP, dQ, dK, each once
-    assert backward.code.kernel.flops is streaming_backward_flops
+    assert backward.code.kernel.flops is five_products_flops
     assert [s.key for s in backward.stages if s.kind == "store"][-1] == "store dquery"
     assert "dQ += dS K" in " ".join(s.what for s in backward.stages)
 
@@ -350,7 +357,7 @@ def test_a_backward_by_distance_borrows_the_kernel_that_sums_along_diagonals() -
     kernels = ["distance_tables", "row_statistics", "flash_backward", "round_dquery", "flash_ddiagonals"]
     assert (found.target.name, [k.name for k in found.code.kernels]) == ("hopper", kernels)
     assert [k.target for k in found.code.kernels] == ["triton", *["hopper"] * 3, "triton"]
-    assert found.code.borrows_diagonals and [k.name for k in found.code.own] == kernels[1:4]
+    assert found.code.borrowed and [k.name for k in found.code.own] == kernels[1:4]
     assert driver.resolve(t5, kind, H200, schedule=str(found.code.schedule)).code == found.code
     own = "flash/flash_backward=hopper:64x128s2"
     with pytest.raises(WeftError, match="expected as many queries as keys, of which it has diagonals"):
@@ -361,7 +368,7 @@ def test_a_backward_by_distance_borrows_the_kernel_that_sums_along_diagonals() -
         "flash_backward": "hopper", "flash_ddiagonals": "triton",
     }  # fmt: skip
     frozen = driver.resolve(t5, replace(kind, wanted=kind.wanted - {"table"}), H200)
-    assert not frozen.code.borrows_diagonals and frozen.target.name == "hopper"
+    assert not frozen.code.borrowed and frozen.target.name == "hopper"
     wide = replace(kind, widths=replace(kind.widths, head_dim=192))
     found = driver.resolve(t5, wide, H200)
     assert found.target.name == "triton" and "with D or Dv above 128" in found.notes[0]
@@ -607,7 +614,10 @@ def test_long_axes_have_the_ends_of_their_tiles_written_first() -> None:
 
 def test_measuring_a_long_sequence_takes_longer_than_a_launch() -> None:
     measuring = Measuring(by_head=False, kv_ranges=1, q_ranges=1, q_reads=1, kv_reads=1, q_values=1, kv_values=1)
-    kernel, parts = long_spans_kernel("kv", "forward", "forward", measuring), for_heads(128, 128)
+    kernel, parts = (
+        long_spans_kernel(Visitor("flash_forward", "kv", "forward", "forward"), measuring),
+        for_heads(128, 128),
+    )
     form = measured_plan(DOCUMENTS).kernels[0].form
     seconds = []
     for length in (1 << 17, 1 << 18):

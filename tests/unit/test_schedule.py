@@ -16,30 +16,32 @@ from hypothesis import strategies as st
 import weft
 from tests.planned import DENSE, chosen, resolved, signature
 from weft.codegen.targets import target_named, targets
-from weft.codegen.targets.hopper_forms import best_form
+from weft.codegen.targets.cpu import kernels as cpu_kernels
+from weft.codegen.targets.cpu.forms import CpuForm
+from weft.codegen.targets.hopper.form_rules import best_form
+from weft.codegen.targets.hopper.forms import HopperForm, HopperLatentForm
+from weft.codegen.targets.hopper.kernels.forward import FLASH_FORWARD as HOPPER_FORWARD
+from weft.codegen.targets.triton.forms import Tiling, check_tiling
+from weft.codegen.targets.triton.target import KERNELS
+from weft.codegen.targets.triton.tilings import FIXED, REGISTER_LIMIT, fits, tilings
 from weft.compiler.analysis.facts import Facts, facts_of
 from weft.compiler.analysis.records import Traits
 from weft.compiler.planning.cost import sram_bytes
-from weft.compiler.planning.forms import (
-    CpuForm,
-    Form,
-    HopperForm,
-    HopperLatentForm,
-    Tiling,
-    check_tiling,
-    parse_form,
-)
+from weft.compiler.planning.form import Form, parse_form
 from weft.compiler.planning.hardware import A100, B200, CPU, H100, H200, KNOWN, MI300X, Hardware
-from weft.compiler.planning.kernels import CPU_FLASH, FLASH, KERNELS, SPLIT_KV, Kernel
+from weft.compiler.planning.kernel import Kernel
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import ALGORITHMS, EXAMPLE, Schedule, asked, parse_schedule
 from weft.compiler.planning.segments import for_heads, for_latent
 from weft.compiler.planning.signature import Widths
-from weft.compiler.planning.tilings import FIXED, REGISTER_LIMIT, fits, tilings
 from weft.ir.attention import Attention, Latent
 from weft.ir.errors import UnavailableError, WeftError
 from weft.ir.expr import scalar, symbol, tensor
 from weft.ir.functions import tanh
+
+FLASH = KERNELS["flash"]
+SPLIT_KV = KERNELS["split_kv"]
+CPU_FLASH = (cpu_kernels.FLASH_FORWARD, cpu_kernels.FLASH_BACKWARD)
 
 GPUS = [A100, H100, H200, B200, MI300X]
 WIDTHS = [16, 40, 64, 80, 96, 128, 192, 256]
@@ -236,7 +238,7 @@ def test_tiles_of_what_is_read_by_pair_take_sram() -> None:
     facts, sizes, parts = facts_of(Attention(SCORE + bias, name="biased")), shape(128), for_heads(128, 128)
     assert facts.traits.pair_bytes == 4
     without = replace(facts.traits, pair_bytes=0)
-    for kernel in (k for k in FLASH if k.reads_pairs):
+    for kernel in (k for k in FLASH if k.weighs):
         plain = tilings(kernel, "flash", sizes, H200, parts, without)[0]
         found = tilings(kernel, "flash", sizes, H200, parts, facts.traits)
         needed = [sram_bytes(kernel, plain, sizes, H200, parts, traits) for traits in (without, facts.traits)]
@@ -271,7 +273,7 @@ def test_sram_is_counted_of_what_rows_of_a_tile_read() -> None:
 
     assert extra(split, Traits(head_bytes=8)) == 8 * 64 * 128 * ahead  # rows of a tile are of several heads
     assert extra(FLASH[0], Traits(head_bytes=8)) == extra(FLASH[0], Traits(key_bytes=8)) == 8 * 128 * ahead
-    own = next(k for k in FLASH if k.axis == "q" and k.reads_pairs)
+    own = next(k for k in FLASH if k.axis == "q" and k.weighs)
     assert extra(own, Traits(query_bytes=8, key_bytes=8)) == 8 * 64 * form.residence(own, H200, 2).ahead
 
 
@@ -299,7 +301,7 @@ def test_what_is_read_by_pair_counts_where_a_loop_reads_it_on_nvidia() -> None:
             - sram_bytes(kernel, tiling, sizes, hardware, parts)
             for hardware in (H200, MI300X)
         }
-        assert (more["h200"] > 0) == kernel.reads_pairs and more["mi300x"] == 0
+        assert (more["h200"] > 0) == kernel.weighs and more["mi300x"] == 0
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -542,7 +544,7 @@ def test_neighbours_of_a_hopper_form_differ_in_one_choice_and_read_back(width, a
 def test_hopper_is_timed_in_forms_that_fit(hardware: Hardware) -> None:
     for width in (64, 128):
         code = resolved(shape(width), hardware, "hopper").code
-        best, *others = target_named("hopper").forms(FLASH[0], code.signature, hardware, facts_of(DENSE))
+        best, *others = target_named("hopper").forms(HOPPER_FORWARD, code.signature, hardware, facts_of(DENSE))
         assert best == code.form("flash_forward") and len(others) > 4
         for form in others:
             text = f"flash/flash_forward=hopper:{form}"

@@ -10,8 +10,8 @@ import torch
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score, tuning
+from weft.codegen.targets.hopper.forms import HopperForm
 from weft.compiler.planning import hardware
-from weft.compiler.planning.forms import HopperForm
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.schedule import Schedule
 from weft.compiler.planning.signature import MOST_OF_A_SHORT_CALL, is_short_call
@@ -213,5 +213,7 @@ def test_predicted_times_are_of_the_form_that_is_taken() -> None:
     default, tall = (
         FULL.plan(shape, device="h200", schedule=text) for text in (None, f"flash/flash_forward=hopper:{LONG}")
     )
-    assert default.kernels[0].form == HopperForm(2, 64, 4, 1, True, True, True)
+    assert default.kernels[0].form == HopperForm(
+        2, 64, 4, 1, query_in_registers=True, lazy_rescale=True, pair_maximum=True
+    )
     assert default.seconds("forward") < tall.seconds("forward")

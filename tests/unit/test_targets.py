@@ -11,8 +11,8 @@ import torch
 import weft
 from weft import head, kv_pos, masks, score
 from weft.codegen import targets
-from weft.codegen.targets.cpu import CpuTarget
-from weft.compiler.planning.forms import CpuForm
+from weft.codegen.targets.cpu.forms import CpuForm
+from weft.codegen.targets.cpu.target import CpuTarget
 
 from ..support import check_variant
 

@@ -18,9 +18,11 @@ from rich.console import Console
 import weft
 from tests.planned import DENSE, chosen, signature
 from weft import tuning
+from weft.codegen.targets.cpu.forms import CpuForm
+from weft.codegen.targets.triton.forms import Tiling
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning import hardware
-from weft.compiler.planning.forms import CpuForm, Form, Tiling
+from weft.compiler.planning.form import Form
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.schedule import Schedule
@@ -314,7 +316,7 @@ def used(variant: weft.Attention, monkeypatch, length: int = 96) -> Schedule:
 
 def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch) -> list[Schedule]:
     """The schedules of what a call launches, by any way."""
-    from weft.codegen.targets.cpu import _CpuLauncher
+    from weft.codegen.targets.cpu.target import _CpuLauncher
 
     launched: list[Schedule] = []
 
@@ -492,8 +494,8 @@ def test_tensor_operands_are_drawn_where_they_are_not_given(on_a_cpu, monkeypatc
 
 def with_own(monkeypatch) -> None:
     """A machine on which torch's own attention is there, and is timed beside tiles whatever is predicted of it."""
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_attention", lambda: torch.bmm)
-    monkeypatch.setattr("weft.codegen.targets.cpu.own_backward", lambda: torch.bmm)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_attention", lambda: torch.bmm)
+    monkeypatch.setattr("weft.codegen.targets.cpu.target.own_backward", lambda: torch.bmm)
 
 
 def test_torchs_own_attention_is_one_of_the_forms(on_a_cpu, monkeypatch) -> None:

@@ -7,39 +7,48 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import PAIR_KINDS, TileSource, Traits
-from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.distances import levels_of, tables_of, with_tables_made
-from ...compiler.planning.forms import Form, Tiling, check_tiling
-from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import FLASH, KERNELS, PAIR_SUMS, ROW_STATISTICS, SPLIT_KV, Algorithm, Kernel
-from ...compiler.planning.measures import BESIDE, WORK, with_measuring, with_work
-from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.records import Shape
-from ...compiler.planning.segments import Segments, segments_of
-from ...compiler.planning.signature import PACKED, Direction, Signature, Widths
-from ...compiler.planning.tables import DDIAGONALS, DQUERY, ways_of
-from ...compiler.planning.target import CallTensors, Context, Launcher
-from ...compiler.planning.tilings import FIXED, fits, nominal, split_tilings, square_tilings, tilings
-from ...ir.attention import Attention
-from ...ir.errors import WeftError
-from ...ir.walk import symbols
-from ..functions import TRITON_LANGUAGE
-from ..loader import load
-from ..normalizers import lacks, softmax_only
-from .split_launcher import SplitLauncher
-from .triton_launcher import TritonLauncher
-from .triton_workspace import ways_in
+from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.records import PAIR_KINDS, TileSource, Traits
+from ....compiler.planning.cost import sram_bytes
+from ....compiler.planning.distances import levels_of, tables_of
+from ....compiler.planning.form import Form
+from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.records import Shape
+from ....compiler.planning.segments import Segments, segments_of
+from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
+from ....compiler.planning.tables import Owner, ways_of
+from ....compiler.planning.target import CallTensors, Context, Launcher
+from ....ir.attention import Attention
+from ....ir.errors import WeftError
+from ....ir.walk import symbols
+from ...functions import TRITON_LANGUAGE
+from ...loader import load
+from ...normalizers import lacks, softmax_only
+from ..split_launcher import SplitLauncher
+from ..triton_launcher import TritonLauncher
+from ..triton_workspace import ways_in
+from .forms import Tiling, check_tiling
+from .kernels.backward import FLASH_DKEY_DVALUE, FLASH_DQUERY, ROW_STATISTICS
+from .kernels.forward import FLASH_FORWARD
+from .kernels.measures import with_measuring
+from .kernels.pair_sums import FLASH_DDIAGONALS, FLASH_DPAIRS
+from .kernels.split_kv import JOIN_PARTS, SPLIT_FORWARD
+from .kernels.tables import with_tables_made
+from .kernels.teaching import STANDARD, STREAMING
+from .kernels.work import WORK, with_work
+from .tilings import FIXED, fits, nominal, split_tilings, square_tilings, tilings
 
-if TYPE_CHECKING:
-    pass
-
-
+KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {
+    "flash": (FLASH_FORWARD, ROW_STATISTICS, FLASH_DQUERY, FLASH_DKEY_DVALUE), "split_kv": (SPLIT_FORWARD, JOIN_PARTS),
+    "streaming": STREAMING, "standard": STANDARD,
+}  # fmt: skip
+PAIR_SUMS = (FLASH_DPAIRS, FLASH_DDIAGONALS)
+_OWNS: dict[Kernel, Owner] = {FLASH_DQUERY: "queries", FLASH_DPAIRS: "pairs", FLASH_DDIAGONALS: "diagonals"}
 # Which gradients a backward kernel is there for; a kernel without an entry runs always.
 _SERVES = {
     "flash_dquery": {"query"}, "flash_dkey_dvalue": {"key", "value", "rope"}, "standard_dquery": {"query"},
@@ -73,16 +82,16 @@ class TritonTarget:
         own, wanted = [k for k in KERNELS[algorithm] if k.direction == signature.direction], signature.wanted
         if signature.direction == "backward":
             reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in wanted]
-            of_pairs = ways_of(reads, signature).kernels
+            owners = ways_of(reads, signature).owners
             kinds: set[str] = {kind for _, kind in reads}
             if signature.sequences != "dense" and "sink" in kinds:  # each sequence has sinks of its own
                 kinds.add("total")
             refuses = algorithm != "flash" and not kinds.isdisjoint(PAIR_KINDS)  # `supports` says so of its kernels
-            own = [k for k in own if refuses or k.name in of_pairs or _is_needed(k.name, wanted, kinds)]
+            own = [k for k in own if refuses or _OWNS.get(k) in owners or _is_needed(k.name, wanted, kinds)]
             if not facts.attention.weighs.saves_lse:
                 own = [k for k in own if k != ROW_STATISTICS]
             if algorithm == "flash":
-                own += [k for k in PAIR_SUMS if k.name in of_pairs]
+                own += [k for k in PAIR_SUMS if _OWNS[k] in owners]
         found = with_measuring(own, facts.traits.measured, signature.sequences)
         found = with_work(found) if signature.sequences in PACKED else found
         return with_tables_made(found, tables_of(facts, algorithm, signature)) if found else found
@@ -111,7 +120,7 @@ class TritonTarget:
 
     def _undivided(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it does not divide the keys of such calls."""
-        if kernel not in SPLIT_KV:
+        if not kernel.shares_keys:
             return None
         lacking = "dropout" if facts.attention.drops else "packed sequences" if signature.sequences == "packed" else ""
         return f"{self.name}: schedule split_kv has no {lacking}; use schedule='flash'" if lacking else None
@@ -172,7 +181,7 @@ class TritonTarget:
         traits = traits_of(kernel, signature, facts)
         if kernel in PAIR_SUMS:
             return square_tilings(kernel, sizes, hardware, parts, traits)
-        if kernel in SPLIT_KV:
+        if kernel.shares_keys:
             return split_tilings(kernel, sizes, hardware, parts, traits, signature.sequences == "dense")
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, traits)
         has_tables = traits != facts.traits_with((), signature.doubles)
@@ -180,12 +189,12 @@ class TritonTarget:
             (kind == "pair" or (kind == "diagonal" and not has_tables)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
-        if kernel.name == DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
+        if kernel is FLASH_DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
             # what is read and stored for each pair wants registers: larger tiles spill in their loop
             own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
             if fits(kernel, own, nominal(sizes), hardware, parts, traits):
                 return [own, *(form for form in found if form != own)]
-        levels = levels_of(facts, _algorithm(kernel), signature) if kernel.name == DQUERY else None
+        levels = levels_of(facts, _algorithm(kernel), signature) if kernel is FLASH_DQUERY else None
         if levels and signature.dtype in ("bf16", "fp16") and found and found[0].block_q == 128:
             # the sums of level pairs want registers too: with 4 warps they spill in their loop
             own = Tiling(128, 64, 8, 3)
@@ -203,7 +212,7 @@ class TritonTarget:
                 raise WeftError(f"schedule: {kernel.name} has one form, {FIXED[kernel.name]}, got {form}")
             return
         check_tiling(kernel.name, form)
-        if kernel.name == DDIAGONALS and form.block_q != form.block_kv:
+        if kernel is FLASH_DDIAGONALS and form.block_q != form.block_kv:
             raise WeftError(
                 f"schedule: {kernel.name} {form}: expected as many queries as keys, of which it has diagonals"
             )
@@ -250,16 +259,21 @@ def _is_needed(kernel: str, wanted: frozenset[str], kinds: set[str]) -> bool:
 def pair_context(code: CodePlan, facts: Facts) -> Context:
     """What the template of a flash backward needs for reads of pairs: the way of each, and how programs share them."""
     ways = ways_in(code, facts)
+    found = [(i, way) for i, way in enumerate(ways.of_reads) if way]
     return {
-        "ways": {i: {"kernel": way.kernel, "finish": way.finish} for i, way in enumerate(ways.of_reads) if way},
+        "ways": {i: {"kernel": WAY_KERNELS[way.owner], "finish": way.finish} for i, way in found},
         "over": ways.over,
         "bounds_by_head": facts.bounds_differ_by_head,
     }
 
 
+WAY_KERNELS = {owner: kernel.name for kernel, owner in _OWNS.items()}  # as templates call them
+
+
 def is_of_flash(kernel: Kernel) -> bool:
     """Whether it belongs to schedule flash, or comes before its kernels; or computes as these do."""
-    return kernel in FLASH or kernel in PAIR_SUMS or kernel in SPLIT_KV or kernel.name in (*BESIDE, *WORK)
+    own = (*KERNELS["flash"], *PAIR_SUMS, *KERNELS["split_kv"])
+    return kernel in own or bool(kernel.module) or kernel.name in WORK
 
 
 def tiles_by_head(facts: Facts, source: TileSource) -> bool:

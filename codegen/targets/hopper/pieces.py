@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
-from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import Widths
+from ....compiler.analysis.facts import Facts
+from ....compiler.planning.form import Form
+from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.signature import Widths
+from .forms import ROWS, HopperBackwardForm, HopperForm
 
 TILE_COLUMNS = (32, 64, 128, 256)  # narrower operands are filled up with zeros, by TMA
-ROWS = 64  # of a consumer
 CONSUMERS = 2  # of the backward
 
 

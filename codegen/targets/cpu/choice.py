@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from math import ceil
 
-from ..analysis.records import Axis, TileCounts, Traits
-from .cost import CountTiles, KernelCost, cost_of, dense_counts
+from ....compiler.analysis.records import Axis, TileCounts, Traits
+from ....compiler.planning.cost import CountTiles, KernelCost, cost_of, dense_counts
+from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.records import Shape
+from ....compiler.planning.segments import Segments
+from ....compiler.planning.signature import Direction
 from .forms import CpuForm
-from .hardware import Hardware
-from .kernels import Kernel
-from .records import Shape
-from .segments import Segments
-from .signature import Direction
 
 USUAL = CpuForm(256, 256)  # what ties keep: measured beside others where this was written (docs/experiments.md)
 WITHIN = 0.1  # of the best predicted: what the model cannot tell apart

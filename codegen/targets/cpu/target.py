@@ -9,30 +9,32 @@ from typing import Any
 
 import torch
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.planning.cpu_forms import USUAL, cpu_forms
-from ...compiler.planning.forms import CpuForm, Form
-from ...compiler.planning.hardware import CPU, Hardware
-from ...compiler.planning.kernels import CPU_FLASH, Algorithm, Kernel
-from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.records import Shape
-from ...compiler.planning.segments import Segments, segments_of
-from ...compiler.planning.signature import PACKED, Direction, Signature, Widths
-from ...compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
-from ...ir.attention import Attention
-from ...ir.errors import UnavailableError, WeftError
-from ...ir.expr import Expr, TensorOperand, call, symbol
-from ...ir.normalizer import SOFTMAX
-from ...ir.walk import symbols
-from .. import products
-from ..allocating import keep_tiles_at_hand
-from ..binding import Packer, fitting, function, like
-from ..dialects import is_uniform
-from ..functions import TORCH_LANGUAGE
-from ..loader import load
-from ..normalizers import lacks
-from ..products import one_dnn_linear, own_attention, own_backward
-from ..runs import runs_of
+from ....compiler.analysis.facts import Facts
+from ....compiler.planning.form import Form
+from ....compiler.planning.hardware import CPU, Hardware
+from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.records import Shape
+from ....compiler.planning.segments import Segments, segments_of
+from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
+from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
+from ....ir.attention import Attention
+from ....ir.errors import UnavailableError, WeftError
+from ....ir.expr import Expr, TensorOperand, call, symbol
+from ....ir.normalizer import SOFTMAX
+from ....ir.walk import symbols
+from ... import products
+from ...allocating import keep_tiles_at_hand
+from ...binding import Packer, fitting, function, like
+from ...dialects import is_uniform
+from ...functions import TORCH_LANGUAGE
+from ...loader import load
+from ...normalizers import lacks
+from ...products import one_dnn_linear, own_attention, own_backward
+from ...runs import runs_of
+from .choice import USUAL, cpu_forms
+from .forms import CpuForm
+from .kernels import FLASH_BACKWARD, FLASH_FORWARD
 
 
 class CpuTarget:
@@ -43,7 +45,9 @@ class CpuTarget:
     family = "cpu"
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
-        return [k for k in CPU_FLASH if k.direction == signature.direction] if algorithm == "flash" else []
+        if algorithm != "flash":
+            return []
+        return [FLASH_FORWARD if signature.direction == "forward" else FLASH_BACKWARD]
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
         """Why it has no kernels of an algorithm."""

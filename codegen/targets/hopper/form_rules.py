@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm
-from ...compiler.planning.kernels import DRAWN_BACKWARD, DRAWN_KEYS, Kernel
-from ...compiler.planning.signature import Signature, Widths
-from ...ir.expr import Call, Const, Expr, Symbol
-from ...ir.reference import evaluate
-from ...ir.walk import nodes
-from .hopper_backwards import fits_by_rows
-from .hopper_tiles import ROWS, columns_of, columns_of_form, pieces_of, piecewise, places_of_results
+from ....compiler.analysis.facts import Facts
+from ....compiler.planning.form import Form
+from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.signature import Signature, Widths
+from ....ir.expr import Call, Const, Expr, Symbol
+from ....ir.reference import evaluate
+from ....ir.walk import nodes
+from .backwards import fits_by_rows
+from .forms import ROWS, HopperBackwardForm, HopperForm
+from .kernels.backward import DRAWN_BACKWARD, DRAWN_KEYS
+from .pieces import columns_of, columns_of_form, pieces_of, piecewise, places_of_results
 
 
 def no_form(form: Form, widths: Widths) -> str | None:
@@ -100,9 +102,9 @@ def no_cells_form(kernel: Kernel, form: HopperForm | HopperBackwardForm, facts: 
 
 def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
     """Why a kernel of the backward cannot have this form."""
-    if kernel == DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
+    if kernel is DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
         return "with dropout, expected 64 queries, whose bits two warps draw"
-    if kernel == DRAWN_KEYS and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
+    if kernel is DRAWN_KEYS and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
         return "with dropout, expected 32 or 64 queries, whose bits a warp draws or two, and 128 keys"
     if form.keys_ahead and (kernel.name != "flash_backward" or places_of_results(form, widths) is None):
         return "keys are brought ahead in one pass, where results leave by the room of shares of dQ"

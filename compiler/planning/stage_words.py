@@ -1,10 +1,15 @@
-"""Tiles in words, and the words that stages of kernels share (stages.py)."""
+"""Tiles in words, and the words that stages of kernels share.
+
+Every stage has a key. A template prints the words of a stage as the comment over the code that does it, by
+`{{ stage("flash_forward", "load query") }}`, and places each stage of its kernels exactly once, which codegen checks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..analysis.records import Traits
+from .form import Form
 from .records import Segment, Stage
 from .segments import Segments
 
@@ -21,11 +26,7 @@ class Tiles:
     sums: frozenset[str] = frozenset()  # how wanted gradients of reads by the score are summed: "total", "freed", ...
     sinks: bool = False  # gradients of what the sink reads are wanted
     ragged: bool = False  # sequences have lengths of their own
-    one_pass: bool = False  # whether one kernel computes all gradients, and adds to sums of dQ
-    boxes: bool = False  # tiles of what each pair reads are brought to SRAM
-    persistent: bool = False  # programs that own keys take one tile of them after another
-    stores_first: bool = False  # a head's first shares of dQ are stored, but where query heads share keys
-    drawers: bool = False  # a warpgroup of its own draws which weights are dropped
+    form: Form | None = None  # None of kernels whose words are the same in any form
 
     def query(self, what: str = "Q") -> str:
         return f"{what} tile [{self.q}, {columns(self.parts.qk)}]"
@@ -124,15 +125,6 @@ def computes(key: str, what: str, per: str) -> Stage:
 
 def stores(key: str, what: str, per: str = ONCE) -> Stage:
     return Stage(f"store {key}", "store", what, _OUT, per)
-
-
-def row_statistics(t: Tiles) -> list[Stage]:
-    return [
-        loads("rows", "rows of O, dO and lse", ONCE, "HBM -> registers"),
-        computes("delta", "delta = rowsum(O * dO) - dlse", ONCE),
-        stores("statistics", "delta and lse in base 2 of these rows"),
-        *sink_sums(t),
-    ]
 
 
 KEY_SUMS = "sums for operands, one a key"

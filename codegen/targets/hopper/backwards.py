@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.places import read_once
-from ...compiler.planning.distances import levels_of, tables_of
-from ...compiler.planning.kernels import (
+from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.places import read_once
+from ....compiler.planning.distances import levels_of, tables_of
+from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.signature import Signature, Widths
+from ....ir.expr import Const
+from ....ir.walk import loads
+from ..triton.kernels.pair_sums import FLASH_DDIAGONALS
+from .kernels.backward import (
     DRAWN_BACKWARD,
     DRAWN_KEYS,
-    FIRST_STORED_STATISTICS,
-    FLASH,
-    HOPPER_BACKWARD,
-    HOPPER_STATISTICS,
-    PAIR_SUMS,
-    ROUND_DQUERY,
-    Kernel,
+    FIRST_STORED_BACKWARD,
+    FLASH_BACKWARD,
+    FLASH_DKEY_DVALUE,
 )
-from ...compiler.planning.quantities import hopper_statistics_sram, statistics_written
-from ...compiler.planning.signature import Signature, Widths
-from ...ir.expr import Const
-from ...ir.walk import loads
-from .hopper_tiles import key_pieces, piecewise
+from .kernels.dquery import FLASH_DQUERY
+from .kernels.statistics import FIRST_STORED, ROUND_DQUERY, ROW_STATISTICS, statistics_for
+from .pieces import key_pieces, piecewise
 
 
 def fits_by_rows(widths: Widths) -> bool:
@@ -58,14 +56,10 @@ def stores_first(signature: Signature, facts: Facts) -> bool:
     return len(key_pieces(piecewise(signature.widths.head_dim), signature.widths)) == 1 and facts.first_key_is_seen
 
 
-ONE_PASS: tuple[Kernel, ...] = (HOPPER_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
-ONE_PASS_STORED: tuple[Kernel, ...] = (FIRST_STORED_STATISTICS, HOPPER_BACKWARD, ROUND_DQUERY)
-
-
-DIAGONAL_SUMS = PAIR_SUMS[1]  # of another target, in a module of its own
-
-
-ONE_PASS_DRAWN: tuple[Kernel, ...] = (HOPPER_STATISTICS, DRAWN_BACKWARD, ROUND_DQUERY)
+ONE_PASS: tuple[Kernel, ...] = (ROW_STATISTICS, FLASH_BACKWARD, ROUND_DQUERY)
+ONE_PASS_STORED: tuple[Kernel, ...] = (FIRST_STORED, FIRST_STORED_BACKWARD, ROUND_DQUERY)
+ONE_PASS_DRAWN: tuple[Kernel, ...] = (ROW_STATISTICS, DRAWN_BACKWARD, ROUND_DQUERY)
+DIAGONAL_SUMS = FLASH_DDIAGONALS  # of another target, in a module of its own
 
 
 def no_pairs(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
@@ -168,15 +162,11 @@ def two_passes(
     Statistics are as the keys' pass wants them, if it runs. summed, by_keys: gradients of the score's operands, which
     the queries' or the keys' pass sums, are wanted too.
     """
-    _, _, dquery, dkey_dvalue = FLASH
-    if drops:
-        dkey_dvalue = DRAWN_KEYS
     owns_queries, owns_keys = "query" in wanted or summed, bool(wanted & OWNED_BY_KEYS) or by_keys
-    passes = [*([dquery] if owns_queries else []), *([dkey_dvalue] if owns_keys else [])]
-    passes = passes or [dquery, dkey_dvalue]
-    follows = passes[-1].name
-    statistics = replace(HOPPER_STATISTICS, follows=follows, written=statistics_written, sram=hopper_statistics_sram)
-    return statistics, *passes
+    both = not (owns_queries or owns_keys)
+    passes = [FLASH_DQUERY] if owns_queries or both else []
+    passes += [DRAWN_KEYS if drops else FLASH_DKEY_DVALUE] if owns_keys or both else []
+    return statistics_for(passes[-1].name), *passes
 
 
 LARGEST_HANDED_ON = 2.0**14  # of fp16, whose largest number is 65504: what one consumer may hand to another

@@ -10,28 +10,33 @@ from types import ModuleType
 
 import torch
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.distances import tables_in, tables_of, with_tables_made
-from ...compiler.planning.forms import Form, HopperBackwardForm, HopperForm, HopperLatentForm
-from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import FLASH, HOPPER_BACKWARD, SPLIT_KV, Algorithm, Kernel
-from ...compiler.planning.measures import with_measuring, with_work
-from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.quantities import PIECE_COLUMNS
-from ...compiler.planning.records import Segment, Shape
-from ...compiler.planning.segments import Segments, for_heads, segments_of
-from ...compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
-from ...compiler.planning.target import CallTensors, Context, Launcher
-from ...ir.attention import Attention
-from ...ir.errors import WeftError, counted
-from ...ir.expr import Expr, Load, Symbol
-from ...ir.normalizer import SOFTMAX
-from ...ir.walk import nodes
-from ..functions import GLUON_LANGUAGE
-from ..loader import load
-from ..normalizers import lacks, softmax_only
-from .hopper_backwards import (
+from ....compiler.analysis.facts import Facts
+from ....compiler.planning.cost import sram_bytes
+from ....compiler.planning.distances import tables_in, tables_of
+from ....compiler.planning.form import Form
+from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.records import Segment, Shape
+from ....compiler.planning.segments import Segments, for_heads, segments_of
+from ....compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
+from ....compiler.planning.target import CallTensors, Context, Launcher
+from ....ir.attention import Attention
+from ....ir.errors import WeftError, counted
+from ....ir.expr import Expr, Load, Symbol
+from ....ir.normalizer import SOFTMAX
+from ....ir.walk import nodes
+from ...functions import GLUON_LANGUAGE
+from ...loader import load
+from ...normalizers import lacks, softmax_only
+from ..hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_ragged_readable, is_readable
+from ..latent_launcher import LatentLauncher
+from ..triton.kernels.measures import with_measuring
+from ..triton.kernels.tables import with_tables_made
+from ..triton.kernels.work import with_work
+from ..triton.target import TritonTarget, has_triton
+from . import paces as paces
+from .backwards import (
     DIAGONAL_SUMS,
     ONE_PASS,
     ONE_PASS_DRAWN,
@@ -50,7 +55,7 @@ from .hopper_backwards import (
     sums_of_queries,
     two_passes,
 )
-from .hopper_forms import (
+from .form_rules import (
     beside_tiles,
     best_backward_form,
     best_form,
@@ -62,11 +67,13 @@ from .hopper_forms import (
     no_form,
     with_boxes,
 )
-from .hopper_latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages, undivided
-from .hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_ragged_readable, is_readable
-from .hopper_tiles import (
+from .forms import PIECE_COLUMNS, ROWS, HopperBackwardForm, HopperForm, HopperLatentForm
+from .kernels.backward import FLASH_BACKWARD
+from .kernels.forward import FLASH_FORWARD
+from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
+from .latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages, undivided
+from .pieces import (
     CONSUMERS,
-    ROWS,
     TILE_COLUMNS,
     backward_form,
     columns_of,
@@ -84,8 +91,6 @@ from .hopper_tiles import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
-from .latent_launcher import LatentLauncher
-from .triton import TritonTarget, has_triton
 
 NARROWEST = 16  # below it tiles would be mostly zeros
 
@@ -102,10 +107,10 @@ class HopperTarget:
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:
-            return SPLIT_KV
+            return SPLIT_FORWARD, JOIN_PARTS
         if algorithm != "flash":
             return []
-        kernels: tuple[Kernel, ...] = FLASH[:1]
+        kernels: tuple[Kernel, ...] = (FLASH_FORWARD,)
         if signature.direction == "backward":
             summed = sums_of_queries(signature, facts)
             if is_one_pass(signature) and not summed:
@@ -137,10 +142,10 @@ class HopperTarget:
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
         if lacking := lacks(facts.attention.weighs, self.family):
             return f"hopper: {lacking}"
-        absorbed = kernel in SPLIT_KV or widths.value_is_key
+        absorbed = kernel.shares_keys or widths.value_is_key
         if absorbed and (lacking := softmax_only(facts.attention.weighs)):
             return f"hopper: for absorbed latent attention {lacking}"
-        if kernel in SPLIT_KV:
+        if kernel.shares_keys:
             return undivided(signature, facts)
         if widths.value_is_key:
             return undivided(signature, facts) or "hopper: absorbed latent attention has schedule split_kv alone"
@@ -197,9 +202,9 @@ class HopperTarget:
 
     def forms(self, kernel: Kernel, signature: Signature, hardware: Hardware, facts: Facts) -> Sequence[Form]:
         widths = signature.widths
-        if kernel == DIAGONAL_SUMS:
+        if kernel is DIAGONAL_SUMS:
             return _LENDER.forms(kernel, signature, hardware, facts)
-        if kernel in SPLIT_KV:
+        if kernel.shares_keys:
             narrow = widths.value_dim % (2 * PIECE_COLUMNS) > 0
             chosen = HopperLatentForm(HopperLatentForm.slots * (1 + narrow), ordered=True, prefetch=True, narrow=narrow)
             near = chosen.neighbours()
@@ -222,10 +227,10 @@ class HopperTarget:
         return [best, *others]
 
     def check(self, kernel: Kernel, form: Form, signature: Signature, hardware: Hardware, facts: Facts) -> None:
-        if kernel == DIAGONAL_SUMS:
+        if kernel is DIAGONAL_SUMS:
             return _LENDER.check(kernel, form, signature, hardware, facts)
         best = self.forms(kernel, signature, hardware, facts)[0]
-        if kernel in SPLIT_KV and not isinstance(form, HopperLatentForm):
+        if kernel.shares_keys and not isinstance(form, HopperLatentForm):
             raise WeftError(
                 f"schedule: {kernel.name} {form}: expected a form like {best} "
                 "for target hopper (64x64p<slots> and its switches)"
@@ -237,7 +242,7 @@ class HopperTarget:
                 f"for target hopper (<queries>x<keys>s<stages>{buffers} and its switches)"
             )
         reason = self._why_not(kernel, form, signature, hardware, facts)
-        if kernel == HOPPER_BACKWARD and stores_boxes(signature, facts) and not getattr(form, "pair_bytes", 0):
+        if kernel is FLASH_BACKWARD and stores_boxes(signature, facts) and not getattr(form, "pair_bytes", 0):
             reason = f"expected p{signature.boxed}, tiles of the operand whose gradient is wanted"
         if reason is not None:
             raise WeftError(f"schedule: {kernel.name} {form}: {reason}")
@@ -306,7 +311,7 @@ class HopperTarget:
             "folded": scale is not None and folds and is_plain(scale),
             "factor_at_end": _has_factor_at_end(code, facts),
             "stored": _stored(code, facts),
-            "diagonals": code.borrows_diagonals,
+            "diagonals": code.borrowed is not None,
             "persistent": persistent,
             "stores_first": main == "flash_backward" and stores_first(code.signature, facts),
             "places": places_of_results(form, own) if persistent and main == "flash_backward" else None,

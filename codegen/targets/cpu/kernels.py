@@ -1,14 +1,49 @@
-"""Stages of the cpu target: whole passes, in cache."""
+"""The kernels of target cpu: whole passes of torch, in cache; queries outer in both directions, one backward pass."""
 
 from __future__ import annotations
 
-from .records import Stage
-from .steps import EACH_KV, EACH_Q, SINK_SUMS, Tiles, computes, dscore, error_of_delta
+from ....compiler.planning.kernel import Kernel, KernelId
+from ....compiler.planning.quantities import (
+    RUNNING,
+    Sizes,
+    five_products_flops,
+    flash_forward_read,
+    flash_forward_written,
+    forward_exps,
+    forward_flops,
+    key_value_bytes,
+    key_value_gradient_bytes,
+    keys_again,
+    output_bytes,
+    query_bytes,
+    query_programs,
+    row_bytes,
+    score_count,
+)
+from ....compiler.planning.records import Stage
+from ....compiler.planning.stage_words import EACH_KV, EACH_Q, SINK_SUMS, Tiles, computes, dscore, error_of_delta
 
 _RAM, _CACHE = "RAM -> cache", "cache -> RAM"
+_OVER_KEYS = "the key tiles that its queries see"
 
 
-def cpu_forward(t: Tiles) -> list[Stage]:
+def key_value_sums(x: Sizes) -> float:
+    """The running gradients of key and value, float32."""
+    return RUNNING * x.B * x.Hkv * x.T * (x.D + x.Du)
+
+
+def cpu_backward_read(x: Sizes) -> float:
+    """Q, O, dO and the statistics once; K, V and the sums of their gradients at every visit."""
+    rows = query_bytes(x) + 2 * output_bytes(x) + row_bytes(x)
+    return rows + keys_again(x) * (key_value_bytes(x) + key_value_sums(x))
+
+
+def cpu_backward_written(x: Sizes) -> float:
+    """dQ once; the sums at every visit, then dK and dV from them."""
+    return query_bytes(x) + keys_again(x) * key_value_sums(x) + key_value_gradient_bytes(x)
+
+
+def _forward_stages(t: Tiles) -> list[Stage]:
     """Calls of torch: every stage is done for all heads of a chunk at once."""
     value = "the first columns of the K tile" if t.parts.value_is_key else f"{t.value()}, a view"
     return [
@@ -22,7 +57,7 @@ def cpu_forward(t: Tiles) -> list[Stage]:
     ]
 
 
-def cpu_backward(t: Tiles) -> list[Stage]:
+def _backward_stages(t: Tiles) -> list[Stage]:
     """The wanted gradients in one pass: of five matrix products a tile, those that they need."""
     rows = ", ".join([f"{t.query()}{_scaled(t)}", t.output("dO"), *t.saved("lse")])
     saves_lse = t.traits.normalizer.saves_lse
@@ -69,3 +104,14 @@ def _cpu_score(t: Tiles) -> str:
     if t.traits.adds:
         return "Q K^T + what the score adds"
     return "Q K^T" if _rows_scaled(t) else t.score_text
+
+
+FLASH_FORWARD = Kernel(
+    KernelId("cpu", "flash_forward"), "forward", "forward", "kv", _OVER_KEYS, _forward_stages, programs=query_programs,
+    read=flash_forward_read, written=flash_forward_written, flops=forward_flops, exps=forward_exps, weighs=True,
+)  # fmt: skip
+FLASH_BACKWARD = Kernel(
+    KernelId("cpu", "flash_backward"), "backward", "backward_q", "kv", _OVER_KEYS, _backward_stages,
+    programs=query_programs, read=cpu_backward_read, written=cpu_backward_written, flops=five_products_flops,
+    exps=score_count, weighs=True,
+)  # fmt: skip

@@ -8,17 +8,23 @@ no mask are one tile. What `weft calibrate` measured says how fast each of these
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import TYPE_CHECKING
 
-from ...ir.normalizer import RELU, SIGMOID
-from ..analysis.records import TileCounts, TorchWork, Traits
-from .forms import SCORE_BYTES, CpuForm
-from .hardware import Hardware
-from .kernels import Bound, Kernel
-from .quantities import Formula, Sizes, score_count
-from .rates import CpuRates, Library
+from ....compiler.analysis.records import TileCounts, TorchWork, Traits
+from ....compiler.planning.form import Machine
+from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.quantities import Sizes, score_count
+from ....compiler.planning.rates import CpuRates, Library
+from ....compiler.planning.torch_times import CpuSpeed, CpuTimes, CpuWork, TorchCost
+from ....ir.normalizer import RELU, SIGMOID
+
+if TYPE_CHECKING:
+    from .forms import CpuForm
+
+SCORE_BYTES = 4  # of a score on a CPU: float32
 
 # Of each score, as the templates and normalizers have them; a pass reads a score and writes one, a sum is half of one.
 PASSES = {"forward": 1.75, "backward": 1.5}  # of a softmax of linear scores: maximum and sum, the gradient of weights
@@ -35,18 +41,16 @@ CALLS = {"forward": 24, "backward": 30}  # of a tile of keys
 ROW_CALLS = {"forward": 44, "backward": 55}  # of a tile of queries
 
 
-@dataclass(frozen=True)
-class CpuSpeed:
-    """What one core does in a form."""
-
-    library: Library
-    products: float  # FLOP/s
-    passes: float  # bytes/s
-    working_set: int  # bytes that are gone over again and again
-    shares: tuple[float, float, float, float]  # of these in L1, L2, L3 and RAM
-    speedup: float  # what all cores do over what one does
-    cores: int
-    call_seconds: float  # of all cores
+def torch_cost(
+    kernel: Kernel, form: CpuForm, x: Sizes, tiles: TileCounts, traits: Traits, machine: Machine
+) -> TorchCost:  # fmt: skip
+    """Of a kernel in this form. x: the letters of the problem."""
+    hardware = machine.hardware
+    assert hardware.cpu is not None
+    sizes = with_joined(x, form, tiles, traits.masked)
+    speed = speed_of(form, sizes, machine.sram, hardware, machine.dtype)
+    work = work_of(kernel, traits, hardware.cpu)
+    return TorchCost(sizes, times_of(kernel, sizes, speed, hardware, machine.busy, work), speed, work)
 
 
 def library_of(form: CpuForm) -> Library:
@@ -103,15 +107,6 @@ def with_joined(x: Sizes, form: CpuForm, tiles: TileCounts, masked: bool) -> Siz
     return x._replace(m=edge, t=edge + min(full, ceil(full / most + ends)))
 
 
-@dataclass(frozen=True)
-class CpuWork:
-    """What a kernel computes besides products, as formulas."""
-
-    passes: Formula  # bytes of passes over tiles of scores
-    exps: Formula  # exponentials, and other functions as so many as take as long
-    calls: Formula  # operations of torch
-
-
 def work_of(kernel: Kernel, traits: Traits, rates: CpuRates) -> CpuWork:
     """Of a kernel of a variant, with the prices of a machine."""
     passes = WEIGHT_PASSES.get(traits.normalizer, PASSES)[kernel.direction]
@@ -143,43 +138,6 @@ def _work(direction: str, each: float, special: float, mask_passes: float, mask_
         return CALLS[direction] * x.t + ROW_CALLS[direction] * x.B * x.Hq * x.nq
 
     return CpuWork(passes, exps, calls)
-
-
-@dataclass(frozen=True)
-class CpuTimes:
-    """Seconds of each part, which add up."""
-
-    matrix: float
-    memory: float
-    passes: float
-    exp: float
-    calls: float
-    own: float = 0.0  # of torch's own kernel; where it computes a call, nothing else takes time
-
-    @property
-    def parts(self) -> dict[Bound, float]:
-        return {
-            "matrix": self.matrix, "memory": self.memory, "passes": self.passes, "exp": self.exp, "calls": self.calls,
-            "torch": self.own,
-        }  # fmt: skip
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def bound(self) -> Bound:
-        return max(self.parts, key=lambda name: self.parts[name])
-
-    @property
-    def share(self) -> float:
-        """Of the kernel's time, of what bounds it."""
-        return self.parts[self.bound] / self.seconds
-
-
-def computed_whole(seconds: float) -> CpuTimes:
-    """Of a call that is torch's own kernel, which takes so long."""
-    return CpuTimes(0.0, 0.0, 0.0, 0.0, 0.0, seconds)
 
 
 def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy: float, work: CpuWork) -> CpuTimes:

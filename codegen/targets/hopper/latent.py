@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from ...compiler.analysis.facts import Facts
-from ...compiler.planning.cost import sram_bytes
-from ...compiler.planning.forms import HopperLatentForm
-from ...compiler.planning.hardware import Hardware
-from ...compiler.planning.kernels import SPLIT_KV, Kernel
-from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.quantities import ROTARY_COLUMNS
-from ...compiler.planning.records import Segment, Shape
-from ...compiler.planning.segments import Segments
-from ...compiler.planning.signature import PAGED, Signature
-from ...compiler.planning.target import CallTensors, Context
-from .hopper_forms import alternatives
-from .hopper_launcher import is_ragged_readable, is_readable
-from .hopper_tiles import ROWS
-from .triton import tiles_by_head
+from ....compiler.analysis.facts import Facts
+from ....compiler.planning.cost import sram_bytes
+from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.records import Segment, Shape
+from ....compiler.planning.segments import Segments
+from ....compiler.planning.signature import PAGED, Signature
+from ....compiler.planning.target import CallTensors, Context
+from ..hopper_launcher import is_ragged_readable, is_readable
+from ..triton.target import tiles_by_head
+from .form_rules import alternatives
+from .forms import ROWS, HopperLatentForm
+from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD
 
 RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
 def latent_context(code: CodePlan, facts: Facts) -> Context:
-    form, widths = code.form(SPLIT_KV[0].name), code.signature.widths
+    form, widths = code.form(SPLIT_FORWARD.name), code.signature.widths
     assert isinstance(form, HopperLatentForm)
     config = {
         **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import log
 
-from ...ir.errors import WeftError
-from ..analysis.records import Traits
-from .cost import Times, cost_of, dense_counts, sram_bytes
+from ....compiler.analysis.records import Traits
+from ....compiler.planning.cost import Times, cost_of, dense_counts, sram_bytes
+from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.kernel import Algorithm, Kernel, Slot
+from ....compiler.planning.records import Shape
+from ....compiler.planning.segments import Segments
+from ....ir.errors import WeftError
 from .forms import Tiling
-from .hardware import Hardware
-from .kernels import SPLIT_KV, Algorithm, Kernel, Slot
-from .records import Shape
-from .segments import Segments
 
 REGISTER_LIMIT = 224  # a thread has 255; the rest is for addresses and loads on their way
 _ALTERNATIVES = 12  # tilings of one kernel that are worth timing
@@ -159,7 +159,7 @@ def split_tilings(
     kernel: Kernel, shape: Shape, hardware: Hardware, parts: Segments, traits: Traits, even: bool = False
 ) -> list[Tiling]:  # fmt: skip
     """Those of split_forward, the one to use first. even: sequences have no lengths of their own."""
-    kernel = SPLIT_KV[0]  # what joins parts follows it
+    kernel = kernel.divider
     width = max(parts.qk_columns, parts.v_columns)
     limit = next(most for most in _SPLIT if width <= most)
     table = _SPLIT[limit]

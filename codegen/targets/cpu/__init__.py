@@ -1,0 +1,1 @@
+"""Target cpu: tiles of plain torch code."""

@@ -1,0 +1,1 @@
+"""Target hopper: warp-specialised kernels for sm_90."""

@@ -1,0 +1,1 @@
+"""Rooms of the kernels of target hopper: one a kernel."""

@@ -1,0 +1,1 @@
+"""Target triton, and interpret: portable kernels."""
