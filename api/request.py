@@ -18,19 +18,7 @@ from .compiler.analysis.ranges import Ranges, check_integers
 from .compiler.planning import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import (
-    MOST_SHORT,
-    PACKED,
-    Direction,
-    Dtypes,
-    SequenceKind,
-    Signature,
-    Widths,
-    class_of,
-    has_few,
-    is_short_call,
-    share_of,
-)
+from .compiler.planning.signature import MOST_SHORT, PACKED, Described, Direction, Signature, Widths, signature_of
 from .ir.errors import UnavailableError, WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.walk import scalars, tensors
@@ -48,7 +36,7 @@ from .runtime.checks import (
 )
 from .runtime.lengths import TABLE
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, has_doubles, offset_kind, variant_of
+from .runtime.variant import boxed_of, has_doubles, is_wide, offset_kind, variant_of
 
 if TYPE_CHECKING:
     from .attention import Attention, Form
@@ -182,11 +170,6 @@ def _frozen(operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> f
     return frozenset(n for n, value in given.items() if isinstance(value, Tensor) and not value.requires_grad)
 
 
-def _sums_pairs(attention: Attention, wanted: frozenset[str]) -> bool:
-    """Whether a wanted gradient may be summed faster in any order."""
-    return any(kind == "pair" and load.tensor.name in wanted for load, kind in facts_of(attention).gradient_kinds)
-
-
 class Request(NamedTuple):
     """What a plan is asked of."""
 
@@ -248,22 +231,17 @@ def request_of(
     offset = "per_row" if isinstance(options.get("q_offset"), Tensor) else offset
     target = default_target() if target is None else target
     asked = options.get("deterministic")
-    repeats = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
+    facts, on_gpu = facts_of(attention), machine.kind == "cuda"
 
-    def signature_of(direction: Direction, wanted: frozenset[str]) -> Signature:
-        kind: SequenceKind = "dense" if found is None else found.sequences.kind
-        number = 1 if found is None else len(found.rows)
-        return Signature(
-            direction, machine.arch, Dtypes.all(sizes.dtype), widths, offset=offset, wanted=wanted, sequences=kind,
-            few=has_few(direction, kind, sizes.q_len, number), share=share_of(direction, kind, sizes.q_len, number),
-            deterministic=direction == "backward" and repeats,
-            atomics=direction == "backward" and asked is False and _sums_pairs(attention, wanted),
-            doubles=machine.kind == "cuda" and has_doubles(options),
-            boxed=boxed_of(facts_of(attention), options, sizes.element_bytes * (machine.kind == "cuda")),
-            short_call=direction == "forward" and found is None
-            and is_short_call(sizes.q_len, sizes.kv_len, attention.is_masked),
-            lengths=class_of(*_lengths(sizes, found)),
+    def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
+        described = Described(
+            direction, machine.arch, sizes.dtype, widths, "dense" if found is None else found.sequences.kind, offset,
+            wanted, repeats, rows=(sizes.q_len, sizes.kv_len), number=1 if found is None else len(found.rows),
+            lengths=_lengths(sizes, found), wide=is_wide(options), doubles=on_gpu and has_doubles(options),
+            boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
         )  # fmt: skip
+        return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
     def modules(signature: Signature, unfit: frozenset[str] = frozenset()) -> list[driver.Resolved]:
         asked = (machine, target, schedule, unfit)
@@ -283,7 +261,7 @@ def request_of(
     first = None
     if found is None and options.get("q_offset") is None:
         first = variant_of(attention).first_key.note(sizes.q_len, sizes.kv_len)
-    forward, *rest = resolved(signature_of("forward", frozenset()))
+    forward, *rest = resolved(signature("forward", frozenset()))
     short = rest[0] if rest else None
     if found is not None and found.sequences.kind == "packed_paged" and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
@@ -291,7 +269,7 @@ def request_of(
     if widths.value_is_key or lacking != _NO_BACKWARD:
         notes = (*forward.notes, lacking, *([first] if first else []))
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
-    (backward,) = resolved(signature_of("backward", _everything(attention, widths) - _frozen(operands, options)))
+    (backward,) = resolved(signature("backward", _everything(attention, widths) - _frozen(operands, options)))
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 

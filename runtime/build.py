@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compiler.analysis.facts import facts_of
 from ..compiler.planning import hardware
-from ..compiler.planning.signature import PAGED, Direction, Dtypes, SequenceKind, Signature, Widths
+from ..compiler.planning.signature import PAGED, Described, Direction, SequenceKind, Widths, signature_of
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, counted
 from ..ir.expr import TensorOperand
@@ -177,11 +177,13 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
     variant = variant_of(attention)
     call = sample_call(variant, job)
     wanted = frozenset({"query", "key", "value"}) if job.direction == "backward" else frozenset()
-    widths = Widths(job.head_dim, job.value_dim)
-    signature = Signature(
-        job.direction, machine.arch, Dtypes.all(job.dtype), widths, job.sequences,
-        offset_kind(call.sequences.q_offset), wanted, few=job.group > 0, boxed=boxed_of(variant.facts, call.operands),
-        short_call=job.group > 0,  # as a step of few queries is
+    described = Described(
+        job.direction, machine.arch, job.dtype, Widths(job.head_dim, job.value_dim), job.sequences,
+        offset_kind(call.sequences.q_offset), wanted, boxed=boxed_of(variant.facts, call.operands),
+    )  # fmt: skip
+    signature = replace(
+        signature_of(described, masked=attention.is_masked, sums_pairs=False), share="all",
+        few=job.group > 0, short_call=job.group > 0,  # as a step of few queries is
     )  # fmt: skip
     signatures = [signature]
     resolved = driver.resolve(attention, signature, machine, job.target, job.schedule)

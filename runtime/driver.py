@@ -21,7 +21,16 @@ from ..compiler.planning.hardware import Hardware, this_machine
 from ..compiler.planning.kernel import Algorithm, Kernel
 from ..compiler.planning.plan import CodePlan, KernelCode, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
-from ..compiler.planning.signature import TALL, Direction, Dtypes, LengthClass, Signature, Widths, in_words
+from ..compiler.planning.signature import (
+    TALL,
+    Described,
+    Direction,
+    LengthClass,
+    Signature,
+    Widths,
+    in_words,
+    signature_of,
+)
 from ..compiler.planning.tables import ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
@@ -269,7 +278,8 @@ def available() -> dict[str, str | None]:
     for target in targets():
         reasons = []
         for arch in dict.fromkeys((this_machine().arch, "cpu")):
-            signature = Signature("forward", arch, Dtypes.all("fp16"), Widths(64, 64))
+            call = Described("forward", arch, "fp16", Widths(64, 64))
+            signature = signature_of(call, masked=False, sums_pairs=False)
             reasons.append(why_not(target, "flash", signature, facts))
         found[target.name] = None if None in reasons else reasons[0]
     return found

@@ -30,8 +30,8 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
 from ..compiler.planning.signature import (
     FEW_QUERIES,
+    Described,
     Direction,
-    Dtypes,
     LengthClass,
     Offset,
     Signature,
@@ -40,6 +40,7 @@ from ..compiler.planning.signature import (
     has_few,
     is_short_call,
     share_of,
+    signature_of,
 )
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
@@ -409,10 +410,6 @@ class Variant:
             launcher, target, code.signature, self.facts, measures, resolved.by_length, resolved.timed, differs
         )  # fmt: skip
 
-    def _sums_pairs(self, wanted: frozenset[str]) -> bool:
-        """Whether a wanted gradient may be summed faster in any order."""
-        return any(kind == "pair" and load.tensor.name in wanted for load, kind in self.facts.gradient_kinds)
-
     def forget(self) -> None:
         """Prepare anew, as after tuning. What calls under way prepare and learn goes where nobody looks anymore."""
         self._forwards, self._backwards, self.recorded = {}, {}, {}
@@ -422,27 +419,18 @@ class Variant:
         """The static half of a call."""
         value_dim = call.value.shape[3] if call.value is not None else self.attention.latent.rank  # type: ignore[union-attr]
         rope_dim = 0 if call.rope is None else call.rope.shape[3]
-        kind, rows, number = call.sequences.kind, call.query.shape[2], _number(call)
-        return Signature(
-            direction=direction,
-            arch=hardware.for_device(call.query.device).arch,
-            dtypes=Dtypes.all(DTYPES[call.query.dtype]),
-            widths=Widths(call.query.shape[3], value_dim, rope_dim, call.value is None),
-            sequences=kind,
-            offset=offset_kind(call.sequences.q_offset),
-            wanted=wanted,
-            deterministic=direction == "backward" and call.options.deterministic is True,
-            atomics=direction == "backward" and call.options.deterministic is False and self._sums_pairs(wanted),
-            few=has_few(direction, kind, rows, number),
-            share=share_of(direction, kind, rows, number),
-            wide=any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in call.operands.values()),
+        described = Described(
+            direction, hardware.for_device(call.query.device).arch, DTYPES[call.query.dtype],
+            Widths(call.query.shape[3], value_dim, rope_dim, call.value is None), call.sequences.kind,
+            offset_kind(call.sequences.q_offset), wanted, call.options.deterministic,
+            rows=(call.query.shape[2], call.key.shape[2]), number=_number(call),
+            lengths=lengths_of(call.query, call.key, call.sequences),
+            wide=is_wide(call.operands),
             doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
-            short_call=direction == "forward"
-            and kind == "dense"
-            and is_short_call(rows, call.key.shape[2], self.attention.is_masked),
-            lengths=class_of(*lengths_of(call.query, call.key, call.sequences)),
-        )
+        )  # fmt: skip
+        sums_pairs = self.facts.sums_pairs(wanted)
+        return signature_of(described, masked=self.attention.is_masked, sums_pairs=sums_pairs)
 
 
 def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
@@ -553,6 +541,11 @@ def boxed_of(facts: Facts, operands: Mapping[str, Any], otherwise: int = 0) -> i
         return 0
     operand = operands.get(read.tensor.name)
     return boxed_bytes(operand) if isinstance(operand, Tensor) else otherwise
+
+
+def is_wide(operands: Mapping[str, object]) -> bool:
+    """Whether places in a tensor operand lie so far apart that offsets need 64 bits."""
+    return any(isinstance(v, Tensor) and _reach(v) > INT32_MAX for v in operands.values())
 
 
 def _reach(tensor: Tensor) -> int:

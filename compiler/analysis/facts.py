@@ -266,6 +266,10 @@ class Facts:
         known = (self.linear_scale, self.scale_beside_box, None if levels is None else levels[0])
         return all(f is None or is_number(f) or not symbols(f) & {"q_len", "kv_len"} for f in known)
 
+    def sums_pairs(self, wanted: frozenset[str]) -> bool:
+        """Whether a wanted gradient of an operand may be summed faster in any order."""
+        return any(kind == "pair" and load.tensor.name in wanted for load, kind in self.gradient_kinds)
+
     def operand_gradients(self, operands: frozenset[str]) -> tuple[OperandGradient, ...]:
         """Gradients of the reads of these tensor operands, the sink's last."""
         known = self._load_derivatives

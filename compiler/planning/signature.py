@@ -162,3 +162,42 @@ class Signature:
         return (
             f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"
         )
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a signature is made of: a call's, or that of sizes which somebody describes."""
+
+    direction: Direction
+    arch: str
+    dtype: str  # of query, key and value
+    widths: Widths
+    sequences: SequenceKind = "dense"
+    offset: Offset = "number"
+    wanted: frozenset[str] = frozenset()  # gradients
+    deterministic: bool | None = None  # gradients must repeat bit for bit; False: they need not, in any sum
+    rows: tuple[int, int] = (FEW_QUERIES + 1, FEW_QUERIES + 1)  # of query and key
+    number: int = 1  # of sequences
+    lengths: tuple[int, int] | None = None  # queries and keys of a sequence, where they are known
+    wide: bool = False
+    doubles: bool = False
+    boxed: int = 0
+
+
+def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signature:
+    """The static half of a call of a variant.
+
+    masked: the variant hides pairs. sums_pairs: a wanted gradient may be summed faster in any order.
+    """
+    kind, q_len, kv_len = call.sequences, *call.rows
+    forward = call.direction == "forward"
+    return Signature(
+        direction=call.direction, arch=call.arch, dtypes=Dtypes.all(call.dtype), widths=call.widths, sequences=kind,
+        offset=call.offset, wanted=call.wanted, deterministic=not forward and call.deterministic is True,
+        atomics=not forward and call.deterministic is False and sums_pairs,
+        few=has_few(call.direction, kind, q_len, call.number),
+        share=share_of(call.direction, kind, q_len, call.number),
+        wide=call.wide, doubles=call.doubles, boxed=call.boxed,
+        short_call=forward and kind == "dense" and is_short_call(q_len, kv_len, masked),
+        lengths=class_of(*call.lengths) if call.lengths else None,
+    )  # fmt: skip
