@@ -20,6 +20,7 @@ import torch
 
 from .codegen import products
 from .compiler.planning import hardware
+from .compiler.planning.dtypes import FP64, ON_GPUS
 from .compiler.planning.rates import WIDTH, Calibration, CpuRates, GpuRates, Library, ProductRate
 from .ir.errors import WeftError
 from .runtime.build import TORCH_DTYPES
@@ -31,7 +32,7 @@ LEAST_SECONDS = 1e-4  # of a step as it is timed: shorter ones are repeated
 TURN_SECONDS, MOST_RUNS = 5e-3, 16  # of a step's turn in a round
 TILES = tuple((queries, keys) for queries in (64, 128, 256, 512) for keys in (64, 256, 1024, 4096))
 MOST_BYTES = 1 << 30  # of a tensor that no cache holds
-DTYPES = {**TORCH_DTYPES, "fp64": torch.float64}
+DTYPES = {**TORCH_DTYPES, FP64.name: FP64.torch}
 
 
 def calibrate(device: torch.device | str | None = None, seconds: float = SECONDS) -> Calibration:
@@ -245,7 +246,7 @@ def _gpu_rates(device: torch.device) -> tuple[GpuRates, float]:
     record = hardware.for_device(device)
     _spreads.clear()
     with torch.cuda.device(device):
-        rates = [(dtype, _digits(_product_flops(DTYPES[dtype], device))) for dtype in ("bf16", "fp16", "fp32")]
+        rates = [(dtype, _digits(_product_flops(DTYPES[dtype], device))) for dtype in ON_GPUS]
         hbm = _copied_bytes_per_second(min(MOST_BYTES, record.memory_bytes // 8), device)
         l2_bytes = read_again(record.l2_bytes // 4, record.sms, device)
         exps = exponentials(record.sms, device)

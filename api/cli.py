@@ -35,10 +35,10 @@ from .cli_options import (
 )
 from .codegen.targets import targets
 from .compiler.planning import hardware
+from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.kernel import Algorithm
 from .compiler.planning.picture import SUFFIXES
 from .compiler.planning.rates import rates_in_words
-from .compiler.planning.records import DTYPE_BYTES
 from .compiler.planning.signature import SequenceKind, class_of, in_words
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
@@ -252,9 +252,7 @@ def _spread_text(spread: Spread) -> str:
 @click.option(
     "--head-dim", "head_dims", type=click.IntRange(1, MAX_HEAD_DIM), multiple=True, default=(64, 128), show_default=True
 )
-@click.option(
-    "--dtype", "dtypes", type=click.Choice(list(DTYPE_BYTES)), multiple=True, default=("bf16",), show_default=True
-)
+@click.option("--dtype", "dtypes", type=click.Choice(ON_GPUS), multiple=True, default=("bf16",), show_default=True)
 @click.option(
     "--direction",
     "directions",
@@ -327,7 +325,7 @@ def _range(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int,
 @click.option("--kv-heads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--head-dim", type=click.IntRange(2, MAX_HEAD_DIM), default=32, show_default=True)
 @click.option("--vocabulary", type=click.IntRange(2), default=1000, show_default=True)
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="bf16 on a GPU, fp32 on a CPU if not given.")
+@click.option("--dtype", type=click.Choice(ON_GPUS), help="bf16 on a GPU, fp32 on a CPU if not given.")
 @click.option("--on", type=click.Choice(["cpu", "cuda"]), help="The GPU, where there is one, if not given.")
 @click.option("--graphs/--no-graphs", default=None, help="Decode by CUDA graphs; on a GPU if not given.")
 @click.option("--mixed", is_flag=True, help="Prompts and single tokens in one packed step.")

@@ -22,7 +22,8 @@ import torch
 from . import Attention, parse, request, scalar, score, shape, tensor
 from .codegen.targets import targets
 from .compiler.analysis.ranges import Ranges
-from .compiler.planning.records import DTYPE_BYTES, Shape
+from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.records import Shape
 from .drawn import drawn_operands
 from .ir.attention import SEED
 from .ir.errors import WeftError
@@ -119,7 +120,7 @@ SHAPE_OPTIONS = (
     _shared("--kv-len", type=click.IntRange(1), help="As many as --q-len if not given."),
     _shared("--head-dim", type=click.IntRange(1), default=128, show_default=True),
     _shared("--value-dim", type=click.IntRange(1), help="As wide as --head-dim if not given."),
-    _shared("--dtype", type=click.Choice(list(DTYPE_BYTES)), default="bf16", show_default=True),
+    _shared("--dtype", type=click.Choice(ON_GPUS), default="bf16", show_default=True),
 )
 
 

@@ -16,6 +16,7 @@ from .compiler.analysis.facts import facts_of
 from .compiler.analysis.measured import Table
 from .compiler.analysis.ranges import Ranges, check_integers
 from .compiler.planning import hardware
+from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, PACKED, Described, Direction, Signature, Widths, signature_of
@@ -52,7 +53,7 @@ def shape(
     """
     own = (heads if kv_heads is None else kv_heads, q_len if kv_len is None else kv_len)
     made = Shape(batch, heads, own[0], q_len, own[1], head_dim, head_dim if value_dim is None else value_dim, dtype)
-    if dtype not in ("bf16", "fp16", "fp32"):
+    if dtype not in ON_GPUS:
         raise WeftError(f"shape: dtype: expected 'bf16', 'fp16' or 'fp32', got {dtype!r}")
     sizes = {"batch": made.batch, "heads": heads, "kv_heads": made.kv_heads, "q_len": q_len, "kv_len": made.kv_len,
              "head_dim": head_dim, "value_dim": made.value_dim}  # fmt: skip

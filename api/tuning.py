@@ -16,6 +16,7 @@ from . import describe
 from .attention import Attention
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.planning import hardware
+from .compiler.planning.dtypes import dtype_named
 from .compiler.planning.form import Form
 from .compiler.planning.kernel import Algorithm
 from .compiler.planning.records import Shape
@@ -29,7 +30,6 @@ from .request import Request, ranges_of, request_of
 from .runtime import driver, tuned
 from .runtime.variant import forget
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LEAST_SECONDS = 2e-3  # of one run on the clock: shorter calls are repeated, so that the clock's own noise is small
 
 
@@ -73,7 +73,7 @@ def with_drawn(attention: Attention, shape: Shape, values: Mapping[str, Any]) ->
     lacking = [t.name for t in attention.tensors if t.name not in values and t.name != SEED.name]
     numbers = {n: value for n, value in values.items() if not isinstance(value, Tensor)}
     drawn = drawn_operands(
-        attention, lacking, ranges_of(shape, None), numbers, device=_device(), dtype=_DTYPES[shape.dtype]
+        attention, lacking, ranges_of(shape, None), numbers, device=_device(), dtype=dtype_named(shape.dtype).torch
     )  # fmt: skip
     with_gradients = {load.tensor.name for load, _ in facts_of(attention).gradient_kinds}
     return {**values, **{n: tensor.requires_grad_(n in with_gradients) for n, tensor in drawn.items()}}
@@ -176,7 +176,7 @@ def _operands(attention: Attention, shape: Shape) -> tuple[Tensor, Tensor, Tenso
         (shape.batch, shape.kv_heads, shape.kv_len, shape.head_dim),
         (shape.batch, shape.kv_heads, shape.kv_len, shape.value_dim),
     )
-    make = lambda s: torch.randn(s, dtype=_DTYPES[shape.dtype], device=device, requires_grad=True)  # noqa: E731
+    make = lambda s: torch.randn(s, dtype=dtype_named(shape.dtype).torch, device=device, requires_grad=True)  # noqa: E731
     try:
         query, key, value = map(make, sizes)
     except (RuntimeError, MemoryError) as error:  # torch has no error of its own for this on a CPU

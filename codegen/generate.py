@@ -18,6 +18,7 @@ from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.analysis.sizes import largest
 from ..compiler.analysis.survey import CELL, Cells, Survey
 from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.planning.dtypes import HALVES
 from ..compiler.planning.freed import is_freed
 from ..compiler.planning.kernel import Algorithm
 from ..compiler.planning.paces import NARROW
@@ -423,7 +424,7 @@ def _measured(axis: str, values: tuple[Expr, ...], compared: set[int]) -> list[d
 
 
 def _may_approximate(signature: Signature) -> bool:
-    return signature.arch.startswith("sm_") and signature.dtype in ("bf16", "fp16")
+    return signature.arch.startswith("sm_") and signature.dtype in HALVES
 
 
 def _segment_context(segments: Segments) -> Context:

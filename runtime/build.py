@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..compiler.analysis.facts import facts_of
 from ..compiler.planning import hardware
+from ..compiler.planning.dtypes import ON_GPUS, dtype_named
 from ..compiler.planning.signature import PAGED, Described, Direction, SequenceKind, Widths, signature_of
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, counted
@@ -34,7 +35,7 @@ from .variant import Variant, boxed_of, offset_kind, variant_of
 if TYPE_CHECKING:
     from ..codegen.ahead import Compilation
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TORCH_DTYPES = {name: dtype_named(name).torch for name in ON_GPUS}
 _KINDS = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 
 

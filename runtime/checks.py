@@ -9,6 +9,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from ..compiler.planning.dtypes import named_by_torch
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, collected, counted, shown
 from ..ir.expr import CALL_OPTIONS, INT32_MAX, Scalar, TensorOperand
@@ -18,7 +19,7 @@ from .torch_private import is_traced
 
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+DTYPES = named_by_torch()
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # of float32
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

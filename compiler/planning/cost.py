@@ -21,12 +21,13 @@ from math import ceil, exp
 
 from ..analysis.measured import LONG_AXIS
 from ..analysis.records import Axis, TileCounts, Traits
+from .dtypes import BF16
 from .form import Form, Machine
 from .hardware import Hardware
 from .kernel import Bound, Kernel
 from .paces import AT_HAND, LANES, Instructions, Pace, instructions_of, longest_of, pace_of
 from .quantities import Formula, Sizes, score_count, uneven_count
-from .records import Shape, element_bytes
+from .records import Shape
 from .segments import Segments
 from .splits import LATENCY, LONE, MOST_PARTS, Parts, divided
 from .torch_times import CpuTimes, TorchCost
@@ -149,7 +150,7 @@ def sizes_of(
     traits: Traits = Traits(),  # noqa: B008  frozen
 ) -> Sizes:
     """The letters of a problem, with k = 1: as if there were no L2."""
-    size = element_bytes(shape.dtype)
+    size = shape.element_bytes
     block_q, tiles = form.block_q, ceil(shape.q_len / form.block_q)
     if kernel.shares_keys:
         rows = shape.group * shape.q_len
@@ -463,7 +464,7 @@ def parts_of(
     units = int(x.B * x.Hkv * x.nq)
     busy, most = 0.0, MOST_PARTS
     if form.computes_bound:
-        busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops("bf16"))
+        busy = 2 * x.bq * x.bkv * (x.C + x.Cv) * hardware.sms / (REACHED * hardware.matrix_flops(BF16.name))
         tile_bytes /= x.nq  # programs that share keys are neighbours
         uneven = False  # the kernel evens out lengths by itself
         if not few:  # parts take memory: as many as programs that run at once, or twice as many

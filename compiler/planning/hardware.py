@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ...ir.errors import WeftError
+from .dtypes import dtype_named
 from .rates import KIB, MIB, Calibration, CpuRates, GpuRates, Machine, guessed_rates
 
 if TYPE_CHECKING:
@@ -59,11 +60,10 @@ class Hardware:
     l2_bytes: int  # the last cache before HBM
     memory_bytes: int  # of HBM, or of RAM
     hbm_peak: float  # bytes/s
-    matrix_peak_16: float  # FLOP/s of fp16 and bf16 products
-    matrix_peak_32: float  # FLOP/s of fp32 products in full precision (no TF32), so of the ordinary units
+    peaks: tuple[tuple[str, float], ...]  # FLOP/s of products, by units (dtypes.py): of matrix units, of ordinary ones
     exp_per_second: float  # results of the special function units
     hbm_sustained: float = HBM_SUSTAINED  # fraction of hbm_peak
-    matrix_sustained: float = MATRIX_SUSTAINED  # fraction of matrix_peak
+    matrix_sustained: float = MATRIX_SUSTAINED  # fraction of a peak
     launch_seconds: float = 3e-6  # from one kernel to the next in a stream
     figures: str = SHIPPED  # where they are from, for people
     cpu: CpuRates | None = None  # of a CPU: one core in detail
@@ -78,13 +78,26 @@ class Hardware:
         """FLOP/s that long matrix products of this dtype reach."""
         if self.measured and (found := self.measured.product_flops(dtype)):
             return found
-        peak = {"fp32": self.matrix_peak_32, "fp64": self.matrix_peak_32 / 2}.get(dtype, self.matrix_peak_16)
-        return peak * self.matrix_sustained
+        of = dtype_named(dtype)
+        return self.peak(of.units) * of.rate * self.matrix_sustained
+
+    def peak(self, units: str) -> float:
+        """FLOP/s of products of these units. Raises WeftError where the record has no such figure."""
+        for name, flops in self.peaks:
+            if name == units:
+                return flops
+        known = ", ".join(name for name, _ in self.peaks)
+        raise WeftError(f"hardware: {self.title} has no peak of {units} products; its record has {known}")
 
     @property
     def words(self) -> frozenset[str]:
         """The words of a card's name that mean this record."""
         return frozenset(self.name.split("-"))
+
+
+def _peaks(half: float, full: float) -> tuple[tuple[str, float], ...]:
+    """Of 16-bit products with sums in fp32, and of fp32 ones in full precision (no TF32)."""
+    return ("16-bit", half), ("fp32", full)
 
 
 A100 = Hardware(
@@ -100,8 +113,7 @@ A100 = Hardware(
     l2_bytes=40 * MIB,  # [A100] table 4
     memory_bytes=80 * 10**9,
     hbm_peak=2039e9,  # NVIDIA A100 80 GB data sheet
-    matrix_peak_16=312e12,  # [A100] table 1
-    matrix_peak_32=19.5e12,  # [A100] table 1
+    peaks=_peaks(312e12, 19.5e12),  # [A100] table 1
     exp_per_second=108 * 16 * 1.41e9,  # [CUDA] rate at the boost clock of [A100] table 4
 )
 H100 = Hardware(
@@ -117,8 +129,7 @@ H100 = Hardware(
     l2_bytes=50 * MIB,  # [H100] table 3
     memory_bytes=80 * 10**9,
     hbm_peak=3352e9,  # [H100] table 3
-    matrix_peak_16=989.4e12,  # [H100] table 3
-    matrix_peak_32=66.9e12,  # [H100] table 3
+    peaks=_peaks(989.4e12, 66.9e12),  # [H100] table 3
     exp_per_second=132 * 16 * 1.83e9,  # [CUDA] rate at 1830 MHz; the 3.9e12/s of FlashAttention-3, arXiv 2407.08608
 )
 H200 = replace(
@@ -142,8 +153,7 @@ B200 = Hardware(
     l2_bytes=126 * MIB,  # cudaDeviceProp.l2CacheSize as reported for HGX B200
     memory_bytes=180 * 10**9,  # [B200]
     hbm_peak=8000e9,  # [B200]
-    matrix_peak_16=2250e12,  # [B200], half of the sparse figure
-    matrix_peak_32=80e12,  # [B200]
+    peaks=_peaks(2250e12, 80e12),  # [B200], half of the sparse figure
     exp_per_second=148 * 16 * 1.85e9,  # [CUDA] rate at 1850 MHz
 )
 MI300X = Hardware(
@@ -159,8 +169,7 @@ MI300X = Hardware(
     l2_bytes=256 * MIB,  # [MI300X] Infinity Cache, what stands before HBM; the 4 MiB L2 of each die is above it
     memory_bytes=192 * 10**9,  # [MI300X]
     hbm_peak=5300e9,  # [MI300X]
-    matrix_peak_16=1307.4e12,  # [MI300X]
-    matrix_peak_32=163.4e12,  # [MI300X]
+    peaks=_peaks(1307.4e12, 163.4e12),  # [MI300X]
     exp_per_second=304 * 16 * 2.1e9,  # [CDNA3] 64 lanes / 4 per clock at the 2100 MHz of [MI300X]
 )
 
@@ -171,28 +180,28 @@ BOARDS = (
     replace(A100, name="a100-40gb", title="NVIDIA A100 40 GB", hbm_peak=1555e9, memory_bytes=40 * 10**9),
     replace(A100, name="a100-pcie", title="NVIDIA A100 PCIe 80 GB", hbm_peak=1935e9),
     replace(
-        H100, name="h100-pcie", title="NVIDIA H100 PCIe", sms=114, hbm_peak=2039e9, matrix_peak_16=756e12,
-        matrix_peak_32=51.2e12, exp_per_second=114 * 16 * 1.755e9,
+        H100, name="h100-pcie", title="NVIDIA H100 PCIe", sms=114, hbm_peak=2039e9, peaks=_peaks(756e12, 51.2e12),
+        exp_per_second=114 * 16 * 1.755e9,
     ),
     replace(
-        H100, name="h100-nvl", title="NVIDIA H100 NVL", hbm_peak=3938e9, matrix_peak_16=835e12, matrix_peak_32=60e12,
+        H100, name="h100-nvl", title="NVIDIA H100 NVL", hbm_peak=3938e9, peaks=_peaks(835e12, 60e12),
         exp_per_second=132 * 16 * 1.785e9, memory_bytes=94 * 10**9,
     ),
     replace(
-        H200, name="h200-nvl", title="NVIDIA H200 NVL", matrix_peak_16=835e12, matrix_peak_32=60e12,
+        H200, name="h200-nvl", title="NVIDIA H200 NVL", peaks=_peaks(835e12, 60e12),
         exp_per_second=132 * 16 * 1.785e9,
     ),
     replace(H100, name="gh200", title="NVIDIA GH200 96 GB", hbm_peak=4000e9, memory_bytes=96 * 10**9),
     replace(H100, name="gh200-144g", title="NVIDIA GH200 144 GB", hbm_peak=4900e9, memory_bytes=144 * 10**9),
-    replace(B200, name="gb200", title="NVIDIA GB200", matrix_peak_16=2500e12, memory_bytes=186 * 10**9),
+    replace(B200, name="gb200", title="NVIDIA GB200", peaks=_peaks(2500e12, 80e12), memory_bytes=186 * 10**9),
     replace(
         A100, name="l40s", title="NVIDIA L40S", arch="sm_89", capability=89, sms=142, sram_per_sm=100 * KIB,
-        sram_per_block=99 * KIB, l2_bytes=96 * MIB, memory_bytes=48 * 10**9, hbm_peak=864e9, matrix_peak_16=362e12,
-        matrix_peak_32=91.6e12, exp_per_second=142 * 16 * 2.52e9,
+        sram_per_block=99 * KIB, l2_bytes=96 * MIB, memory_bytes=48 * 10**9, hbm_peak=864e9,
+        peaks=_peaks(362e12, 91.6e12), exp_per_second=142 * 16 * 2.52e9,
     ),
     replace(
         MI300X, name="mi300a", title="AMD Instinct MI300A", sms=228, memory_bytes=128 * 10**9,
-        matrix_peak_16=980.6e12, matrix_peak_32=122.6e12, exp_per_second=228 * 16 * 2.1e9,
+        peaks=_peaks(980.6e12, 122.6e12), exp_per_second=228 * 16 * 2.1e9,
     ),
     replace(MI300X, name="mi325x", title="AMD Instinct MI325X", hbm_peak=6000e9, memory_bytes=256 * 10**9),
 )  # fmt: skip
@@ -215,8 +224,7 @@ def cpu_with(rates: CpuRates, cores: int, memory_bytes: int = 32 * 10**9, figure
         l2_bytes=max(l3, cores * l2),
         memory_bytes=memory_bytes,
         hbm_peak=rates.all_ram / 0.8,
-        matrix_peak_16=best / 0.8,  # computed in fp32
-        matrix_peak_32=best / 0.8,
+        peaks=_peaks(best / 0.8, best / 0.8),  # computed in fp32
         exp_per_second=cores * rates.exp_per_second,
         hbm_sustained=0.8,
         matrix_sustained=0.8,
@@ -317,8 +325,7 @@ def _scaled(record: Hardware, share: float, of_memory: float) -> Hardware:
     return replace(
         record,
         hbm_peak=record.hbm_peak * of_memory,
-        matrix_peak_16=record.matrix_peak_16 * share,
-        matrix_peak_32=record.matrix_peak_32 * share,
+        peaks=tuple((units, flops * share) for units, flops in record.peaks),
         exp_per_second=record.exp_per_second * share,
     )
 
@@ -353,8 +360,7 @@ def _unknown(kind: Literal["cuda", "hip"], properties: DeviceProperties, gcn: st
         record,
         title=f"{properties.name} (figures from the {sms} SMs and the clocks that its driver reports)",
         hbm_peak=2 * memory_clock * 1e3 * bus_bits / 8,  # two transfers a clock
-        matrix_peak_16=per_second * rates[0],
-        matrix_peak_32=per_second * rates[1],
+        peaks=_peaks(per_second * rates[0], per_second * rates[1]),
         exp_per_second=per_second * _EXPS_PER_CLOCK,
     )
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}  # that plans are asked for by name
-
-
-def element_bytes(dtype: str) -> int:
-    """Also of float64, which a CPU computes."""
-    return 8 if dtype == "fp64" else DTYPE_BYTES[dtype]
+from .dtypes import dtype_named
 
 
 # -- The problem ------------------------------------------------------------------------------------------------------
@@ -32,7 +27,7 @@ class Shape:
 
     @property
     def element_bytes(self) -> int:
-        return element_bytes(self.dtype)
+        return dtype_named(self.dtype).bytes
 
     @property
     def group(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from .dtypes import HALVES
+
 Direction: TypeAlias = Literal["forward", "backward"]
 SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged", "packed_paged"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
@@ -89,7 +91,7 @@ def starts_early(arch: str) -> bool:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Names of dtypes: "bf16", "fp16", "fp32", "fp64"."""
+    """Names of dtypes (dtypes.py)."""
 
     query: str
     key: str
@@ -141,7 +143,7 @@ class Signature:
     @property
     def rounds_output(self) -> bool:
         """Whether the output has 16 bits, so that delta, which a backward makes of it, has an error."""
-        return self.dtypes.out in ("bf16", "fp16")
+        return self.dtypes.out in HALVES
 
     @property
     def label(self) -> str:

@@ -142,7 +142,7 @@ def test_a_card_without_a_record_has_the_figures_of_its_own_clocks() -> None:
     record = of_device(Card("NVIDIA GeForce RTX 3090", 8, 6, 82, **clocks))
     assert record.title == "NVIDIA GeForce RTX 3090 (figures from the 82 SMs and the clocks that its driver reports)"
     assert record.hbm_peak == pytest.approx(936e9, rel=0.001)  # its data sheet
-    assert record.matrix_peak_32 == pytest.approx(35.6e12, rel=0.001)  # likewise
+    assert record.peak("fp32") == pytest.approx(35.6e12, rel=0.001)  # likewise
     assert (record.arch, record.memory_bytes) == ("sm_86", 24 << 30)
 
 
@@ -156,8 +156,8 @@ def test_the_rates_per_clock_are_those_of_the_records(record, clock, memory) -> 
         clock_rates = {"memory_clock_rate": memory[0], "memory_bus_width": memory[1]}
     card = Card("another of its kind", *divmod(record.capability, 10), record.sms, clock_rate=clock, **clock_rates)
     made = of_device(card)
-    assert made.matrix_peak_16 == pytest.approx(record.matrix_peak_16, rel=0.1)
-    assert made.matrix_peak_32 == pytest.approx(record.matrix_peak_32, rel=0.15)
+    assert made.peak("16-bit") == pytest.approx(record.peak("16-bit"), rel=0.1)
+    assert made.peak("fp32") == pytest.approx(record.peak("fp32"), rel=0.15)
     assert made.exp_per_second == pytest.approx(record.exp_per_second, rel=0.01)
     assert not memory or made.hbm_peak == pytest.approx(record.hbm_peak, rel=0.01)
 
@@ -165,7 +165,7 @@ def test_the_rates_per_clock_are_those_of_the_records(record, clock, memory) -> 
 def test_a_part_of_a_card_has_its_share() -> None:
     mig = of_device(Card("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 9, 0, 60, total_memory=40 * 10**9))
     assert (mig.name, mig.title, mig.sms) == ("h100-60sms", "NVIDIA H100 SXM5, 60 of 132 SMs", 60)
-    assert mig.matrix_peak_16 == pytest.approx(H100.matrix_peak_16 * 60 / 132)
+    assert mig.peak("16-bit") == pytest.approx(H100.peak("16-bit") * 60 / 132)
     assert mig.hbm_peak == pytest.approx(H100.hbm_peak / 2)
     fewer = of_device(Card("NVIDIA H100 80GB HBM3", 9, 0, 128))
     assert fewer.hbm_peak == H100.hbm_peak and fewer.exp_per_second < H100.exp_per_second
@@ -228,7 +228,7 @@ def test_the_l2_that_rocm_reports_is_of_one_die_and_not_taken() -> None:
 def test_an_unknown_card_is_scaled_from_the_nearest_record() -> None:
     record = of_device(Card("NVIDIA L40", 8, 9, 54, shared_memory_per_block_optin=101376))
     assert (record.arch, record.capability, record.sms) == ("sm_89", 89, 54)
-    assert record.matrix_peak_16 == pytest.approx(A100.matrix_peak_16 / 2)
+    assert record.peak("16-bit") == pytest.approx(A100.peak("16-bit") / 2)
     assert record.sram_per_block == 101376
     assert "scaled from NVIDIA A100" in record.title
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....compiler.analysis.facts import Facts
+from ....compiler.planning.dtypes import HALVES, dtype_named
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import CPU, Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -161,18 +162,15 @@ def short_heads(code: CodePlan, facts: Facts) -> int:
     assert isinstance(form, CpuForm)
     if not form.in_tiles or not _has_whole(facts, code.signature) or _own(direction) is None:
         return 0
-    return products.short_head(direction == "backward", code.signature.dtype in ("bf16", "fp16"))
+    return products.short_head(direction == "backward", code.signature.dtype in HALVES)
 
 
 def heads_with_mask(code: CodePlan, facts: Facts) -> int:
     """The same of heads that it computes where it is handed a mask; 0 where it is handed none."""
     if not _takes_a_mask(facts, code.signature) or not products.takes_masks():
         return 0
-    backward_in = None if code.signature.direction == "forward" else _DTYPES[code.signature.dtype]
+    backward_in = None if code.signature.direction == "forward" else dtype_named(code.signature.dtype).torch
     return products.short_head_with_mask(backward_in)
-
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def _own(direction: Direction) -> Callable[..., Any] | None:

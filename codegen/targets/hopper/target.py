@@ -13,6 +13,7 @@ import torch
 from ....compiler.analysis.facts import Facts
 from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.distances import tables_in, tables_of
+from ....compiler.planning.dtypes import HALVES
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -138,7 +139,7 @@ class HopperTarget:
             return "hopper: needs Triton; pip install triton"
         if signature.arch != "sm_90":
             return f"hopper: needs compute capability 9.0, this is {signature.arch}"
-        if signature.dtype not in ("bf16", "fp16"):
+        if signature.dtype not in HALVES:
             return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
         if lacking := lacks(facts.attention.weighs, self.family):
             return f"hopper: {lacking}"

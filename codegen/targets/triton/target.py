@@ -14,6 +14,7 @@ from ....compiler.analysis.facts import Facts
 from ....compiler.analysis.records import PAIR_KINDS, TileSource, Traits
 from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.distances import levels_of, tables_of
+from ....compiler.planning.dtypes import HALVES, ON_GPUS
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -105,8 +106,11 @@ class TritonTarget:
             return f"{self.name}: needs a GPU, the operands are on the CPU; use target='cpu' or 'interpret'"
         if not has_triton():
             return f"{self.name}: needs Triton; pip install triton"
-        if signature.dtype == "fp64":
-            return f"{self.name}: expected fp32, fp16 or bf16 operands, got fp64; use .reference(...) for float64"
+        if signature.dtype not in ON_GPUS:
+            return (
+                f"{self.name}: expected fp32, fp16 or bf16 operands, got {signature.dtype}; use .reference(...) for "
+                "float64"
+            )
         return self._why_not(kernel, signature, facts)
 
     def _why_not(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
@@ -189,13 +193,13 @@ class TritonTarget:
             (kind == "pair" or (kind == "diagonal" and not has_tables)) and load.tensor.name in signature.wanted
             for load, kind in facts.gradient_kinds
         )
-        if kernel is FLASH_DQUERY and of_pairs and signature.dtype in ("bf16", "fp16"):
+        if kernel is FLASH_DQUERY and of_pairs and signature.dtype in HALVES:
             # what is read and stored for each pair wants registers: larger tiles spill in their loop
             own = Tiling(64, 64, 4 if max(parts.qk_columns, parts.v_columns) <= 64 else 8, 2)
             if fits(kernel, own, nominal(sizes), hardware, parts, traits):
                 return [own, *(form for form in found if form != own)]
         levels = levels_of(facts, _algorithm(kernel), signature) if kernel is FLASH_DQUERY else None
-        if levels and signature.dtype in ("bf16", "fp16") and found and found[0].block_q == 128:
+        if levels and signature.dtype in HALVES and found and found[0].block_q == 128:
             # the sums of level pairs want registers too: with 4 warps they spill in their loop
             own = Tiling(128, 64, 8, 3)
             if fits(kernel, own, nominal(sizes), hardware, parts, traits):

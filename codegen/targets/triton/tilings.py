@@ -12,6 +12,7 @@ from math import log
 
 from ....compiler.analysis.records import Traits
 from ....compiler.planning.cost import Times, cost_of, dense_counts, sram_bytes
+from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel, Slot
 from ....compiler.planning.records import Shape
@@ -133,7 +134,7 @@ def square_tilings(
     grid = [Tiling(block, block, warps, stages) for block, warps in sizes
             for stages in _diagonal_stages(hardware, wide)]  # fmt: skip
     found = [t for t in grid if fits(kernel, t, nominal(shape), hardware, parts, traits)]
-    if shape.dtype in ("fp32", "fp64"):
+    if dtype_named(shape.dtype).is_full:
         found = [t for t in found if t.block_q <= 32] or found
     if not found:
         raise _nothing_fits(kernel, shape, hardware, parts, traits)
@@ -165,7 +166,7 @@ def split_tilings(
     table = _SPLIT[limit]
     if even and limit in _SPLIT_EVEN and hardware.capability >= 90:
         table = tuple(dict.fromkeys((_SPLIT_EVEN[limit], *table)))
-    if shape.dtype in ("fp32", "fp64"):
+    if dtype_named(shape.dtype).is_full:
         table = _SPLIT_32
     if hardware.kind == "hip":  # one buffer is loaded ahead
         table = tuple(dict.fromkeys(Tiling(t.block_q, t.block_kv, t.num_warps, min(t.num_stages, 2)) for t in table))
@@ -193,7 +194,7 @@ def _preferred(
 def _table(
     dtype: str, hardware: Hardware, algorithm: Algorithm, traits: Traits
 ) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
-    if dtype in ("fp32", "fp64"):
+    if dtype_named(dtype).is_full:
         return _FP32
     if algorithm != "flash":
         return _STREAMING if algorithm == "streaming" else _STANDARD

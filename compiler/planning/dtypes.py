@@ -1,0 +1,55 @@
+"""The dtypes of operands: the one table that other tables name theirs from.
+
+A dtype that a room does not know is refused there, in words: nothing takes it for one of as many bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...ir.errors import WeftError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Dtype(NamedTuple):
+    """What plans and targets know of a dtype."""
+
+    name: str  # what users and schedules write: "bf16"
+    torch_name: str  # an attribute of torch
+    bytes: int  # of an element
+    units: str  # that multiply it: a key of Hardware.peaks
+    rate: float = 1.0  # of products, beside the peak of these units
+
+    @property
+    def torch(self) -> torch.dtype:
+        import torch  # lazy: plans do without it
+
+        found: torch.dtype = getattr(torch, self.torch_name)
+        return found
+
+    @property
+    def is_full(self) -> bool:
+        """Whether products have full precision, so that ordinary units compute them."""
+        return self.units == "fp32"
+
+
+BF16, FP16 = Dtype("bf16", "bfloat16", 2, "16-bit"), Dtype("fp16", "float16", 2, "16-bit")
+FP32 = Dtype("fp32", "float32", 4, "fp32")
+FP64 = Dtype("fp64", "float64", 8, "fp32", 0.5)  # of target cpu alone
+ALL: dict[str, Dtype] = {dtype.name: dtype for dtype in (BF16, FP16, FP32, FP64)}
+HALVES = frozenset({BF16.name, FP16.name})  # what kernels with 16-bit products take
+ON_GPUS = (BF16.name, FP16.name, FP32.name)
+
+
+def dtype_named(name: str) -> Dtype:
+    """The record of a dtype. Raises WeftError where the table has none of that name."""
+    if name not in ALL:
+        raise WeftError(f"dtype: expected one of {', '.join(ALL)}, got {name!r}")
+    return ALL[name]
+
+
+def named_by_torch() -> dict[torch.dtype, str]:
+    """The names of torch's dtypes."""
+    return {dtype.torch: name for name, dtype in ALL.items()}
