@@ -27,7 +27,7 @@ from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
 from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature, starts_early
 from ..compiler.planning.stage_words import Tiles
-from ..compiler.planning.target import Context, Target
+from ..compiler.planning.target import Context, Printing, Target
 from ..ir.errors import InternalError
 from ..ir.expr import Const, Expr, Symbol
 from ..ir.walk import symbols
@@ -54,14 +54,14 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
     backward = signature.direction == "backward"
     tables = tables_in(code, facts)
     levels = levels_in(code, facts)
-    apart = _apart(target.family) if tables else ""
+    apart = f"{target.printing.distance}, " if tables else ""
     stores_words = _stores_words(facts, signature)
     printer = FunctionPrinter(
         facts, target.language, approximate=_may_approximate(signature), source=code.tile_source,
         wide=signature.wide, floats="torch.float64" if signature.dtype == "fp64" else "torch.float32",
-        tables=tables, levels=_score_of_tiles(facts, code, target.family, beside is not None),
+        tables=tables, levels=_score_of_tiles(facts, code, target.printing, beside is not None),
         boxed=facts.boxed_read if code.brings_boxes else None, places_boxed=stores_words,
-        adds=target.family == "cpu" and facts.scale_and_rest is not None,
+        adds=target.printing.adds and facts.scale_and_rest is not None,
     )  # fmt: skip
     gradients = facts.operand_gradients(signature.wanted) if backward else ()
     sums_reads = any(g.kind != "sink" for g in gradients)  # over pairs; those of a sink are summed over rows
@@ -103,7 +103,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
         "behind_rows": facts.behind_rows(tables),
-        **_of_derivatives(facts, code, target.family, gradients),
+        **_of_derivatives(facts, code, target.printing, gradients),
         "sink": facts.attention.folded_sink is not None,
         "drops": facts.attention.drops,
         "dropout_arguments": printer.dropout_arguments,
@@ -115,7 +115,7 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "stage": stages,
         "normalizer": facts.attention.weighs,
         "saves_lse": facts.attention.weighs.saves_lse,
-        "texts": _normalizer_texts(facts, code, target.family, printer, less_lse, apart),
+        "texts": _normalizer_texts(facts, code, target, printer, less_lse, apart),
         **_segment_context(code.segments),
         **target.context(code, facts),
         "beside": False,
@@ -178,10 +178,11 @@ def _only_if(code: KernelCode) -> str:
     return f", of {'more than' if kernel.of_long_axis else 'up to'} {LONG_AXIS:,} {keys}"
 
 
-def _of_derivatives(facts: Facts, code: CodePlan, family: str, gradients: Sequence[OperandGradient]) -> Context:
+def _of_derivatives(
+    facts: Facts, code: CodePlan, printing: Printing, gradients: Sequence[OperandGradient]
+) -> Context:  # fmt: skip
     """What templates know of the derivatives of a score."""
-    # Triton's kernels compute nothing of a sequence without a pair, whose lengths may be 0
-    empty = family == "hopper" and code.signature.sequences != "dense"
+    empty = printing.visits_empty and code.signature.sequences != "dense"
     backward = code.signature.direction == "backward"
     return {
         "slope_is_finite": not backward or facts.slope_is_finite(empty),
@@ -227,13 +228,13 @@ def _less_lse(facts: Facts, sums_reads: bool, adds: bool) -> bool:
 
 
 def _normalizer_texts(
-    facts: Facts, code: CodePlan, family: str, printer: FunctionPrinter, less_lse: bool, apart: str
+    facts: Facts, code: CodePlan, target: Target, printer: FunctionPrinter, less_lse: bool, apart: str
 ) -> Blocks | None:
     """The normalizer's lines for this variant; None in a family whose templates hold the softmax themselves."""
     splits, env = code.schedule.algorithm == "split_kv", printer.env
     # rows of a tile may have scales of their own
     linear = (printer.adds and not facts.scores_lie_far) or (facts.linear_scale is not None and not splits)
-    score = SCORES.get((family, code.signature.direction, linear))
+    score = SCORES.get((target.family, code.signature.direction, linear))
     if score is None:
         return None
     sums = tuple(f"acc{i}" for i in range(len(code.segments.v)))
@@ -243,9 +244,9 @@ def _normalizer_texts(
         less_lse and not splits, facts.attention.drops, code.brings_boxes,
         max(widths.head_dim, widths.value_dim) <= NARROW,
     )  # fmt: skip
-    blocks = blocks_of(facts.attention.weighs, family, terms)
+    blocks = blocks_of(facts.attention.weighs, target.family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once
-    if family == "triton" and code.signature.direction == "forward" and sinks:
+    if target.printing.joins_sink and code.signature.direction == "forward" and sinks:
         return with_sink(blocks, facts.scores_lie_far, env)
     return blocks
 
@@ -303,11 +304,6 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
     stages.check()
     _verify(text, name, [*words])
     return text
-
-
-def _apart(family: str) -> str:
-    """What functions that read by distance are handed: in kernels of Triton, worked out there and then."""
-    return "apart, " if family == "hopper" else "q_offset + q_first - kv_first, "
 
 
 def _of_levels(levels: Levels | None) -> Context | None:
@@ -380,13 +376,13 @@ def _stores_words(facts: Facts, signature: Signature) -> bool:
     return signature.boxed == 4 and facts.boxed_read is not None and facts.boxed_read.tensor.name in signature.wanted
 
 
-def _score_of_tiles(facts: Facts, code: CodePlan, family: str, beside: bool) -> tuple[Expr, Expr | None] | None:
+def _score_of_tiles(facts: Facts, code: CodePlan, printing: Printing, beside: bool) -> tuple[Expr, Expr | None] | None:
     """(c, rest) of the score c * qk + rest, where kernels want it; no rest where no tile is computed by it."""
     tables, levels = tables_in(code, facts), levels_in(code, facts)
     if beside or code.signature.direction == "forward":
         return None
     score = levels.score if levels else None
-    if score is None and family == "hopper" and tables:
+    if score is None and printing.splits_tables and tables:
         found = facts.score_of_levels(tables)
         return None if found is None else (found[0], None)
     return score

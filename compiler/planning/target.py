@@ -125,6 +125,16 @@ class Launcher(Protocol):
         """
 
 
+class Printing(NamedTuple):
+    """What a family's templates want printed: properties of its kernels, not of the language that they are in."""
+
+    distance: str = "q_offset + q_first - kv_first"  # of a tile's first pair, for functions that read by distance
+    adds: bool = False  # scores are a number times q.k plus a rest wherever they can be
+    visits_empty: bool = False  # rows of a sequence without a pair are computed, whose lengths may be 0
+    joins_sink: bool = False  # the normalizer's texts of a forward have the sink
+    splits_tables: bool = False  # what tiles read by distance is added to a number times q.k, in backwards
+
+
 class Target(Protocol):
     """One way to compute attention."""
 
@@ -134,6 +144,7 @@ class Target(Protocol):
     by_name_only: bool  # never chosen for a call that does not ask for it
     partial: bool  # backwards that it cannot compute are left to other targets, also where a call names it
     language: Any  # what the variant's functions are printed in: a Language of codegen
+    printing: Printing
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         """The kernels of one direction, in order of execution; none where the target does not have it."""

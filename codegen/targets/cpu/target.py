@@ -18,7 +18,7 @@ from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
-from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place
+from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place, Printing
 from ....ir.attention import Attention
 from ....ir.errors import UnavailableError, WeftError
 from ....ir.expr import Expr, TensorOperand, call, symbol
@@ -44,6 +44,7 @@ class CpuTarget:
     partial = False
     language = TORCH_LANGUAGE
     family = "cpu"
+    printing = Printing(adds=True)
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm != "flash":

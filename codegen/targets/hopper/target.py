@@ -21,7 +21,7 @@ from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, for_heads, segments_of
 from ....compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Context, Launcher
+from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError, counted
 from ....ir.expr import Expr, Load, Symbol
@@ -105,6 +105,7 @@ class HopperTarget:
     partial = True
     language = GLUON_LANGUAGE
     family = "hopper"
+    printing = Printing("apart", visits_empty=True, splits_tables=True)
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:

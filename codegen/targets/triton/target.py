@@ -23,7 +23,7 @@ from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
 from ....compiler.planning.tables import Owner, ways_of
-from ....compiler.planning.target import CallTensors, Context, Launcher
+from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
@@ -77,6 +77,7 @@ class TritonTarget:
     partial = False
     language = TRITON_LANGUAGE
     family = "triton"
+    printing = Printing(joins_sink=True)
     interprets = False
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
