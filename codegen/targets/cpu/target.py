@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ....compiler.analysis.facts import Facts
-from ....compiler.planning.dtypes import HALVES, dtype_named
+from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import CPU, Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -37,6 +37,8 @@ from .choice import USUAL, cpu_forms
 from .forms import CpuForm
 from .kernels import FLASH_BACKWARD, FLASH_FORWARD
 
+COMPUTED = HALVES | {FP32.name, FP64.name}
+
 
 class CpuTarget:
     name = measured_by = "cpu"
@@ -58,6 +60,8 @@ class CpuTarget:
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         if signature.arch != "cpu":
             return "cpu: the operands are on a GPU"
+        if signature.dtype not in COMPUTED:
+            return f"cpu: expected {', '.join(sorted(COMPUTED))} operands, got {signature.dtype}"
         lacking = lacks(facts.attention.weighs, self.family)
         return None if lacking is None else f"cpu: {lacking}"
 

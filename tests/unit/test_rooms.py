@@ -1,0 +1,191 @@
+"""The rooms of the core: planning knows no target, and what is added from outside needs its own place alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+from weft import kv_pos, masks, q_pos, score
+from weft.codegen import targets
+from weft.codegen.targets import cpu, hopper, triton
+from weft.codegen.targets.triton.forms import Tiling
+from weft.codegen.targets.triton.kernels.forward import FLASH_FORWARD
+from weft.codegen.targets.triton.kernels.measures import with_measuring
+from weft.codegen.targets.triton.target import KERNELS, TritonTarget
+from weft.compiler.planning import dtypes
+from weft.compiler.planning import form as forms
+from weft.compiler.planning.form import Form, Residence, number, parse_form, switch
+from weft.compiler.planning.hardware import H200, KNOWN
+from weft.compiler.planning.kernel import KernelId
+from weft.compiler.planning.schedule import parse_schedule
+from weft.compiler.planning.signature import Described, Widths, signature_of
+from weft.ir.errors import WeftError
+
+TOP = Path(weft.__file__).resolve().parents[1]
+ROOMS = {room: sorted((TOP / room).rglob("*.py")) for room in ("compiler", "codegen", "runtime", "api", "ir")}
+
+
+def text_without_comments(path: Path) -> str:
+    """Code alone: words about kernels may stand in docstrings and comments."""
+    text = re.sub(r'"""(?:[^"\\]|\\.|"(?!""))*"""', "", path.read_text())
+    return re.sub(r"(?m)#.*$", "", text)
+
+
+def places(room: str, pattern: str) -> list[str]:
+    """Lines of code in a room that have this in them, as path:line."""
+    found = []
+    for path in ROOMS[room]:
+        lines = text_without_comments(path).splitlines()
+        found += [f"{path.relative_to(TOP)}: {line.strip()}" for line in lines if re.search(pattern, line)]
+    return found
+
+
+# -- what planning does not know ---------------------------------------------------------------------------------------
+def test_planning_names_no_kernel() -> None:
+    names = {k.name for kernels in KERNELS.values() for k in kernels} | {"flash_backward", "round_dquery", "kv_spans"}
+    quoted = rf"""["'](?:{"|".join(sorted(names))})["']"""
+    assert places("compiler", quoted) == []
+
+
+def test_planning_knows_no_target_and_no_form_by_class() -> None:
+    assert places("compiler", r"family ==|\.startswith\(\"(hopper|triton|cpu)") == []
+    assert places("compiler", r"\b(HopperForm|HopperBackwardForm|HopperLatentForm|Tiling|CpuForm)\b") == []
+    assert places("compiler", r"from \.+codegen") == []
+
+
+def test_nothing_outside_targets_asks_for_the_class_of_a_form() -> None:
+    own = [place for room in ("compiler", "runtime", "api") for place in places(room, r"isinstance\([^)]*Form\b")]
+    assert own == []
+
+
+def test_signatures_have_one_maker() -> None:
+    made = [place for room in ROOMS for place in places(room, r"(?<!inspect\.)\bSignature\($")]
+    made += [place for room in ROOMS for place in places(room, r"return Signature\(|= Signature\(")]
+    assert {place.split(":")[0] for place in made if "inspect" not in place} == {"compiler/planning/signature.py"}
+
+
+def test_kernels_of_one_name_differ_by_their_ids() -> None:
+    from weft.codegen.targets.hopper.kernels import backward, forward, statistics
+
+    rooms = (forward, backward, statistics)
+    records = [record for room in rooms for record in vars(room).values() if hasattr(record, "id")]
+    ids = {record.id for record in records}
+    assert len(ids) == len(set(map(id, records))) and KernelId("hopper", "flash_backward", "drawn") in ids
+    assert hopper.__doc__ and triton.__doc__ and cpu.__doc__
+
+
+# -- a form ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Toy(Form):
+    """Numbers, one of them in other units and one left out, and a switch."""
+
+    block_q: int = number("t", unit=16, others=(1, 2))
+    block_kv: int = number("x")
+    buffers: int = number("b", default=2, left_out=2)
+    quick: bool = switch("quick")
+
+    def residence(self, *_: Any) -> Residence:
+        return Residence(self.buffers, 1, 0)
+
+
+@pytest.fixture
+def toy() -> Iterator[type[Toy]]:
+    forms.register(Toy)
+    yield Toy
+    forms._kinds.remove(Toy)
+
+
+def test_a_form_reads_back_from_its_fields_alone(toy: type[Toy]) -> None:
+    for form, text in ((toy(4, 32), "t64x32"), (toy(1, 8, 3, True), "t16x8b3+quick")):
+        assert str(form) == text and parse_form(text) == form
+    for text in ("t8x32", "t64x32+slow", "t64x32b", "64x32q1"):
+        assert parse_form(text) is None
+    assert [str(near) for near in toy(1, 8).neighbours()] == ["t16x8+quick", "t16x8", "t32x8"]
+
+
+# -- a kernel ----------------------------------------------------------------------------------------------------------
+OWN = replace(FLASH_FORWARD, id=KernelId("outside", "toy_forward"), loop="whatever a toy loops over")
+
+
+class Outside(TritonTarget):
+    """The triton target with a forward kernel of its own name."""
+
+    name = measured_by = "outside"
+    by_name_only = True
+
+    def kernels(self, algorithm: Any, signature: Any, facts: Any) -> Any:
+        if signature.direction == "backward":
+            return super().kernels(algorithm, signature, facts)
+        return with_measuring([OWN], facts.traits.measured, signature.sequences)
+
+    def supports(self, *_: Any) -> None:
+        return None
+
+    def forms(self, kernel: Any, *given: Any) -> Any:
+        return [Tiling(64, 64, 4, 2)] if kernel is OWN else super().forms(kernel, *given)
+
+    def check(self, kernel: Any, *given: Any) -> None:
+        return None if kernel is OWN else super().check(kernel, *given)
+
+
+@pytest.fixture
+def outside() -> Iterator[Outside]:
+    target = Outside()
+    targets.register(target)
+    yield target
+    targets.unregister("outside")
+
+
+def test_a_kernel_from_outside_is_planned_scheduled_and_explained(outside: Outside) -> None:
+    variant = weft.Attention(mask=masks.causal, name="outside")
+    shape = weft.shape(heads=2, q_len=256, head_dim=64)
+    plan = variant.plan(shape, device="h200", target="outside")
+    assert [(k.name, str(k.form)) for k in plan.kernels if k.direction == "forward"] == [("toy_forward", "64x64w4s2")]
+    assert plan.kernels[0].seconds > 0 and plan.kernels[0].tiles.edge > 0
+    text = "flash/toy_forward=outside:32x64w4s2"
+    assert str(variant.plan(shape, device="h200", schedule=text).schedule).startswith(text)
+    assert "whatever a toy loops over" in variant.explain(shape, device="h200", target="outside")
+
+
+def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> None:
+    doc = weft.tensor("doc", 2, int)
+    variant = weft.Attention(mask=(doc[weft.batch, q_pos] == doc[weft.batch, kv_pos]) & (kv_pos <= q_pos), name="own")
+    plan = variant.plan(weft.shape(heads=2, q_len=256, head_dim=64), device="h200", target="outside")
+    spans, forward = (k for k in plan.kernels if k.direction == "forward")
+    assert (spans.name, spans.code.kernel.measures) == ("kv_spans", forward.name)
+
+
+# -- a dtype -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def tiny() -> Iterator[str]:
+    dtypes.ALL["toy8"] = dtypes.Dtype("toy8", "float8_e4m3fn", 1, "8-bit")
+    yield "toy8"
+    del dtypes.ALL["toy8"]
+
+
+def test_a_dtype_is_refused_wherever_a_table_lacks_it(tiny: str) -> None:
+    facts = weft.compiler.analysis.facts.facts_of(weft.Attention(mask=masks.causal, score=score, name="eight"))
+    for machine in KNOWN.values():
+        with pytest.raises(WeftError, match=r"has no peak of 8-bit products; its record has 16-bit, fp32"):
+            machine.matrix_flops(tiny)
+        for target in targets.targets():
+            call = Described("forward", machine.arch, tiny, Widths(64, 64))
+            signature = signature_of(call, masked=True, sums_pairs=False)
+            kernels = target.kernels("flash", signature, facts)
+            assert target.supports(kernels[0], signature, facts), f"{target.name} takes {tiny} on {machine.name}"
+
+
+def test_a_dtype_without_a_record_is_refused_in_words() -> None:
+    with pytest.raises(WeftError, match=r"dtype: expected one of bf16, fp16, fp32, fp64, got 'fp4'"):
+        H200.matrix_flops("fp4")
+
+
+def test_schedules_of_kernels_from_outside_read_back() -> None:
+    text = "flash/toy_forward=outside:64x64w4s2"
+    assert str(parse_schedule(text)) == text
