@@ -15,8 +15,8 @@ from ...compiler.planning.signature import PACKED, PAGED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.expr import Load
 from ..binding import Binding, rows_of
-from .hopper.backwards import stores_first
 from .hopper.forms import ROWS, HopperBackwardForm
+from .hopper.gradients import stores_first
 from .hopper.pieces import (
     CONSUMERS,
     Piece,

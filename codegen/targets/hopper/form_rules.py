@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,10 +14,11 @@ from ....compiler.planning.signature import Signature, Widths
 from ....ir.expr import Call, Const, Expr, Symbol
 from ....ir.reference import evaluate
 from ....ir.walk import nodes
-from .backwards import fits_by_rows
 from .forms import ROWS, HopperBackwardForm, HopperForm
+from .gradients import fits_by_rows
 from .kernels.backward import DRAWN_BACKWARD, DRAWN_KEYS
 from .pieces import columns_of, columns_of_form, pieces_of, piecewise, places_of_results
+from .rules import alternatives
 
 
 def no_form(form: Form, widths: Widths) -> str | None:
@@ -62,18 +63,6 @@ def no_boxes(form: Form, signature: Signature) -> str | None:
         f"p{form.pair_bytes} is for a float operand of {form.pair_bytes} bytes an element whose last index is kv_pos, "
         "and another one q_pos, and whose address and strides are multiples of 16 bytes"
     )
-
-
-def no_cells(facts: Facts) -> str | None:
-    """Why it does not look at the pairs of a mask in a few numbers a tile, in words after "a mask that reads ..."."""
-    found = facts.survey
-    assert found is not None
-    if found.by_pair:
-        return "pair by pair"
-    for c in found.cells:
-        if c.q < ROWS or c.kv % ROWS:
-            return f"in blocks of {c.q} x {c.kv}, and not {ROWS} queries or more and a multiple of {ROWS} keys,"
-    return None
 
 
 def _has_few_edges(facts: Facts) -> bool:
@@ -135,12 +124,6 @@ def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -
     if form.block_q == 128 and max(columns_of(widths)) > 64:
         return "128 queries leave too few registers for D 128"
     return None
-
-
-def alternatives(numbers: Sequence[int]) -> str:
-    """In words: "64 or 128"."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def is_plain(scale: Expr) -> bool:

@@ -14,12 +14,9 @@ from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import PAGED, Signature
 from ....compiler.planning.target import CallTensors, Context
 from ..hopper_launcher import is_ragged_readable, is_readable
-from ..triton.target import tiles_by_head
-from .form_rules import alternatives
 from .forms import ROWS, HopperLatentForm
 from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD
 
-RANKS = (128, 256, 384, 512)  # of latent caches: two warpgroups have as many whole pieces
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
 
@@ -32,26 +29,6 @@ def latent_context(code: CodePlan, facts: Facts) -> Context:
         "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
     return {"config": config, "tiles_by_head": False, "many": not code.signature.few}
-
-
-def undivided(signature: Signature, facts: Facts) -> str | None:
-    """Why it does not divide the keys of such calls."""
-    widths, attention = signature.widths, facts.attention
-    rank, rope = widths.value_dim, widths.head_dim - widths.value_dim
-    if rank not in RANKS or rope > ROTARY_COLUMNS or rope % 8:
-        return (
-            f"hopper: latent caches have a rank of {alternatives(RANKS)} and a multiple of 8 rotary columns up to "
-            f"{ROTARY_COLUMNS}, got {rank} and {rope}; computed by the triton target"
-        )
-    if signature.sequences == "packed":
-        return "hopper: packed keys of latent caches are computed by the triton target"
-    lacking = {
-        "dropout": attention.drops,
-        "a mask that reads tensors by position": facts.traits.measured is not None,
-        "a mask whose tiles differ by head": tiles_by_head(facts, facts.tile_source),
-    }
-    found = next((what for what, is_there in lacking.items() if is_there), None)
-    return None if found is None else f"hopper: latent caches with {found} are computed by the triton target"
 
 
 def latent_misfit(signature: Signature, call: CallTensors) -> str | None:

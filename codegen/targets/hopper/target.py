@@ -13,7 +13,6 @@ import torch
 from ....compiler.analysis.facts import Facts
 from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.distances import tables_in, tables_of
-from ....compiler.planning.dtypes import HALVES
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -25,37 +24,16 @@ from ....compiler.planning.target import CallTensors, Context, Launcher, Printin
 from ....ir.attention import Attention
 from ....ir.errors import WeftError, counted
 from ....ir.expr import Expr, Load, Symbol
-from ....ir.normalizer import SOFTMAX
 from ....ir.walk import nodes
 from ...functions import GLUON_LANGUAGE
 from ...loader import load
-from ...normalizers import lacks, softmax_only
 from ..hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_ragged_readable, is_readable
 from ..latent_launcher import LatentLauncher
 from ..triton.kernels.measures import with_measuring
 from ..triton.kernels.tables import with_tables_made
 from ..triton.kernels.work import with_work
-from ..triton.target import TritonTarget, has_triton
+from ..triton.target import TritonTarget
 from . import paces as paces
-from .backwards import (
-    DIAGONAL_SUMS,
-    ONE_PASS,
-    ONE_PASS_DRAWN,
-    ONE_PASS_STORED,
-    fits_by_rows,
-    is_lean,
-    is_one_pass,
-    no_backward,
-    no_distances,
-    no_drawn,
-    no_pairs,
-    stores_boxes,
-    stores_first,
-    sums_diagonals,
-    sums_of_keys,
-    sums_of_queries,
-    two_passes,
-)
 from .form_rules import (
     beside_tiles,
     best_backward_form,
@@ -63,24 +41,31 @@ from .form_rules import (
     is_plain,
     no_backward_form,
     no_boxes,
-    no_cells,
     no_cells_form,
     no_form,
     with_boxes,
 )
 from .forms import PIECE_COLUMNS, ROWS, HopperBackwardForm, HopperForm, HopperLatentForm
+from .gradients import (
+    is_lean,
+    is_one_pass,
+    stores_boxes,
+    stores_first,
+    sums_diagonals,
+    sums_of_keys,
+    sums_of_queries,
+)
 from .kernels.backward import FLASH_BACKWARD
 from .kernels.forward import FLASH_FORWARD
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
-from .latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages, undivided
+from .latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages
+from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_DRAWN, ONE_PASS_STORED, two_passes
 from .pieces import (
     CONSUMERS,
-    TILE_COLUMNS,
     backward_form,
     columns_of,
     columns_of_form,
     forward_form,
-    has_pieces_apart,
     is_persistent,
     key_pieces,
     left_parts,
@@ -92,8 +77,7 @@ from .pieces import (
     statistics_of_a_row,
     sums_of_a_tile,
 )
-
-NARROWEST = 16  # below it tiles would be mostly zeros
+from .rules import BACKWARD, COMMON, FORWARD, LATENT, Case, refused
 
 _LENDER = TritonTarget()  # of kernels that run beside those of a backward
 
@@ -133,43 +117,10 @@ class HopperTarget:
         return "hopper: has schedule flash only, and split_kv of latent caches"
 
     def supports(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-        widths = signature.widths
-        if signature.arch == "cpu":
-            return "hopper: needs a GPU, the operands are on the CPU; use target='cpu' or 'interpret'"
-        if not has_triton():
-            return "hopper: needs Triton; pip install triton"
-        if signature.arch != "sm_90":
-            return f"hopper: needs compute capability 9.0, this is {signature.arch}"
-        if signature.dtype not in HALVES:
-            return f"hopper: needs bf16 or fp16 operands, got {signature.dtype}"
-        if lacking := lacks(facts.attention.weighs, self.family):
-            return f"hopper: {lacking}"
-        absorbed = kernel.shares_keys or widths.value_is_key
-        if absorbed and (lacking := softmax_only(facts.attention.weighs)):
-            return f"hopper: for absorbed latent attention {lacking}"
-        if kernel.shares_keys:
-            return undivided(signature, facts)
-        if widths.value_is_key:
-            return undivided(signature, facts) or "hopper: absorbed latent attention has schedule split_kv alone"
-        most = TILE_COLUMNS[-1]
-        if not all(NARROWEST <= width <= most and width % 8 == 0 for width in (widths.head_dim, widths.value_dim)):
-            return (
-                f"hopper: needs D and Dv to be multiples of 8 from {NARROWEST} to {most}, "
-                f"got D {widths.head_dim}, Dv {widths.value_dim}"
-            )
-        if facts.attention.weighs != SOFTMAX and (lacking := no_pairs(kernel, signature, facts)):
-            return f"hopper: {lacking} of {facts.attention.weighs.name} are computed by the triton target"
-        if facts.attention.drops and kernel.direction == "backward" and (lacking := no_drawn(signature, facts)):
-            return f"hopper: the backward of dropout {lacking} is computed by the triton target"
-        if widths.rope_dim and (lacking := _no_shared_key(kernel, signature, facts)):
-            return f"hopper: {lacking}; computed by the triton target"
-        if facts.tile_source == "lists" and (lacking := no_cells(facts)):
-            return f"hopper: a mask that reads a tensor by both positions {lacking} is for the triton target"
-        if signature.sequences == "packed_paged" and facts.traits.measured is not None:
-            return "hopper: masks that read tensors, of packed queries over pages, are computed by the triton target"
-        if kernel.direction == "backward" and (lacking := no_distances(signature, facts)):
-            return f"hopper: backwards of scores that are read by distance {lacking} are computed by the triton target"
-        return no_backward(signature, facts) if kernel.direction == "backward" else None
+        case, of_heads = Case(signature, facts), BACKWARD if kernel.direction == "backward" else FORWARD
+        absorbed = kernel.shares_keys or signature.widths.value_is_key
+        lacking = refused((*COMMON, *LATENT), case) if absorbed else None
+        return lacking if kernel.shares_keys else lacking or refused((*COMMON, *of_heads), case)
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
         """Tensors that the tensor memory accelerator cannot read in place."""
@@ -362,21 +313,6 @@ def _key_segments(widths: Widths) -> tuple[Segment, ...]:
         )
         for piece in key_pieces(piecewise(widths.head_dim), widths)
     )
-
-
-def _no_shared_key(kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
-    """Why it cannot have a piece of keys from a tensor that heads share."""
-    widths = signature.widths
-    if not has_pieces_apart(widths):
-        return (
-            "needs keys of 64 or 128 columns and fewer rotary ones for expanded latent attention, got "
-            f"{widths.head_dim - widths.rope_dim} and {widths.rope_dim}"
-        )
-    if kernel.direction == "forward":
-        return None
-    if not fits_by_rows(widths):
-        return f"needs Dv of 128 or less for gradients of expanded latent attention, got {widths.value_dim}"
-    return None
 
 
 def _differs_by_head(scale: Expr) -> bool:
