@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from ..analysis.records import Axis
 from .paces import Pace
 from .quantities import Formula, Sizes, head_keys, head_queries, key_visits, none, query_visits
-from .signature import Direction, SequenceKind
+from .signature import Direction, SequenceKind, Widths
 
 if TYPE_CHECKING:
     from .form import Form
@@ -77,6 +77,7 @@ class Kernel:
     # -- the form --
     follows: str | None = None  # the kernel whose form it has, being cut as that one is; None: a form of its own
     sram_in: Callable[[Form], Formula] | None = None  # where its form decides more than letters say
+    refuses: Callable[[Form, Widths], str | None] | None = None  # a form that its text cannot have, in words why
     registers: Callable[[int, int, int, int], float] = nothing_kept  # 32-bit: of block_q, block_kv, columns of both
     # -- the loop --
     visits: Visits = "visible"

@@ -15,39 +15,15 @@ from ....ir.expr import Call, Const, Expr, Symbol
 from ....ir.reference import evaluate
 from ....ir.walk import nodes
 from .forms import ROWS, HopperBackwardForm, HopperForm
-from .gradients import fits_by_rows
-from .kernels.backward import DRAWN_BACKWARD, DRAWN_KEYS
-from .pieces import columns_of, columns_of_form, pieces_of, piecewise, places_of_results
-from .rules import alternatives
+from .pieces import columns_of, fits_by_rows, pieces_of, piecewise
 
 
-def no_form(form: Form, widths: Widths) -> str | None:
-    """Why a forward cannot have this form."""
-    assert isinstance(form, HopperForm)
-    if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
-        return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
-    if form.query_buffers not in (1, 2):
-        return "expected 1 or 2 query buffers"
-    columns, value_columns = columns_of_form(form, widths)
-    left = pieces_of(form, widths)[0][0].columns
-    if form.drawers and (form.consumers == 3 or form.stages > 3):
-        return "drawers leave registers to 2 consumers, and hardware barriers to 3 stages"
-    if form.consumers == 3 and value_columns > 64:
-        return "three consumers have too few registers for D 128"
-    if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):
-        return "the output takes the place of one query tile in SRAM, of as many columns"
-    if value_columns == 256 and form.block_kv > 64:
-        return "128 keys leave too few registers for Dv 256"
-    if columns > 128 and form.query_in_registers:
-        return "more than 128 columns of a query leave too few registers"
-    return None
-
-
-def beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths, far: bool) -> int:
+def beside_tiles(form: Form, widths: Widths, far: bool) -> int:
     """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward two statistics more of
     `far` scores, and that a consumer's share of dQ has room for the wider piece of columns."""
     if isinstance(form, HopperForm):
         return 2048
+    assert isinstance(form, HopperBackwardForm)
     keys, _ = pieces_of(form, widths)
     narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
     cards = 128 if form.by_columns else 512
@@ -56,7 +32,6 @@ def beside_tiles(form: HopperForm | HopperBackwardForm, widths: Widths, far: boo
 
 def no_boxes(form: Form, signature: Signature) -> str | None:
     """Why tiles of what pairs read cannot be brought."""
-    assert isinstance(form, HopperForm | HopperBackwardForm)
     if form.pair_bytes in (0, signature.boxed):
         return None
     return (
@@ -76,53 +51,15 @@ def _has_few_edges(facts: Facts) -> bool:
     return of_positions and not found.by_pair and not any(c.q < 128 or c.kv % 128 for c in found.cells)
 
 
-def no_cells_form(kernel: Kernel, form: HopperForm | HopperBackwardForm, facts: Facts) -> str | None:
+def no_cells_form(kernel: Kernel, form: Form, facts: Facts) -> str | None:
     """Why the tiles of a form lie in more blocks of pairs, over which the mask is the same, than kernels look at."""
     if facts.tile_source != "lists":
         return None
-    by_queries = isinstance(form, HopperForm) or kernel.name == "flash_dquery"
-    queries, keys = (ROWS, form.block_kv) if by_queries else (form.block_q, ROWS)  # of a consumer
+    queries, keys = (ROWS, form.block_kv) if kernel.axis == "kv" else (form.block_q, ROWS)  # of a consumer
     assert facts.survey is not None
     for c in facts.survey.cells:
         if queries > c.q or c.kv % keys:
             return f"a mask that is the same in blocks of {c.q} queries and {c.kv} keys needs smaller tiles"
-    return None
-
-
-def no_backward_form(kernel: Kernel, form: HopperBackwardForm, widths: Widths) -> str | None:
-    """Why a kernel of the backward cannot have this form."""
-    if kernel is DRAWN_BACKWARD and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
-        return "with dropout, expected 64 queries, whose bits two warps draw"
-    if kernel is DRAWN_KEYS and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
-        return "with dropout, expected 32 or 64 queries, whose bits a warp draws or two, and 128 keys"
-    if form.keys_ahead and (kernel.name != "flash_backward" or places_of_results(form, widths) is None):
-        return "keys are brought ahead in one pass, where results leave by the room of shares of dQ"
-    if form.pair_bytes and (kernel.name != "flash_backward" or form.block_q != 64 or form.next_scores):
-        return "tiles of what pairs read are brought in one pass, with 64 queries"
-    if kernel.name == "flash_dquery":
-        sizes = form.block_q == 128 and form.block_kv in (32, 64, 128) and form.stages == 2
-        if not sizes or form.next_scores or form.by_columns:
-            return "expected 128 queries, 32, 64 or 128 keys and 2 stages"
-        if form.block_kv == 128 and max(columns_of(widths)) == 256:
-            return "128 keys leave too few registers for D 256"
-        return None
-    if form.by_columns:
-        if kernel.name == "flash_backward":
-            return "one pass has no form by columns"
-        if form.block_q != 64 or form.block_kv != 64 or form.stages != 2 or form.next_scores:
-            return "by columns, expected 64 queries, 64 keys and 2 stages"
-        return None
-    if max(columns_of(widths)) == 256 and not (fits_by_rows(widths) and kernel.name == "flash_dkey_dvalue"):
-        return "sums of 256 columns have no room but by columns"
-    one_pass = kernel.name == "flash_backward"
-    stages = (2, 3) if one_pass else (2,)  # slots of two kernels share hardware barriers
-    queries = (64, 128) if one_pass else (32, 64, 128)  # dQ's tiles have 64 rows or more
-    if form.block_kv != 128 or form.block_q not in queries or form.stages not in stages:
-        return f"expected {alternatives(queries)} queries, 128 keys and {alternatives(stages)} stages"
-    if (form.block_q == 128 or form.next_scores) and max(columns_of(widths)) > 128:
-        return "128 queries, and scores of the next tile, leave too few registers for D 192"
-    if form.block_q == 128 and max(columns_of(widths)) > 64:
-        return "128 queries leave too few registers for D 128"
     return None
 
 

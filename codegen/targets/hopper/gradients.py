@@ -7,15 +7,10 @@ from collections import Counter
 from ....compiler.analysis.facts import Facts
 from ....compiler.analysis.places import read_once
 from ....compiler.planning.distances import levels_of, tables_of
-from ....compiler.planning.signature import Signature, Widths
+from ....compiler.planning.signature import Signature
 from ....ir.expr import Const
 from ....ir.walk import loads
 from .pieces import key_pieces, piecewise
-
-
-def fits_by_rows(widths: Widths) -> bool:
-    """Whether one consumer has registers for the sums of 64 keys."""
-    return widths.value_dim <= 128 and widths.head_dim <= 192
 
 
 def is_one_pass(signature: Signature) -> bool:

@@ -84,6 +84,11 @@ def columns_of_form(form: Form, widths: Widths) -> tuple[int, int]:
     return piecewise(widths.head_dim), value_columns
 
 
+def fits_by_rows(widths: Widths) -> bool:
+    """Whether one consumer has registers for the sums of 64 keys."""
+    return widths.value_dim <= 128 and widths.head_dim <= 192
+
+
 def piecewise(width: int) -> int:
     """The fewest columns, of 32, 64 or 128, and to the last two 16, 32 or 64 more."""
     known = (32, 64, 80, 96, 128, 144, 160, 192, 256)

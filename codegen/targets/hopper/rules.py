@@ -15,9 +15,9 @@ from ....ir.normalizer import SOFTMAX
 from ...normalizers import lacks, softmax_only
 from ..triton.target import has_triton, tiles_by_head
 from .forms import ROWS
-from .gradients import OWNED_BY_KEYS, fits_by_rows, stores_boxes, sums_diagonals, sums_of_keys, wanted_kinds
+from .gradients import OWNED_BY_KEYS, stores_boxes, sums_diagonals, sums_of_keys, wanted_kinds
 from .kernels.latent import ROTARY_COLUMNS
-from .pieces import TILE_COLUMNS, has_pieces_apart, piecewise
+from .pieces import TILE_COLUMNS, fits_by_rows, has_pieces_apart, piecewise
 
 NARROWEST = 16  # below it tiles would be mostly zeros
 MOST_BESIDE_WORDS = 192  # columns of D and Dv beside which tiles of 32 bits an entry have SRAM

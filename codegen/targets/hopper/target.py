@@ -39,10 +39,8 @@ from .form_rules import (
     best_backward_form,
     best_form,
     is_plain,
-    no_backward_form,
     no_boxes,
     no_cells_form,
-    no_form,
     with_boxes,
 )
 from .forms import PIECE_COLUMNS, ROWS, HopperBackwardForm, HopperForm, HopperLatentForm
@@ -206,11 +204,9 @@ class HopperTarget:
         widths = signature.widths
         if isinstance(form, HopperLatentForm):
             return no_latent_form(kernel, form, signature, hardware)
-        if isinstance(form, HopperBackwardForm):
-            reason = no_backward_form(kernel, form, widths) or no_boxes(form, signature)
-        else:
-            assert isinstance(form, HopperForm)
-            reason = no_form(form, widths) or no_boxes(form, signature)
+        assert kernel.refuses is not None
+        reason = kernel.refuses(form, widths) or no_boxes(form, signature)
+        if isinstance(form, HopperForm):
             if (form.lazy_rescale or form.pair_maximum) and not facts.attention.weighs.saves_lse:
                 reason = "rows have no maximum"
             if form.drawers and not facts.attention.drops:

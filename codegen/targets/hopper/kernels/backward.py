@@ -23,6 +23,7 @@ from .....compiler.planning.quantities import (
     score_count,
 )
 from .....compiler.planning.records import Stage
+from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import (
     AHEAD,
     EACH_KV,
@@ -39,6 +40,7 @@ from .....compiler.planning.stage_words import (
 )
 from ...triton.kernels.backward import OVER_QUERIES
 from ..forms import ROWS, HopperBackwardForm
+from ..pieces import columns_of, fits_by_rows, places_of_results
 
 HANDSHAKES = 512  # bytes of cards and mbarriers, each aligned to 16
 
@@ -140,11 +142,60 @@ def _stages(t: Tiles, one_pass: bool = False, stores_first: bool = False) -> lis
     return [stage for stage in stages if stage.key not in left_out]
 
 
+KEYS_AHEAD = "keys are brought ahead in one pass, where results leave by the room of shares of dQ"
+BOXES = "tiles of what pairs read are brought in one pass, with 64 queries"
+_COLUMNS = "sums of 256 columns have no room but by columns"
+
+
+def _one_pass_refuses(form: Form, widths: Widths, drawn: bool) -> str | None:
+    assert isinstance(form, HopperBackwardForm)
+    if drawn and (form.block_q != 64 or form.next_scores or form.keys_ahead or form.pair_bytes):
+        return "with dropout, expected 64 queries, whose bits two warps draw"
+    if form.keys_ahead and places_of_results(form, widths) is None:
+        return KEYS_AHEAD
+    if form.pair_bytes and (form.block_q != 64 or form.next_scores):
+        return BOXES
+    if form.by_columns:
+        return "one pass has no form by columns"
+    if max(columns_of(widths)) == 256:
+        return _COLUMNS
+    if form.block_kv != 128 or form.block_q not in (64, 128) or form.stages not in (2, 3):
+        return "expected 64 or 128 queries, 128 keys and 2 or 3 stages"  # dQ's tiles have 64 rows or more
+    return _too_few_registers(form, widths)
+
+
+def _keys_refuse(form: Form, widths: Widths, drawn: bool) -> str | None:
+    assert isinstance(form, HopperBackwardForm)
+    if drawn and (form.block_q not in (32, 64) or form.next_scores or form.by_columns):
+        return "with dropout, expected 32 or 64 queries, whose bits a warp draws or two, and 128 keys"
+    if form.keys_ahead:
+        return KEYS_AHEAD
+    if form.pair_bytes:
+        return BOXES
+    if form.by_columns:
+        plain = form.block_q == form.block_kv == 64 and form.stages == 2 and not form.next_scores
+        return None if plain else "by columns, expected 64 queries, 64 keys and 2 stages"
+    if max(columns_of(widths)) == 256 and not fits_by_rows(widths):
+        return _COLUMNS
+    if form.block_kv != 128 or form.block_q not in (32, 64, 128) or form.stages != 2:
+        return "expected 32, 64 or 128 queries, 128 keys and 2 stages"  # slots of two kernels share hardware barriers
+    return _too_few_registers(form, widths)
+
+
+def _too_few_registers(form: HopperBackwardForm, widths: Widths) -> str | None:
+    if (form.block_q == 128 or form.next_scores) and max(columns_of(widths)) > 128:
+        return "128 queries, and scores of the next tile, leave too few registers for D 192"
+    if form.block_q == 128 and max(columns_of(widths)) > 64:
+        return "128 queries leave too few registers for D 128"
+    return None
+
+
 def _one_pass(variant: str = "", drawn: bool = False, stores_first: bool = False) -> Kernel:
     return Kernel(
         KernelId("hopper", "flash_backward", variant), "backward", "backward_kv", "q", OVER_QUERIES,
         partial(_stages, one_pass=True, stores_first=stores_first), programs=key_programs, read=flash_dkey_dvalue_read,
-        written=_written, sram_in=partial(_sram, one_pass=True, drawn=drawn), flops=five_products_flops,
+        written=_written, sram_in=partial(_sram, one_pass=True, drawn=drawn),
+        refuses=partial(_one_pass_refuses, drawn=drawn), flops=five_products_flops,
         exps=score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("q", "kv"), sums_levels=True,
         has_level_loop=True, drop_work=10.0,
     )  # fmt: skip
@@ -154,7 +205,8 @@ def _keys(variant: str = "", drawn: bool = False) -> Kernel:
     return Kernel(
         KernelId("hopper", "flash_dkey_dvalue", variant), "backward", "backward_kv", "q", OVER_QUERIES, _stages,
         programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
-        sram_in=partial(_sram, one_pass=False, drawn=drawn), flops=flash_dkey_dvalue_flops, exps=score_count,
+        sram_in=partial(_sram, one_pass=False, drawn=drawn), refuses=partial(_keys_refuse, drawn=drawn),
+        flops=flash_dkey_dvalue_flops, exps=score_count,
         again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
         drop_work=10.0,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
     flash_dquery_flops,
@@ -12,6 +13,7 @@ from .....compiler.planning.quantities import (
     score_count,
 )
 from .....compiler.planning.records import Stage
+from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import (
     AHEAD,
     EACH_KV,
@@ -25,7 +27,9 @@ from .....compiler.planning.stage_words import (
     weights_text,
 )
 from ...triton.kernels.forward import OVER_KEYS
-from ..forms import ROWS
+from ..forms import ROWS, HopperBackwardForm
+from ..pieces import columns_of
+from .backward import BOXES, KEYS_AHEAD
 
 
 def _stages(t: Tiles) -> list[Stage]:
@@ -50,8 +54,23 @@ def _stages(t: Tiles) -> list[Stage]:
     ]
 
 
+def _refuses(form: Form, widths: Widths) -> str | None:
+    assert isinstance(form, HopperBackwardForm)
+    if form.keys_ahead:
+        return KEYS_AHEAD
+    if form.pair_bytes:
+        return BOXES
+    sizes = form.block_q == 128 and form.block_kv in (32, 64, 128) and form.stages == 2
+    if not sizes or form.next_scores or form.by_columns:
+        return "expected 128 queries, 32, 64 or 128 keys and 2 stages"
+    if form.block_kv == 128 and max(columns_of(widths)) == 256:
+        return "128 keys leave too few registers for D 256"
+    return None
+
+
 FLASH_DQUERY = Kernel(
     KernelId("hopper", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_dquery_read, written=query_bytes, sram=flash_dquery_sram, flops=flash_dquery_flops, exps=score_count,
+    read=flash_dquery_read, written=query_bytes, sram=flash_dquery_sram, refuses=_refuses,
+    flops=flash_dquery_flops, exps=score_count,
     weighs=True, visits_measured=True, lists=("q",),
 )  # fmt: skip

@@ -16,9 +16,11 @@ from .....compiler.planning.quantities import (
     query_programs,
 )
 from .....compiler.planning.records import Stage
+from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, Tiles, computes, loads
 from ...triton.kernels.forward import OVER_KEYS
 from ..forms import ROWS, HopperForm
+from ..pieces import columns_of_form, pieces_of
 
 
 @lru_cache(maxsize=256)
@@ -72,8 +74,30 @@ def _stages(t: Tiles) -> list[Stage]:
     ]
 
 
+def _refuses(form: Form, widths: Widths) -> str | None:
+    assert isinstance(form, HopperForm)
+    if form.consumers not in (2, 3) or form.block_kv not in (64, 128) or not 2 <= form.stages <= 4:
+        return "expected 2 or 3 consumers of 64 rows, 64 or 128 keys and 2 to 4 stages"
+    if form.query_buffers not in (1, 2):
+        return "expected 1 or 2 query buffers"
+    columns, value_columns = columns_of_form(form, widths)
+    left = pieces_of(form, widths)[0][0].columns
+    if form.drawers and (form.consumers == 3 or form.stages > 3):
+        return "drawers leave registers to 2 consumers, and hardware barriers to 3 stages"
+    if form.consumers == 3 and value_columns > 64:
+        return "three consumers have too few registers for D 128"
+    if form.output_in_query and (form.query_buffers != 1 or left != value_columns or form.query_in_registers):
+        return "the output takes the place of one query tile in SRAM, of as many columns"
+    if value_columns == 256 and form.block_kv > 64:
+        return "128 keys leave too few registers for Dv 256"
+    if columns > 128 and form.query_in_registers:
+        return "more than 128 columns of a query leave too few registers"
+    return None
+
+
 FLASH_FORWARD = Kernel(
     KernelId("hopper", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_forward_read, written=flash_forward_written, sram_in=_sram, flops=forward_flops, exps=forward_exps,
+    read=flash_forward_read, written=flash_forward_written, sram_in=_sram, refuses=_refuses,
+    flops=forward_flops, exps=forward_exps,
     weighs=True, visits_measured=True, lists=("q",),
 )  # fmt: skip
