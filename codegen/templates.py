@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from functools import lru_cache
 from pathlib import Path
 
 import jinja2
 from jinja2.bccache import Bucket
+from jinja2.ext import Extension
 
 from .shelf import shelf
+
+_HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 
 
 @lru_cache(maxsize=1)
 def environment(folder: Path) -> jinja2.Environment:
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -21,7 +26,36 @@ def environment(folder: Path) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
         bytecode_cache=_Shelved(),
+        extensions=[LineHoles],
     )
+    made.filters["lines"] = lines
+    return made
+
+
+def lines(text: str, column: int) -> str:
+    """The lines of a text at a column; nothing of a text that has none.
+
+    >>> lines("a\\n    b\\n", 4), lines("\\n", 4)
+    ('    a\\n        b\\n', '')
+    """
+    text = str(text).strip()
+    return textwrap.indent(text, " " * column) + "\n" if text else ""
+
+
+class LineHoles(Extension):
+    """`:: what` on a line of its own prints the lines of `what` at that column, and no line where it has none.
+
+    So a macro of lines knows nothing of where it is called, and one that has nothing to say needs no condition around
+    it. A line that ends with a backslash goes on in the next one.
+    """
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        # as many lines as before, so that messages name the right one
+        return _HOLE.sub(lambda hole: f"{{{{ ({_expression(hole[2])}) | lines({len(hole[1])})\n}}}}", source)
+
+
+def _expression(text: str) -> str:
+    return text.replace("\\\n", "\n")
 
 
 class _Shelved(jinja2.BytecodeCache):
