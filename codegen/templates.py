@@ -50,11 +50,11 @@ class LineHoles(Extension):
     """
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        # as many lines as before, so that messages name the right one
-        return _HOLE.sub(lambda hole: f"{{{{ ({_expression(hole[2])}) | lines({len(hole[1])})\n}}}}", source)
+        # a comment takes the end of the line along; lines are as many as before, so that messages name the right one
+        return _HOLE.sub(lambda hole: f"{{{{ ({_joined(hole[2])}) | lines({len(hole[1])}) }}}}{{##}}\n", source)
 
 
-def _expression(text: str) -> str:
+def _joined(text: str) -> str:
     return text.replace("\\\n", "\n")
 
 
