@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def environment(folder: Path) -> jinja2.Environment:
         bytecode_cache=_Shelved(),
         extensions=[LineHoles],
     )
-    made.filters["lines"] = lines
+    made.filters |= {"lines": lines, "listed": listed}
     return made
 
 
@@ -40,6 +41,21 @@ def lines(text: str, column: int) -> str:
     """
     text = str(text).strip()
     return textwrap.indent(text, " " * column) + "\n" if text else ""
+
+
+def listed(names: Iterable[str], width: int = 112) -> str:
+    """Names as parameters or arguments of many lines; nothing where there are none. Empty names are left out.
+
+    >>> listed(["a", "", "b: int"])
+    'a, b: int,'
+    """
+    rows: list[str] = []
+    for name in filter(None, names):
+        if rows and len(rows[-1]) + len(name) + 2 <= width:
+            rows[-1] += f" {name},"
+        else:
+            rows.append(f"{name},")
+    return "\n".join(rows)
 
 
 class LineHoles(Extension):
