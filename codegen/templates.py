@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from jinja2.bccache import Bucket
@@ -29,7 +30,7 @@ def environment(folder: Path) -> jinja2.Environment:
         bytecode_cache=_Shelved(),
         extensions=[LineHoles],
     )
-    made.filters |= {"lines": lines, "listed": listed}
+    made.filters |= {"lines": lines, "listed": listed, "complete": complete}
     return made
 
 
@@ -56,6 +57,19 @@ def listed(names: Iterable[str], width: int = 112) -> str:
         else:
             rows.append(f"{name},")
     return "\n".join(rows)
+
+
+def complete(part: object) -> object:
+    """A part, and what it does not give itself as the part that it names `otherwise` gives it."""
+    return _Complete(part) if hasattr(part, "otherwise") else part
+
+
+class _Complete:
+    def __init__(self, part: Any) -> None:
+        self._part, self._otherwise = part, complete(part.otherwise)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part if hasattr(self._part, name) else self._otherwise, name)
 
 
 class LineHoles(Extension):
