@@ -44,7 +44,7 @@ def lines(text: str, column: int) -> str:
     return textwrap.indent(text, " " * column) + "\n" if text else ""
 
 
-def listed(names: Iterable[str], width: int = 112) -> str:
+def listed(names: Iterable[str], width: int = 116) -> str:
     """Names as parameters or arguments of many lines; nothing where there are none. Empty names are left out.
 
     >>> listed(["a", "", "b: int"])
