@@ -102,6 +102,8 @@ def generate(facts: Facts, code: CodePlan, target: Target, beside: Context | Non
         "far": facts.scores_lie_far,
         "bounds": ", ".join(facts.kv_tiles.outputs),
         "q_bounds": ", ".join(facts.q_tiles.outputs),
+        "bound_names": facts.kv_tiles.outputs,
+        "q_bound_names": facts.q_tiles.outputs,
         "behind_rows": facts.behind_rows(tables),
         **_of_derivatives(facts, code, target.printing, gradients),
         "sink": facts.attention.folded_sink is not None,

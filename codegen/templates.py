@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from jinja2.bccache import Bucket
+from jinja2.ext import Extension
 
 from .shelf import shelf
+
+_HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 
 
 @lru_cache(maxsize=1)
 def environment(folder: Path) -> jinja2.Environment:
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -21,7 +28,64 @@ def environment(folder: Path) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
         bytecode_cache=_Shelved(),
+        extensions=[LineHoles],
     )
+    made.filters |= {"lines": lines, "listed": listed, "complete": complete}
+    return made
+
+
+def lines(text: str, column: int) -> str:
+    """The lines of a text at a column; nothing of a text that has none.
+
+    >>> lines("a\\n    b\\n", 4), lines("\\n", 4)
+    ('    a\\n        b\\n', '')
+    """
+    text = str(text).strip()
+    return textwrap.indent(text, " " * column) + "\n" if text else ""
+
+
+def listed(names: Iterable[str], width: int = 116) -> str:
+    """Names as parameters or arguments of many lines; nothing where there are none. Empty names are left out.
+
+    >>> listed(["a", "", "b: int"])
+    'a, b: int,'
+    """
+    rows: list[str] = []
+    for name in filter(None, names):
+        if rows and len(rows[-1]) + len(name) + 2 <= width:
+            rows[-1] += f" {name},"
+        else:
+            rows.append(f"{name},")
+    return "\n".join(rows)
+
+
+def complete(part: object) -> object:
+    """A part, and what it does not give itself as the part that it names `otherwise` gives it."""
+    return _Complete(part) if hasattr(part, "otherwise") else part
+
+
+class _Complete:
+    def __init__(self, part: Any) -> None:
+        self._part, self._otherwise = part, complete(part.otherwise)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part if hasattr(self._part, name) else self._otherwise, name)
+
+
+class LineHoles(Extension):
+    """`:: what` on a line of its own prints the lines of `what` at that column, and no line where it has none.
+
+    So a macro of lines knows nothing of where it is called, and one that has nothing to say needs no condition around
+    it. A line that ends with a backslash goes on in the next one.
+    """
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        # a comment takes the end of the line along; lines are as many as before, so that messages name the right one
+        return _HOLE.sub(lambda hole: f"{{{{ ({_joined(hole[2])}) | lines({len(hole[1])}) }}}}{{##}}\n", source)
+
+
+def _joined(text: str) -> str:
+    return text.replace("\\\n", "\n")
 
 
 class _Shelved(jinja2.BytecodeCache):

@@ -66,6 +66,9 @@ _SUMS = {
 }  # fmt: skip
 
 
+TEACHING = ("standard", "streaming")  # schedules of papers, whose kernels show what flash saves
+
+
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
     return find_spec("triton") is not None
@@ -225,7 +228,8 @@ class TritonTarget:
             _check_sram(kernel, form, signature, hardware, facts)
 
     def template(self, code: CodePlan) -> str:
-        return f"triton/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
+        room = "triton/teaching" if code.schedule.algorithm in TEACHING else "triton"
+        return f"{room}/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
         return {**pair_context(code, facts), "tiles_by_head": tiles_by_head(facts, code.tile_source)}

@@ -1,0 +1,85 @@
+"""What templates are written with, and rules of those of `triton` and of the kernels that divide keys on `hopper`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from weft.codegen.loader import TEMPLATES
+from weft.codegen.templates import environment, listed
+
+ROOMS = [
+    *(TEMPLATES / "triton").rglob("*.jinja"),
+    *(TEMPLATES / "hopper" / "shares").glob("*.jinja"),
+    *(TEMPLATES / "hopper").rglob("split_*.jinja"),
+    *(TEMPLATES / "hopper" / "steps").glob("divide_*.jinja"),
+]
+
+
+def _rendered(folder: Path, **files: str) -> str:
+    for name, text in files.items():
+        (folder / f"{name}.jinja").write_text(text)
+    return environment.__wrapped__(folder).get_template("main.jinja").render(known=True)
+
+
+def test_a_hole_of_lines_prints_them_at_its_column_or_no_line(tmp_path: Path) -> None:
+    text = """\
+{% macro two() %}
+
+first
+    second
+
+{% endmacro %}
+{% macro nothing() %}{% if not known %}never{% endif %}{% endmacro %}
+def f():
+    :: two()
+    :: nothing()
+    {% if known %}
+        :: two() \\
+          ~ ''
+    {% endif %}
+    return
+"""
+    expected = "def f():\n    first\n        second\n        first\n            second\n    return\n"
+    assert _rendered(tmp_path, main=text).endswith(expected)
+
+
+def test_a_mistake_in_a_hole_is_on_its_line(tmp_path: Path) -> None:
+    with pytest.raises(jinja2.TemplateSyntaxError) as raised:
+        _rendered(tmp_path, main="a\n    :: f(\\\n      1)\nb\n    :: f(2\n")
+    assert raised.value.lineno == 5
+
+
+def test_names_are_listed_in_rows() -> None:
+    assert listed([]) == ""
+    assert listed(["alpha", "", "beta: int", "gamma"], width=20) == "alpha, beta: int,\ngamma,"
+
+
+def test_a_part_is_complete_with_another(tmp_path: Path) -> None:
+    base = "{% set a, b = 1, 2 %}{% macro c() %}3{% endmacro %}"
+    own = '{% import "base.jinja" as base %}{% set otherwise = base %}{% set b = 20 %}'
+    main = '{% import "own.jinja" as own %}{% set own = own | complete %}{{ own.a }} {{ own.b }} {{ own.c() }}'
+    assert _rendered(tmp_path, base=base, own=own, main=main) == "1 20 3"
+    with pytest.raises(jinja2.UndefinedError):
+        _rendered(tmp_path, main=main.replace("own.a", "own.d"))
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=lambda path: str(path.relative_to(TEMPLATES)))
+def test_a_template_can_be_read(path: Path) -> None:
+    """Files and macros are short, lines fit, and nothing is replaced in text that was printed before."""
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 600
+    assert [line for line in lines if len(line) > 140] == []
+    assert [line for line in lines if re.search(r"\| *replace|\.split\(|filter replace", line)] == []
+    begins = [n for n, line in enumerate(lines) if "{% macro" in line]
+    ends = [n for n, line in enumerate(lines) if re.search(r"\{%-? endmacro", line)]
+    assert [n for n, end in zip(begins, ends, strict=True) if end - n > 80] == []
+
+
+def test_kernels_do_not_ask_for_dropout() -> None:
+    """Its own part does."""
+    asking = [path.name for path in ROOMS if re.search(r"\bdrops\b", path.read_text())]
+    assert asking == ["dropout.py.jinja"]
