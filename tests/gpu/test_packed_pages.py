@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import weft
-from weft.codegen.targets.shared_launcher import SharedLauncher
-from weft.codegen.targets.split_launcher import SplitLauncher
+from weft.codegen.launch.launcher import KernelLauncher
+from weft.codegen.launch.shared import SharedLauncher
 from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
@@ -229,7 +229,7 @@ def test_new_batches_compile_nothing():
     for q_lens in ([0, 1, 1, 2, 1], [250, 0, 20, 1, 1], [*long[:4], 1000]):
         call(q_lens)
     assert builds() == before
-    assert [type(r.launcher) for r in variant_of(variant)._forwards.values()] == [SplitLauncher, SharedLauncher]
+    assert [type(r.launcher) for r in variant_of(variant)._forwards.values()] == [KernelLauncher, SharedLauncher]
 
 
 @pytest.mark.parametrize("schedule", ["flash", "split_kv"])

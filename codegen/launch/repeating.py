@@ -30,7 +30,7 @@ from .binding import CURRENT_STREAM, SHAPES, ShortestWay, function
 _SETTLED = frozenset({"shape", "dtype", "stride", "numel", "dim", "get_device", "is_neg", "is_contiguous"})
 _OF_SIZES = frozenset({"shape", "numel", "is_contiguous"})
 # what differs from call to call, among the tools of a way
-_CHANGING = frozenset({"empty", "at_place", "counter", "is_heard", "current_device", "current_stream"})
+_CHANGING = frozenset({"empty", "counter", "is_heard", "current_device", "current_stream"})
 
 # of tensors: whether as many others are like them but for their addresses, and for sizes of dimensions that are `free`
 Guard = Callable[..., Callable[..., bool]]
