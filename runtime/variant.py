@@ -204,7 +204,7 @@ class Variant:
         value: Tensor | None, operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor,
         dout: Tensor, dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
-        """Gradients of the op's tensors, without the records that `backward` takes: the shortest way, after a
+        """Gradients of the op's tensors, without the records that `backward` takes: the direct way, after a
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
 
         q_offset: of a call without lengths; else its sequences."""
@@ -619,7 +619,7 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     if device.type == "cuda" and read is not None and isinstance(call.sequences, Dense):
         is_whole = result.shape == sizes_as_read(read, *sums.shape)
         if is_whole and (gradient.kind != "row" or (type(call.q_offset) is int and call.q_offset == 0)):
-            result += as_read(sums, read.over, read.order, result)  # the usual one, as the shortest way does it
+            result += as_read(sums, read.over, read.order, result)  # the usual one, as the direct way does it
             return
     by_head = total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]
     if by_head and result.shape[0] >= total.shape[1]:  # in few launches; nobody reads a shorter operand

@@ -199,8 +199,8 @@ def packing(
     return function("\n".join(["def pack(given):", *body, "    return (", *results, "    )"]), "pack", tools)
 
 
-class ShortestWay(NamedTuple):
-    """The shortest way of a call, as the parts of one function of `given`."""
+class WayText(NamedTuple):
+    """The direct way of a call, as the parts of one function of `given`."""
 
     given: str
     checked: Sequence[str]  # lines before the conditions
@@ -236,7 +236,7 @@ class Texts(NamedTuple):
 def direct(
     packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch | None], texts: Texts,
     tools: Mapping[str, object], kept: Kept,
-) -> ShortestWay:  # fmt: skip
+) -> WayText:  # fmt: skip
     """The way that checks conditions, makes results and workspace, launches, and returns results.
 
     launches: None for a kernel that is not compiled yet. tools: among them current_stream and device. kept: for the
@@ -265,7 +265,7 @@ def direct(
         only = f"if {packer.expression(binding.launched_if)}: " if binding.launched_if else ""
         lines.append(f"{only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
-    return ShortestWay(texts.given, checked, texts.conditions, unchecked, due, lines, texts.returns, scope)
+    return WayText(texts.given, checked, texts.conditions, unchecked, due, lines, texts.returns, scope)
 
 
 def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:

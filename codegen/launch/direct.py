@@ -20,7 +20,7 @@ from ...compiler.planning.buffer import Buffer
 from ...compiler.planning.signature import PACKED, PAGED
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from .binding import SHAPES, Binding, Kept, Packer, ShortestWay, Texts, direct, fitting, like
+from .binding import SHAPES, Binding, Kept, Packer, WayText, Texts, direct, fitting, like
 from .buffers import ALLOCATING, ROOMS, apart, in_rooms, rows_of, strides_of
 from .finish import Finish, as_read, finishes, typed
 from .job import LENGTHS, Job, Mode, Part
@@ -105,7 +105,7 @@ class DirectWay:
         of_records = _of_records(launch, job.gradient_names, job.signature.wanted)
         return Ways(of_records, launch, self._factory(way))
 
-    def _way(self) -> ShortestWay:
+    def _way(self) -> WayText:
         packer = Packer(
             self._sources, self._tensors, absent=self.ready.absent, rows=self._vocabulary, ranks=self.job.ranks
         )
@@ -115,7 +115,7 @@ class DirectWay:
         return direct(packer, self.ready.bindings, launches, texts, self._tools(), self.kept)
 
     def _factory(
-        self, way: ShortestWay, free: Mapping[str, int] = MappingProxyType({})
+        self, way: WayText, free: Mapping[str, int] = MappingProxyType({})
     ) -> Callable[..., Again | None]:  # fmt: skip
         guard = self.job.device.guard
         if guard is None:
@@ -339,7 +339,7 @@ class DirectWay:
 
 
 def _repeating(
-    way: ShortestWay, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str], guard: Guard,
+    way: WayText, guarded: Mapping[str, str], pins: Sequence[Pin], conditions: Sequence[str], guard: Guard,
     free: Mapping[str, int],
 ) -> Callable[..., Again | None]:  # fmt: skip
     """What is made for the first call that repeats."""

@@ -42,7 +42,7 @@ class Division(Part):
     def __init__(self, job: Job) -> None:
         self._job = job
         self.kernel = next(k.kernel for k in job.code.kernels if k.kernel.divides)
-        self.known, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
+        self.divided, self._of_tiles = _Divisions(self._parts), _Divisions(self._by_tiles)
         read = {scalar.name for line in job.facts.kv_tiles.body for scalar in scalars(line.value)}
         self._numbers = [p.name for p in job.facts.attention.parameters if p.name in read]
         self._divisions = _Divisions(self.divide)
@@ -138,7 +138,7 @@ class Division(Part):
         rounded = -(-kv_len // step) * step
         short = 0 if q_offset is None else (kv_len - q_len - q_offset) // step * step
         key = (batches, heads, kv_heads, q_len, rounded, short, head_dim)
-        return self.known[(*key, *[operands[name] for name in self._numbers]) if self._numbers else key]
+        return self.divided[(*key, *[operands[name] for name in self._numbers]) if self._numbers else key]
 
     def _parts(
         self, batches: int, heads: int, kv_heads: int, q_len: int, kv_len: int, short: int, head_dim: int,

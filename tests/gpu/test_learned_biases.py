@@ -160,7 +160,7 @@ def test_memory_of_a_t5_table_is_linear_in_length(most_memory: Callable[[Callabl
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_calls_after_the_first(name: str, target: str) -> None:
-    """Those that go the shortest way, and those that are known to be alike, are right too; so is another layout."""
+    """Those that go the direct way, and those that are known to be alike, are right too; so is another layout."""
     if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the hopper target needs compute capability 9.0")
     given, mask, size, dtype, *_ = LEARNED[name]

@@ -59,7 +59,7 @@ def expected(variant, made, q_lens, kv_lens, dtype, lse, **options):
 
 
 def check(name, made, q_lens=MIXED, kv_lens=KV_LENS, page=16, rows_first=True, **options):
-    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    """Several calls, of which the later ones take the direct way; all with the same bits."""
     variant, given, lse = VARIANTS[name], operands_of(name), name != "sigmoid"
     pools, table = paged(made[1:], kv_lens, page, rows_first)
     lens = {"cu_seqlens_q": starts_of(q_lens), "kv_lens": tensor(kv_lens), "block_table": table}
@@ -145,7 +145,7 @@ def test_offsets(target, schedule, offset):
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize(("heads", "page"), [(16, 16), (64, 64), (128, 128)])
 def test_latent_caches(name, heads, page):
-    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    """Several calls, of which the later ones take the direct way; all with the same bits."""
     variant = LATENT[name]
     width = variant.latent.rank + variant.latent.rope
     cache = torch.randn(5, 1, ROWS, width, device="cuda", dtype=torch.bfloat16)

@@ -33,7 +33,7 @@ class _Launches:
     def __init__(self) -> None:
         self.longer: list[Entry] = []
         self.shortest: list[Entry] = []
-        self.made = 0  # descriptors that the shortest way made
+        self.made = 0  # descriptors that the direct way made
         self.is_heard = False
 
     @contextmanager

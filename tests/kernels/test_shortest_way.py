@@ -1,4 +1,4 @@
-"""The shortest way of a call with lengths launches what the longer one does: told from the arguments of its kernels.
+"""The direct way of a call with lengths launches what the longer one does: told from the arguments of its kernels.
 
 The way is for GPUs. Here its function is made on a CPU for Triton's interpreter, and its launches are written down.
 """
@@ -195,7 +195,7 @@ def test_what_a_call_does_not_launch_is_compiled_by_the_first_that_does(
     assert not shortest
     asked.clear()
     longer.clear()
-    for n in (32, 64):  # by the shortest way, either
+    for n in (32, 64):  # by the direct way, either
         step(n)
     assert not asked and not longer
     assert {"kv_spans", "kv_long_spans", "q_spans", "q_long_spans"} <= {name for name, *_ in shortest}
