@@ -20,7 +20,7 @@ from ...compiler.planning.buffer import Buffer
 from ...compiler.planning.signature import PACKED, PAGED
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
-from .binding import SHAPES, Binding, Kept, Packer, WayText, Texts, direct, fitting, like
+from .binding import SHAPES, Binding, Kept, Packer, Texts, WayText, direct, fitting, like
 from .buffers import ALLOCATING, ROOMS, apart, in_rooms, rows_of, strides_of
 from .finish import Finish, as_read, finishes, typed
 from .job import LENGTHS, Job, Mode, Part
