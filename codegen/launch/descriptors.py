@@ -191,7 +191,7 @@ class Descriptors(Part):
         ragged = {described.tensor for described in self.found.values() if described.box is RaggedBox}
         rows = [n for n in self._job.given_names if n in ragged]
         whole = " == ".join([*(f"{n}_sb % {n}_sl" for n in rows), "0"])
-        return [f"min({', '.join(f'{n}_sl' for n in rows)}) > 0", whole]
+        return [*(f"{n}_sl > 0" for n in rows), whole]
 
     def kept(self, parameter: str, meta: Mapping[str, Any]) -> tuple[str, Mapping[Any, Sequence[object]]]:
         """For a descriptor of a launch: an expression, and what the launch is handed by its value."""
