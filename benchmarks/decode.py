@@ -32,7 +32,7 @@ from bench_flashinfer import Builds, FlashInfer, is_installed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
-from weft.codegen.targets import split_launcher
+from weft.codegen.launch import division
 from weft.compiler.planning.splits import Parts
 from weft.runtime.variant import forget
 
@@ -281,7 +281,7 @@ def divided(row: Row, q_len: int) -> str:
 
 def other_forms(row: Row, q_len: int, sets: list[Given]) -> None:
     """Times of other tiles, and of other divisions of the keys."""
-    plain = split_launcher.parts_of
+    plain = division.parts_of
     forms = ["triton:64x64w4s3", "triton:64x64w4s4", "triton:64x128w4s2", "triton:64x128w4s3", "triton:64x32w4s4",
              "triton:64x128w8s3", "triton:32x64w4s3"]  # fmt: skip
     if row.latent:
@@ -295,7 +295,7 @@ def other_forms(row: Row, q_len: int, sets: list[Given]) -> None:
                 parts = max(1, min(128, round(found.parts * times), int(tiles)))  # type: ignore[call-overload]
                 return Parts(parts, max(1, -(-int(tiles) // parts)))  # type: ignore[call-overload]
 
-            split_launcher.parts_of = divided_otherwise  # type: ignore[assignment]
+            division.parts_of = divided_otherwise  # type: ignore[assignment]
             forget()
             try:
                 made = in_turns(contenders(row, q_len, f"split_kv/split_forward={form}", sets))
@@ -304,7 +304,7 @@ def other_forms(row: Row, q_len: int, sets: list[Given]) -> None:
                 line = str(problem).splitlines()[0][:100]
             print(f"    {form:45} parts x{times:<4} {line}", flush=True)
             torch.cuda.empty_cache()
-    split_launcher.parts_of = plain
+    division.parts_of = plain
     forget()
 
 

@@ -23,13 +23,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..compiler.analysis.facts import Facts
 from ..compiler.planning.hardware import BOARDS, CPU, KNOWN, Hardware
 from ..compiler.planning.plan import CodePlan
-from ..compiler.planning.target import CallTensors, Partition, Target
+from ..compiler.planning.target import CallTensors, Target
 from ..ir.errors import UnavailableError
-from .binding import Binding
-from .launching import AnyRun, assembled, parameters_of
+from .launch.device import Asked, Device
+from .launch.launcher import KernelLauncher
+from .launch.launching import AnyRun, assembled, parameters_of
+from .launch.summing import KERNEL, OPTIONS, binding_of, types_of
 from .loader import without_holes
-from .summing import KERNEL, OPTIONS, binding_of, types_of
-from .targets.triton_launcher import TritonLauncher
 
 TYPE_NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8",
@@ -96,50 +96,45 @@ def _type_of(parameter: Any, value: Any) -> str:
             raise TypeError(f"{parameter.name}: no type for {value!r}")
 
 
-class _Recorder(TritonLauncher):
-    """Mixed into a launcher: it compiles nothing and launches nothing, and remembers what it would have compiled."""
+class Recording(Device):
+    """A device that compiles nothing and launches nothing, and remembers what it would have compiled."""
 
-    seen: list[Compilation]
-    arguments: Mapping[str, object]
+    launches_all = True  # all that any call launches, not what this tiny one does alone
 
-    def _due(self, launches: Sequence[tuple[int, Any]], partition: Partition) -> Sequence[int]:
-        """All that any call launches, not those of this tiny one alone."""
-        return range(len(launches))
+    def __init__(self, code: CodePlan) -> None:
+        super().__init__(0, False)
+        self.seen: list[Compilation] = []
+        self.goes_directly = False
+        arch = code.signature.arch  # one of those that the code is for
+        self._machine = next((m for m in (*KNOWN.values(), *BOARDS) if m.arch == arch), CPU)
 
-    def _compiled(
-        self, bindings: Sequence[Binding], options: Sequence[Mapping[str, int]], typed: Sequence[Any]
-    ) -> list[AnyRun]:
-        for binding, own, (_, arguments) in zip(bindings, options, typed):
-            given = dict(zip([*binding.parameters, *binding.constants], self._types(binding, arguments)))
-            self.seen.append(Compilation(self._function(binding.name), given, own))
-        return [lambda programs, arguments, stream: None] * len(bindings)
+    def compiled(self, asked: Sequence[Asked]) -> list[AnyRun]:
+        for one in asked:
+            names = [*one.binding.parameters, *one.binding.constants]
+            self.seen.append(Compilation(one.function, dict(zip(names, one.types(one.arguments))), one.options))
+        return [lambda programs, arguments, stream: None] * len(asked)
 
-    @property
-    def _may_go_directly(self) -> bool:
-        return False
+    def hardware(self) -> Hardware:
+        return self._machine
 
-    def _stream(self) -> int:
+    def processors(self) -> int:
+        return 132  # a number of the launch, which code does not depend on
+
+    def stream(self) -> int:
         return 0
 
-    def _add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
+    def counter(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
+
+    def add_listed(self, table: Tensor, entries: Tensor, sums: Tensor) -> None:
         """Nothing was listed: entries may be any."""
 
-    def _sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
+    def sum_listed(self, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
         kernel = getattr(without_holes(KERNEL, False), KERNEL)
         names, _ = parameters_of(kernel)
         found = binding_of(names, group)
         arguments = {**dict(zip(names, types_of(entries.dtype))), **found.constants}
         self.seen.append(Compilation(kernel, arguments, OPTIONS))
-
-    def _counter(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32, device="cpu")
-
-    def _processors(self) -> int:
-        return 132  # a number of the launch, which code does not depend on
-
-    def _machine(self) -> Hardware:
-        arch = self.code.signature.arch
-        return next((m for m in (*KNOWN.values(), *BOARDS) if m.arch == arch), CPU)  # one of those that the code is for
 
 
 def compilations(
@@ -148,12 +143,10 @@ def compilations(
 ) -> list[Compilation]:  # fmt: skip
     """The kernels that a call launches, in order, without running any. Tensors may be on any device."""
     launcher = target.bind(modules, code, facts, torch.device("cpu"))
-    if not isinstance(launcher, TritonLauncher):
+    if not isinstance(launcher, KernelLauncher):
         raise UnavailableError(f"target {target.name} compiles nothing ahead of time; its code is Python")
-    kind = type(launcher)
-    launcher.__class__ = type(f"Recording{kind.__name__}", (_Recorder, kind), {})
-    launcher.seen = []  # type: ignore[attr-defined]
+    launcher.job.device = recording = Recording(code)
     partition = launcher.partition(call, results)
     places = launcher.workspace(call, results, partition)
     launcher(call, results, {n: place.beside(call.query) for n, place in places.items()}, partition)
-    return launcher.seen  # type: ignore[attr-defined]
+    return recording.seen

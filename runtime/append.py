@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codegen.appending import appending
+from ..codegen.launch.appending import appending
 from .settings import default_target
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codegen.targets.triton_workspace import by_sequence
+from ..codegen.launch.adding import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected, counted
 from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, sequences_of

@@ -1,4 +1,4 @@
-"""When a call is like the last one that was looked at closely (codegen/repeating.py), and when to look at one again.
+"""When a call is like the last one that was looked at closely (codegen/launch/repeating.py), and when to look again.
 
 A closer look takes as long as half a call. It is worth it where calls of one layout follow each other, as those of
 layers do and of steps, and not where each has another layout. Of layouts that differ in the number of keys alone, as
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..codegen.repeating import Again
+from ..codegen.launch.repeating import Again
 
 MOST_PATIENCE = 256  # calls between two looks, where none of them led to anything
 WORTH = 4  # calls that a look should have served

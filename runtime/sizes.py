@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..codegen.binding import function
+from ..codegen.launch.binding import function
 from ..compiler.analysis.facts import Facts
 from ..compiler.analysis.ranges import IndexProblem, Ranges, check_integers, computes_ints, floats_in_ints
 from ..ir.errors import collected

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codegen import starting
-from ..codegen.repeating import Again
-from ..codegen.targets.hopper_launcher import boxed_bytes
-from ..codegen.targets.shared_launcher import SharedLauncher
+from ..codegen.launch import starting
+from ..codegen.launch.descriptors import boxed_bytes
+from ..codegen.launch.finish import as_read, read_of, sizes_as_read
+from ..codegen.launch.launcher import KernelLauncher
+from ..codegen.launch.repeating import Again
+from ..codegen.launch.shared import SharedLauncher
 from ..codegen.targets.triton.kernels.measures import PAIR_CELLS
-from ..codegen.targets.triton_finish import as_read, read_of, sizes_as_read
-from ..codegen.targets.triton_launcher import TritonLauncher
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ..compiler.planning import hardware
@@ -204,7 +204,7 @@ class Variant:
         value: Tensor | None, operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor,
         dout: Tensor, dlse: Tensor | None,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
-        """Gradients of the op's tensors, without the records that `backward` takes: the shortest way, after a
+        """Gradients of the op's tensors, without the records that `backward` takes: the direct way, after a
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
 
         q_offset: of a call without lengths; else its sequences."""
@@ -399,11 +399,11 @@ class Variant:
     def _ready(self, resolved: driver.Resolved, modules: Sequence[ModuleType], query: Tensor) -> _Ready:
         target, code = resolved.target, resolved.code
         launcher = target.bind(modules, code, self.facts, query.device)
-        if isinstance(launcher, TritonLauncher) and query.is_cuda:
-            launcher.current_device = current_gpu
+        if isinstance(launcher, KernelLauncher) and query.is_cuda:
+            launcher.device.current = current_gpu
             if empty_on_gpu is not None:
-                launcher.empty = empty_on_gpu
-            launcher.guard = guard
+                launcher.device.empty = empty_on_gpu
+            launcher.device.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
         differs = resolved.by_length or bool(resolved.timed)
         return _Ready(
@@ -619,7 +619,7 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     if device.type == "cuda" and read is not None and isinstance(call.sequences, Dense):
         is_whole = result.shape == sizes_as_read(read, *sums.shape)
         if is_whole and (gradient.kind != "row" or (type(call.q_offset) is int and call.q_offset == 0)):
-            result += as_read(sums, read.over, read.order, result)  # the usual one, as the shortest way does it
+            result += as_read(sums, read.over, read.order, result)  # the usual one, as the direct way does it
             return
     by_head = total.dim() == 2 and [i.text for i in gradient.load.index] == ["head"]
     if by_head and result.shape[0] >= total.shape[1]:  # in few launches; nobody reads a shorter operand

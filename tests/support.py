@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.codegen.targets import triton_direct, triton_measures, triton_workspace
 from weft.codegen.targets.triton.kernels.measures import STRETCH
+from weft.codegen.targets.triton.parts import measures
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 TILE = 64  # rows over which errors are also compared as norms
@@ -192,7 +192,5 @@ def _gradients(
 
 def long_from(monkeypatch: pytest.MonkeyPatch, positions: int, stretch: int = STRETCH) -> None:
     """Axes of more positions than these are measured in stretches of so many tiles."""
-    for module in (triton_measures, triton_workspace):
-        monkeypatch.setattr(module, "LONG_AXIS", positions)
-    for module in (triton_measures, triton_direct, triton_workspace):
-        monkeypatch.setattr(module, "STRETCH", stretch)
+    monkeypatch.setattr(measures, "LONG_AXIS", positions)
+    monkeypatch.setattr(measures, "STRETCH", stretch)

@@ -101,7 +101,7 @@ class Launcher(Protocol):
 
     @property
     def direct(self) -> Callable[[Any], Any]:
-        """The shortest way, for most calls: from a Call to (out, lse), from a BackwardCall to gradients by name.
+        """The direct way, for most calls: from a Call to (out, lse), from a BackwardCall to gradients by name.
 
         It checks what may vary between calls; None means that nothing was done, and that the way below is to be taken.
         """

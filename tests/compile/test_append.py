@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 from weft.codegen.ahead import Compilation
-from weft.codegen.appending import _STRIDES, _WIDE, KERNEL, binding_of
-from weft.codegen.launching import parameters_of
+from weft.codegen.launch.appending import _STRIDES, _WIDE, KERNEL, binding_of
+from weft.codegen.launch.launching import parameters_of
 from weft.codegen.loader import without_holes
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import starts_early

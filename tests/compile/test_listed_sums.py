@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 from weft.codegen.ahead import Compilation
-from weft.codegen.launching import parameters_of
+from weft.codegen.launch.launching import parameters_of
+from weft.codegen.launch.summing import KERNEL, OPTIONS, binding_of, types_of
 from weft.codegen.loader import without_holes
-from weft.codegen.summing import KERNEL, OPTIONS, binding_of, types_of
 from weft.compiler.planning.hardware import by_name
 
 from .ahead import compile_ahead

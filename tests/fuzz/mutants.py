@@ -228,7 +228,7 @@ _ON_CPU: dict[str, Defect] = {
     "small_ints_wrap": InText(r"(arg_\w+\[[^\n\]]*\])\.long\(\)", r"\1"),
     "heads_of_a_long_call": InText(r"slice\(first, end \* group,", "slice(kv * group, end * group,"),
     "one_hidden_key_overlooked": InText(r"if n_seen < kv_len:", "if n_seen + 1 < kv_len:"),
-    "equal_queries_equal_keys": Instead("codegen.runs", "_place", _whatever_the_keys),
+    "equal_queries_equal_keys": Instead("codegen.launch.runs", "_place", _whatever_the_keys),
     "read_gradient_to_first_sequence": Instead("runtime.variant", "rows_of", _whosever),
     "sink_beside_the_output": InText(r"return keys / total", "return torch.ones_like(total)"),
     "sink_of_another_head": InText(r"x\.squeeze\(2\) if", "x.squeeze(2).flip(1) if"),
@@ -274,7 +274,7 @@ _IN_THE_INTERPRETER: dict[str, Defect] = {
     "hidden_times_0": InText(r"= tl\.where\(allowed, (\w+), 0\.0\)", r"= \1 * allowed.to(tl.float32)"),
 }
 _ON_A_GPU: dict[str, Defect] = {
-    "mixed_alignment_ignored": Instead("codegen.targets.triton_launcher", "alignment", _always_aligned),
+    "mixed_alignment_ignored": Instead("codegen.launch.launcher", "alignment", _always_aligned),
 }
 _ON_HOPPER: dict[str, Defect] = {
     "scores_defined_everywhere": Instead("compiler.analysis.facts", "Facts.behind_rows", _numbers),

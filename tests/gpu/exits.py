@@ -32,7 +32,7 @@ from torch import Tensor
 
 import weft
 from weft import masks, score
-from weft.codegen import starting
+from weft.codegen.launch import starting
 from weft.runtime import ending
 
 ROOT = Path(__file__).parents[2]

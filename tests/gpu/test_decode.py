@@ -67,7 +67,7 @@ def paged(caches, lens, page, rows_first=True):
 
 
 def check(name, made, lens, page=0, *, rows_first=True, times=3, **options):
-    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    """Several calls, of which the later ones take the direct way; all with the same bits."""
     variant, given = VARIANTS[name], operands_of(name)
     lse = name != "sigmoid"
     tensors, more = made, {n: torch.tensor(t, device="cuda", dtype=torch.int32) for n, t in lens.items()}

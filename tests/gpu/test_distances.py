@@ -75,7 +75,7 @@ def test_rows_that_are_not_aligned() -> None:
 
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 def test_repeated_calls_see_new_lengths_and_values(target: str) -> None:
-    """The shortest way: tables of other sizes, and of what their operand holds by now."""
+    """The direct way: tables of other sizes, and of what their operand holds by now."""
     for n, length in enumerate((256, 512, 300, 256)):
         attention, tensors, operands = given("t5", length, length)
         operands["tables"] = operands["tables"] * n

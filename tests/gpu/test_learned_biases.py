@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.codegen.targets import triton_sums
+from weft.codegen.targets.triton.parts import sums
 
 from ..kernels.test_learned_biases import SCORES, operands_of, variant
 from ..kernels.test_learned_host import LEARNED, ROWS
@@ -138,7 +138,7 @@ def test_gradients_repeat(name: str, deterministic: bool | None) -> None:
 
 @pytest.mark.parametrize("name", mostly(["graphormer"], ["graphormer", "of_half_the_heads"]))
 def test_lists_are_bounded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_sums, "MOST_LISTED", 5 * 64 * 64)
+    monkeypatch.setattr(sums, "MOST_LISTED", 5 * 64 * 64)
     tensors, operands = given(name, 300, 0, torch.bfloat16)
     check_variant(variant(name), *tensors, operands=operands, differentiate=wanted(operands))
 
@@ -160,7 +160,7 @@ def test_memory_of_a_t5_table_is_linear_in_length(most_memory: Callable[[Callabl
 @pytest.mark.parametrize("target", ["triton", "hopper"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_calls_after_the_first(name: str, target: str) -> None:
-    """Those that go the shortest way, and those that are known to be alike, are right too; so is another layout."""
+    """Those that go the direct way, and those that are known to be alike, are right too; so is another layout."""
     if target == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the hopper target needs compute capability 9.0")
     given, mask, size, dtype, *_ = LEARNED[name]

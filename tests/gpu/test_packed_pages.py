@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import weft
-from weft.codegen.targets.shared_launcher import SharedLauncher
-from weft.codegen.targets.split_launcher import SplitLauncher
+from weft.codegen.launch.launcher import KernelLauncher
+from weft.codegen.launch.shared import SharedLauncher
 from weft.compiler.planning.signature import MOST_SHORT
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
@@ -59,7 +59,7 @@ def expected(variant, made, q_lens, kv_lens, dtype, lse, **options):
 
 
 def check(name, made, q_lens=MIXED, kv_lens=KV_LENS, page=16, rows_first=True, **options):
-    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    """Several calls, of which the later ones take the direct way; all with the same bits."""
     variant, given, lse = VARIANTS[name], operands_of(name), name != "sigmoid"
     pools, table = paged(made[1:], kv_lens, page, rows_first)
     lens = {"cu_seqlens_q": starts_of(q_lens), "kv_lens": tensor(kv_lens), "block_table": table}
@@ -145,7 +145,7 @@ def test_offsets(target, schedule, offset):
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize(("heads", "page"), [(16, 16), (64, 64), (128, 128)])
 def test_latent_caches(name, heads, page):
-    """Several calls, of which the later ones take the shortest way; all with the same bits."""
+    """Several calls, of which the later ones take the direct way; all with the same bits."""
     variant = LATENT[name]
     width = variant.latent.rank + variant.latent.rope
     cache = torch.randn(5, 1, ROWS, width, device="cuda", dtype=torch.bfloat16)
@@ -229,7 +229,8 @@ def test_new_batches_compile_nothing():
     for q_lens in ([0, 1, 1, 2, 1], [250, 0, 20, 1, 1], [*long[:4], 1000]):
         call(q_lens)
     assert builds() == before
-    assert [type(r.launcher) for r in variant_of(variant)._forwards.values()] == [SplitLauncher, SharedLauncher]
+    divided, shared = [r.launcher for r in variant_of(variant)._forwards.values()]
+    assert type(divided) is KernelLauncher and divided.division is not None and type(shared) is SharedLauncher
 
 
 @pytest.mark.parametrize("schedule", ["flash", "split_kv"])

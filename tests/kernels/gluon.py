@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from weft.codegen.generate import generate_diagonals, generate_measures, generate_tables
-from weft.codegen.launching import interpreted
+from weft.codegen.launch.device import Device
+from weft.codegen.launch.launching import interpreted
 from weft.codegen.loader import load
 from weft.codegen.targets import target_named
 from weft.codegen.targets.triton.kernels.tables import DISTANCE_TABLES
@@ -504,60 +505,68 @@ def portable_module(name: str, text: str) -> Any:
     return load(Path(hashlib.sha256(text.encode()).hexdigest(), name), True, text)
 
 
-class OnACpu:
-    """Mixed into a launcher: its launches go to the interpreter."""
+class OnACpu(Device):
+    """A device whose launches go to the interpreter: of kernels of Gluon to `Kernels`, of others to Triton's."""
 
-    text, seed, edit, processors = "", 0, staticmethod(lambda text: text), 3
+    def __init__(self, job: Any, text: str, seed: int = 0) -> None:
+        super().__init__(0, True)
+        self.job, self.text, self.seed, self.at_once, self.goes_directly = job, text, seed, 3, False
 
     @classmethod
     def of(cls, made: Any, declared: Any, seed: int = 0, edit: Callable[[str], str] | None = None) -> Any:
         """The launcher of a variant's kernels that the driver has made; edit: of their text."""
         launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
-        launcher.__class__ = type("Interpreted", (cls, type(launcher)), {})
-        launcher.interprets, launcher.text, launcher.seed = True, made.source, seed
-        launcher.edit = edit or cls.edit
+        text = made.source if edit is None else edit(made.source)
+        launcher.job.device = cls(launcher.job, text, seed)
         return launcher
 
-    def _machine(self) -> Any:
+    def hardware(self) -> Any:
         return by_name("h200")
 
-    def _processors(self) -> int:
-        return self.processors
+    def processors(self) -> int:
+        return self.at_once
 
-    def _counter(self) -> Tensor:
+    def counter(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
 
-    def _compiled(self, bindings: Sequence[Any], options: object, typed: object) -> list[Any]:
-        own = Kernels(self.edit(self.text), self.seed)
-        self._launching = SimpleNamespace(descriptor=Descriptor, types_of=list)
+    def types_of(self, arguments: Sequence[Any]) -> list[Any]:
+        return list(arguments)
 
-        measured: Any = None
-        if self.code.tile_source != "program":  # portable kernels, of a module of their own, in Triton's interpreter
-            measured = portable_module("tile_spans.py", generate_measures(self.facts, False, self.sequences))
-        portable = [measured]
-        if self.code.has(DISTANCE_TABLES):
-            portable.append(portable_module("distance_tables.py", generate_tables(self.facts, self.code)))
-        if self.code.borrowed:
-            text = generate_diagonals(self.facts, self.code, target_named("triton"))
-            text = re.sub(
-                r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL
-            )
-            portable.append(portable_module("flash_ddiagonals.py", text))
+    def descriptor(self, box: Any, block: Sequence[int]) -> Any:
+        return Descriptor(box, block)
 
-        def run(binding: Any) -> Callable[..., None]:
+    def compiled(self, asked: Sequence[Any]) -> list[Any]:
+        own, portable = Kernels(self.text, self.seed), self._portable()
+
+        def run(one: Any) -> Callable[..., None]:
+            name = one.binding.name
             for module in portable:
-                if hasattr(module, binding.name):
-                    return interpreted(getattr(module, binding.name), binding, {})
+                if hasattr(module, name):
+                    return interpreted(getattr(module, name), one.binding, {})
 
             def launch(programs: Any, arguments: Sequence[Any], stream: object) -> None:
-                own.launch(binding.name, int(programs), super(OnACpu, self)._types(binding, arguments))
+                own.launch(name, int(programs), one.types(arguments))
 
             return launch
 
-        return [run(binding) for binding in bindings]
+        return [run(one) for one in asked]
 
-    def _types(self, binding: object, arguments: Any) -> Any:
-        return arguments
+    def _portable(self) -> list[Any]:
+        """Modules of kernels that are not the target's own."""
+        code, facts = self.job.code, self.job.facts
+        found: list[Any] = []
+        if code.tile_source != "program":
+            measures = generate_measures(facts, False, code.signature.sequences)
+            found.append(portable_module("tile_spans.py", measures))
+        if code.has(DISTANCE_TABLES):
+            found.append(portable_module("distance_tables.py", generate_tables(facts, code)))
+        if code.borrowed:
+            text = generate_diagonals(facts, code, target_named("triton"))
+            text = re.sub(
+                r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL
+            )
+            found.append(portable_module("flash_ddiagonals.py", text))
+        return found
 
 
 class Kernels:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tempfile
-import types
 from typing import Any
 
 import pytest
@@ -14,12 +13,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, group, head, kv_head, kv_pos, masks, q_pos, score
-from weft.codegen.targets.hopper_launcher import (
-    HopperBackwardLauncher,
-    HopperForwardLauncher,
-    HopperLauncher,
-    boxed_bytes,
-)
+from weft.codegen.launch.descriptors import boxed_bytes
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
@@ -27,7 +21,7 @@ from weft.runtime.call import Call, Dense, Lengths, Options, Packed
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
-from .gluon import Deadlock, Descriptor, Kernels
+from .gluon import Deadlock, OnACpu
 
 pytest.importorskip("triton")
 
@@ -53,39 +47,20 @@ def variant(name: str, mask: Any = masks.causal) -> weft.Attention:
     return weft.Attention(SCORES[name], mask, name=name)
 
 
-class OnACpu(HopperLauncher):
-    """Launches that go to the interpreter, mixed into a launcher."""
+class Boxed(OnACpu):
+    """The interpreter with two programs at a time; lists of tiles are made here."""
 
-    text, seed, edit = "", 0, staticmethod(lambda text: text)
-
-    def _processors(self) -> int:
+    def processors(self) -> int:
         return 2
 
-    def _counter(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32)
+    def compiled(self, asked: Any) -> Any:
+        rows = self.job.code.kernels[-1].form.block_q
 
-    def _compiled(self, bindings: Any, options: Any, typed: Any) -> Any:
-        own = Kernels(self.edit(self.text), self.seed)
-        self._launching = types.SimpleNamespace(descriptor=Descriptor, types_of=list)
+        def lists(one: Any) -> Any:
+            return lambda programs, arguments, stream: list_tiles(dict(zip(one.binding.parameters, arguments)), rows)
 
-        def run(binding: Any) -> Any:
-            def launch(programs: int, arguments: Any, stream: int) -> None:
-                if binding.name == "query_work":  # a kernel of Triton's, which has an interpreter of its own
-                    rows = self.code.form("flash_forward").block_q
-                    return list_tiles(dict(zip(binding.parameters, arguments)), rows)
-                own.launch(binding.name, int(programs), HopperLauncher._types(self, binding, arguments))
-
-            return launch
-
-        return [run(binding) for binding in bindings]
-
-
-class Forward(OnACpu, HopperForwardLauncher):
-    pass
-
-
-class Backward(OnACpu, HopperBackwardLauncher):
-    pass
+        runs = super().compiled(asked)
+        return [lists(one) if one.binding.name == "query_work" else run for one, run in zip(asked, runs)]
 
 
 def list_tiles(given: dict[str, Any], rows: int) -> None:
@@ -120,11 +95,8 @@ class Run:
         with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
             made = compile_kernels(declared, signature, by_name("h200"), "hopper", schedule)
         assert made.resolved.target.name == "hopper"
-        launcher = made.resolved.target.bind(made.modules, made.resolved.code, facts_of(declared), torch.device("cpu"))
-        launcher.__class__ = Backward if wanted else Forward
-        launcher.interprets, launcher.text, launcher.seed = True, made.source, self.seed
-        launcher.edit = self.edit or OnACpu.edit
-        assert boxed and launcher.code.brings_boxes and "pairs_desc" in launcher.text
+        launcher = Boxed.of(made, declared, self.seed, self.edit)
+        assert boxed and launcher.code.brings_boxes and "pairs_desc" in launcher.device.text
         return launcher
 
 

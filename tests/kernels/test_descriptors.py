@@ -18,9 +18,9 @@ import weft
 from weft import masks
 
 pytest.importorskip("triton")
-from weft.codegen import launching
-from weft.codegen.binding import Launch
-from weft.codegen.targets.hopper_launcher import Box
+from weft.codegen.launch import launching
+from weft.codegen.launch.binding import Launch
+from weft.codegen.launch.descriptors import Box
 
 from .without_gpu import go_without_a_gpu
 
@@ -33,7 +33,7 @@ class _Launches:
     def __init__(self) -> None:
         self.longer: list[Entry] = []
         self.shortest: list[Entry] = []
-        self.made = 0  # descriptors that the shortest way made
+        self.made = 0  # descriptors that the direct way made
         self.is_heard = False
 
     @contextmanager

@@ -79,7 +79,7 @@ START = 3  # tiles of keys take as long as what a tile of rows takes beside its 
 
 def rounds_of_programs(declared, q_lens, kv_lens, heads, at_once=132, q_offset=0, per_row=False):
     """(sequence, tile of rows, first and last tile of keys) of each program of packed queries."""
-    source = launcher_of(declared, "packed_paged", few=False).text
+    source = launcher_of(declared, "packed_paged", few=False).device.text
     kernels = Kernels(source)
     space, number, rows = kernels.space, len(q_lens), sum(q_lens)
     starts, lens = (
@@ -141,7 +141,7 @@ def test_programs_have_as_much_work_whatever_rounds_see(q_lens, kv_lens, heads, 
 
 def test_the_longest_sequences_are_counted_without_overflow():
     """2**23 queries of 128 heads behind 2**30 keys: places of rows have no more room."""
-    space = Kernels(launcher_of(CAUSAL, "packed_paged", few=False).text).space
+    space = Kernels(launcher_of(CAUSAL, "packed_paged", few=False).device.text).space
     q_len, kv_len = 1 << 23, 1 << 30
     first, further = space["counts_of_rounds"](0, q_len, q_len, kv_len, kv_len - q_len, 128, 576, 2)
     rounds = torch.tensor([1, 2, q_len - 1, q_len])
@@ -151,7 +151,7 @@ def test_the_longest_sequences_are_counted_without_overflow():
 
 @pytest.mark.parametrize("mask", [True, kv_pos < q_pos - 329, kv_pos >= q_pos])
 def test_no_round_counts_nothing(mask):
-    space = Kernels(launcher_of(variant("latent_counted", mask=mask), "packed_paged", few=False).text).space
+    space = Kernels(launcher_of(variant("latent_counted", mask=mask), "packed_paged", few=False).device.text).space
     for q_len, kv_len in ((1, 0), (300, 300), (300, 5000), (0, 7), (7, 64)):
         first, further = space["counts_of_rounds"](0, q_len, q_len, kv_len, kv_len - q_len, 64, 576, 1)
         assert min(int(first), int(first + further * max(q_len - 1, 0))) > 0
@@ -159,7 +159,7 @@ def test_no_round_counts_nothing(mask):
 
 def test_parts_of_packed_chunks_take_memory_by_programs():
     launcher = launcher_of(CAUSAL, "packed_paged", few=False)
-    launcher.processors = 132
+    launcher.device.at_once = 132
 
     def rows(q_len):
         query, pool = torch.empty(1, 128, q_len, 576, device="meta"), torch.empty(64, 1, 64, 576, device="meta")
@@ -176,7 +176,7 @@ def test_parts_of_packed_chunks_take_memory_by_programs():
 @pytest.mark.parametrize("kind", ["dense", "lengths"])
 def test_parts_of_chunks_take_memory_by_programs(kind):
     launcher = launcher_of(CAUSAL, kind, few=False)
-    launcher.processors = 132
+    launcher.device.at_once = 132
     for batches, heads, q_len in ((1, 16, 65), (1, 16, 300), (1, 128, 70), (2, 16, 300), (1, 128, 4000), (9, 64, 20)):
         query, key = (torch.empty(batches, *n, 576, device="meta") for n in ((heads, q_len), (1, 4096)))
         sequences = Dense(4096 - q_len) if kind == "dense" else Lengths(None, torch.ones(batches).int(), None)

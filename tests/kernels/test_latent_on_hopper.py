@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
-from weft.codegen.targets import latent_launcher
+from weft.codegen.targets.hopper import latent_launcher
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
@@ -77,12 +77,12 @@ def run(
     rank, width = declared.latent.rank, query.shape[3]
     offset = offset_kind(sequences.q_offset)
     launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, few, offset)
-    launcher.processors = at_once
+    launcher.device.at_once = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Options(), head_dim or width)
     nan = float("nan")
     results = {
         "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
-        "lse": torch.full((*([2] if launcher.shifts else []), *query.shape[:3]), nan),
+        "lse": torch.full((*([2] if launcher.job.shifts else []), *query.shape[:3]), nan),
     }
     partition = launcher.partition(call, results)
     if parts:
@@ -94,7 +94,7 @@ def run(
         tensor.fill_(nan if tensor.dtype.is_floating_point else -(2**31))
     launcher(call, results, workspace, partition)
     joins = workspace["joins"]
-    lse = results["lse"].sum(0) if launcher.shifts else results["lse"]
+    lse = results["lse"].sum(0) if launcher.job.shifts else results["lse"]
     places = slice(1, -1, 2) if sequences.kind != "packed_paged" else slice(3, None, 2) if few else slice(4, None, 4)
     return results["out"], lse, joins[places].tolist()
 
@@ -300,12 +300,12 @@ def divided(lens, heads, q_len=1, room=0):
     """Tiles of keys of each program of one tile of rows, as the kernel divides sequences of these lengths, and the
     number of programs. Every tile is seen to belong to one program."""
     launcher = launcher_of(CAUSAL, "lengths")
-    launcher.processors = 132
+    launcher.device.at_once = 132
     batch, room, units = len(lens), room or max(lens), max(1, heads * q_len // 64)
-    parts = launcher._divide(batch, heads, 1, q_len, room, None, 192, {})
-    even = launcher._even_shares(batch, units)
+    parts = launcher.division.divide(batch, heads, 1, q_len, room, None, 192, {})
+    even = launcher.own.even_shares(batch, units)
     shares = max(parts.parts * batch, even)
-    space = Kernels(launcher.text).space
+    space = Kernels(launcher.device.text).space
     pointer = Pointer.to(torch.tensor(lens, dtype=torch.int32))
     tiles = [max(1, -(-n // 64)) for n in lens]
     seen, loads = [0] * batch, []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_head, kv_pos, masks, q_pos, score, scores
-from weft.codegen.targets import triton_sums
+from weft.codegen.targets.triton.parts import sums
 
 from ..support import check_variant, poisoned
 
@@ -291,7 +291,7 @@ def test_two_threads_add_to_tables_of_their_own(one_thread: None) -> None:
 @pytest.mark.parametrize(("name", "more"), [("graphormer", {}), ("graphormer", PADDED), ("swin", {})])
 def test_lists_are_bounded(name: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are more sums than are listed at once, the programs run in parts."""
-    monkeypatch.setattr(triton_sums, "MOST_LISTED", 3 * 32 * 32)
+    monkeypatch.setattr(sums, "MOST_LISTED", 3 * 32 * 32)
     check(variant(name), more=dict(more), target="interpret")
 
 

@@ -18,10 +18,10 @@ import weft
 from weft import batch, group, head, kv_pos, masks, q_pos, score, scores
 
 pytest.importorskip("triton")
-from weft.codegen import launching
-from weft.codegen.summing import Summing
-from weft.codegen.targets.triton_direct import nothing_yet
-from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.codegen.launch import launching
+from weft.codegen.launch.device import Device
+from weft.codegen.launch.direct import nothing_yet
+from weft.codegen.launch.summing import Summing
 from weft.compiler.planning.target import Place
 from weft.runtime.variant import Variant, boxed_of
 
@@ -62,7 +62,7 @@ def made_up(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Launches written down on tensors that hold small numbers; boxes are brought, as on a GPU."""
     found = written(monkeypatch)
-    made = TritonLauncher.__init__
+    made = Device.__init__
 
     def here(self: Any, *arguments: Any) -> None:
         made(self, *arguments)
@@ -76,7 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         found.written("sum_listed", sums.numel(), (sums, entries, ranges, size, shares))
         shares.copy_(made_up(shares.shape, shares.stride(), shares.dtype))
 
-    monkeypatch.setattr(TritonLauncher, "__init__", here)
+    monkeypatch.setattr(Device, "__init__", here)
     monkeypatch.setattr(Place, "beside", beside)
     monkeypatch.setattr(Summing, "__call__", added)
     monkeypatch.setattr(launching, "current_stream", lambda device: 0)

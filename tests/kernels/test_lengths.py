@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
-from weft.codegen import launching
+from weft.codegen.launch import launching
 from weft.runtime.driver import builds
 
 from ..support import check_variant, long_from, poisoned

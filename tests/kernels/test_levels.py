@@ -11,9 +11,9 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score, scores
-from weft.codegen.targets import triton_launcher
-from weft.codegen.targets.triton_sums import SummingLauncher
-from weft.codegen.targets.triton_workspace import sums_by_entry
+from weft.codegen.launch.adding import sums_by_entry
+from weft.codegen.launch.device import Device
+from weft.codegen.targets.triton.parts import sums as launched_sums
 from weft.compiler.planning.tables import DIAGONAL_PARTS
 from weft.runtime import variant
 
@@ -125,7 +125,7 @@ def test_packed_sequences(name: str) -> None:
 def listed(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """What kernels list of the gradient of one table, sums and entries; 0 where none were written."""
     seen: list[tuple[Tensor, Tensor]] = []
-    before = SummingLauncher._sum_listed
+    before = Device.sum_listed
 
     def add(own: Any, sums: Tensor, entries: Tensor, ranges: Tensor, group: int, shares: Tensor) -> None:
         of_groups = (ranges[:, 1] > 0).repeat_interleave(group)
@@ -133,7 +133,7 @@ def listed(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor]) -> tuple
         seen.append((torch.where(written, sums, 0.0), torch.where(written, entries, 0)))
         before(own, sums, entries, ranges, group, shares)
 
-    monkeypatch.setattr(SummingLauncher, "_sum_listed", add)
+    monkeypatch.setattr(Device, "sum_listed", add)
     call().sum().backward()
     ((sums, entries),) = seen
     return sums, entries
@@ -172,7 +172,7 @@ def test_programs_go_through_the_diagonals_of_a_head(mask: str, monkeypatch: pyt
     tensors = [torch.randn(1, heads, rows, 16, generator=generator).requires_grad_() for heads, rows in shapes]
 
     def gradient(programs: int) -> Tensor:
-        monkeypatch.setattr(triton_launcher, "DIAGONAL_PROGRAMS", programs)
+        monkeypatch.setattr(launched_sums, "DIAGONAL_PROGRAMS", programs)
         variant.forget()
         operands = {n: t.clone().requires_grad_() for n, t in operands_of(attention).items()}
         attention(*tensors, **operands, target="interpret").cos().sum().backward()

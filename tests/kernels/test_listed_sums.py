@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from weft.codegen.summing import SHARES, summing
+from weft.codegen.launch.summing import SHARES, summing
 
 GROUP = 16
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos
-from weft.codegen.targets import triton_launcher, triton_measures, triton_workspace
+from weft.codegen.targets.triton.parts import measures
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import LIST_HEAD, Measurement, Table
 from weft.compiler.analysis.survey import CELL
@@ -148,9 +148,8 @@ def test_what_the_interpreter_computes(name: str) -> None:
 
 def test_a_list_without_room_goes_on_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for 2 tiles: what follows is visited from the first to the last, with the mask."""
-    for module in (triton_launcher, triton_workspace):
-        monkeypatch.setattr(module, "LIST_ROOM", 2)
-    monkeypatch.setattr(triton_measures, "TILES_TOGETHER", 1)
+    monkeypatch.setattr(measures, "LIST_ROOM", 2)
+    monkeypatch.setattr(measures, "TILES_TOGETHER", 1)
     variant = weft.Attention(mask=MASKS["hidden_blocks"], name="no_room")
     found = measured(variant, "kv", (32, 16), (33, 250), 200, given(variant), (1, 2, 1))
     assert found.shape[-1] == LIST_HEAD + 2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen.targets import triton_launcher, triton_workspace
+from weft.codegen.targets.triton.parts import measures
 from weft.runtime.call import Call, Dense, Lengths, Options, Packed, Sequences
 
 from ..support import check_errors, mostly
@@ -101,8 +101,7 @@ def test_widths(width: int) -> None:
 @pytest.mark.parametrize("name", ["causal", "blocks"])
 def test_lists_without_room(name: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a list has no room for is visited as a run, with the mask."""
-    for module in (triton_launcher, triton_workspace):
-        monkeypatch.setattr(module, "LIST_ROOM", room)
+    monkeypatch.setattr(measures, "LIST_ROOM", room)
     check(name, Dense(0), (520, 520), (2, 2), batches=1)
 
 

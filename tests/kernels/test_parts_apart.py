@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.codegen.targets.triton.parts.measures import Measures
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table, visited
 from weft.runtime.call import Call, Dense, Lengths, Options, Packed
@@ -177,8 +177,8 @@ def test_tiles_between_parts_are_not_visited(target: str, name: str, determinist
 
 @pytest.mark.parametrize("target", ["interpret", "hopper"])
 def test_runs_alone_would_visit_them(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonLauncher, "_neighbours", 0)
-    monkeypatch.setattr("weft.codegen.targets.hopper_launcher.HopperForwardLauncher._neighbours", 0)
+    made = Measures.__init__
+    monkeypatch.setattr(Measures, "__init__", lambda self, job, neighbours=1: made(self, job, 0))
     assert not untouched(target, VARIANTS["causal"].replace(name=f"runs_{target}"))
 
 

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import head, kv_pos, masks, q_pos, score
-from weft.codegen.targets.triton_launcher import TritonLauncher
 from weft.runtime.variant import Variant
 
 pytest.importorskip("triton")
+from weft.codegen.launch.launcher import KernelLauncher
 
 window, heat = weft.scalar("window", int), weft.scalar("heat", float)
 gain, doc = weft.tensor("gain", 1), weft.tensor("doc", 1, int)
@@ -71,7 +71,7 @@ def check(variant: weft.Attention, target: str, tensors: Sequence[Tensor], **ope
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often something was prepared: "Variant" for a kind of calls, "TritonLauncher" for a mode of their tensors."""
+    """How often something was prepared: "Variant" for a kind of calls, "KernelLauncher" for a mode of their tensors."""
     counts: Counter[str] = Counter()
 
     def count(kind: type) -> None:
@@ -84,13 +84,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(kind, "_prepare", counted)
 
     count(Variant)
-    count(TritonLauncher)
+    count(KernelLauncher)
     return counts
 
 
 def once(target: str) -> dict[str, int]:
     """What one training step prepares: a forward and a backward."""
-    return {"Variant": 2} | ({"TritonLauncher": 2} if target == "interpret" else {})
+    return {"Variant": 2} | ({"KernelLauncher": 2} if target == "interpret" else {})
 
 
 # -- what is prepared anew, and what is not ----------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_keys_that_grow_by_one_prepare_nothing(target: str, prepared: Counter[st
         out = variant(query, key[:, :, :length], value[:, :, :length], window=9, target=target)
         exact = variant.reference(query, key[:, :, :length], value[:, :, :length], window=9)
         torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
-    assert prepared["Variant"] == 1 and prepared["TritonLauncher"] == (target == "interpret")
+    assert prepared["Variant"] == 1 and prepared["KernelLauncher"] == (target == "interpret")
 
 
 @TARGETS
@@ -130,7 +130,7 @@ def test_a_float_that_is_annealed_prepares_nothing(target: str, prepared: Counte
         if step % (steps // 10) == 0:
             exact = variant.reference(*tensors, heat=1.0 - 2.0 * step / steps)
             torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
-    assert prepared["Variant"] == 1 and prepared["TritonLauncher"] == (target == "interpret")
+    assert prepared["Variant"] == 1 and prepared["KernelLauncher"] == (target == "interpret")
 
 
 @TARGETS
@@ -158,15 +158,15 @@ def test_values_of_a_tensor_operand_and_its_strides_prepare_nothing(target: str,
 def test_gradients_of_a_shared_key_have_one_type_whatever_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for one number of heads serves all: one head has nothing to share, and yet a share."""
     latent = weft.Attention(mask=masks.causal, latent=weft.Latent(rank=8, rope=8), name="prepared_latent")
-    launch, types = TritonLauncher.__call__, []
+    launch, types = KernelLauncher.__call__, []
 
     def recorded(self: Any, call: Any, results: Any, workspace: Any, partition: Any) -> Any:
-        if self.backward:
+        if self.job.backward:
             given = {**self._given(call, results), **workspace}
             types.append({name: value.dtype for name, value in given.items() if isinstance(value, Tensor)})
         return launch(self, call, results, workspace, partition)
 
-    monkeypatch.setattr(TritonLauncher, "__call__", recorded)
+    monkeypatch.setattr(KernelLauncher, "__call__", recorded)
     for heads in (2, 1):
         query, cache = rows(9, heads=heads).half().requires_grad_(), rows(9, heads=1).half().requires_grad_()
         up = [torch.randn(heads, 8, width).half() for width in (8, 16)]
@@ -211,7 +211,7 @@ def test_operands_at_odd_addresses(target: str, prepared: Counter[str]) -> None:
     check(variant, target, (misaligned(tensors[0]), *tensors[1:]), gain=weights)
     check(variant, target, (*tensors[:2], misaligned(tensors[2])), gain=torch.randn(4)[::2])
     check(variant, target, tensors, gain=weights)
-    assert prepared["Variant"] == 2 and prepared["TritonLauncher"] <= 4
+    assert prepared["Variant"] == 2 and prepared["KernelLauncher"] <= 4
 
 
 @TARGETS

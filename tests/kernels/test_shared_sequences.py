@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.codegen.targets.shared_launcher import SharedLauncher
-from weft.codegen.targets.split_launcher import SplitLauncher
-from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.codegen.launch.division import Division
+from weft.codegen.launch.launcher import KernelLauncher
+from weft.codegen.launch.shared import SharedLauncher
 from weft.compiler.planning.signature import MOST_SHARED, MOST_SHORT, has_few, share_of
 from weft.compiler.planning.splits import Parts
 from weft.runtime.driver import builds
@@ -27,14 +27,14 @@ SHARED = ["flash_forward", "join_parts", "query_work", "split_forward"]
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that calls launch."""
-    names, due = [], TritonLauncher._due
+    names, due = [], KernelLauncher._due
 
     def recorded(self, *arguments):
         found = due(self, *arguments)
         names.extend(self.code.kernels[n].name for n in found)
         return found
 
-    monkeypatch.setattr(TritonLauncher, "_due", recorded)
+    monkeypatch.setattr(KernelLauncher, "_due", recorded)
     return names
 
 
@@ -68,7 +68,7 @@ def test_what_differs_by_head_or_is_read_from_tables(name):
 @pytest.mark.parametrize("parts", [1, 5])
 def test_batches(q_lens, parts, monkeypatch):
     """All on one side, none at all, the long one first and last; rows of no sequence; one part, and more than tiles."""
-    monkeypatch.setattr(SplitLauncher, "_parts", lambda *sizes: Parts(parts, 1))
+    monkeypatch.setattr(Division, "_parts", lambda *sizes: Parts(parts, 1))
     variant = CAUSAL.replace(name=f"shared_{parts}")
     lens = torch.tensor([96, 70, 91, 64, 75, 96], dtype=torch.int32)
     check(variant, operands(q_lens, behind=5 if sum(q_lens) else 80), q_lens, lens, kind=BOTH)
@@ -96,7 +96,7 @@ def test_random_batches():
 
 def test_many_sequences(monkeypatch):
     """More than a program of the list looks at together, and more slots than tiles."""
-    monkeypatch.setattr(SplitLauncher, "_parts", lambda *sizes: Parts(1, 1))
+    monkeypatch.setattr(Division, "_parts", lambda *sizes: Parts(1, 1))
     number = 1100
     q_lens = torch.zeros(number, dtype=torch.int64)
     q_lens[5::70], q_lens[7], q_lens[1090], q_lens[1095] = MOST_SHORT, 66, 110, 1

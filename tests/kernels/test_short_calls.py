@@ -16,7 +16,7 @@ import weft
 from weft import head, kv_pos, masks, q_pos, score
 
 pytest.importorskip("triton")
-from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.codegen.launch.launcher import KernelLauncher
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import is_short_call
@@ -49,17 +49,18 @@ class Forms:
 @pytest.fixture
 def forms(monkeypatch: pytest.MonkeyPatch) -> Forms:
     launches, found = written(monkeypatch), Forms()
-    compiled = TritonLauncher._compiled
+    compile_these = KernelLauncher._compile_these
 
-    def one_by_one(self: Any, bindings: Any, options: Any, typed: Any) -> list[Any]:
-        runs = compiled(self, bindings, options, typed)
-        for binding, run in zip(bindings, runs):
+    def one_by_one(self: Any, due: Any, ready: Any, *given: Any) -> None:
+        before = set(ready.runs)
+        compile_these(self, due, ready, *given)
+        for n in sorted(ready.runs.keys() - before):
+            name = ready.bindings[n].name
             known = {name: str(choice.form) for name, choice in self.code.schedule.kernels.items()}
-            found.compiled.append((binding.name, known.get(binding.name, "")))
-            run.launches = _Named(launches, found.launched, found.compiled[-1])
-        return runs
+            found.compiled.append((name, known.get(name, "")))
+            ready.runs[n].launches = _Named(launches, found.launched, found.compiled[-1])
 
-    monkeypatch.setattr(TritonLauncher, "_compiled", one_by_one)
+    monkeypatch.setattr(KernelLauncher, "_compile_these", one_by_one)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The shortest way of a call with lengths launches what the longer one does: told from the arguments of its kernels.
+"""The direct way of a call with lengths launches what the longer one does: told from the arguments of its kernels.
 
 The way is for GPUs. Here its function is made on a CPU for Triton's interpreter, and its launches are written down.
 """
@@ -14,10 +14,10 @@ import weft
 from weft import batch, kv_pos, masks, q_pos
 
 pytest.importorskip("triton")
-from weft.codegen import launching
-from weft.codegen.binding import Launch
-from weft.codegen.targets.split_launcher import SplitLauncher
-from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.codegen.launch import launching
+from weft.codegen.launch.binding import Launch
+from weft.codegen.launch.device import Device
+from weft.codegen.launch.division import Division
 from weft.compiler.planning.splits import Parts
 
 from ..support import calls_of, long_from
@@ -73,20 +73,19 @@ class _Run:
 def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[Launched, Launched]:
     longer: Launched = []
     shortest: Launched = []
-    compiled, made = TritonLauncher._compiled, TritonLauncher.__init__
+    compiled, made = Device.compiled, Device.__init__
 
     def here(self: Any, *arguments: Any) -> None:
         made(self, *arguments)
-        self.device = -1  # what CPU tensors say of theirs
+        self.number, self.goes_directly = -1, True  # -1: what CPU tensors say of theirs
         self.empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
 
-    def recorded(self: Any, bindings: Any, options: Any, typed: Any) -> list[Any]:
-        runs = compiled(self, bindings, options, typed)
-        return [_Run(run, binding, longer, shortest) for run, binding in zip(runs, bindings)]
+    def recorded(self: Any, asked: Any) -> list[Any]:
+        runs = compiled(self, asked)
+        return [_Run(run, one.binding, longer, shortest) for run, one in zip(runs, asked)]
 
-    monkeypatch.setattr(TritonLauncher, "__init__", here)
-    monkeypatch.setattr(TritonLauncher, "_compiled", recorded)
-    monkeypatch.setattr(TritonLauncher, "_may_go_directly", True)
+    monkeypatch.setattr(Device, "__init__", here)
+    monkeypatch.setattr(Device, "compiled", recorded)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(launching, "stream_function", lambda: lambda device: 0)
     return longer, shortest
@@ -159,13 +158,13 @@ def test_what_a_step_of_a_decode_costs_the_host(kind: str, launched: tuple[Launc
 def asked(launched: tuple[Launched, Launched], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are compiled, in order."""
     names: list[str] = []
-    compiled = TritonLauncher._compiled
+    compiled = Device.compiled
 
-    def recorded(self: Any, bindings: Any, options: Any, typed: Any) -> list[Any]:
-        names.extend(binding.name for binding in bindings)
-        return compiled(self, bindings, options, typed)
+    def recorded(self: Any, asked: Any) -> list[Any]:
+        names.extend(one.binding.name for one in asked)
+        return compiled(self, asked)
 
-    monkeypatch.setattr(TritonLauncher, "_compiled", recorded)
+    monkeypatch.setattr(Device, "compiled", recorded)
     return names
 
 
@@ -196,7 +195,7 @@ def test_what_a_call_does_not_launch_is_compiled_by_the_first_that_does(
     assert not shortest
     asked.clear()
     longer.clear()
-    for n in (32, 64):  # by the shortest way, either
+    for n in (32, 64):  # by the direct way, either
         step(n)
     assert not asked and not longer
     assert {"kv_spans", "kv_long_spans", "q_spans", "q_long_spans"} <= {name for name, *_ in shortest}
@@ -207,7 +206,7 @@ def test_parts_are_joined_by_a_kernel_that_is_compiled_where_there_are_parts(
 ) -> None:
     _, shortest = launched
     parts = [1]
-    monkeypatch.setattr(SplitLauncher, "_parts", lambda *sizes: Parts(parts[0], 1))
+    monkeypatch.setattr(Division, "_parts", lambda *sizes: Parts(parts[0], 1))
     variant = VARIANTS["causal"][0].replace(name="shortest_parts")
     query = torch.randn(1, 2, 1, 16)
 

@@ -80,7 +80,7 @@ def parts_taken(variant, schedule="split_kv"):
     """Into how many parts the calls of a variant were divided."""
     ready = variant_of(variant)._forwards.values()
     launchers = [r.launcher for r in ready if r.launcher.code.schedule.algorithm == schedule]
-    return {parts.parts for launcher in launchers for parts in launcher._known.values()}
+    return {parts.parts for launcher in launchers for parts in launcher.division.divided.values()}
 
 
 OFTEN = ("window", "factors", "windows by head", "documents by head", "far sink", "sink", "sigmoid")

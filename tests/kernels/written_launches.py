@@ -14,10 +14,10 @@ import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 
 pytest.importorskip("triton")
-from weft.codegen import launching
-from weft.codegen.binding import Launch
-from weft.codegen.targets.hopper_launcher import Box
-from weft.codegen.targets.triton_launcher import TritonLauncher
+from weft.codegen.launch import launching
+from weft.codegen.launch.binding import Launch
+from weft.codegen.launch.descriptors import Box
+from weft.codegen.launch.device import Device
 from weft.runtime import torch_private
 
 from .without_gpu import go_without_a_gpu
@@ -138,17 +138,17 @@ class Calls:
 @contextmanager
 def _guards(are_used: bool) -> Iterator[None]:
     """What is bound while they are not used knows of none."""
-    init = TritonLauncher.__init__
+    init = Device.__init__
 
     def here(self: Any, *arguments: Any) -> None:
         init(self, *arguments)
         self.guard = torch_private.guard if are_used else None
 
-    TritonLauncher.__init__ = here  # type: ignore[method-assign]
+    Device.__init__ = here  # type: ignore[method-assign]
     try:
         yield
     finally:
-        TritonLauncher.__init__ = init  # type: ignore[method-assign]
+        Device.__init__ = init  # type: ignore[method-assign]
 
 
 def leaves(tensors: list[Tensor]) -> list[Tensor]:

@@ -18,15 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import torch
+
 from .corpus import corpus
 from .texts import machine_code, texts_of, without_holes
 
+THREADS = 2
 RECORDED = Path(__file__).with_name("recorded.json")
 Found = dict[str, dict[str, str]]  # by triple, by part: text
 
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))  # torch has threads, which no fork survives
+    """Processes in which torch has as many threads as on the machine of the record: plans of a CPU count them."""
+    spawned = multiprocessing.get_context("spawn")  # torch has threads, which no fork survives
+    return ProcessPoolExecutor(jobs, spawned, torch.set_num_threads, (THREADS,))
 
 
 def generated(jobs: int, only: str) -> Iterator[tuple[str, dict[str, str]]]:

@@ -176,7 +176,7 @@ def test_second_derivatives_are_refused():
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("of", ["out", "lse"])
 def test_gradients_in_batches_are_refused(of, prepared, watched):
-    """Also where such a backward was prepared, and takes the shortest way, and where torch's dispatcher is asked."""
+    """Also where such a backward was prepared, and takes the direct way, and where torch's dispatcher is asked."""
     q, k, v = qkv()
     q.requires_grad_()
     variant = weft.Attention(mask=kv_pos <= q_pos, name="in_batches_" + f"{of}_{prepared}_{watched}".replace(" ", "_"))

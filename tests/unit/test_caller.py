@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from weft.codegen import launching
+from weft.codegen.launch import launching
 from weft.compiler.planning.rates import Machine
 from weft.integrations import rules
 from weft.ir.caller import for_threads, source_line, warn

@@ -256,9 +256,9 @@ def test_a_latent_tile_that_is_key_and_value_is_counted_once() -> None:
 
 
 def test_the_model_and_the_launches_agree_on_what_runs_together() -> None:
-    from weft.codegen.targets import triton_launcher
+    from weft.codegen.launch import launcher
 
-    assert triton_launcher.HEAD_BUNCH == HEADS_TOGETHER
+    assert launcher.HEAD_BUNCH == HEADS_TOGETHER
 
 
 # -- formulas --------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def test_what_triton_does_once_is_done_before_a_process_ends() -> None:
     pytest.importorskip("triton")
     script = """
 import time
-from weft.codegen import starting
+from weft.codegen.launch import starting
 starting._hash = starting._reach_driver = lambda: (time.sleep(0.2), print("done", flush=True))
 starting.begin()
 """
@@ -60,7 +60,7 @@ def test_kernels_are_compiled_at_the_end_of_a_process_too() -> None:
     pytest.importorskip("triton")
     script = """
 import atexit
-from weft.codegen import launching
+from weft.codegen.launch import launching
 launching.compiled = lambda name, *rest: name
 atexit.register(lambda: print(launching.compiled_together(-1, [("a",), ("b",)])))
 """

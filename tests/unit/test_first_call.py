@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 import weft
 
 pytest.importorskip("triton")
-from weft.codegen import launching, starting
-from weft.codegen.targets.triton_launcher import Mode, TritonLauncher, _Prepared
+from weft.codegen.launch import launching, starting
+from weft.codegen.launch.direct import Prepared
+from weft.codegen.launch.job import Mode
+from weft.codegen.launch.launcher import KernelLauncher
 
 
 def asked(name: str) -> launching.Asked:
@@ -79,7 +82,7 @@ def test_threads_find_triton_imported() -> None:
     """Modules that import each other in circles are half made for a second thread that imports them meanwhile."""
     script = """
 import sys
-from weft.codegen import starting
+from weft.codegen.launch import starting
 
 def seen():
     found.append([sys.modules[name].__spec__._initializing for name in ("triton", "triton.language", "triton.runtime")])
@@ -99,16 +102,16 @@ def test_nothing_of_triton_is_begun_by_a_call_on_a_cpu(monkeypatch: pytest.Monke
     weft.Attention(name="on_a_cpu")(query, query, query)
 
 
-class _Launcher(TritonLauncher):
-    """Of which the shortest way is the kernels that it is made of, and takes long to be made of the first one."""
-
-    _may_go_directly = True  # type: ignore[assignment]
+class _Launcher(KernelLauncher):
+    """Of which the direct way is the kernels that it is made of, and takes long to be made of the first one."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
+        device = SimpleNamespace(goes_directly=True, compiled=lambda asked: [one.binding for one in asked])
+        self.job = SimpleNamespace(device=device)  # type: ignore[assignment]
 
-    def _compiled(self, bindings: Any, options: Any, typed: Any) -> list[Any]:
-        return list(bindings)
+    def _function(self, name: str) -> None:
+        return None
 
     def _go_directly(self, mode: Mode, ready: Any) -> None:
         kernels = set(ready.runs)
@@ -118,14 +121,17 @@ class _Launcher(TritonLauncher):
         self.direct = kernels  # type: ignore[assignment]
 
 
-def test_threads_that_want_different_kernels_leave_a_shortest_way_of_all_of_them() -> None:
-    mode = Mode(True, False, True, 64)
-    ready = _Prepared("ab", ("", ""), (), len, lambda given: given, {})  # type: ignore[arg-type]
+def test_threads_that_want_different_kernels_leave_a_direct_way_of_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.codegen.launch.launcher.may_go_directly", lambda job: True)
+    mode, bindings = Mode(True, False, True, 64), [SimpleNamespace(name=name) for name in "ab"]
+    ready: Any = Prepared(bindings, ({}, {}), (), {}, len, lambda given: [(1, ())] * 2, {})  # type: ignore[arg-type]
     launcher = _Launcher()
-    first = threading.Thread(target=launcher._compile_these, args=([0], ready, mode, "ab"))
+    first = threading.Thread(target=launcher._compile_these, args=([0], ready, mode, {}))
     first.start()
     assert launcher.began.wait(60)
-    launcher._compile_these([1], ready, mode, "ab")  # type: ignore[arg-type]
+    launcher._compile_these([1], ready, mode, {})
     first.join()
     assert launcher.direct == {0, 1}  # type: ignore[comparison-overlap]
 

@@ -58,7 +58,7 @@ def in_place(x: Tensor) -> None:
 @pytest.mark.parametrize("change", [fewer, of_one_dimension, freed])
 @pytest.mark.parametrize("before", [0, 3])
 def test_other_sizes_are_told(change: Callable[[Tensor], None], name: str, before: int) -> None:
-    """Also where calls before it made the shortest way known."""
+    """Also where calls before it made the direct way known."""
     for _ in range(before):
         backward(unchanged, name)
     with pytest.raises(weft.WeftError, match=r"replaced: .*(query|key|value|bias)"):

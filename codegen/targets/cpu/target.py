@@ -25,14 +25,14 @@ from ....ir.expr import Expr, TensorOperand, call, symbol
 from ....ir.normalizer import SOFTMAX
 from ....ir.walk import symbols
 from ... import products
-from ...allocating import keep_tiles_at_hand
-from ...binding import Packer, fitting, function, like
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE
+from ...launch.allocating import keep_tiles_at_hand
+from ...launch.binding import Packer, fitting, function, like
+from ...launch.runs import runs_of
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear, own_attention, own_backward
-from ...runs import runs_of
 from .choice import USUAL, cpu_forms
 from .forms import CpuForm
 from .kernels import FLASH_BACKWARD, FLASH_FORWARD

@@ -13,7 +13,7 @@ from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import PAGED, Signature
 from ....compiler.planning.target import CallTensors, Context
-from ..hopper_launcher import is_ragged_readable, is_readable
+from ...launch.descriptors import is_ragged_readable, is_readable
 from .forms import ROWS, HopperLatentForm
 from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD
 

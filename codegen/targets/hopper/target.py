@@ -26,9 +26,8 @@ from ....ir.errors import WeftError, counted
 from ....ir.expr import Expr, Load, Symbol
 from ....ir.walk import nodes
 from ...functions import GLUON_LANGUAGE
+from ...launch.descriptors import is_ragged_readable, is_readable
 from ...loader import load
-from ..hopper_launcher import HopperBackwardLauncher, HopperForwardLauncher, is_ragged_readable, is_readable
-from ..latent_launcher import LatentLauncher
 from ..triton.kernels.measures import with_measuring
 from ..triton.kernels.tables import with_tables_made
 from ..triton.kernels.work import with_work
@@ -57,6 +56,7 @@ from .kernels.backward import FLASH_BACKWARD
 from .kernels.forward import FLASH_FORWARD
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
 from .latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages
+from .launcher import launcher_of
 from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_DRAWN, ONE_PASS_STORED, two_passes
 from .pieces import (
     CONSUMERS,
@@ -270,10 +270,7 @@ class HopperTarget:
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
-        if code.schedule.algorithm == "split_kv":
-            return LatentLauncher(modules, code, facts, device.index or 0, False)
-        kind = HopperForwardLauncher if code.signature.direction == "forward" else HopperBackwardLauncher
-        return kind(modules, code, facts, device.index or 0, False)
+        return launcher_of(modules, code, facts, device.index or 0)
 
 
 def _has_factor_at_end(code: CodePlan, facts: Facts) -> bool:

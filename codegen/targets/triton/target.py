@@ -28,11 +28,9 @@ from ....ir.attention import Attention
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
 from ...functions import TRITON_LANGUAGE
+from ...launch.job import ways_in
 from ...loader import load
 from ...normalizers import lacks, softmax_only
-from ..split_launcher import SplitLauncher
-from ..triton_launcher import TritonLauncher
-from ..triton_workspace import ways_in
 from .forms import Tiling, check_tiling
 from .kernels.backward import FLASH_DKEY_DVALUE, FLASH_DQUERY, ROW_STATISTICS
 from .kernels.forward import FLASH_FORWARD
@@ -42,6 +40,7 @@ from .kernels.split_kv import JOIN_PARTS, SPLIT_FORWARD
 from .kernels.tables import with_tables_made
 from .kernels.teaching import STANDARD, STREAMING
 from .kernels.work import WORK, with_work
+from .launcher import launcher_of
 from .tilings import FIXED, fits, nominal, split_tilings, square_tilings, tilings
 
 KERNELS: dict[Algorithm, tuple[Kernel, ...]] = {
@@ -238,8 +237,7 @@ class TritonTarget:
         return load(path, interpret=self.interprets, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
-        launcher = SplitLauncher if code.schedule.algorithm == "split_kv" else TritonLauncher
-        return launcher(modules, code, facts, device.index or 0, self.interprets)
+        return launcher_of(modules, code, facts, device.index or 0, self.interprets)
 
 
 class InterpretTarget(TritonTarget):

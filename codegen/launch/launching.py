@@ -19,11 +19,11 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from ..ir.caller import for_threads, warn
-from ..ir.errors import UnavailableError
+from ...ir.caller import for_threads, warn
+from ...ir.errors import UnavailableError
+from ..triton_versions import takes_launches_in_c
 from . import starting
 from .binding import Binding, Launch
-from .triton_versions import takes_launches_in_c
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def parameters_of(kernel: Any) -> tuple[list[str], dict[str, object]]:
 
 def interpreted(kernel: Any, binding: Binding, options: Mapping[str, int]) -> AnyRun:
     """A kernel in Triton's interpreter, which takes tensors themselves, and leaves floats to Python's arithmetic."""
-    from .interpret import as_float32  # lazy: what a GPU needs does without the interpreter
+    from ..interpret import as_float32  # lazy: what a GPU needs does without the interpreter
 
     at = len(binding.parameters)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..loader import without_holes
 from .binding import Binding
-from .loader import without_holes
 
 KERNEL = "sum_listed"
 SHARES = 16  # of an entry's sums, so that few entries keep a GPU busy

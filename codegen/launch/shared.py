@@ -16,7 +16,7 @@ class SharedLauncher:
         self._long, self._short = long, short
 
     def direct(self, call: Any) -> Any:
-        """The shortest way. Where the second one turns a call away, what the first one made is dropped."""
+        """The direct way. Where the second one turns a call away, what the first one made is dropped."""
         found = self._long.direct(call)
         return None if found is None else self._short.direct(call, *found)
 

@@ -1,6 +1,6 @@
 """Calls that repeat: what follows from the sizes, strides and numbers of a call is found once.
 
-The shortest way of a call (binding.py) is one function. Here its lines are divided: a factory takes a call, computes
+The direct way of a call (binding.py) is one function. Here its lines are divided: a factory takes a call, computes
 what neither addresses nor the values of scalars change, and gives two functions: `fits`, whether another call is like
 it in all that was made use of, and `launch`, which does the rest for such a call:
 
@@ -24,13 +24,13 @@ from textwrap import indent
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .binding import CURRENT_STREAM, SHAPES, ShortestWay, function
+from .binding import CURRENT_STREAM, SHAPES, WayText, function
 
 # methods and attributes of a tensor that a guard of it settles, and those of them that follow from its sizes
 _SETTLED = frozenset({"shape", "dtype", "stride", "numel", "dim", "get_device", "is_neg", "is_contiguous"})
 _OF_SIZES = frozenset({"shape", "numel", "is_contiguous"})
 # what differs from call to call, among the tools of a way
-_CHANGING = frozenset({"empty", "at_place", "counter", "is_heard", "current_device", "current_stream"})
+_CHANGING = frozenset({"empty", "counter", "is_heard", "current_device", "current_stream"})
 
 # of tensors: whether as many others are like them but for their addresses, and for sizes of dimensions that are `free`
 Guard = Callable[..., Callable[..., bool]]
@@ -46,14 +46,14 @@ class Pin(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What was found for a call and serves others like it; the arguments are those of the shortest way."""
+    """What was found for a call and serves others like it; the arguments are those of the direct way."""
 
     fits: Callable[..., bool]
     launch: Callable[..., Any]  # None, with nothing done, where it cannot be launched so
 
 
 def repeated(
-    way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard,
+    way: WayText, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard,
     free: Mapping[str, int] = MappingProxyType({}),
 ) -> Callable[..., Again | None]:  # fmt: skip
     """The factory of a way: from a call to what serves all calls like it; None for one that the way turns away.
@@ -67,7 +67,7 @@ def repeated(
 
 
 def _text(
-    way: ShortestWay, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str],
+    way: WayText, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str],
     free: Mapping[str, int],
 ) -> str:  # fmt: skip
     pinned = {pin.name for pin in pins}
@@ -107,7 +107,7 @@ class _Divided(ast.NodeTransformer):
     """Lines of a way without what is settled by the sizes, strides and numbers of a call, which `settled` has."""
 
     def __init__(
-        self, way: ShortestWay, tensors: frozenset[str], pinned: set[str], free: Mapping[str, int]
+        self, way: WayText, tensors: frozenset[str], pinned: set[str], free: Mapping[str, int]
     ) -> None:  # fmt: skip
         self.settled: list[str] = []
         self._tensors, self._pinned, self._checked = tensors, pinned, frozenset(way.checked)

@@ -15,7 +15,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..ir.errors import InternalError
+from ...ir.errors import InternalError
 
 # Sizes of a call: what a name stands for, over other names. Tensors are [batch, heads, length, dim].
 SHAPES = {
@@ -27,8 +27,6 @@ SIZES = {
     "group": "heads // kv_heads",
     "batch_heads": "batches * heads",
     "batch_kv_heads": "batches * kv_heads",
-    "padded_len": "lse2.shape[2]",
-    "row_units": "matrix.shape[3] // 16",
 }
 _EXTENTS = {name: tensor for tensor, names in SHAPES.items() for name in names}
 _STRIDE = re.compile(r"(\w+)_s([bhld])")
@@ -141,7 +139,11 @@ class Packer:
         elif found := _STRIDE.fullmatch(name):
             tensor = found[1]
             self.need(tensor)
-            strides = f"{tensor}_strides" if f"{tensor}_strides" in self._rows else f"{tensor}.stride()"
+            strides = f"{tensor}_strides"
+            if strides in self._rows:
+                self.need(strides)
+            else:
+                strides = f"{tensor}.stride()"
             self._lines[name] = f"{tensor}_sb, {tensor}_sh, {tensor}_sl, {tensor}_sd = {strides}"
         elif found := _GROUP.fullmatch(name):
             self.need("heads")
@@ -177,10 +179,14 @@ def like(
     }
 
 
-def rows_of(*sizes: str, dtype: str) -> str:
-    """An expression that makes a contiguous tensor of these sizes."""
-    strides = [" * ".join(sizes[n:]) for n in range(1, len(sizes))] + ["1"]
-    return f"empty(({', '.join(sizes)},), ({', '.join(strides)},), {dtype})"
+def evaluating(
+    packer: Packer, expressions: Sequence[str], tools: Mapping[str, object]
+) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """A function of the given tensors that returns what these expressions are."""
+    values = [packer.expression(text) for text in expressions]
+    body = [f"    {line}" for line in packer.lines]
+    lines = ["def evaluate(given):", *body, "    return (", *(f"        {value}," for value in values), "    )"]
+    return function("\n".join(lines), "evaluate", tools)
 
 
 def packing(
@@ -193,8 +199,8 @@ def packing(
     return function("\n".join(["def pack(given):", *body, "    return (", *results, "    )"]), "pack", tools)
 
 
-class ShortestWay(NamedTuple):
-    """The shortest way of a call, as the parts of one function of `given`."""
+class WayText(NamedTuple):
+    """The direct way of a call, as the parts of one function of `given`."""
 
     given: str
     checked: Sequence[str]  # lines before the conditions
@@ -218,20 +224,29 @@ class ShortestWay(NamedTuple):
 CURRENT_STREAM = "stream = current_stream(device)"
 
 
-def direct(
-    packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch | None], given: str,
-    conditions: Sequence[str], made: Mapping[str, str], returns: str, tools: Mapping[str, object], kept: Kept,
-) -> ShortestWay:  # fmt: skip
-    """The way that checks `conditions`, makes results and workspace, launches, and returns results.
+class Texts(NamedTuple):
+    """What a direct way says of its calls."""
 
-    launches: None for a kernel that is not compiled yet. made: the expressions of what is made. tools: among them
-    current_stream and device. kept: for the name of a parameter that is a tensor descriptor and what its kernel says of
-    it, an expression, and what the launch is handed by its value.
+    given: str  # parameters of the function
+    conditions: Sequence[str]  # expressions that must hold
+    made: Mapping[str, str]  # results and workspace, as expressions
+    returns: str
+
+
+def direct(
+    packer: Packer, bindings: Sequence[Binding], launches: Sequence[Launch | None], texts: Texts,
+    tools: Mapping[str, object], kept: Kept,
+) -> WayText:  # fmt: skip
+    """The way that checks conditions, makes results and workspace, launches, and returns results.
+
+    launches: None for a kernel that is not compiled yet. tools: among them current_stream and device. kept: for the
+    name of a parameter that is a tensor descriptor and what its kernel says of it, an expression, and what the launch
+    is handed by its value.
     """
-    for condition in conditions:
+    for condition in texts.conditions:
         packer.expression(condition)
     checked = packer.lines
-    for name, value in made.items():
+    for name, value in texts.made.items():
         packer.define(name, value)
     scope, due, lines = dict(tools), [], []
     for n, (binding, launch) in enumerate(zip(bindings, launches, strict=True)):
@@ -250,7 +265,7 @@ def direct(
         only = f"if {packer.expression(binding.launched_if)}: " if binding.launched_if else ""
         lines.append(f"{only}launch_{n}({programs}, 1, 1, stream, {between}, {arguments})")
     unchecked = [line for line in packer.lines if line not in checked]
-    return ShortestWay(given, checked, conditions, unchecked, due, lines, returns, scope)
+    return WayText(texts.given, checked, texts.conditions, unchecked, due, lines, texts.returns, scope)
 
 
 def function(source: str, name: str, space: Mapping[str, object]) -> Callable[..., Any]:

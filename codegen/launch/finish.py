@@ -1,27 +1,18 @@
-"""Gradients of operands on the shortest way of a dense backward: what kernels leave sums in, and how these end."""
+"""Gradients of operands on the direct way of a dense backward: what kernels leave sums in, and how these end."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...compiler.analysis.records import OperandGradient
 from ...compiler.planning.tables import Ways
-from ...compiler.planning.target import Partition, Place
-from ...ir.expr import TensorOperand
-
-if TYPE_CHECKING:
-    from .triton_launcher import Mode, TritonLauncher
 
 # sizes of the dimensions of sums, [batch, head, rows or tiles], and of an operand, by what indexes them
 _SIZES = {"batch": "batches", "head": "heads", "q_pos": "q_len", "kv_pos": "kv_len", "0": "1"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_ALIGNED = 256  # bytes
 _ROWS = {"row": "q_pos", "column": "kv_pos"}
 
 
@@ -111,34 +102,3 @@ def as_read(sums: Tensor, over: tuple[int, ...], order: tuple[int, ...], operand
     if order != tuple(range(len(order))):
         sums = sums.permute(order)
     return typed(sums if sums.shape == operand.shape else sums.reshape(operand.shape), operand.dtype)
-
-
-Described = Sequence[tuple[Sequence[int], torch.dtype]]  # sizes and dtype of tensors
-
-
-def places_of(
-    launcher: TritonLauncher, mode: Mode, made: Container[str], apart: Container[str], query: Sequence[int],
-    key: Sequence[int], operands: Described,
-) -> dict[str, Any]:  # fmt: skip
-    """The workspace of a dense backward with these sizes, without what is `made`: places of what is `apart`, and of two
-    rooms for the rest, of which one begins as zeros; of each tensor in a room its name, the first byte and strides."""
-    names = [p.name for p in launcher.facts.attention.parameters if isinstance(p, TensorOperand)]
-    dtype = DTYPES[launcher.code.signature.dtype]
-    given = {n: torch.empty(size, dtype=own, device="meta") for n, (size, own) in zip(names, operands, strict=True)}
-    call: Any = SimpleNamespace(
-        query=torch.empty(query, dtype=dtype, device="meta"), key=torch.empty(key, dtype=dtype, device="meta"),
-        rope=None, operands=given, ragged=None, kv_rows=key[2], q_offset=0,
-    )  # fmt: skip
-    found: dict[str, Any] = {}
-    bytes_of: dict[str, int] = {}
-    for name, place in launcher.workspace(call, {}, Partition(mode=mode)).items():
-        if name in apart:
-            found[name] = place
-        elif name not in made:
-            room = "room" if place.fill is None else "zeros"
-            first = bytes_of.get(room, 0)
-            found[name] = room, first, place.stride
-            bytes_of[room] = first + -(-math.prod(place.size) * place.dtype.itemsize // _ALIGNED) * _ALIGNED
-    fills = {"room": None, "zeros": 0.0}
-    rooms = {n: Place((size,), (1,), torch.uint8, fills[n]) for n, size in bytes_of.items()}
-    return found | rooms

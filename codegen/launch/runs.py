@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..ir.sequences import Rows
+from ...ir.sequences import Rows
 
 
 @dataclass(frozen=True)

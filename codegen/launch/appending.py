@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler.planning.hardware import for_device
-from ..compiler.planning.signature import starts_early
+from ...compiler.planning.hardware import for_device
+from ...compiler.planning.signature import starts_early
+from ..loader import without_holes
 from .binding import Binding
-from .loader import without_holes
 
 KERNEL = "append_rows"
 _ROWS = 8  # of a program: few, as a step of decode has few rows
