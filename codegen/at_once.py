@@ -2,7 +2,7 @@
 
 What a softmax of plain torch does is as fast as any tile there, and its backward needs four products in place of five,
 because it keeps the weights. They are kept where they are no more than twice the numbers of the query. In 16 bits the
-processor's own products are used where it has them; scores have 32 bits in any case.
+processor's own products are used where it has them, and scores have 32 bits in any case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from .products import multiplies, multiply
 
 MOST_OF_A_HEAD = 1 << 14  # scores of a query head, up to which weights are kept
 MOST_A_COLUMN = 2  # keys for each column of a head: what is kept is then no more than twice the query
+MOST_IN_A_PIECE = 1 << 19  # scores that are computed at once in 16 bits: they stay in a cache
 LEAST_WEIGHT = 2.0**-120  # smaller ones are 0: products of denormal numbers are a hundred times slower
+LEAST_SCALE = 2.0**-126  # below it a processor may take a number for 0
 Sizes = tuple[int, int, int, int, int, int]  # B, Hq, Hkv, L, T and head_dim
 
 
@@ -60,46 +62,76 @@ def _has_products(dtype: torch.dtype) -> bool:
     return multiplies(dtype) or _has_dots(dtype)
 
 
-def attend_at_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | float, scale: float) -> Attended | None:
-    """mask: what is added to scale times q.k, [B or 1, Hq or 1, L or 1, T] in the type of scores, or 0.0.
+def attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, keeps: bool
+) -> Attended | None:  # fmt: skip
+    """mask: what is added to scale times q.k, [B or 1, Hq or 1, L or 1, T] in the type of scores.
 
     None where a score is NaN or inf: a hidden key may hold NaN, and NaN less inf is no -inf.
     """
-    if not scale or not math.isfinite(scale):  # a product times 0 is none, whatever it holds
+    if not LEAST_SCALE <= abs(scale) < math.inf:  # oneDNN takes a factor that is 0 in 32 bits for 1
         return None
-    batch, heads, q_len, _ = query.shape
-    number, kv_len = batch * key.shape[1], key.shape[2]
-    queries, keys, values = (x.reshape(number, -1, x.shape[3]) for x in (query, key, value))
-    dtype = query.dtype if query.dtype in (torch.float32, torch.float64) else torch.float32
-    weights = torch.empty((number, queries.shape[1], kv_len), dtype=dtype, device="cpu")
-    spread = weights.view(batch, heads, q_len, kv_len)
-    spread.copy_(mask) if isinstance(mask, Tensor) else spread.fill_(mask)
-    narrow = dtype != query.dtype and _has_products(query.dtype)
-    if narrow:
-        _add_product_of_16_bits(weights, queries, keys.mT, scale)
+    (batch, heads, q_len, _), (kv_heads, kv_len) = query.shape, key.shape[1:3]
+    queries, keys, values = (x.reshape(batch * kv_heads, -1, x.shape[3]) for x in (query, key, value))
+    top, log_sum = torch.empty((2, *queries.shape[:2]), dtype=mask.dtype, device="cpu")
+    if mask.dtype != query.dtype and _has_products(query.dtype):
+        found = _attend_in_16_bits(queries, keys, values, mask, scale, (batch, heads, q_len), keeps, (top, log_sum))
     else:
-        queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
+        queries, keys, values = (x.to(mask.dtype) for x in (queries, keys, values))
+        weights = torch.empty((*queries.shape[:2], kv_len), dtype=mask.dtype, device="cpu")
+        weights.view(batch, heads, q_len, kv_len).copy_(mask)
         weights.baddbmm_(queries, keys.mT, alpha=scale)
-    top = weights.amax(-1)
-    torch.softmax(weights, -1, out=weights)
-    log_sum = weights.amax(-1).log_().neg_()
+        found = (torch.bmm(weights, values), weights) if _to_weights(weights, top, log_sum) else None
+    if found is None:
+        return None
+    out = found[0].to(query.dtype).view(batch, heads, q_len, -1)
+    return Attended(out, *(x.view(batch, heads, q_len) for x in (top, log_sum)), found[1])
+
+
+def _to_weights(scores: Tensor, top: Tensor, log_sum: Tensor) -> bool:
+    """Make weights of scores in place, and fill the statistics of rows. False where a score is NaN or inf."""
+    torch.amax(scores, -1, out=top)
+    torch.softmax(scores, -1, out=scores)
+    torch.amax(scores, -1, out=log_sum)
+    log_sum.log_().neg_()
     if not math.isfinite(top.sum()):
         blind = top == -math.inf
         if not math.isfinite(top.masked_fill(blind, 0.0).sum()):
-            return None
-        weights.masked_fill_(blind[..., None], 0.0)
+            return False
+        scores.masked_fill_(blind[..., None], 0.0)
         log_sum.masked_fill_(blind, 0.0)
-    torch.nn.functional.threshold_(weights, LEAST_WEIGHT, 0.0)
-    weights = weights.to(query.dtype) if narrow else weights
-    out = torch.bmm(weights, values).to(query.dtype).view(batch, heads, q_len, -1)
-    return Attended(out, *(x.view(batch, heads, q_len) for x in (top, log_sum)), weights)
+    torch.nn.functional.threshold_(scores, LEAST_WEIGHT, 0.0)
+    return True
 
 
-def _add_product_of_16_bits(total: Tensor, x: Tensor, y: Tensor, factor: float) -> None:
-    """Add factor x y, of float32, by products that are rounded to 16 bits: one, and what its rounding took away."""
-    rounded = torch.baddbmm(x.new_empty(()), x, y, beta=0, alpha=factor)
-    total.add_(rounded)
-    total.add_(rounded.baddbmm_(x, y, beta=-1, alpha=factor))
+def _attend_in_16_bits(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, shape: tuple[int, int, int], keeps: bool,
+    statistics: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """The output, and weights of 16 bits, of which no more than a piece is there where they are not kept.
+
+    shape: B, Hq and L. A product is rounded to 16 bits; what that took away is another one, so that scores have 32.
+    """
+    (batch, heads, q_len), (number, rows, _), kv_len = shape, queries.shape, keys.shape[1]
+    step = max(1, MOST_IN_A_PIECE // (heads * q_len * kv_len))  # batch rows
+    wide = torch.empty((min(step, batch) * number // batch, rows, kv_len), dtype=mask.dtype, device="cpu")
+    narrow = torch.empty_like(wide, dtype=queries.dtype)
+    weights = queries.new_empty((number, rows, kv_len)) if keeps else narrow
+    out = values.new_empty((number, rows, values.shape[2]))
+    for first in range(0, batch, step):
+        end = min(first + step, batch)
+        here = slice(first * number // batch, end * number // batch)
+        pair = queries[here], keys[here].mT
+        scores, rounded = wide[: here.stop - here.start], narrow[: here.stop - here.start]
+        torch.baddbmm(rounded.new_empty(()), *pair, beta=0, alpha=scale, out=rounded)
+        scores.copy_(rounded)
+        scores.add_(rounded.baddbmm_(*pair, beta=-1, alpha=scale))
+        scores.view(-1, heads, q_len, kv_len).add_(mask[first:end] if len(mask) > 1 else mask)
+        if not _to_weights(scores, *(x[here] for x in statistics)):
+            return None
+        found = weights[here] if keeps else rounded
+        torch.bmm(found.copy_(scores), values[here], out=out[here])
+    return out, weights
 
 
 def gradients_at_once(

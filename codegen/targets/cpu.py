@@ -107,6 +107,7 @@ class CpuTarget:
             "at_once": weighs_short(facts, code.signature),
             "by_distance": facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
             "mask_reads": _axes_of_mask(facts),
+            "remembers": all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
             "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
