@@ -85,7 +85,8 @@ def attend_at_once(
     if found is None:
         return None
     out = found[0].to(query.dtype).view(batch, heads, q_len, -1)
-    return Attended(out, *(x.view(batch, heads, q_len) for x in (top, log_sum)), found[1])
+    top, log_sum = (x.view(batch, heads, q_len) for x in (top, log_sum))
+    return Attended(out, top, log_sum, found[1])
 
 
 def _to_weights(scores: Tensor, top: Tensor, log_sum: Tensor) -> bool:
@@ -100,7 +101,7 @@ def _to_weights(scores: Tensor, top: Tensor, log_sum: Tensor) -> bool:
             return False
         scores.masked_fill_(blind[..., None], 0.0)
         log_sum.masked_fill_(blind, 0.0)
-    torch.nn.functional.threshold_(scores, LEAST_WEIGHT, 0.0)
+    torch.threshold_(scores, LEAST_WEIGHT, 0.0)
     return True
 
 

@@ -292,7 +292,7 @@ MOST_REMEMBERED, REMEMBERED = 1 << 14, 4  # pairs of a mask that is kept, and ho
 
 
 def remembered(mask_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`mask_of_pairs` that makes a short mask once: of a variant that reads whole numbers alone, which tell all of it."""
+    """`mask_of_pairs` that makes a short mask once: of a variant that reads whole numbers alone, which tell its mask."""
     again = lru_cache(maxsize=REMEMBERED)(mask_of)
 
     def found(q_offset: int, first: int, end: int, heads: int, env: tuple[float, ...], dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from ...ir.errors import UnavailableError, WeftError
 from ...ir.expr import Expr, TensorOperand, call, symbol
 from ...ir.normalizer import SOFTMAX
 from ...ir.walk import symbols
-from .. import products
+from .. import at_once, products
 from ..allocating import keep_tiles_at_hand
 from ..binding import Packer, fitting, function, like
 from ..dialects import is_uniform
@@ -170,6 +170,12 @@ def heads_with_mask(code: CodePlan, facts: Facts) -> int:
         return 0
     backward_in = None if code.signature.direction == "forward" else _DTYPES[code.signature.dtype]
     return products.short_head_with_mask(backward_in)
+
+
+def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes) -> bool:
+    """Whether the backward of a dense call takes the weights that its forward kept."""
+    dtype = _DTYPES[code.signature.dtype]
+    return weighs_short(facts, code.signature) and at_once.weighs_at_once(sizes, dtype, keeps=True)
 
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

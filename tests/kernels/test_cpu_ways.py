@@ -363,6 +363,35 @@ def test_every_way_is_in_the_list() -> None:
     assert seen == listed, f"no module has {listed - seen}"
 
 
+def test_a_plan_says_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_weights(monkeypatch)
+    sizes, longer = (weft.shape(heads=2, q_len=n, head_dim=16, dtype="fp32") for n in (64, 512))
+    words = "the backward of this call takes the weights that its forward kept"
+    assert words in " ".join(VARIANTS["seen"].explain(sizes, x=0.25, device="cpu").split())
+    assert words not in " ".join(VARIANTS["seen"].explain(longer, x=0.25, device="cpu").split())
+    assert words not in " ".join(VARIANTS["softcap"].explain(sizes, x=0.25, device="cpu").split())
+    if products.takes_masks():
+        plan = VARIANTS["seen"].plan(sizes, x=0.25, device="cpu")
+        assert all(kernel.computed_whole and kernel.bound == "torch" for kernel in plan.kernels)
+
+
+def test_weights_are_kept_where_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short calls alone, and let go with the graph."""
+    keep_weights(monkeypatch)
+    variant, saved = VARIANTS["seen"], list[torch.Size]()
+
+    def look(tensor: Tensor) -> Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    for length, kept in ((40, True), (200, False)):
+        tensors = [torch.randn(2, 4, length, DIM).requires_grad_() for _ in range(3)]
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+            variant(*tensors, x=0.25, seen=torch.rand(length, length) < 0.7, target="cpu")
+        assert ((8, length, length) in saved) == kept
+
+
 # -- calls that are computed piece by piece ----------------------------------------------------------------------------
 VALID, TABLE = weft.tensor("valid", 2, bool), weft.tensor("table", 2)
 BY_ROW = weft.tensor("by_row", 3)
