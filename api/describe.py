@@ -12,7 +12,7 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.target import computes_whole, heads_with_mask, short_heads
+from .codegen.targets.cpu.target import computes_whole, heads_with_mask, keeps_weights, short_heads
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
@@ -312,23 +312,51 @@ def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: Vis
 def _computed_whole(
     facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None
 ) -> dict[Direction, float]:
-    """Directions in which torch's own kernel computes the call, and how long it is predicted to take."""
+    """Directions in which torch's own operations compute the call, and how long it is predicted to take."""
+    if r.sequences is not None:
+        return {}
     found: dict[Direction, float] = {}
-    machine = _with_threads(r.machine)
-    x, scores = r.sizes, r.sizes.q_len * r.sizes.kv_len * r.sizes.head_dim
+    machine, x = _with_threads(r.machine), r.sizes
+    scores, pairs = x.q_len * x.kv_len * x.head_dim, x.batch * x.heads * x.q_len * x.kv_len
     for resolved in (r.forward, r.backward):
-        if resolved is None or resolved.code.target != "cpu" or not _sees_all(facts, r, options, visible):
+        if resolved is None or resolved.code.target != "cpu":
             continue
         code, direction = resolved.code, resolved.code.signature.direction
-        assert visible is not None
-        seconds = own_seconds(direction, visible.count, x.head_dim, x.dtype, machine)
-        if seconds is not None and (computes_whole(code, facts) or scores < short_heads(code, facts)):
+        whole = computes_whole(code, facts) or scores < short_heads(code, facts)
+        share = 1.0
+        if whole and visible is not None and _sees_all(facts, r, options, visible):
+            share = visible.count / pairs
+        elif direction == "backward" and _keeps_weights(facts, r):
+            share = PRODUCTS_OF_WEIGHTS
+        elif scores >= heads_with_mask(code, facts):
+            continue
+        seconds = own_seconds(direction, share * pairs, x.head_dim, x.dtype, machine)
+        if seconds is not None:
             found[direction] = seconds
     return found
 
 
+PRODUCTS_OF_WEIGHTS = 4 / 5  # of a backward's, where the forward kept the weights
+
+
+def _keeps_weights(facts: Facts, r: Request) -> bool:
+    """Whether the backward of the call takes the weights that its forward kept."""
+    if r.backward is None or r.backward.code.target != "cpu" or r.sequences is not None:
+        return False
+    x = r.sizes
+    return keeps_weights(r.backward.code, facts, (x.batch, x.heads, x.kv_heads, x.q_len, x.kv_len, x.head_dim))
+
+
 def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) -> tuple[str, ...]:
     """Which calls have no tiles on a CPU, and whether the described one is such."""
+    if "backward" in own and _keeps_weights(facts, r):
+        kept = (
+            "the backward of this call takes the weights that its forward kept: of tiles are all figures but its time"
+        )
+        rest: dict[Direction, float] = {
+            direction: seconds for direction, seconds in own.items() if direction != "backward"
+        }
+        return (kept, *_words_of_whole(facts, r, rest))
     if own:
         both = " and the ".join(own)
         lse = "; its backward has tiles where a gradient of the log-sum-exp arrives" if "backward" in own else ""

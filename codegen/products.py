@@ -288,6 +288,20 @@ def as_mask(found: Tensor, heads: int, group: int, kv_len: int) -> Tensor:
     return found.flatten(1, 2).expand(-1, -1, -1, kv_len).contiguous()
 
 
+MOST_REMEMBERED, REMEMBERED = 1 << 14, 4  # pairs of a mask that is kept, and how many are
+
+
+def remembered(mask_of: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`mask_of_pairs` that makes a short mask once: of a variant that reads whole numbers alone, which decide it."""
+    again = lru_cache(maxsize=REMEMBERED)(mask_of)
+
+    def found(q_offset: int, first: int, end: int, heads: int, env: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+        is_short = env[4] * env[5] * heads <= MOST_REMEMBERED * REMEMBERED
+        return (again if is_short else mask_of)(q_offset, first, end, heads, env, dtype)
+
+    return found
+
+
 def attend_with_mask(
     query: Tensor, key: Tensor, value: Tensor, mask_of: Callable[[int, int], Tensor], rows: int, scale: float,
     most: float = FINITE,
@@ -301,9 +315,11 @@ def attend_with_mask(
     assert attend is not None
     for first in range(0, len(query), rows):
         end = min(first + rows, len(query))
-        mask = mask_of(first, end)
-        out, lse = attend(*(x[first:end] for x in (query, key, value)), 0.0, False, attn_mask=mask, scale=scale)
-        if not (float(lse.abs().amax()) <= most and _told_apart(out, lse, mask)):
+        mask, given = mask_of(first, end), (query, key, value)
+        if rows < len(query):
+            given = query[first:end], key[first:end], value[first:end]
+        out, lse = attend(*given, 0.0, False, attn_mask=mask, scale=scale)
+        if not (float(torch.linalg.vector_norm(lse, math.inf)) <= most and _told_apart(out, lse, mask)):
             return None
         parts.append((out, lse))
     if len(parts) == 1:
@@ -383,6 +399,8 @@ def overlap(*tensors: Tensor) -> bool:
     """Whether rows of one begin inside of others, as those of `x.unfold(...)`: torch's own kernels lay results out as
     operands are, and are wrong for such ones. Rows that are one and the same, as of `x.expand(...)`, are no harm."""
     for tensor in tensors:
+        if tensor.is_contiguous():  # as most are: this is of every short call
+            continue
         *sizes, width = tensor.shape
         for size, stride in zip(sizes, tensor.stride()):
             if 0 < stride < width and size > 1:

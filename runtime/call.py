@@ -287,6 +287,7 @@ class BackwardCall:
     dout: Tensor  # like out
     dlse: Tensor | None  # like lse
     wanted: frozenset[str]  # "query", "key", "value", "rope" and names of operands
+    weights: Tensor | None = None  # of a short call on a CPU, where the forward kept them
 
 
 def sequences_of(

@@ -156,7 +156,11 @@ class _Recorded(torch.autograd.Function):
                 kind = variant.recorded[key, needed] = _kind_of(variant, call, key, needed)
             if known is not None:
                 known.kind = kind
-        out, lse = variant.forward(call, kind.key) if known is None else variant.forward_again(call, known)
+        weights = None
+        if known is None:
+            out, lse, weights = variant.forward_recorded(call, kind.key)
+        else:
+            out, lse = variant.forward_again(call, known)
         ctx.set_materialize_grads(False)
         sequences = call.sequences
         offset = sequences.q_offset
@@ -165,7 +169,7 @@ class _Recorded(torch.autograd.Function):
             ctx.save_for_backward(out, lse, *tensors, *sequence_tensors(sequences), _tensor_in(offset))
             ctx.rest = kind, _Ragged(None if isinstance(offset, Tensor) else offset), operands
         elif isinstance(offset, int):
-            ctx.save_for_backward(out, lse, *tensors)
+            ctx.save_for_backward(out, lse, *tensors, *(() if weights is None else (weights,)))
             ctx.rest = kind, offset, operands
         else:
             ctx.save_for_backward(out, lse, *tensors, offset)
@@ -176,7 +180,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         kind, offset, operands = ctx.rest
         out, lse, *tensors = ctx.saved_tensors
-        sequences = None
+        sequences = weights = None
         if offset is None:
             offset = tensors.pop()
         elif isinstance(offset, _Ragged):
@@ -184,12 +188,14 @@ class _Recorded(torch.autograd.Function):
             offset = sequences = sequences_of(
                 offset.number if offsets is None else offsets, q_lens, kv_lens, cu_q, cu_kv
             )
+        elif len(tensors) > len(kind.names):
+            weights = tensors.pop()
         if operands:
             named = dict(zip(kind.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
         variant, repeats = kind.variant, kind.repeats
         query, key, value, rope = tensors[:4]
-        known = repeats.known
+        known = repeats.known if weights is None else None
         if known is not None and dout is not None and not torch.is_grad_enabled() and unwatched():
             given = (query, key, value, operands, offset, out, lse, dout, dlse)
             try:
@@ -203,7 +209,7 @@ class _Recorded(torch.autograd.Function):
             dout = torch.zeros_like(out)
         watched = torch.is_grad_enabled() or not (unwatched() and are_plain((dout, dlse, *tensors)))
         # a hook of the user may have brought back something else than what was saved
-        if not watched and (not operands or kinds_of(operands) == kind.operands):
+        if not watched and weights is None and (not operands or kinds_of(operands) == kind.operands):
             given = (query, key, value, operands, offset, out, lse, dout, dlse)
             try:
                 found = variant.backward_of(kind.key, kind.wanted, repeats, *given)
@@ -215,7 +221,7 @@ class _Recorded(torch.autograd.Function):
         if watched or _negated((dout, dlse, *tensors)):
             gradients = _through_op(kind, call, out, lse, dout, dlse)
         else:
-            gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted))
+            gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted, weights))
         return None, *[gradients.get(n) for n in kind.names]
 
 
@@ -251,14 +257,15 @@ def _through_op(
 
 
 def _backward_call(
-    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str]
-) -> BackwardCall:
+    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str],
+    weights: Tensor | None = None,
+) -> BackwardCall:  # fmt: skip
     """With tensors as kernels read them: rows contiguous, statistics contiguous."""
     if out.stride(-1) != 1:
         out = out.contiguous()
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    return BackwardCall(call, out, lse.contiguous(), dout, None if dlse is None else dlse.contiguous(), wanted)
+    return BackwardCall(call, out, lse.contiguous(), dout, None if dlse is None else dlse.contiguous(), wanted, weights)
 
 
 # -- implementations of the ops --------------------------------------------------------------------------------------

@@ -173,6 +173,24 @@ class Variant:
             self.repeats = Repeats()
         return out, lse
 
+    def forward_recorded(self, call: Call, key: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same of a call that has a backward, and the weights, where that takes them."""
+        first: tuple[Tensor, Tensor] | None = None
+        at, ready = key, self._forwards.get(key)
+        if ready is None:
+            first = self.forward(call, key)
+            ready = self._forwards.get(key)
+        if ready is not None and ready.differs:
+            at, ready = ready.of(self._forwards, at, call.query, call.key, call.sequences)
+        keeping = None if ready is None else getattr(ready.launcher, "keeping", None)
+        if keeping is not None:
+            if self._sizes.needed:
+                self._sizes.check(call)
+            found: tuple[Tensor, Tensor, Tensor] | None = keeping(call)
+            if found is not None:
+                return found
+        return *(first or self.forward(call, key)), None
+
     def forward_again(self, call: Call, known: Known) -> tuple[Tensor, Tensor]:
         """The same of a call that fits what is known."""
         repeats = self.repeats  # before anything is launched, against `forget`
@@ -265,6 +283,9 @@ class Variant:
             if flat := b.wanted.difference(MAIN, read):
                 return self._flat(b, flat)
         ready = self._found("backward", call, self._backwards, key, b)
+        if b.weights is not None and (of_weights := ready.launcher.from_weights(b)) is not None:  # type: ignore[attr-defined]
+            found, sums = of_weights
+            return found | self._operand_gradients(call, b.wanted, self.facts.operand_gradients(b.wanted), sums)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if _is_empty(call):
             return self._nothing(b, gradients)

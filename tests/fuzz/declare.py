@@ -187,7 +187,7 @@ class Drawer:
             case "where":
                 return make("where", self.expression("bool", depth - 1), a(), a())
             case "function":
-                return make(self.random.choice(("tanh", "sigmoid", "sin", "cos", "abs")), a())
+                return make(self.random.choice(("tanh", "sigmoid", "sin", "cos", "abs", "softplus", "logsigmoid")), a())
             case "guarded":
                 return self._guarded(depth - 1)
             case "int":
@@ -365,6 +365,7 @@ class Drawer:
             lambda: make("minimum", score, make("mul", Num(2.0), cap)),
             lambda: make("maximum", score, make("neg", cap)),
             lambda: make("mul", Num(-0.5), make("abs", score)),
+            lambda: make(self.random.choice(("softplus", "logsigmoid")), score),
             lambda: make("where", self.of_one_number("bool", 1), score, make("mul", Num(0.5), score)),
             lambda: make("sub", score, make("mul", Num(0.05), make("abs", make("sub", Q, K)))),
             lambda: make("mul", score, self.of_one_number("float", 2)),

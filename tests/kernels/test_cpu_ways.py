@@ -21,7 +21,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen import products
+from weft.codegen import at_once, products
 from weft.runtime.variant import variant_of
 
 X, WINDOW = weft.scalar("x", float), weft.scalar("window", int)
@@ -50,9 +50,12 @@ class Way:
     form: str = "256x256"
     own: bool = False  # by torch's own attention
     constants: dict[str, Any] = field(default_factory=dict)  # of the module
+    at_once: bool = False  # weights are kept, and every call is short enough
 
     def force(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         """Leave the other ways out."""
+        if self.at_once:
+            keep_weights(monkeypatch)
         if hasattr(module, "BY_TORCH"):
             ways = [way for way in module.BY_TORCH if self.own and way.__name__ == self.function]
             monkeypatch.setattr(module, "BY_TORCH", tuple(ways))
@@ -60,12 +63,21 @@ class Way:
             monkeypatch.setattr(module, name, value, raising=False)
 
 
+def keep_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every call that has such a way; products of bf16 are those of a processor that has them."""
+    monkeypatch.setattr(at_once, "MOST_OF_A_HEAD", 1 << 14)
+    monkeypatch.setattr(at_once, "MOST_A_COLUMN", 1 << 10)
+    monkeypatch.setattr(at_once, "_has_products", lambda dtype: dtype == torch.bfloat16)
+
+
 EVERY = tuple(VARIANTS)
+SHORT = ("causal", "window", "seen", "bias", "alibi")  # of a softmax of q.k, a mask and what is added
 _TILES_FORWARD: dict[str, Any] = {"MOST_IN_ONE_PIECE": -1}
 _TILES_BACKWARD: dict[str, Any] = {"fits_one_piece": lambda scores: False}
 FORWARD = {
     "torch's own": Way("attended_as_a_whole", ("full", "causal", "window"), own=True),
     "torch's own, with a mask": Way("attended_with_a_mask", ("causal", "window", "seen", "bias", "alibi"), own=True),
+    "at once": Way("attended_at_once", SHORT, at_once=True),
     "one piece": Way("forward_in_one_piece", ("full", "causal", "window", "alibi", "softcap")),
     "a tile": Way("forward_in_tiles", EVERY, constants=_TILES_FORWARD),
     "tiles": Way("forward_in_tiles", EVERY, "16x16", constants=_TILES_FORWARD),
@@ -74,6 +86,7 @@ FORWARD = {
 BACKWARD = {
     "torch's own": Way("gradients_as_a_whole", ("full", "causal", "window"), own=True),
     "torch's own, with a mask": Way("gradients_with_a_mask", ("causal", "window", "seen", "bias", "alibi"), own=True),
+    "of weights that were kept": Way("gradients_of_weights", SHORT, at_once=True),
     "one piece": Way("backward_in_one_piece", EVERY),
     "a tile": Way("backward_in_tiles", EVERY, constants=_TILES_BACKWARD),
     "tiles": Way("backward_in_tiles", EVERY, "16x16", constants=_TILES_BACKWARD),
@@ -89,6 +102,9 @@ HELPERS = {
     "new_tables",
     "fits_one_piece",
 }
+
+
+KEPT = {"attended_at_once", "gradients_of_weights"}  # ways that a launcher asks for by name
 
 
 def needed(way: Way) -> None:
@@ -280,6 +296,7 @@ def _record(module: ModuleType, name: str, taken: list[str], monkeypatch: pytest
 @pytest.fixture(autouse=True)
 def calls_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ways of short calls too, which other tests leave to tiles."""
+    monkeypatch.setattr(at_once, "MOST_OF_A_HEAD", 0)  # `force` says when
     monkeypatch.setattr(products, "SHORT_HEAD", 1 << 24)
     monkeypatch.setattr(products, "SHORT_HEAD_BACKWARD", 1 << 23)
     monkeypatch.setattr(products, "MOST_OF_A_HEAD", 1 << 16)
@@ -336,6 +353,7 @@ def test_every_way_is_in_the_list() -> None:
     seen = set()
     for module in modules():
         ways = {way.__name__ for way in getattr(module, "BY_TORCH", ())}
+        ways |= {name for name in KEPT if hasattr(module, name)}
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.FunctionDef) and node.name in DISPATCH:
                 calls = {n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
@@ -343,6 +361,35 @@ def test_every_way_is_in_the_list() -> None:
         assert not (new := ways - listed - DISPATCH - HELPERS), f"{module.__name__}: {new} are in neither list"
         seen |= ways & listed
     assert seen == listed, f"no module has {listed - seen}"
+
+
+def test_a_plan_says_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_weights(monkeypatch)
+    sizes, longer = (weft.shape(heads=2, q_len=n, head_dim=16, dtype="fp32") for n in (64, 512))
+    words = "the backward of this call takes the weights that its forward kept"
+    assert words in " ".join(VARIANTS["seen"].explain(sizes, x=0.25, device="cpu").split())
+    assert words not in " ".join(VARIANTS["seen"].explain(longer, x=0.25, device="cpu").split())
+    assert words not in " ".join(VARIANTS["softcap"].explain(sizes, x=0.25, device="cpu").split())
+    if products.takes_masks():
+        plan = VARIANTS["seen"].plan(sizes, x=0.25, device="cpu")
+        assert all(kernel.computed_whole and kernel.bound == "torch" for kernel in plan.kernels)
+
+
+def test_weights_are_kept_where_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short calls alone, and let go with the graph."""
+    keep_weights(monkeypatch)
+    variant, saved = VARIANTS["seen"], list[torch.Size]()
+
+    def look(tensor: Tensor) -> Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    for length, kept in ((40, True), (200, False)):
+        tensors = [torch.randn(2, 4, length, DIM).requires_grad_() for _ in range(3)]
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+            variant(*tensors, x=0.25, seen=torch.rand(length, length) < 0.7, target="cpu")
+        assert ((8, length, length) in saved) == kept
 
 
 # -- calls that are computed piece by piece ----------------------------------------------------------------------------
@@ -359,16 +406,26 @@ PIECES = {
     "softcap of a bias": weft.Attention(
         20.0 * weft.tanh((score + TABLE[head, weft.minimum(kv_pos, 9)]) / 20.0), VALID[batch, kv_pos],
         name="pieces_softcap"),
+    "a table by distance and a row": weft.Attention(
+        score + TABLE[head, weft.minimum(weft.abs(q_pos - kv_pos), 9)] * TABLE[head, weft.minimum(q_pos, 9)],
+        name="pieces_two"),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["computed again", "kept"])
 @pytest.mark.parametrize("learns", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("most", [1, 3 * 24 * 30, 1 << 20])
 @pytest.mark.parametrize("name", PIECES)
-def test_pieces(name: str, most: int, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks, and scores of short backwards, of few batch rows or heads at once; operands have gradients, or none."""
+def test_pieces(name: str, most: int, learns: bool, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks, and scores of short backwards, of few batch rows or heads at once; operands have gradients, or none.
+
+    kept: weights are those of the forward, where no gradient of the log-sum-exp arrives.
+    """
     variant = PIECES[name]
     monkeypatch.setattr(products, "MOST_OF_A_MASK", most)
+    monkeypatch.setattr(at_once, "MOST_IN_A_PIECE", most)
+    if kept:
+        keep_weights(monkeypatch)
     known: dict[str, Any] = {
         "valid": torch.arange(30) < torch.tensor([30, 7, 0, 29, 1])[:, None],
         "table": 0.5 + torch.rand(HEADS, 10),
@@ -384,7 +441,7 @@ def test_pieces(name: str, most: int, learns: bool, monkeypatch: pytest.MonkeyPa
         out, lse = call(*leaves, return_lse=True, **given, **options)
         wanted = leaves + [x for x in given.values() if x.requires_grad]
         blind = lse == -math.inf
-        loss = (out * dout).sum() + (lse.masked_fill(blind, 0.0) * dlse).sum() * learns
+        loss = (out * dout).sum() + (lse.masked_fill(blind, 0.0) * dlse).sum() * (learns and not kept)
         return [out, lse, *torch.autograd.grad(loss, wanted)]
 
     exact = all_of(variant.reference, torch.float64)

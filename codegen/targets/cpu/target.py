@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....compiler.analysis.distances import of_distance
 from ....compiler.analysis.facts import Facts
 from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
@@ -24,7 +25,7 @@ from ....ir.errors import UnavailableError, WeftError
 from ....ir.expr import Expr, TensorOperand, call, symbol
 from ....ir.normalizer import SOFTMAX
 from ....ir.walk import symbols
-from ... import products
+from ... import at_once, products
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE
 from ...launch.allocating import keep_tiles_at_hand
@@ -113,7 +114,10 @@ class CpuTarget:
             "in_tiles": form.in_tiles,
             "whole": _has_whole(facts, code.signature),
             "with_mask": _takes_a_mask(facts, code.signature),
+            "at_once": weighs_short(facts, code.signature),
+            "by_distance": facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
             "mask_reads": _axes_of_mask(facts),
+            "remembers": all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
             "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
@@ -178,6 +182,12 @@ def heads_with_mask(code: CodePlan, facts: Facts) -> int:
     return products.short_head_with_mask(backward_in)
 
 
+def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes) -> bool:
+    """Whether the backward of a dense call takes the weights that its forward kept."""
+    dtype = dtype_named(code.signature.dtype).torch
+    return weighs_short(facts, code.signature) and at_once.weighs_at_once(sizes, dtype, keeps=True)
+
+
 def _own(direction: Direction) -> Callable[..., Any] | None:
     return own_attention() if direction == "forward" else own_backward()
 
@@ -197,6 +207,25 @@ def _is_own(facts: Facts, signature: Signature) -> bool:
     )
 
 
+def weighs_short(facts: Facts, signature: Signature) -> bool:
+    """Whether short calls may be torch's product, softmax and product, whose weights are kept for the backward."""
+    widths, scale = signature.widths, _scale(facts)
+    return (
+        signature.sequences == "dense"
+        and not (widths.value_is_key or widths.rope_dim)
+        and scale is not None
+        and is_uniform(scale)
+        and not facts.attention.drops
+        and facts.attention.weighs == SOFTMAX
+        and facts.attention.folded_sink is None
+        and _adds_to_products(facts)
+    )
+
+
+def _adds_to_products(facts: Facts) -> bool:
+    return facts.attention.is_masked or facts.scale_and_rest is not None
+
+
 def _has_whole(facts: Facts, signature: Signature) -> bool:
     """Whether it computes some calls as they are: where every query sees all keys, or all up to its own."""
     return (
@@ -210,7 +239,7 @@ def _has_whole(facts: Facts, signature: Signature) -> bool:
 
 def _takes_a_mask(facts: Facts, signature: Signature) -> bool:
     """Whether it computes short calls where it is handed a mask, to which what a score adds belongs."""
-    return _is_own(facts, signature) and (facts.attention.is_masked or facts.scale_and_rest is not None)
+    return _is_own(facts, signature) and _adds_to_products(facts)
 
 
 _PRODUCTS = {"query": {"dP", "dQ"}, "key": {"dP", "dK"}, "value": {"dV"}}  # that a gradient needs, besides scores
@@ -235,6 +264,7 @@ class _CpuLauncher:
         dense = code.signature.sequences == "dense"
         plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
         self.direct = self._direct() if plain else _never
+        self.keeping = self._keeping() if plain and hasattr(module, "attended_at_once") else None
         whole = getattr(module, "gradients_by_torch", None)
         n_operands = sum(isinstance(p, TensorOperand) for p in facts.attention.parameters)
         wanted = code.signature.wanted
@@ -242,18 +272,9 @@ class _CpuLauncher:
 
     def _direct(self) -> Callable[[Any], Any]:
         """From a call to (out, lse) with nothing between, where operands fit."""
-        sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
-        packer = Packer(sources, ())
-        conditions = [
-            "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False),
-            "query_sd == key_sd == value_sd == 1", f"isinstance(q_offset, int) and -{2**30} < q_offset < {2**30}",
-        ]  # fmt: skip
-        for condition in conditions:
-            packer.expression(condition)
-        operands = "call.operands.values()" if self.reads_operands else "()"
+        out, packed, operands = self._packed()
         by_torch = hasattr(self.module, "BY_TORCH")
         dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
-        out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
         attended = [
             "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
             "    for way in module.BY_TORCH:",
@@ -263,15 +284,59 @@ class _CpuLauncher:
             f"            return {out['out']}.copy_(attended), lse.contiguous()",
         ]  # fmt: skip
         text = [
-            "def direct(call):", *(f"    {line}" for line in packer.lines),
-            f"    if not ({' and '.join(conditions)}):", "        return None",
-            f"    out_strides = {out['out_strides']}", *(attended if by_torch else []), f"    out = {out['out']}",
+            "def direct(call):", *packed, *(attended if by_torch else []), f"    out = {out['out']}",
             f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
             f"    forward(query, [key], value, {operands}, q_offset, call.head_dim, out, lse, **blocks)",
             "    return out, lse",
         ]  # fmt: skip
+        return self._made("direct", text)
+
+    def _keeping(self) -> Callable[[Any], Any]:
+        """From a short call to (out, lse, weights), which its backward takes."""
+        out, packed, operands = self._packed()
+        text = [
+            "def keeping(call):", *packed, "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
+            f"    found = module.attended_at_once(query, key, value, {operands}, q_offset, sizes, True)",
+            "    if found is None:", "        return None", "    attended, lse, weights = found",
+            "    if attended.stride() != out_strides:", f"        attended = {out['out']}.copy_(attended)",
+            "    return attended, lse, weights",
+        ]  # fmt: skip
+        return self._made("keeping", text)
+
+    def _packed(self) -> tuple[dict[str, str], list[str], str]:
+        """Texts of the output, of what takes a call apart and leaves where operands do not fit, and of the operands."""
+        sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
+        packer = Packer(sources, ())
+        conditions = [
+            "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False),
+            "query_sd == key_sd == value_sd == 1", f"isinstance(q_offset, int) and -{2**30} < q_offset < {2**30}",
+        ]  # fmt: skip
+        for condition in conditions:
+            packer.expression(condition)
+        out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
+        lines = [f"    {line}" for line in packer.lines]
+        lines += [f"    if not ({' and '.join(conditions)}):", "        return None"]
+        lines += [f"    out_strides = {out['out_strides']}"]
+        return out, lines, "call.operands.values()" if self.reads_operands else "()"
+
+    def _made(self, name: str, text: list[str]) -> Callable[[Any], Any]:
         tools = {"forward": self.module.forward, "module": self.module, "blocks": self.blocks, "float32": torch.float32}
-        return function("\n".join(text), "direct", {**tools, "autocast": torch.is_autocast_enabled})
+        return function("\n".join(text), name, {**tools, "autocast": torch.is_autocast_enabled})
+
+    def from_weights(self, b: Any) -> tuple[dict[str, Any], list[Any]] | None:
+        """The gradients of a call whose weights were kept, by name, and the sums of reads; None where it has tiles."""
+        way = getattr(self.module, "gradients_of_weights", None)
+        call, weights = b.call, b.weights
+        (batch, heads, q_len, _), (kv_heads, kv_len) = call.query.shape, call.key.shape[1:3]
+        fits = weights.shape == (batch * kv_heads, heads // kv_heads * q_len, kv_len)
+        if way is None or b.dlse is not None or not fits or torch.is_autocast_enabled("cpu"):
+            return None
+        sizes = batch, heads, kv_heads, q_len, kv_len, call.head_dim
+        operands = list(call.operands.values())
+        found = way(b.dout, weights, call.query, call.key, call.value, operands, call.q_offset, sizes)
+        if found is None:
+            return None
+        return {n: g for n, g in zip(_PRODUCTS, found[0], strict=True) if g is not None}, found[1]
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         return WHOLE
