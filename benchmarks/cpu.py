@@ -211,8 +211,8 @@ def least(timed: dict[str, Callable[[], object]], seconds: float) -> dict[str, f
     return best
 
 
-def measured(row: Row, flex: Callable[..., Any] | None, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Forward and backward."""
+def measured(row: Row, flex: Callable[..., Any] | None, seconds: float) -> tuple[dict[str, float], ...]:
+    """Forward without gradients, backward, and both together: a forward before a backward may be another one."""
     shapes = ((row.heads, row.length), (row.kv_heads, row.length), (row.kv_heads, row.length))
     tensors = [torch.randn(row.batch, *shape, row.dim).to(row.dtype).requires_grad_() for shape in shapes]
     given, learned = operands(row), LEARNED.get(row.variant)
@@ -232,7 +232,14 @@ def measured(row: Row, flex: Callable[..., Any] | None, seconds: float) -> tuple
     gradients = {
         name: (lambda out=out: torch.autograd.grad(out, leaves, dout, retain_graph=True)) for name, out in outs.items()
     }
-    return forward, least(gradients, seconds)
+    backward = least(gradients, seconds)
+    del outs, gradients  # and what they keep
+    both = {
+        name: (lambda call=call: torch.autograd.grad(call(), leaves, dout))
+        for name, call in each.items()
+        if name != "Flex"
+    }
+    return forward, backward, least(both, seconds)
 
 
 def cells(times: dict[str, float]) -> str:
@@ -250,13 +257,12 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true", help="compiling it takes half a minute")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{'row':44} | forward  | {'':42} | backward |")
+    print(f"{'row':44} | forward  | {'':42} | backward | {'':42} | both")
     for row in short_rows() if options.short else (*rows(), *short_rows()):
         if options.only in str(row):
             torch.compiler.reset()  # else FlexAttention stops compiling after some rows
             flex = None if options.no_flex else torch.compile(flex_attention)
-            forward, backward = measured(row, flex, options.seconds)
-            print(f"{row!s:44} | {cells(forward)} | {cells(backward)}", flush=True)
+            print(f"{row!s:44} | {' | '.join(map(cells, measured(row, flex, options.seconds)))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -396,5 +396,6 @@ def test_a_plan_says_what_torch_computes(monkeypatch: pytest.MonkeyPatch) -> Non
     short = " ".join(CAUSAL.explain(sizes, device="cpu", schedule=TILES).split())
     if products.own_backward() is not None:
         assert "short heads" in short and "8,388,608 of a backward, are computed by torch's own kernel" in short
-    longer = " ".join(WINDOW.explain(sizes, device="cpu", schedule=OWN).split())
-    assert "its backward" in longer and "figures are of tiles" in longer  # 64 queries of a window have tiles
+    many = weft.shape(heads=2, q_len=1024, head_dim=16, dtype="fp32")
+    longer = " ".join(WINDOW.explain(many, device="cpu", schedule=OWN).split())
+    assert "its backward" in longer and "figures are of tiles" in longer  # so many queries of a window have tiles
