@@ -27,6 +27,8 @@ from weft.compiler.planning.schedule import parse_schedule
 from weft.compiler.planning.signature import Described, Widths, signature_of
 from weft.ir.errors import WeftError
 
+from ..same.corpus import Triple, corpus
+
 TOP = Path(weft.__file__).resolve().parents[1]
 ROOMS = {room: sorted((TOP / room).rglob("*.py")) for room in ("compiler", "codegen", "runtime", "api", "ir")}
 
@@ -189,3 +191,20 @@ def test_a_dtype_without_a_record_is_refused_in_words() -> None:
 def test_schedules_of_kernels_from_outside_read_back() -> None:
     text = "flash/toy_forward=outside:64x64w4s2"
     assert str(parse_schedule(text)) == text
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+WORDED = [t for t in corpus() if t.target != "cpu"][::5]
+
+
+@pytest.mark.parametrize("triple", WORDED, ids=lambda t: t.name)
+def test_words_say_sram_where_a_program_has_tiles_there(triple: Triple) -> None:
+    asked = {"device": triple.card, "target": triple.target, **triple.options}
+    asked |= {n: v for n, v in (("schedule", triple.schedule), ("form", triple.form)) if v is not None}
+    try:
+        plan = triple.variant.plan(weft.shape(**triple.sizes), **asked)
+    except WeftError:
+        pytest.skip("refused, as the recorded texts say")
+    for kernel in plan.kernels:
+        brings = any("-> SRAM" in stage.moves for stage in kernel.stages)
+        assert brings == (kernel.sram_bytes.value > 0), f"{kernel.name}: words and tiles differ"

@@ -49,11 +49,11 @@ def round_dquery_sram(x: Sizes) -> float:
 
 def _stages(t: Tiles, one_pass: bool = False, stores_first: bool = False) -> list[Stage]:
     """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
-    load, compute, *_ = statistics_stages(t)
+    _, compute, *_ = statistics_stages(t)
     where = ", where query heads share keys" if stores_first else ""
     zeros = Stage("store zeros", "store", f"{t.query('zeros for sums of dQ')} float32{where}", "SRAM -> HBM", ONCE)
     return [
-        load,
+        loads("rows", "rows of O and dO by TMA, and lse", ONCE),
         *([zeros] if one_pass else []),
         compute,
         stores("statistics", "-delta and -lse in base 2, of these rows, as products start from them"),

@@ -165,6 +165,11 @@ def value_flops(x: Sizes) -> float:
     return 2 * score_count(x) * x.Cv
 
 
+def dscores_sram(x: Sizes) -> float:
+    """Q and K, where the score is not linear."""
+    return x.w * product_sram(x)
+
+
 def dscores_flops(x: Sizes) -> float:
     return x.w * score_flops(x)
 
@@ -366,8 +371,8 @@ STANDARD = (
     ),
     Kernel(
         KernelId("triton", "standard_dscores"), "backward", "backward_q", "kv", _ONE_TILE, _standard_dscores,
-        programs=pair_programs, read=standard_dscores_read, written=matrix_bytes, flops=dscores_flops, again=_KEY,
-        visits="all",
+        programs=pair_programs, read=standard_dscores_read, written=matrix_bytes, sram=dscores_sram,
+        flops=dscores_flops, again=_KEY, visits="all",
     ),
     Kernel(
         KernelId("triton", "standard_dquery"), "backward", "backward_q", "kv", _ALL_KEYS, _standard_dquery,
