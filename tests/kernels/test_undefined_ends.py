@@ -98,6 +98,28 @@ def test_sequences_of_their_own_lengths(name: str, kind: str, monkeypatch: pytes
         )
 
 
+BEFORE = {
+    "log": weft.Attention(score + weft.log(1.0 * (AWAY + 1)), CAUSAL, name="log_before"),
+    "root": weft.Attention(score + weft.sqrt(1.0 * q_pos), CAUSAL, name="root_before"),
+}
+
+
+@pytest.mark.parametrize("kind", mostly(["packed"], ragged.KINDS))
+@pytest.mark.parametrize("value_dim", mostly([64], [64, 256]))
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_last_row_that_sees_nothing(name: str, value_dim: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind it have its position in scores, where these may be NaN: they see what it sees, and no more."""
+    monkeypatch.setattr(ragged, "DTYPE", torch.float16)
+    monkeypatch.setattr(ragged, "LENS", ([3, 81], [92, 58]))
+    monkeypatch.setattr(ragged, "NUMBER", 2)
+    offset = torch.tensor([-4, 150], dtype=torch.int32)
+    for deterministic in (False, True):
+        wanted = ("query", "value")
+        ragged.check(
+            BEFORE[name], kind, 64, value_dim, deterministic=deterministic, wanted=wanted, offset=offset, operands={}
+        )
+
+
 @pytest.mark.parametrize("name", mostly(["sigmoid"], list(PAIRWISE)))
 def test_weights_of_pairs_alone(name: str) -> None:
     ragged.check(ALL[name], "padded", deterministic=False)
