@@ -168,8 +168,10 @@ def _dscores() -> Callable[[Tensor, Tensor], Tensor]:
     dweights = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float32, device="cpu")
     weights = torch.tensor([[0.25, 0.25, 0.5]], dtype=torch.float32, device="cpu")
 
+    softmax_backward = getattr(torch, "_softmax_backward_data", None)
+
     def own(dweights: Tensor, weights: Tensor) -> Tensor:
-        found: Tensor = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+        found: Tensor = softmax_backward(dweights, weights, -1, weights.dtype)  # type: ignore[misc]
         return found
 
     with torch.autocast("cpu", enabled=False):

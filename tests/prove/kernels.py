@@ -34,9 +34,10 @@ class Step:
 
 
 ROWS, SURVEY, SEEN = "triton/parts/rows.py.jinja", "triton/parts/survey.py.jinja", "hopper/parts/tiles_seen.py.jinja"
+DENSE = "triton/sources/dense.py.jinja"
 SPANS, LISTS = "triton/tile_spans.py.jinja", "triton/tile_lists.py.jinja"
 STEPS = (
-    Step(ROWS, "n_q_tiles = tl.cdiv({{ q_rows_of }}, BLOCK_Q)", (length + block - 1,)),
+    Step(DENSE, "n_q_tiles = tl.cdiv({{ rows }}, BLOCK_Q)", (length + block - 1,)),
     Step(ROWS, "n_kv_tiles = tl.cdiv(kv_len, BLOCK_KV)", (length + block - 1,)),
     Step(ROWS, "q_first = q_tile * BLOCK_Q", (start,)),
     Step(ROWS, "kv_first = kv_tile * BLOCK_KV", (start,)),

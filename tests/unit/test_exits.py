@@ -53,7 +53,7 @@ from weft.codegen.launch import starting
 starting._hash = starting._reach_driver = lambda: (time.sleep(0.2), print("done", flush=True))
 starting.begin()
 """
-    assert run(script).split() == ["done"] * 2
+    assert run(script).count("done") == 2  # of two threads, which may write one line
 
 
 def test_kernels_are_compiled_at_the_end_of_a_process_too() -> None:
