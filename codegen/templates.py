@@ -30,7 +30,7 @@ def environment(folder: Path) -> jinja2.Environment:
         bytecode_cache=_Shelved(),
         extensions=[LineHoles],
     )
-    made.filters |= {"lines": lines, "listed": listed, "complete": complete}
+    made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete}
     return made
 
 
@@ -57,6 +57,15 @@ def listed(names: Iterable[str], width: int = 116) -> str:
         else:
             rows.append(f"{name},")
     return "\n".join(rows)
+
+
+def quoted(names: Iterable[str], width: int = 116) -> str:
+    """The same of names as texts. An entry may be several names, with commas between them.
+
+    >>> quoted(["a", "", "b, c"])
+    '"a", "b", "c",'
+    """
+    return listed([f'"{name.strip()}"' for entry in names for name in entry.split(",") if name.strip()], width)
 
 
 def complete(part: object) -> object:
