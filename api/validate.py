@@ -173,13 +173,6 @@ def described(
     return given
 
 
-def check_ints(method: str, least: int, **given: object) -> None:
-    """Raise WeftError for what is no int, or below the least one that means anything there."""
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise WeftError(f"{method}: {name}: expected an int of at least {least}, got {value!r}")
-
-
 def check_absorbed(attention: Attention, form: object, tensors: Sequence[Tensor] = ()) -> None:
     """That a call over pages is absorbed, and wants no gradient: pages are read as they are."""
     if form == "expanded":

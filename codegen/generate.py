@@ -21,7 +21,6 @@ from ..compiler.planning.distances import Levels, levels_in, tables_in
 from ..compiler.planning.dtypes import HALVES
 from ..compiler.planning.freed import is_freed
 from ..compiler.planning.kernel import Algorithm
-from ..compiler.planning.paces import NARROW
 from ..compiler.planning.plan import CodePlan, KernelCode
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
@@ -244,7 +243,7 @@ def _normalizer_texts(
     terms = Terms(
         linear, facts.attention.is_masked, score.format(env=apart + env), sums, facts.scores_lie_far,
         less_lse and not splits, facts.attention.drops, code.brings_boxes,
-        max(widths.head_dim, widths.value_dim) <= NARROW,
+        max(widths.head_dim, widths.value_dim) <= target.printing.narrow_columns,
     )  # fmt: skip
     blocks = blocks_of(facts.attention.weighs, target.family, terms)
     sinks = facts.attention.folded_sink is not None and not splits  # joined last, once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -272,9 +272,6 @@ class Call:
         """The main tensors that there are, by name: those that a backward has gradients for."""
         found = {"query": self.query, "key": self.key, "value": self.value, "rope": self.rope}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def with_target(self, target: str | None) -> Call:
-        return replace(self, options=replace(self.options, target=target))
 
 
 @dataclass(slots=True)  # not frozen, as Call is not

@@ -13,10 +13,10 @@ from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...compiler.planning.buffer import Buffer
+from ...compiler.planning.dtypes import dtype_named
 from ...compiler.planning.signature import PACKED, PAGED
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
@@ -26,7 +26,6 @@ from .finish import Finish, as_read, finishes, typed
 from .job import LENGTHS, Job, Mode, Part
 from .repeating import Again, Guard, Pin, repeated
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LISTED = re.compile(r"\b(?:sum|entry|range)\d+")
 _AT_ZERO = {"number": "q_offset == 0", "bottom_right": "q_len == kv_len", "per_row": "False"}
 
@@ -239,7 +238,7 @@ class DirectWay:
         return found | {"counter_ptr": "counter(device)"}
 
     def _tools(self) -> dict[str, object]:
-        dtype = _DTYPES[self.job.signature.dtype]
+        dtype = dtype_named(self.job.signature.dtype).torch
         own = {"dtype": dtype, "typed": typed, "as_read": as_read, "of_list": partial(self.of_list, self.mode)}
         return {**ALLOCATING, **own, **self.job.device.tools(), **self.tools}
 
@@ -279,7 +278,7 @@ class DirectWay:
         names = self._aligned
         strides = " | ".join(f"{n}_s{axis}" for n in names for axis in "bhl")
         addresses = " | ".join(f"at_{n}" for n in names)
-        size = _DTYPES[self.job.signature.dtype].itemsize
+        size = dtype_named(self.job.signature.dtype).bytes
         return [
             " == ".join([*(f"{n}_sd" for n in names), "1"]),
             *(f"at_{n}" for n in names),  # a tensor without memory is told of where there is time

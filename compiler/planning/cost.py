@@ -475,23 +475,3 @@ def parts_of(
     if hardware.kind != "cpu" and not uneven:  # the divisions of uneven ones are those that were timed
         enough = min(enough, rate * LATENCY / tile_bytes)
     return divided(units, longest, slots, enough, tile_bytes, rate, uneven, busy, most)
-
-
-# -- the papers' results ---------------------------------------------------------------------------------------------
-def paper_tiling(sram_elements: int, head_dim: int) -> tuple[int, int]:
-    """(rows of Q, rows of K) of FlashAttention's algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(Bc, d)."""
-    rows = ceil(sram_elements / (4 * head_dim))
-    return min(rows, head_dim), rows
-
-
-def tile_moves(query_tiles: int, key_tiles: int, *, rows_stay: bool) -> int:
-    """Tiles moved between HBM and SRAM by a blocked forward pass over all pairs of tiles.
-
-    Where nothing stays, each pair fetches six: Q, K, V, and the running output, maximum and sum. Where the rows of a
-    query tile stay until it is done, a pair fetches K and V, and each query tile moves twice: Q in, output out.
-
-    >>> tile_moves(9, 5, rows_stay=False), tile_moves(9, 5, rows_stay=True)
-    (270, 108)
-    """
-    pairs = query_tiles * key_tiles
-    return 2 * pairs + 2 * query_tiles if rows_stay else 6 * pairs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from ..analysis.records import Axis
 from .paces import Pace
-from .quantities import Formula, Sizes, head_keys, head_queries, key_visits, none, query_visits
+from .quantities import Formula, head_keys, head_queries, key_visits, none, query_visits
 from .signature import Direction, SequenceKind, Widths
 
 if TYPE_CHECKING:
@@ -119,12 +119,3 @@ class Kernel:
     def has_choice(self) -> bool:
         """Whether a schedule gives it a form."""
         return not self.follows and self.own_form is None
-
-
-def traffic(kernel: Kernel) -> Formula:
-    """Bytes that pass between SRAM and what lies behind it: of sizes with k = j = 1, the algorithmic traffic."""
-
-    def found(x: Sizes) -> float:
-        return kernel.read(x) + kernel.written(x)
-
-    return found

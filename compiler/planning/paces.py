@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 LANES = 8  # instructions that an SM issues for one result of its special units: 128 lanes, and 16 of those
-NARROW = 64  # columns up to which products of a hopper forward are too short for all exponentials to hide behind
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ class Printing(NamedTuple):
     adds: bool = False  # scores are a number times q.k plus a rest wherever they can be
     visits_empty: bool = False  # rows of a sequence without a pair are computed, whose lengths may be 0
     joins_sink: bool = False  # the normalizer's texts of a forward have the sink
+    narrow_columns: int = 0  # up to which special units are busy longer than products
     splits_tables: bool = False  # what tiles read by distance is added to a number times q.k, in backwards
 
 

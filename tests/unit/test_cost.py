@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 import sympy
@@ -22,11 +23,9 @@ from weft.compiler.planning.cost import (
     CountTiles,
     KernelCost,
     Times,
-    paper_tiling,
     predict,
     sizes_of,
     sram_bytes,
-    tile_moves,
 )
 from weft.compiler.planning.form import Form
 from weft.compiler.planning.formulas import formula_text
@@ -88,14 +87,17 @@ def test_a_matrix_product_fetches_2n3_without_reuse_and_2n2_with_all_of_it(n: in
     assert square_product(n, 4) == 2 * n**3 / 4
 
 
-def test_270_tile_moves_become_108_where_rows_stay() -> None:
-    """Nine query tiles by five key tiles: with nothing kept, each of 45 pairs fetches Q, K, V, O, maximum and sum."""
-    assert tile_moves(9, 5, rows_stay=False) == 270
-    assert tile_moves(9, 5, rows_stay=True) == 108
-    # the second figure is flash's own formula, counted in tiles
+def test_nine_query_tiles_by_five_key_tiles_take_108_moves_where_rows_stay() -> None:
+    """K and V for each of 45 pairs, Q and the output once for each query tile."""
     sizes = letters(L=9, T=5, n=45, nq=9, nkv=5)
     flash = BY_NAME["flash_forward"]
     assert flash.read(sizes) + flash.written(sizes) - row_bytes(sizes) == 108
+
+
+def paper_tiling(sram_elements: int, head_dim: int) -> tuple[int, int]:
+    """(rows of Q, rows of K) of FlashAttention's algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(Bc, d)."""
+    rows = ceil(sram_elements / (4 * head_dim))
+    return min(rows, head_dim), rows
 
 
 def _streaming_elements(length: int, width: int, sram: int) -> float:

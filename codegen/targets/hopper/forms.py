@@ -9,8 +9,8 @@ from typing import ClassVar
 from ....compiler.planning.form import PROGRAMS_PER_SM, Form, Residence, number, register, switch
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
-from ....compiler.planning.paces import NARROW
 from ....compiler.planning.segments import Segments
+from .paces import NARROW
 
 ROWS = 64  # of a consumer: the height of a wgmma
 PIECE_COLUMNS, NARROW_COLUMNS = 128, 64  # of the pieces of a latent tile

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ....compiler.planning.paces import PACES, Pace
 
+NARROW = 64  # columns up to which products of a forward are too short for all exponentials to hide behind
+
 # Constants of row_reads and levels, and the family of narrow forwards, are those of two rows each (D64 and D128), found
 # with all others held; so were gathers of flash_ddiagonals, of one kernel that was timed alone.
 # fmt: off

@@ -32,7 +32,7 @@ from ..triton.kernels.measures import with_measuring
 from ..triton.kernels.tables import with_tables_made
 from ..triton.kernels.work import with_work
 from ..triton.target import TritonTarget
-from . import paces as paces
+from . import paces
 from .form_rules import (
     beside_tiles,
     best_backward_form,
@@ -87,7 +87,7 @@ class HopperTarget:
     partial = True
     language = GLUON_LANGUAGE
     family = "hopper"
-    printing = Printing("apart", visits_empty=True, splits_tables=True)
+    printing = Printing("apart", visits_empty=True, narrow_columns=paces.NARROW, splits_tables=True)
 
     def kernels(self, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:
         if algorithm == "split_kv" and signature.direction == "forward" and signature.widths.value_is_key:
