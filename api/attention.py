@@ -63,6 +63,7 @@ class Attention(Methods, Declaration):
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
         _numbers: ClassVar[tuple[tuple[str, type], ...]]  # the scalars, each with the type that kernels take
         _operands: ClassVar[frozenset[str]]
+        _plain: ClassVar[frozenset[str]]  # the same where no option has the name of one, as a seed has
         _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
         _counts_rows: ClassVar[bool]  # positions of queries are read
@@ -83,6 +84,7 @@ class Attention(Methods, Declaration):
         numbers = tuple((n, int if kind == "int" else float) for n, kind in zip(names, kinds) if kind != "tensor")
         found = {
             "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
+            "_plain": frozenset() if self.drops else frozenset(names),
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
             "_counts_rows": variant_of(self).first_key.matters,
             "_drops": self.drops, "_share": self.dropout.name if isinstance(self.dropout, Scalar) else None,
@@ -115,7 +117,7 @@ class Attention(Methods, Declaration):
         if more:
             raise WeftError(validate.by_position(self, more))
         options, variant, operands = PLAIN, self, given
-        if given and given.keys() != self._operands:
+        if given and given.keys() != self._plain:
             options, operands = call_options.read(str(self.name), given)
         if self._drops or options.seed is not None or options.train is not True:
             variant, operands = self._as_trained(options.train, operands)
@@ -123,12 +125,12 @@ class Attention(Methods, Declaration):
         if options.return_lse:
             self._check_lse()
         if options.deterministic is None and torch.are_deterministic_algorithms_enabled():
-            options = options._replace(deterministic=True)
+            options = options.having(deterministic=True)
         if variant._unread:
             operands = variant._read(operands)
         if self.latent is not None:
             return variant._latent(query, key, value, options, operands)
-        if options is not PLAIN:
+        if options.uk is not None or options.uv is not None or options.form is not None:
             validate.check_no_latent(self, options.uk, options.uv, options.form)
         return variant._run(query, key, value, None, options, operands)
 
@@ -197,7 +199,7 @@ class Attention(Methods, Declaration):
             if query.is_nested and are_jagged(query, key, value):
                 if is_ragged:
                     raise lengths_given_twice(str(self.name), options)
-                return self._jagged(query, key, value, options._replace(q_offset=q_offset), operands)
+                return self._jagged(query, key, value, options.having(q_offset=q_offset), operands)
             if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
                 check_offsets(str(self.name), q_offset)
         given = {n: operands[n] for n in self._names} if operands else {}
@@ -207,7 +209,7 @@ class Attention(Methods, Declaration):
         sequences: Sequences
         if is_ragged:
             if q_offset is not options.q_offset:
-                options = options._replace(q_offset=q_offset)
+                options = options.having(q_offset=q_offset)
             sequences = given_sequences(str(self.name), query, key, options)
         else:
             sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
@@ -216,7 +218,7 @@ class Attention(Methods, Declaration):
             default_target() if target is None else target, None if schedule is None else str(schedule),
             options.deterministic,
         )  # fmt: skip
-        read = None if options is PLAIN or not READ_BY_KERNELS else _read_by_kernels(options)
+        read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
             found = ops.run(self._variant, call)
@@ -247,7 +249,7 @@ class Attention(Methods, Declaration):
         """Nested operands [B, H, j, D], packed."""
         made = packed(str(self.name), query, key, value)
         cu_q, cu_kv = made.starts
-        found = self._run(*made.tensors, None, options._replace(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv), operands)
+        found = self._run(*made.tensors, None, options.having(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv), operands)
         return made.nested(found) if isinstance(found, Tensor) else (made.nested(found[0]), made.nested(found[1]))
 
     def _lse(self, saved: Tensor) -> Tensor:
@@ -303,7 +305,7 @@ class Attention(Methods, Declaration):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
         if is_ragged:
-            options = checked(str(self.name), query, key, options._replace(q_offset=offset))
+            options = checked(str(self.name), query, key, options.having(q_offset=offset))
         slots = tuple([per_row if name == "q_offsets" else getattr(options, name) for name in SLOTS])
         target = traced_target() if options.target is None else options.target
         schedule = None if options.schedule is None else str(options.schedule)
@@ -412,7 +414,7 @@ class Attention(Methods, Declaration):
                 raise lengths_given_twice(name, options)
             made = packed(name, query, key, value)
             cu_q, cu_kv = made.starts
-            inner = options._replace(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+            inner = options.having(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
             out, lse = self._defined(*made.tensors, inner, operands)
             return made.nested(out), made.nested(lse)
         paged = options.block_table is not None
@@ -446,7 +448,7 @@ class Attention(Methods, Declaration):
         elif not options.are_ragged:
             self._variant.first_key.dense(query.shape[2], key.shape[2])
         if options.are_ragged:
-            return self._ragged_reference((query, key, value), operands, options._replace(q_offset=q_offset), head_dim)
+            return self._ragged_reference((query, key, value), operands, options.having(q_offset=q_offset), head_dim)
         check_reads(self, query, key, operands, q_offset, head_dim)
         return reference(self, query, key, value, operands, q_offset, head_dim)
 
@@ -535,11 +537,11 @@ def _out_of_pages(
     pages = sequences_of(options, page=key.shape[2])
     assert isinstance(pages, Pages)
     check_contents(name, query, key, pages)
-    options = options._replace(block_table=None)
+    options = options.having(block_table=None)
     if isinstance(pages, PackedPaged):  # rows of queries that no sequence has, none of keys
         rows, starts = packed_of_pages(key, pages)
         values = None if value is None else packed_of_pages(value, pages)[0]
-        return rows, values, options._replace(kv_lens=None, cu_seqlens_kv=starts)
+        return rows, values, options.having(kv_lens=None, cu_seqlens_kv=starts)
     return gathered(key, pages), None if value is None else gathered(value, pages), options
 
 

@@ -188,7 +188,7 @@ class _Shards:
         if isinstance(options.q_offset, Tensor):
             given["q_offset"] = options.q_offset
         of_all = ("cu_seqlens_q", "cu_seqlens_kv")
-        return options.having({n: self.local(t, none if n in of_all else rows, n) for n, t in given.items()})
+        return options.having(**{n: self.local(t, none if n in of_all else rows, n) for n, t in given.items()})
 
     def whole(self, part: Tensor) -> Tensor:
         """The DTensor of which this process has computed its part."""

@@ -46,7 +46,7 @@ def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> De
 
     query, key: tensors, or sizes [batch, heads, length, dim] of these.
     """
-    given = PLAIN.having({n: options.get(n) for n in ("q_offset", *LENGTHS)})
+    given = PLAIN.having(**{n: options.get(n) for n in ("q_offset", *LENGTHS)})
     if not given.are_ragged:
         return None
     if not isinstance(query, Tensor):

@@ -427,7 +427,7 @@ def call_of(names: Sequence[str], kinds: Sequence[str], given: Arguments) -> Cal
     tensors = dict(zip(SLOTS, given.slots))
     per_row = tensors.pop("q_offsets")
     read = {name: tensor for name in READ_BY_KERNELS if (tensor := tensors.pop(name)) is not None}
-    options = PLAIN.having({"q_offset": given.q_offset if per_row is None else per_row, **tensors})
+    options = PLAIN.having(**{"q_offset": given.q_offset if per_row is None else per_row, **tensors})
     if options.q_offset is None and not options.are_ragged:
         raise WeftError("weft::attention: q_offset: expected a number or q_offsets, where no lengths are given")
     sequences = sequences_of(options, page=given.key.shape[2])

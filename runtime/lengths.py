@@ -45,7 +45,7 @@ def checked(name: str, query: Tensor, key: Tensor, options: CallOptions) -> Call
                 f"{counted(query.shape[2], 'row')} and key {key.shape[2]}"
             )
         cu_q = cu_kv = cu_kv if cu_q is None else cu_q
-        options = options._replace(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+        options = options.having(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
     problems = list(_problems(query, key, options.lengths))
     if problems:
         raise collected(name, problems)
@@ -62,7 +62,8 @@ def given_sequences(name: str, query: Tensor, key: Tensor, options: CallOptions)
     a kind (checks.fits).
     """
     q_lens, kv_lens, table, cu_q = options.q_lens, options.kv_lens, options.block_table, options.cu_seqlens_q
-    if options.cu_seqlens_kv is None and type(kv_lens) is Tensor and (table is None or _is_table(table)):
+    has_table = table is not None and type(table) is Tensor and table.dim() == 2
+    if options.cu_seqlens_kv is None and type(kv_lens) is Tensor and (table is None or has_table):
         if cu_q is None and (q_lens is None or type(q_lens) is Tensor):
             try:
                 return sequences_of(options, key.shape[2])
@@ -71,13 +72,9 @@ def given_sequences(name: str, query: Tensor, key: Tensor, options: CallOptions)
                 if problems := [p for n, t in given if (p := form_problem(n, t)) is not None]:
                     raise collected(name, problems) from None
                 raise
-        if q_lens is None and table is not None and type(cu_q) is Tensor and cu_q.dim() == 1:
+        if q_lens is None and has_table and type(cu_q) is Tensor and cu_q.dim() == 1:
             return sequences_of(options, key.shape[2])
     return sequences_of(checked(name, query, key, options), page=key.shape[2])
-
-
-def _is_table(table: object) -> bool:
-    return type(table) is Tensor and table.dim() == 2
 
 
 def _pages_fit(query: Tensor, key: Tensor, options: CallOptions) -> bool:
@@ -199,7 +196,7 @@ def _numbers_of(entries: object) -> str:
 
 def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
     """Raise WeftError where the lengths of a call do not fit its operands; what a device holds is not looked at."""
-    options = PLAIN.having(length_options(sequences))
+    options = PLAIN.having(**length_options(sequences))
     if isinstance(sequences, Pages):
         problems = list(_page_problems(query, key, options))
     else:

@@ -77,7 +77,7 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         known = repeats.growing
         if known is not None and not known.fits(call):
             known = None
-    if known is not None and call.read is None and unwatched():
+    if known is not None and unwatched():
         if not (known.recorded and torch.is_grad_enabled()):
             return variant.forward_again(call, known)
         own = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
@@ -198,7 +198,7 @@ class _Recorded(torch.autograd.Function):
             *tensors, per_row = tensors
             tensors, lengths = tensors[: -len(LENGTHS)], dict(zip(LENGTHS, tensors[-len(LENGTHS) :]))
             lengths["q_offset"] = offset.number if per_row is None else per_row
-            offset = sequences = sequences_of(PLAIN.having(lengths))
+            offset = sequences = sequences_of(PLAIN.having(**lengths))
         elif len(tensors) > len(kind.names):
             weights = tensors.pop()
         if operands:

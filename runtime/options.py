@@ -15,7 +15,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from torch import Tensor
 
@@ -61,8 +61,8 @@ def _schedule(value: object) -> str | None:
 
 
 # fmt: off
-class CallOptions(NamedTuple):
-    """The options of one call, as they were given."""
+class CallOptions:
+    """The options of one call, as they were given: defaults are the class's. Nobody changes one that others may see."""
 
     return_lse: Annotated[bool, Option(
         "`True`: also give the log-sum-exp of the visible scores, and of the sink if there is one, `[B, Hq, L]`, "
@@ -115,7 +115,7 @@ class CallOptions(NamedTuple):
         "int32 `[B, pages]`: keys and values lie in pools of blocks ([below](#paged-caches))", in_schema=True,
     )] = None
     seed: Annotated[int | Tensor | None, Option(
-        "of [dropout](#dropout), an int or an int64 tensor with one element on the device; drawn by torch's "
+        "of [dropout](#the-variant), an int or an int64 tensor with one element on the device; drawn by torch's "
         "generator where not given", described=False,
     )] = None
     train: Annotated[bool, Option(
@@ -125,21 +125,19 @@ class CallOptions(NamedTuple):
         "operands of the variant by name, beside those that are given as keywords", described=False,
     )] = None
 
-    @property
-    def are_ragged(self) -> bool:
-        """Whether they say where sequences lie."""
-        return not (
-            self.kv_lens is self.q_lens is self.cu_seqlens_q is self.cu_seqlens_kv is self.block_table is None
-        )
+    are_ragged = False  # whether they say where sequences lie: what follows from the others, but asked for at each call
 
     @property
     def lengths(self) -> dict[str, Tensor]:
         """Those that say where sequences lie and are given, by name."""
         return {n: value for n in LENGTHS if (value := getattr(self, n)) is not None}
 
-    def having(self, given: Mapping[str, Any]) -> CallOptions:
-        """The same but for these, by name."""
-        return self._replace(**given)
+    def having(self, **given: Any) -> CallOptions:
+        """The same but for these."""
+        found = CallOptions()
+        found.__dict__.update(self.__dict__, **given)
+        found.are_ragged = any([getattr(found, n) is not None for n in LENGTHS])
+        return found
 
 
 # fmt: on
@@ -152,27 +150,13 @@ IN_SCHEMA = tuple(name for name, option in OPTIONS.items() if option.in_schema)
 READ_BY_KERNELS = tuple(name for name in IN_SCHEMA if name not in LENGTHS)
 DEFINED = frozenset(name for name, option in OPTIONS.items() if option.defined)
 DESCRIBED = tuple(name for name, option in OPTIONS.items() if option.described)
-_RULES = {name: option.rule for name, option in OPTIONS.items() if option.rule is not None}
-
-
-def _splitter() -> Callable[..., tuple[CallOptions, dict[str, Any]]]:
-    """A function of keyword arguments that tells options from operands: Python does so faster than a loop would."""
-    names = CallOptions._fields
-    parameters = ", ".join(f"{n}=PLAIN.{n}" for n in names)
-    text = f"def split(*, {parameters}, **own):\n    return CallOptions({', '.join(names)}), own\n"
-    scope: dict[str, Any] = {"CallOptions": CallOptions, "PLAIN": PLAIN}
-    exec(compile(text, "<options of a call>", "exec"), scope)
-    found: Callable[..., tuple[CallOptions, dict[str, Any]]] = scope["split"]
-    return found
-
-
-_split = _splitter()
+_RULES = {name: option.rule for name, option in OPTIONS.items()}
 
 
 def check_values(name: str, given: Mapping[str, Any]) -> None:
-    """Raise WeftError for an option whose value is none by itself. name: of the variant; given: by name."""
+    """Raise WeftError for an option whose value is none by itself. name: of the variant; given: options by name."""
     for option, value in given.items():
-        rule = _RULES.get(option)
+        rule = _RULES[option]
         if rule is not None and (problem := rule(value)) is not None:
             raise WeftError(f"{name}: {option}: {problem}")
 
@@ -182,8 +166,17 @@ def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, An
 
     Raises WeftError for an option whose value is none by itself, and for operands that are given twice.
     """
-    options, own = _split(**given)
-    check_values(name, given)
+    options, own = CallOptions(), {}
+    for n, value in given.items():
+        if n not in _RULES:
+            own[n] = value
+            continue
+        rule = _RULES[n]
+        if rule is not None and (problem := rule(value)) is not None:
+            raise WeftError(f"{name}: {n}: {problem}")
+        setattr(options, n, value)
+        if n in LENGTHS and value is not None:
+            options.are_ragged = True
     if options.operands is not None:
         own = _joined(name, own, options.operands)
     return options, own
@@ -208,9 +201,7 @@ def signature_of(defined: bool) -> inspect.Signature:
     kind, hints = inspect.Parameter, get_type_hints(CallOptions)
     main = [kind(n, kind.POSITIONAL_OR_KEYWORD, annotation=Tensor) for n in ("self", "query", "key")]
     main += [kind("value", kind.POSITIONAL_OR_KEYWORD, default=None, annotation=Tensor | None)]
-    own = [
-        kind(n, kind.KEYWORD_ONLY, default=CallOptions._field_defaults[n], annotation=hints[n]) for n in taken(defined)
-    ]
+    own = [kind(n, kind.KEYWORD_ONLY, default=getattr(CallOptions, n), annotation=hints[n]) for n in taken(defined)]
     return inspect.Signature([*main, *own, kind("own", kind.VAR_KEYWORD)])
 
 

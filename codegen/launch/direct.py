@@ -314,7 +314,7 @@ class DirectWay:
         job, pins, conditions = self.job, [], []
         if not job.backward:
             pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
-            conditions = ["call.rope is None"]
+            conditions = ["call.rope is None", "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["dlse is None"]
