@@ -268,7 +268,13 @@ def request_of(
     if widths.value_is_key or lacking != _NO_BACKWARD:
         notes = (*forward.notes, lacking, *([first] if first else []))
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
-    (backward,) = resolved(signature("backward", _everything(attention, widths) - _frozen(operands, options)))
+    asks = signature("backward", _everything(attention, widths) - _frozen(operands, options))
+    try:
+        (backward,) = resolved(asks)
+    except UnavailableError as error:
+        if not asks.options:
+            raise
+        return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, f"no backward: {error}"), short)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 

@@ -17,7 +17,7 @@ Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a 
 class Methods:
     """`weft.Attention` as type checkers see its calls."""
 
-    if TYPE_CHECKING:  # fmt: skip
+    if TYPE_CHECKING:
 
         @overload
         def __call__(

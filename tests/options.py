@@ -35,7 +35,8 @@ Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a 
 class Methods:
     """`weft.Attention` as type checkers see its calls."""
 
-    if TYPE_CHECKING:  # fmt: skip
+    if TYPE_CHECKING:
+
 '''
 
 
