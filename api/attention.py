@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,10 @@ from .ir.philox import drawn_seed
 from .ir.reference import expand_latent, ragged_reference, reference
 from .nested import are_jagged, lengths_given_twice, packed
 from .runtime import ops
+from .runtime import options as call_options
 from .runtime.call import (
+    SLOTS,
+    Arguments,
     Call,
     Dense,
     Lengths,
@@ -33,36 +36,26 @@ from .runtime.call import (
     PackedPaged,
     Pages,
     Sequences,
+    choices_of,
+    choices_text,
     dense_offset,
     float_tensor,
-    options_of,
-    options_text,
     sequences_of,
 )
 from .runtime.checks import check_call, check_q_offset, check_tensors, main_problems
-from .runtime.lengths import (
-    Options,
-    check_contents,
-    checked,
-    cleared,
-    gathered,
-    given_sequences,
-    has_pages,
-    options_given,
-    packed_of_pages,
-)
+from .runtime.lengths import check_contents, checked, cleared, gathered, given_sequences, packed_of_pages
+from .runtime.options import DEFINED, PLAIN, READ_BY_KERNELS, CallOptions, Form, doc_of, signature_of
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import is_surely_negative, may_autocast
 from .runtime.values import check_offsets, check_reads
 from .runtime.variant import Variant, say_of_first_key, variant_of
+from .signatures import Methods
 
 Result = Tensor | tuple[Tensor, Tensor]
-Own = Tensor | SupportsFloat  # an operand of the variant's own: a tensor, or a number of Python or numpy
-Form = Literal["expanded", "absorbed"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attention(Declaration):
+class Attention(Methods, Declaration):
     __doc__ = Declaration.__doc__
 
     if TYPE_CHECKING:  # set when the variant is made; ClassVar keeps them out of the dataclass's fields
@@ -70,6 +63,7 @@ class Attention(Declaration):
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
         _numbers: ClassVar[tuple[tuple[str, type], ...]]  # the scalars, each with the type that kernels take
         _operands: ClassVar[frozenset[str]]
+        _plain: ClassVar[frozenset[str]]  # the same where no option has the name of one, as a seed has
         _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
         _counts_rows: ClassVar[bool]  # positions of queries are read
@@ -90,6 +84,7 @@ class Attention(Declaration):
         numbers = tuple((n, int if kind == "int" else float) for n, kind in zip(names, kinds) if kind != "tensor")
         found = {
             "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
+            "_plain": frozenset() if self.drops else frozenset(names),
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
             "_counts_rows": variant_of(self).first_key.matters,
             "_drops": self.drops, "_share": self.dropout.name if isinstance(self.dropout, Scalar) else None,
@@ -106,56 +101,7 @@ class Attention(Declaration):
         self.__dict__.update(state)
         self._derive()
 
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
-        q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
-        deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
-        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
-        train: bool = True, **operands: Own,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
-        q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
-        deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
-        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
-        train: bool = True, **operands: Own,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
-        q_offset: int | Tensor | None = None, target: str | None = None, schedule: str | Schedule | None = None,
-        deterministic: bool | None = None, uk: Tensor | None = None, uv: Tensor | None = None, form: Form | None = None,
-        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
-        train: bool = True, **operands: Own,
-    ) -> Result: ...  # fmt: skip
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *more: Any,
-        return_lse: bool = False,
-        q_offset: int | Tensor | None = None,
-        target: str | None = None,
-        schedule: str | Schedule | None = None,
-        deterministic: bool | None = None,
-        uk: Tensor | None = None,
-        uv: Tensor | None = None,
-        form: Form | None = None,
-        kv_lens: Tensor | None = None,
-        q_lens: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        block_table: Tensor | None = None,
-        seed: int | Tensor | None = None,
-        train: bool = True,
-        **operands: Any,
-    ) -> Result:
+    def _call(self, query: Tensor, key: Tensor, value: Tensor | None = None, *more: Any, **given: Any) -> Any:
         """Attention of query [B, Hq, L, D] over key [B, Hkv, T, D] and value [B, Hkv, T, Dv]; out [B, Hq, L, Dv].
 
         bf16, fp16 or fp32 (float64 too on the CPU); any strides with a contiguous last dim; Hq a multiple of Hkv.
@@ -163,60 +109,33 @@ class Attention(Declaration):
         [B, 1, T, rank + rope] in place of key, `uk` [H, rank, nope] and `uv` [H, rank, Dv]; without uk and uv the
         query is latent already and the output is [B, H, L, rank].
 
-        return_lse: also give the log-sum-exp of the visible scores, and of the sink, [B, Hq, L], natural log,
-          float32. Refused under a normalizer that has none.
-        q_offset: position of query row 0, an int or int32 [B] on the device (which must keep positions within
-          0 .. T - 1 where operands are indexed by q_pos); T - L where not given.
-        q_lens, kv_lens: lengths of the sequences in padded operands, int32 or int64 [B] on the operands' device; all
-          rows where one is not given.
-        cu_seqlens_q, cu_seqlens_kv: the first row of each sequence in packed operands [1, heads, total, dim], and the
-          end, int32 or int64 [sequences + 1]; one may be left out where both are the same. With lengths, the symbols
-          batch, q_len, kv_len and positions are those of a sequence, q_offset is kv_len - q_len of each (or an int, or
-          int32 [sequences]), and rows that no sequence has give 0, lse -inf and zero gradients, whatever lies there.
-        block_table: int32 [B, pages], with kv_lens: key [blocks, Hkv, page, D] and value [blocks, Hkv, page, Dv] are
-          pools of blocks of page rows (1, 2, 4 ... 256; any strides), and rows i * page on of sequence b are block
-          block_table[b, i]. What stands in the table behind a length is never read. The query is padded, [B, Hq, L, D],
-          or with cu_seqlens_q packed, [1, Hq, total, D], as a step of a server has prompts beside single tokens.
-          Forward only.
-        target: "hopper", "triton", "interpret" or "cpu"; from the operands' device where not given.
-        schedule: "flash", "split_kv", "streaming", "standard", or a Schedule or its text.
-        deterministic: True for gradients that repeat bit for bit; None: as `torch.use_deterministic_algorithms` is set,
-            where gradients of the variant's own operands repeat in any case; False: nothing needs to.
-        form: "expanded" or "absorbed", for latent attention.
-        seed: of dropout, an int or an int64 tensor with one element on the operands' device; drawn by torch's generator
-          of that device where not given: torch.manual_seed rules, and a checkpoint drops the same weights again.
-        train: False drops nothing: the kernels of the variant without dropout.
-
-        A row that sees no key gives 0 and lse -inf (or the sink), with zero gradients. Raises WeftError for operands
-        that do not fit, listing every problem, and UnavailableError where a target cannot compute the call.
+        With lengths, the symbols batch, q_len, kv_len and positions are those of a sequence, and rows that no sequence
+        has give 0, lse -inf and zero gradients, whatever lies there. A row that sees no key gives 0 and lse -inf (or
+        the sink), with zero gradients. Raises WeftError for operands that do not fit, listing every problem, and
+        UnavailableError where a target cannot compute the call.
         """
         if more:
             raise WeftError(validate.by_position(self, more))
-        variant = self
-        if self._drops or seed is not None or train is not True:
-            variant, operands = self._as_trained(train, operands)
-            operands = variant._seeded(operands, seed, query)
-        lengths = options_given(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
-        if return_lse is not False:
-            self._check_lse(return_lse)
-        if deterministic is None:
-            deterministic = True if torch.are_deterministic_algorithms_enabled() else None
-        else:
-            validate.check_flag(str(self.name), "deterministic", deterministic)
+        options, variant, operands = PLAIN, self, given
+        if given and given.keys() != self._plain:
+            options, operands = call_options.read(str(self.name), given)
+        if self._drops or options.seed is not None or options.train is not True:
+            variant, operands = self._as_trained(options.train, operands)
+            operands = variant._seeded(operands, options.seed, query)
+        if options.return_lse:
+            self._check_lse()
+        if options.deterministic is None and torch.are_deterministic_algorithms_enabled():
+            options = options.having(deterministic=True)
         if variant._unread:
             operands = variant._read(operands)
         if self.latent is not None:
-            tail = (return_lse, q_offset, target, schedule, deterministic, operands)
-            return variant._latent(query, key, value, uk, uv, form, tail, lengths)
-        if uk is not None or uv is not None or form is not None:
-            validate.check_no_latent(self, uk, uv, form)
-        return variant._run(
-            query, key, value, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths
-        )
+            return variant._latent(query, key, value, options, operands)
+        if options.uk is not None or options.uv is not None or options.form is not None:
+            validate.check_no_latent(self, options.uk, options.uv, options.form)
+        return variant._run(query, key, value, None, options, operands)
 
     def _as_trained(self, train: bool, operands: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
         """The variant that a call computes, with its operands: that without dropout where nothing is to be dropped."""
-        validate.check_flag(str(self.name), "train", train)
         if self._undropped is None or train:
             return self, dict(operands)
         return self._undropped, {n: v for n, v in operands.items() if n != self._share}
@@ -230,34 +149,29 @@ class Attention(Declaration):
         validate.check_share(self, operands)
         return {**operands, SEED.name: drawn_seed(device) if given is None else given}
 
-    def _check_lse(self, return_lse: bool) -> None:
-        validate.check_flag(str(self.name), "return_lse", return_lse)
-        if return_lse and not self._has_lse:
+    def _check_lse(self) -> None:
+        if not self._has_lse:
             raise WeftError(
                 f"{self.name}: return_lse: the normalizer {self.normalizer} has no log-sum-exp; leave return_lse=False"
             )
 
     def _run(
-        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, return_lse: bool,
-        q_offset: int | Tensor | None, target: str | None, schedule: str | Schedule | None, deterministic: bool | None,
-        operands: Mapping[str, Any], lengths: Options | None = None, head_dim: int | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, options: CallOptions,
+        operands: Mapping[str, Any], head_dim: int | None = None,
     ) -> Result:  # fmt: skip
-        """lengths: q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, where one of them is given."""
+        """head_dim: the value of the symbol, where it is not the query's."""
         is_traced = torch.compiler.is_compiling()
         if is_traced or may_autocast():
             query, key, value = _autocast(query, key, value)
         if type(query) is not Tensor and distributed.is_sharded(query):
             main = {"query": query, "key": key, "value": value, "rope": rope}
-            compute = partial(self._run_of_shards, (return_lse, target, schedule, deterministic, head_dim))
-            return distributed.of_shards(self, compute, main, operands, q_offset, lengths)
-        text = None if schedule is None else validate.schedule_text(str(self.name), schedule)
-        if target is not None:
-            validate.check_target(str(self.name), target)
+            compute = partial(self._run_of_shards, head_dim)
+            return distributed.of_shards(self, compute, main, operands, options)
         if is_traced:
-            out, lse = self._traced(
-                query, key, value, rope, q_offset, target, text, deterministic, operands, lengths, head_dim
-            )
-            return (out, self._lse(lse)) if return_lse else out
+            out, lse = self._traced(query, key, value, rope, options, operands, head_dim)
+            return (out, self._lse(lse)) if options.return_lse else out
+        is_ragged = options is not PLAIN and options.are_ragged
+        q_offset: Any = options.q_offset
         q_rows: Any = None
         kv_rows: Any = None
         try:  # no more than a call of any kind needs: what else is wrong with it fails below, and is told there
@@ -267,17 +181,15 @@ class Attention(Declaration):
         except (AttributeError, RuntimeError, TypeError, ValueError):
             is_known = False
         if not is_known:
-            self._check(query, key, value, operands, has_pages(lengths))
+            self._check(query, key, value, operands, options.block_table is not None)
         if value is None and self.latent is None:
             self._check(query, key, value, operands)
-        if q_offset is None and lengths is None:
+        if q_offset is None and not is_ragged:
             try:
                 q_offset = kv_rows - q_rows
             except (AttributeError, RuntimeError, TypeError):  # nested tensors have no such sizes
                 if are_jagged(query, key, value):
-                    return self._jagged(
-                        query, key, value, return_lse, q_offset, target, schedule, deterministic, operands
-                    )
+                    return self._jagged(query, key, value, options, operands)
                 self._check(query, key, key if value is None else value, operands)
                 raise
             if type(q_offset) is not Tensor and q_offset < 0:  # sizes are tensors under torch.jit.trace
@@ -285,57 +197,59 @@ class Attention(Declaration):
         elif q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
             if query.is_nested and are_jagged(query, key, value):
-                if lengths is not None:
-                    raise lengths_given_twice(str(self.name), lengths)
-                return self._jagged(query, key, value, return_lse, q_offset, target, schedule, deterministic, operands)
+                if is_ragged:
+                    raise lengths_given_twice(str(self.name), options)
+                return self._jagged(query, key, value, options.having(q_offset=q_offset), operands)
             if isinstance(q_offset, (int, Tensor)):  # else it is refused with what else is wrong
                 check_offsets(str(self.name), q_offset)
         given = {n: operands[n] for n in self._names} if operands else {}
         for name, kind in self._numbers:
             if type(given[name]) is not kind:
                 given[name] = validate.as_number(given[name], kind)
-        if lengths is None:
-            sequences: Sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)  # type: ignore[arg-type]
+        sequences: Sequences
+        if is_ragged:
+            if q_offset is not options.q_offset:
+                options = options.having(q_offset=q_offset)
+            sequences = given_sequences(str(self.name), query, key, options)
         else:
-            sequences = given_sequences(str(self.name), query, key, lengths, q_offset)
-        call = Call(
-            query, key, value, rope, given, sequences,
-            options_of(default_target() if target is None else target, text, deterministic), head_dim or query.shape[3],
+            sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
+        target, schedule = options.target, options.schedule
+        choices = choices_of(
+            default_target() if target is None else target, None if schedule is None else str(schedule),
+            options.deterministic,
         )  # fmt: skip
+        read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
+        call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
             found = ops.run(self._variant, call)
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
-            self._explain(call, lengths, q_offset, error)
+            self._explain(call, options, error)
             raise
-        return (found[0], self._lse(found[1])) if return_lse else found[0]
+        return (found[0], self._lse(found[1])) if options.return_lse else found[0]
 
     def _run_of_shards(
-        self, options: tuple[bool, str | None, str | Schedule | None, bool | None, int | None], main: Mapping[str, Any],
-        operands: Mapping[str, Any], q_offset: int | Tensor | None, lengths: Options | None,
+        self, head_dim: int | None, main: Mapping[str, Any], operands: Mapping[str, Any], options: CallOptions
     ) -> Result:  # fmt: skip
-        """What one device computes of a call with these return_lse, target, schedule, deterministic and head_dim."""
-        return_lse, target, schedule, deterministic, head_dim = options
-        tail = (return_lse, q_offset, target, schedule, deterministic, operands, lengths, head_dim)
-        return self._run(main["query"], main["key"], main["value"], main["rope"], *tail)
+        """What one device computes of a call."""
+        return self._run(main["query"], main["key"], main["value"], main["rope"], options, operands, head_dim)
 
-    def _explain(self, call: Call, lengths: Options | None, q_offset: int | Tensor | None, error: Exception) -> None:
+    def _explain(self, call: Call, options: CallOptions, error: Exception) -> None:
         """Raise WeftError where the call is to blame for the error: torch and Python know no operand's name."""
-        if lengths is not None and are_jagged(call.query, call.key, call.value):
-            raise lengths_given_twice(str(self.name), lengths)
-        self._check(call.query, call.key, call.value, call.operands, has_pages(lengths))
-        if lengths is not None:
-            checked(str(self.name), call.query, call.key, lengths, q_offset)
+        if options.are_ragged and are_jagged(call.query, call.key, call.value):
+            raise lengths_given_twice(str(self.name), options)
+        self._check(call.query, call.key, call.value, call.operands, options.block_table is not None)
+        if options.are_ragged:
+            checked(str(self.name), call.query, call.key, options)
         check_call(self, call)
         validate.explain_failure(self, call, error)
 
     def _jagged(
-        self, query: Any, key: Any, value: Any, return_lse: bool, q_offset: int | Tensor | None, target: str | None,
-        schedule: str | Schedule | None, deterministic: bool | None, operands: Mapping[str, Any],
+        self, query: Any, key: Any, value: Any, options: CallOptions, operands: Mapping[str, Any]
     ) -> Result:  # fmt: skip
         """Nested operands [B, H, j, D], packed."""
         made = packed(str(self.name), query, key, value)
-        lengths = (None, None, *made.starts, None)
-        found = self._run(*made.tensors, None, return_lse, q_offset, target, schedule, deterministic, operands, lengths)
+        cu_q, cu_kv = made.starts
+        found = self._run(*made.tensors, None, options.having(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv), operands)
         return made.nested(found) if isinstance(found, Tensor) else (made.nested(found[0]), made.nested(found[1]))
 
     def _lse(self, saved: Tensor) -> Tensor:
@@ -354,13 +268,13 @@ class Attention(Declaration):
         validate.check_operands(self, operands, query.device if isinstance(query, Tensor) else None, problems)
 
     def _traced(
-        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, q_offset: int | Tensor | None,
-        target: str | None, schedule: str | None, deterministic: bool | None, operands: Mapping[str, Any],
-        lengths: Options | None, head_dim: int | None,
+        self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, options: CallOptions,
+        operands: Mapping[str, Any], head_dim: int | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op in a graph of torch.compile: what it can trace of the checks here, the others when the op runs."""
+        is_ragged, paged = options.are_ragged, options.block_table is not None
         if self.latent is None:
-            check_tensors(str(self.name), query, key, value, has_pages(lengths), longest=None)
+            check_tensors(str(self.name), query, key, value, paged, longest=None)
         if set(operands) != set(self._names):
             unknown = [f"{n}: unknown operand or option" for n in operands if n not in self._names]
             missing = [f"{n}: missing; pass {n}=..." for n in self._names if n not in operands]
@@ -382,39 +296,36 @@ class Attention(Declaration):
                 ints.append(given)
         if torch.compiler.is_exporting():  # packages of AOTInductor give None in place of an empty list
             tensors, floats, ints = tensors or [query], floats or [query], ints or [0]  # which nobody reads
-        offset = q_offset
-        if q_offset is None and lengths is None:
+        offset = options.q_offset
+        if offset is None and not is_ragged:
             offset = own = key.shape[2] - query.shape[2]
             if self._counts_rows and is_surely_negative(own):
                 say_of_first_key(self.line)
         if isinstance(offset, (bool, float)):
             raise WeftError(f"{self.name}: q_offset: expected an int or an int32 tensor, got {offset!r}")
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
-        if lengths is None:
-            lengths = (None, None, None, None, None)
-        else:
-            lengths = checked(str(self.name), query, key, lengths, offset)
-        return ops.FORWARD(
-            query, key, value, rope, tensors, floats, ints, number, per_row, *lengths, head_dim or query.shape[3],
-            self.line, options_text(traced_target() if target is None else target, schedule, deterministic),
+        if is_ragged:
+            options = checked(str(self.name), query, key, options.having(q_offset=offset))
+        slots = tuple([per_row if name == "q_offsets" else getattr(options, name) for name in SLOTS])
+        target = traced_target() if options.target is None else options.target
+        schedule = None if options.schedule is None else str(options.schedule)
+        arguments = Arguments(
+            query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3], self.line,
+            choices_text(target, schedule, options.deterministic),
         )  # fmt: skip
+        return ops.FORWARD(*arguments.flat)
 
     def _latent(
-        self, query: Tensor, cache: Tensor, value: Tensor | None, uk: Tensor | None, uv: Tensor | None,
-        form: Form | None,
-        tail: tuple[bool, int | Tensor | None, str | None, str | Schedule | None, bool | None, Mapping[str, Any]],
-        lengths: Options | None,
+        self, query: Tensor, cache: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
     ) -> Result:  # fmt: skip
-        """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders.
-
-        tail: the options and operands of `_run`, from return_lse on.
-        """
+        """Both forms of latent attention (DeepSeek-V2, arXiv 2405.04434): the same numbers, computed in two orders."""
         assert self.latent is not None
-        if value is None and uk is None and uv is None and form is None and self._is_absorbed(query, cache, lengths):
+        uk, uv, form = options.uk, options.uv, options.form
+        if value is uk is uv is None and form is None and self._is_absorbed(query, cache, options):
             try:  # every step of a decode: what else is wrong with a call fails in it, and is told then
-                return self._run(query, cache, None, None, *tail, lengths)
+                return self._run(query, cache, None, None, options, operands)
             except Exception:
-                validate.check_latent(self, query, cache, None, None, has_pages(lengths))
+                validate.check_latent(self, query, cache, None, None, options.block_table is not None)
                 raise
         if value is not None:
             raise WeftError(
@@ -425,36 +336,41 @@ class Attention(Declaration):
         query, cache = _autocast(query, cache)
         if uk is not None and uv is not None:
             uk, uv = _autocast(uk, uv)
-        paged = has_pages(lengths)
+        paged = options.block_table is not None
         validate.check_latent(self, query, cache, uk, uv, paged)
-        rank, rope_dim = self.latent.rank, self.latent.rope
-        operands = tail[-1]
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
-            return self._run(query, cache, None, None, *tail, lengths)
-        nope = query.shape[3] - rope_dim
+            return self._run(query, cache, None, None, options, operands)
         if paged:
             validate.check_absorbed(self, form, (query, cache, uk, uv))
             form = "absorbed"
         form = form or request.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
-            if lengths is not None:  # what lies behind a length must not reach gradients of uk and uv
-                sequences = sequences_of(tail[1], *checked(str(self.name), query, cache, lengths, tail[1]))
-                cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
-            latent = cache[..., :rank]
-            rope = cache[..., rank:] if rope_dim else None
-            # one product of all heads, [B, T, rank] by [rank, H * width]: by heads, copies of the cache would be made
-            key, value = (torch.einsum("btr,hrd->bhtd", latent[:, 0], w) for w in (uk, uv))
-            return self._run(query, key, value, rope, *tail, lengths)
+            return self._expanded(query, cache, uk, uv, options, operands)
         # a product a head, of all batch rows: by rows, copies of uk and uv would be made
+        nope = query.shape[3] - self.latent.rope
         absorbed = torch.cat([torch.einsum("bhln,hrn->bhlr", query[..., :nope], uk), query[..., nope:]], dim=-1)
-        result = self._run(absorbed, cache, None, None, *tail, lengths, head_dim=query.shape[3])
+        result = self._run(absorbed, cache, None, None, options, operands, head_dim=query.shape[3])
         out = result[0] if isinstance(result, tuple) else result
         out = torch.einsum("bhlr,hrd->bhld", out, uv)
         return (out, result[1]) if isinstance(result, tuple) else out
 
-    def _is_absorbed(self, query: Tensor, cache: Tensor, lengths: Options | None) -> bool:
+    def _expanded(
+        self, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, options: CallOptions, operands: Mapping[str, Any]
+    ) -> Result:  # fmt: skip
+        """Latent attention with keys and values of all heads."""
+        assert self.latent is not None
+        if options.are_ragged:  # what lies behind a length must not reach gradients of uk and uv
+            sequences = sequences_of(checked(str(self.name), query, cache, options))
+            cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
+        rank = self.latent.rank
+        latent, rope = cache[..., :rank], cache[..., rank:] if self.latent.rope else None
+        # one product of all heads, [B, T, rank] by [rank, H * width]: by heads, copies of the cache would be made
+        key, value = (torch.einsum("btr,hrd->bhtd", latent[:, 0], w) for w in (uk, uv))
+        return self._run(query, key, value, rope, options, operands)
+
+    def _is_absorbed(self, query: Tensor, cache: Tensor, options: CallOptions) -> bool:
         """Whether shapes are those of a latent query and its cache, contiguous or in pages, and nothing is traced."""
         if self.scale is None or torch.compiler.is_compiling():
             return False
@@ -462,90 +378,57 @@ class Attention(Declaration):
             (batches, _, _, width), (others, heads, _, columns) = query.shape, cache.shape
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return False
-        return width == columns == self._latent_width and heads == 1 and (batches == others or has_pages(lengths))
+        return (
+            width == columns == self._latent_width
+            and heads == 1
+            and (batches == others or options.block_table is not None)
+        )
 
-    @overload
-    def reference(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[False] = False,
-        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
-        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
-        train: bool = True, **operands: Own,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def reference(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: Literal[True],
-        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
-        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
-        train: bool = True, **operands: Own,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-    @overload
-    def reference(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, *, return_lse: bool,
-        q_offset: int | Tensor | None = None, uk: Tensor | None = None, uv: Tensor | None = None,
-        kv_lens: Tensor | None = None, q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None, seed: int | Tensor | None = None,
-        train: bool = True, **operands: Own,
-    ) -> Result: ...  # fmt: skip
-    def reference(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *more: Any,
-        return_lse: bool = False,
-        q_offset: int | Tensor | None = None,
-        uk: Tensor | None = None,
-        uv: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        q_lens: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_kv: Tensor | None = None,
-        block_table: Tensor | None = None,
-        seed: int | Tensor | None = None,
-        train: bool = True,
-        **operands: Any,
-    ) -> Result:
+    def _reference(self, query: Tensor, key: Tensor, value: Tensor | None = None, *more: Any, **given: Any) -> Any:
         """The definition: the same call in dense, differentiable torch, in any dtype including float64; slow.
 
         With lengths, each sequence by itself; their values are read, on whatever device they are.
         """
         if more:
             raise WeftError(validate.by_position(self, more))
-        self._check_lse(return_lse)
-        if self._drops or seed is not None or train is not True:
-            variant, operands = self._as_trained(train, operands)
-            operands = variant._seeded(operands, seed, query)
-            if variant is not self:
-                return variant.reference(
-                    query, key, value, return_lse=return_lse, q_offset=q_offset, uk=uk, uv=uv, kv_lens=kv_lens,
-                    q_lens=q_lens, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, block_table=block_table,
-                    **operands,
-                )  # fmt: skip
-        lengths = options_given(q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
+        own = given.keys() & call_options.OPTIONS.keys()
+        if undefined := own - DEFINED:
+            validate.check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, query.device)
+        options, operands = call_options.read(str(self.name), given)
+        if options.return_lse:
+            self._check_lse()
+        variant: Attention = self
+        if self._drops or options.seed is not None or options.train is not True:
+            variant, operands = self._as_trained(options.train, operands)
+            operands = variant._seeded(operands, options.seed, query)
+        result = variant._defined(query, key, value, options, operands)
+        return result if options.return_lse else result[0]
+
+    def _defined(
+        self, query: Tensor, key: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse by the definition."""
+        uk, uv, q_offset, name = options.uk, options.uv, options.q_offset, str(self.name)
         if are_jagged(query, key, value):
-            if lengths is not None:
-                raise lengths_given_twice(str(self.name), lengths)
-            made = packed(str(self.name), query, key, value)
+            if options.are_ragged:
+                raise lengths_given_twice(name, options)
+            made = packed(name, query, key, value)
             cu_q, cu_kv = made.starts
-            out, lse = self.reference(
-                *made.tensors, return_lse=True, q_offset=q_offset, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **operands
-            )
-            return (made.nested(out), made.nested(lse)) if return_lse else made.nested(out)
-        paged = has_pages(lengths)
+            inner = options.having(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+            out, lse = self._defined(*made.tensors, inner, operands)
+            return made.nested(out), made.nested(lse)
+        paged = options.block_table is not None
         if self.latent is not None:
             validate.check_latent(self, query, key, uk, uv, paged)
         else:
             validate.check_no_latent(self, uk, uv)
-            check_tensors(str(self.name), query, key, value, paged)
+            check_tensors(name, query, key, value, paged)
         if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
-            assert lengths is not None
-            key, value, lengths = _out_of_pages(str(self.name), query, key, value, q_offset, lengths)
+            key, value, options = _out_of_pages(name, query, key, value, options)
         if self.latent is not None:
             head_dim = query.shape[3]
-            if lengths is not None:
-                sequences = sequences_of(q_offset, *checked(str(self.name), query, key, lengths, q_offset))
+            if options.are_ragged:
+                sequences = sequences_of(checked(name, query, key, options))
                 key = cleared(key, sequences, query)  # type: ignore[arg-type]
             if uk is not None and uv is not None:
                 query, key, value = expand_latent(self, query, key, uk, uv)
@@ -560,23 +443,21 @@ class Attention(Declaration):
         validate.check_floats(self, operands, query.dtype)
         if q_offset is not None:
             q_offset = validate.as_number(q_offset, int)
-            if lengths is None:
+            if not options.are_ragged:
                 check_q_offset(q_offset, query.shape[0], query.device)
-        elif lengths is None:
+        elif not options.are_ragged:
             self._variant.first_key.dense(query.shape[2], key.shape[2])
-        if lengths is not None:
-            result = self._ragged_reference(query, key, value, operands, q_offset, head_dim, lengths)
-            return result if return_lse else result[0]
+        if options.are_ragged:
+            return self._ragged_reference((query, key, value), operands, options.having(q_offset=q_offset), head_dim)
         check_reads(self, query, key, operands, q_offset, head_dim)
-        result = reference(self, query, key, value, operands, q_offset, head_dim)
-        return result if return_lse else result[0]
+        return reference(self, query, key, value, operands, q_offset, head_dim)
 
     def _ragged_reference(
-        self, query: Tensor, key: Tensor, value: Tensor, operands: Mapping[str, Any], q_offset: int | Tensor | None,
-        head_dim: int, lengths: Options,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        name = str(self.name)
-        sequences = sequences_of(q_offset, *checked(name, query, key, lengths, q_offset))
+        self, main: tuple[Tensor, Tensor, Tensor], operands: Mapping[str, Any], options: CallOptions, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """main: query, key and value."""
+        name, (query, key, value) = str(self.name), main
+        sequences = sequences_of(checked(name, query, key, options))
         assert isinstance(sequences, (Lengths, Packed))
         check_contents(name, query, key, sequences)
         self._variant.first_key.ragged(sequences, query, key)
@@ -649,15 +530,34 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _out_of_pages(
-    name: str, query: Tensor, key: Tensor, value: Tensor | None, q_offset: int | Tensor | None, lengths: Options
-) -> tuple[Tensor, Tensor | None, Options]:
+    name: str, query: Tensor, key: Tensor, value: Tensor | None, options: CallOptions
+) -> tuple[Tensor, Tensor | None, CallOptions]:
     """Keys and values of a paged call as padded or packed rows, and the lengths of these."""
-    options = checked(name, query, key, lengths, q_offset)
-    pages = sequences_of(q_offset, *options, page=key.shape[2])
+    options = checked(name, query, key, options)
+    pages = sequences_of(options, page=key.shape[2])
     assert isinstance(pages, Pages)
     check_contents(name, query, key, pages)
+    options = options.having(block_table=None)
     if isinstance(pages, PackedPaged):  # rows of queries that no sequence has, none of keys
         rows, starts = packed_of_pages(key, pages)
         values = None if value is None else packed_of_pages(value, pages)[0]
-        return rows, values, (None, None, pages.cu_q, starts, None)
-    return gathered(key, pages), None if value is None else gathered(value, pages), (*options[:4], None)
+        return rows, values, options.having(kv_lens=None, cu_seqlens_kv=starts)
+    return gathered(key, pages), None if value is None else gathered(value, pages), options
+
+
+def _read_by_kernels(options: CallOptions) -> Mapping[str, Tensor] | None:
+    """The options that kernels read by their names, where they are given."""
+    return {n: value for n in READ_BY_KERNELS if (value := getattr(options, n)) is not None} or None
+
+
+def _as_method(function: Any, name: str, defined: bool) -> Any:
+    """A method of keyword arguments with the signature and the docstring that follow from the list of options."""
+    function.__name__, function.__qualname__ = name, f"Attention.{name}"
+    function.__signature__ = signature_of(defined)
+    function.__doc__ = f"{function.__doc__.rstrip()}\n\n{doc_of(defined)}        "
+    return function
+
+
+if not TYPE_CHECKING:  # there, api/signatures.py has what is typed of them
+    Attention.__call__ = _as_method(Attention._call, "__call__", defined=False)
+    Attention.reference = _as_method(Attention._reference, "reference", defined=True)

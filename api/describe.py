@@ -34,7 +34,8 @@ from .levels import differ_by, ends_of, watched_in
 from .request import Request, described, environment, mask_operands, request_of, to_give
 
 if TYPE_CHECKING:
-    from .attention import Attention, Form
+    from .attention import Attention
+    from .runtime.options import Form
 
 
 def parse_attention(text: str) -> Attention:

@@ -18,7 +18,7 @@ from .ir.attention import Attention
 from .ir.errors import WeftError
 from .ir.expr import Expr, Load, Symbol, TensorOperand
 from .ir.walk import children
-from .runtime.lengths import Options
+from .runtime.options import READ_BY_KERNELS, CallOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -48,12 +48,12 @@ def replicated(tensor: Tensor, like: Tensor) -> Tensor:
 
 def of_shards(
     attention: Attention, compute: Callable[..., Any], main: Mapping[str, Tensor | None], operands: Mapping[str, Any],
-    q_offset: int | Tensor | None, lengths: Options | None,
+    options: CallOptions,
 ) -> Any:  # fmt: skip
     """out, or (out, lse), of a call on DTensors, sharded as the query is.
 
     main: query [B, Hq, L, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv] and the rotary share of keys [B, 1, T, R].
-    compute: the call on local tensors, of (main, operands, q_offset, lengths). Raises WeftError where a shard by itself
+    compute: the call on local tensors, of (main, operands, options). Raises WeftError where a shard by itself
     would compute something else.
     """
     query = main["query"]
@@ -65,11 +65,7 @@ def of_shards(
         n: call.local(t, call.of_operand(n), n) if n in tensors and isinstance(t, Tensor) else t
         for n, t in operands.items()
     }
-    if isinstance(q_offset, Tensor):
-        q_offset = call.local(q_offset, call.of_rows(), "q_offset")
-    if lengths is not None:
-        lengths = call.lengths(lengths)
-    found = compute(local, own, q_offset, lengths)
+    found = compute(local, own, call.options(options))
     return tuple(map(call.whole, found)) if isinstance(found, tuple) else call.whole(found)
 
 
@@ -180,14 +176,19 @@ class _Shards:
         ]
         return tensor.redistribute(self.mesh, placements).to_local(grad_placements=summed)
 
-    def lengths(self, lengths: Options) -> Options:
-        q_lens, kv_lens, cu_q, cu_kv, table = lengths
-        if table is not None:
+    def options(self, options: CallOptions) -> CallOptions:
+        """Those of this process's part."""
+        if options.block_table is not None:
             raise self._refuse("block_table: pages of DTensors are not read; call on local tensors (to_local())")
-        rows = [None if t is None else self.local(t, self.of_rows(), "q_lens, kv_lens") for t in (q_lens, kv_lens)]
+        if unknown := [n for n in READ_BY_KERNELS if getattr(options, n) is not None]:
+            raise self._refuse(f"{', '.join(unknown)}: not known of DTensors; call on local tensors (to_local())")
+        rows: list[int | None] = self.of_rows()
         none: list[int | None] = [None] * self.mesh.ndim
-        starts = [None if t is None else self.local(t, none, "cu_seqlens") for t in (cu_q, cu_kv)]
-        return rows[0], rows[1], starts[0], starts[1], None
+        given: dict[str, Tensor] = dict(options.lengths)
+        if isinstance(options.q_offset, Tensor):
+            given["q_offset"] = options.q_offset
+        of_all = ("cu_seqlens_q", "cu_seqlens_kv")
+        return options.having(**{n: self.local(t, none if n in of_all else rows, n) for n, t in given.items()})
 
     def whole(self, part: Tensor) -> Tensor:
         """The DTensor of which this process has computed its part."""

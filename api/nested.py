@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .ir.errors import WeftError, collected, counted
-from .runtime.lengths import LENS, STARTS, TABLE, Options
+from .runtime.options import CallOptions
 
 
 class Packed(NamedTuple):
@@ -26,9 +26,9 @@ def are_jagged(*tensors: Any) -> bool:
     return all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged for t in tensors)
 
 
-def lengths_given_twice(name: str, lengths: Options) -> WeftError:
+def lengths_given_twice(name: str, options: CallOptions) -> WeftError:
     """Of a call of nested tensors, whose offsets are the lengths, that gives lengths too."""
-    got = ", ".join(n for n, t in zip((*LENS, *STARTS, TABLE), lengths) if t is not None)
+    got = ", ".join(options.lengths)
     return WeftError(
         f"{name}: {got}: expected none with nested tensors, which have lengths of their own; leave it out, or pass "
         "packed operands, x.values()[None] with cu_seqlens_q=x.offsets()"

@@ -19,9 +19,9 @@ from .compiler.planning.records import Shape
 from .ir.errors import WeftError, counted
 from .ir.sequences import Rows
 from .runtime.call import Dense, Packed, PackedPaged, Pages, Ragged, sequences_of
-from .runtime.lengths import LENS, STARTS, TABLE, check_contents, checked
+from .runtime.lengths import check_contents, checked
+from .runtime.options import LENGTHS, PLAIN
 
-OPTIONS = (*LENS, *STARTS, TABLE)
 NO_SEQUENCE = "no sequence is there"
 MOST_PARTS = 64  # kinds of sequences that are counted; of more, some stand for all
 
@@ -46,15 +46,13 @@ def described(name: str, query: Any, key: Any, options: Mapping[str, Any]) -> De
 
     query, key: tensors, or sizes [batch, heads, length, dim] of these.
     """
-    given = tuple(options.get(n) for n in OPTIONS)
-    lengths = [t for t in given if t is not None]
-    if not lengths:
+    given = PLAIN.having(**{n: options.get(n) for n in ("q_offset", *LENGTHS)})
+    if not given.are_ragged:
         return None
     if not isinstance(query, Tensor):
-        device = next((t.device for t in lengths if isinstance(t, Tensor)), torch.device("cpu"))
+        device = next((t.device for t in given.lengths.values() if isinstance(t, Tensor)), torch.device("cpu"))
         query, key = (torch.empty(1, device=device).expand(size) for size in (query, key))
-    q_offset = options.get("q_offset")
-    sequences = sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])  # type: ignore[arg-type]
+    sequences = sequences_of(checked(name, query, key, given), page=key.shape[2])
     assert not isinstance(sequences, Dense)
     check_contents(name, query, key, sequences)
     return Described(sequences, sequences.rows(query, key))

@@ -35,12 +35,13 @@ from .runtime.checks import (
     refuse_tracing,
     tensor_problems,
 )
-from .runtime.lengths import TABLE
+from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, check_values
 from .runtime.settings import default_target
 from .runtime.variant import boxed_of, has_doubles, is_wide, offset_kind, variant_of
 
 if TYPE_CHECKING:
-    from .attention import Attention, Form
+    from .attention import Attention
+    from .runtime.options import Form
 
 
 def shape(
@@ -82,7 +83,7 @@ def _shape_of(
             f"({'query and cache' if wanted == 2 else 'query, key and value'}), got {got}"
         )
     query, key = tensors[0], tensors[1]
-    uk, uv, paged = options.get("uk"), options.get("uv"), options.get(TABLE) is not None
+    uk, uv, paged = options.get("uk"), options.get("uv"), options.get("block_table") is not None
     if wanted == 3:
         check_tensors(str(attention.name), query, key, tensors[2], paged)
     else:
@@ -116,17 +117,13 @@ def _check_sizes(attention: Attention, sizes: Shape) -> None:
         raise collected(str(attention.name), problems)
 
 
-# What a call takes besides operands, as far as it is available; a plan is the same for every value of most of these.
-OPTIONS = ("q_offset", "uk", "uv", "return_lse", "deterministic", *parts.OPTIONS)
-
-
 def _check_options(attention: Attention, sizes: Shape, form: Form | None, options: Mapping[str, Any]) -> None:
     """Raise WeftError for options and operands that a call of these sizes refuses."""
     name = str(attention.name)
-    given = {n: value for n, value in options.items() if n not in OPTIONS}
+    given = {n: value for n, value in options.items() if n not in DESCRIBED}
     check_operands(name, attention, given, torch.float64 if sizes.dtype == "fp64" else torch.float32)
     offset = options.get("q_offset")
-    if offset is not None and not any(options.get(n) is not None for n in parts.OPTIONS):
+    if offset is not None and not any(options.get(n) is not None for n in LENGTHS):
         device = offset.device if isinstance(offset, Tensor) else torch.device("cpu")
         check_q_offset(offset, sizes.batch, device)
     if attention.latent is None:
@@ -214,9 +211,9 @@ def request_of(
     sizes, tensors_on = _shape_of(attention, operands, options)
     _check_options(attention, sizes, form, options)
     if target is not None:
-        validate.check_target(str(attention.name), target)
+        check_values(str(attention.name), {"target": target})
     machine = _hardware(device, tensors_on)
-    if attention.latent is not None and options.get(TABLE) is not None:
+    if attention.latent is not None and options.get("block_table") is not None:
         validate.check_absorbed(attention, form)
         form = "absorbed"
     if form is None and tensors_on is not None and attention.latent is not None:
@@ -241,6 +238,7 @@ def request_of(
             wanted, repeats, rows=(sizes.q_len, sizes.kv_len), number=1 if found is None else len(found.rows),
             lengths=_lengths(sizes, found), wide=is_wide(options), doubles=on_gpu and has_doubles(options),
             boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
+            options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None),
         )  # fmt: skip
         return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
@@ -266,11 +264,17 @@ def request_of(
     short = rest[0] if rest else None
     if found is not None and found.sequences.kind == "packed_paged" and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
-    lacking = _PAGES_HAVE_NO_BACKWARD if options.get(TABLE) is not None else _NO_BACKWARD
+    lacking = _PAGES_HAVE_NO_BACKWARD if options.get("block_table") is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
         notes = (*forward.notes, lacking, *([first] if first else []))
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
-    (backward,) = resolved(signature("backward", _everything(attention, widths) - _frozen(operands, options)))
+    asks = signature("backward", _everything(attention, widths) - _frozen(operands, options))
+    try:
+        (backward,) = resolved(asks)
+    except UnavailableError as error:
+        if not asks.options:
+            raise
+        return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, f"no backward: {error}"), short)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
 
@@ -298,8 +302,8 @@ def _sequences(
     rows: tuple[Any, Any] = operands[:2]  # type: ignore[assignment]
     if isinstance(operands[0], Shape):
         rows = [(sizes.batch, sizes.heads, length, sizes.head_dim) for length in (sizes.q_len, sizes.kv_len)]  # type: ignore[assignment]
-        if isinstance(options.get(TABLE), Tensor):
-            rows[1] = parts.pool_of(str(attention.name), sizes, options[TABLE])  # type: ignore[index]
+        if isinstance(options.get("block_table"), Tensor):
+            rows[1] = parts.pool_of(str(attention.name), sizes, options["block_table"])  # type: ignore[index]
     return parts.described(str(attention.name), *rows, options)
 
 
@@ -355,14 +359,16 @@ def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mappin
 def described(attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]) -> dict[str, Any]:
     """The operands and options of a call that is planned, checked as far as they are given."""
     first = operands[0] if operands else None
-    if any(options.get(n) is not None for n in parts.OPTIONS):
+    if any(options.get(n) is not None for n in LENGTHS):
         offset = validate.as_number(options.get("q_offset"), int)  # one for each sequence: checked with these
         rest = {n: value for n, value in options.items() if n != "q_offset"}
-        return validate.described(attention, rest, None, getattr(first, "device", None), OPTIONS) | {"q_offset": offset}
+        return validate.described(attention, rest, None, getattr(first, "device", None), DESCRIBED) | {
+            "q_offset": offset
+        }
     if isinstance(first, Tensor):
-        return validate.described(attention, options, len(first), first.device, OPTIONS)
+        return validate.described(attention, options, len(first), first.device, DESCRIBED)
     batch = first.batch if isinstance(first, Shape) else 1
-    return validate.described(attention, options, batch, None, OPTIONS)
+    return validate.described(attention, options, batch, None, DESCRIBED)
 
 
 def check_operands(

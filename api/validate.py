@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .codegen.targets import targets
-from .compiler.planning.schedule import Schedule
 from .ir.errors import WeftError, collected
 from .ir.expr import SMALLER, Scalar
 from .ir.foreign import number_in
@@ -23,6 +21,7 @@ from .runtime.checks import (
     length_problems,
     rank_problems,
 )
+from .runtime.options import check_values
 
 if TYPE_CHECKING:
     from .ir.attention import Attention
@@ -49,12 +48,6 @@ def explain_failure(attention: Attention, call: Call, error: Exception) -> None:
             f"{attention.name}: the expressions have no value for {numbers} ({error}); give other numbers, or guard "
             "them where they are written: weft.maximum(x, 1e-6)"
         ) from error
-
-
-def check_flag(name: str, option: str, given: object) -> None:
-    """True or False, and nothing that only counts as one."""
-    if not isinstance(given, bool):
-        raise WeftError(f"{name}: {option}: expected True or False, got {given!r}")
 
 
 def seed_of(name: str, seed: object, device: torch.device) -> Tensor | None:
@@ -84,21 +77,6 @@ def check_share(attention: Attention, operands: Mapping[str, object]) -> None:
     number = as_number(operands.get(share.name), float)
     if isinstance(number, float) and not 0.0 <= number < 1.0:
         raise WeftError(f"{attention.name}: {share.name}: expected a dropout from 0 on and below 1, got {number}")
-
-
-def check_target(name: str, target: object) -> None:
-    """A name; whether there is such a target is seen where one is chosen."""
-    if not isinstance(target, str):
-        raise WeftError(f"{name}: target: expected {', '.join(t.name for t in targets())} or None, got {target!r}")
-
-
-def schedule_text(name: str, schedule: object) -> str:
-    """A schedule as text; what it says is read where one is chosen."""
-    if not isinstance(schedule, (str, Schedule)):
-        raise WeftError(
-            f"{name}: schedule: expected a name such as 'flash', a weft.Schedule or its text, got {schedule!r}"
-        )
-    return str(schedule)
 
 
 def as_number(value: Any, kind: type | None) -> Any:
@@ -162,9 +140,7 @@ def described(
     problems = check_operand_kinds(attention, own, device, all_of=declared & own.keys())
     if problems:
         raise collected(name, problems)
-    for flag in ("return_lse", "deterministic"):
-        if flag in extra and given.get(flag) is not None:
-            check_flag(name, flag, given[flag])
+    check_values(name, {n: value for n, value in given.items() if n in extra and value is not None})
     if given.get("q_offset") is not None:
         given["q_offset"] = as_number(given["q_offset"], int)
         check_q_offset(given["q_offset"], batch, device)

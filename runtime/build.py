@@ -29,7 +29,7 @@ from ..ir.errors import UnavailableError, WeftError, counted
 from ..ir.expr import TensorOperand
 from ..ir.parse import parse_attention
 from . import driver
-from .call import LARGEST_PAGE, Call, Dense, Lengths, Operand, Options, Packed, PackedPaged, Paged, Sequences
+from .call import LARGEST_PAGE, Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Sequences
 from .variant import Variant, boxed_of, offset_kind, variant_of
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def sample_call(variant: Variant, job: Job) -> Call:
         operands[p.name] = torch.empty([16] * p.rank, dtype=_KINDS[p.dtype], device="cpu") if is_tensor else 1  # type: ignore[union-attr]
         if not is_tensor and p.dtype == "float":
             operands[p.name] = 1.0
-    options = Options(job.target, job.schedule)
+    options = Choices(job.target, job.schedule)
     return Call(query, key, value, None, operands, _sequences(job), options, job.head_dim)
 
 

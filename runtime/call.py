@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..compiler.planning.signature import SequenceKind
 from ..ir.errors import InternalError, WeftError
 from ..ir.sequences import Rows, packed_before_padded_rows, packed_rows, padded_rows
+from .options import IN_SCHEMA, LENGTHS, PLAIN, READ_BY_KERNELS, CallOptions
 
 Operand = Tensor | int | float
 MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant's own operands
@@ -184,45 +185,43 @@ def numbers_of(q_offset: int | Tensor | None) -> int | list[int] | None:
 
 # -- options ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Options:
+class Choices:
     """How a call is to be computed. Part of what is prepared for it."""
 
     target: str | None = None  # None: the best that can
     schedule: str | None = None  # None, the name of an algorithm, or the text of a Schedule
     # gradients must be bitwise repeatable; None: those of operands, the query's where nothing else is faster
     deterministic: bool | None = None
-    return_lse: bool = False
-    form: Literal["expanded", "absorbed"] | None = None  # of latent attention; None: by cost
 
     @property
     def text(self) -> str:
         """The part that ops carry: `target=cpu;schedule=flash`; "" where all is as by default."""
-        return options_text(self.target, self.schedule, self.deterministic)
+        return choices_text(self.target, self.schedule, self.deterministic)
 
 
 _ANSWERS = {True: "yes", False: "no", None: None}
 
 
-def options_text(target: str | None, schedule: str | None, deterministic: bool | None = None) -> str:
+def choices_text(target: str | None, schedule: str | None, deterministic: bool | None = None) -> str:
     """A separator in either would be read as another option: neither has one where it means anything."""
     parts = [("target", target), ("schedule", schedule), ("deterministic", _ANSWERS[deterministic])]
     return ";".join(f"{name}={value.replace(';', ',')}" for name, value in parts if value)
 
 
 @lru_cache(maxsize=256)
-def options_of(target: str | None, schedule: str | None, deterministic: bool | None = None) -> Options:
-    """The same object for the same options, so that a repeated call makes none."""
-    return Options(target, schedule, deterministic)
+def choices_of(target: str | None, schedule: str | None, deterministic: bool | None = None) -> Choices:
+    """The same object for the same choices, so that a repeated call makes none."""
+    return Choices(target, schedule, deterministic)
 
 
 @lru_cache(maxsize=256)
-def parse_options(text: str) -> Options:
-    """Read back `Options.text`."""
+def parse_choices(text: str) -> Choices:
+    """Read back `Choices.text`."""
     given = dict(part.partition("=")[::2] for part in text.split(";") if part)
     if not given.keys() <= {"target", "schedule", "deterministic"}:
         raise WeftError(f"options: expected text like 'target=cpu;schedule=flash', got {text!r}")
     deterministic = {"yes": True, "no": False}.get(given.get("deterministic", ""))
-    return options_of(given.get("target"), given.get("schedule"), deterministic)
+    return choices_of(given.get("target"), given.get("schedule"), deterministic)
 
 
 # -- the call --------------------------------------------------------------------------------------------------------
@@ -241,8 +240,9 @@ class Call:
     rope: Tensor | None
     operands: Mapping[str, Operand]  # the variant's own, by name, in the order of its parameters
     sequences: Sequences
-    options: Options
+    choices: Choices
     head_dim: int  # the value of the symbol head_dim
+    read: Mapping[str, Tensor] | None = None  # options that kernels read by their names
 
     @property
     def keys(self) -> list[Tensor]:
@@ -287,14 +287,13 @@ class BackwardCall:
     weights: Tensor | None = None  # of a short call on a CPU, where the forward kept them
 
 
-def sequences_of(
-    q_offset: int | Tensor | None, q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None,
-    cu_kv: Tensor | None, table: Tensor | None = None, page: int = 0,
-) -> Sequences:  # fmt: skip
+def sequences_of(options: CallOptions, page: int = 0) -> Sequences:
     """The record of these options of a call. Kernels read what is one number a sequence one after the other.
 
     page: rows of a block of the key, which counts where there is a table.
     """
+    q_offset, table = options.q_offset, options.block_table
+    q_lens, kv_lens, cu_q, cu_kv = options.q_lens, options.kv_lens, options.cu_seqlens_q, options.cu_seqlens_kv
     if q_lens is kv_lens is cu_q is cu_kv is table is None:
         assert q_offset is not None
         return dense_offset(q_offset)
@@ -328,7 +327,77 @@ def dense_offset(q_offset: int | Tensor) -> Dense:
     return Dense(q_offset)
 
 
+def length_options(sequences: Sequences) -> dict[str, Tensor | None]:
+    """What says where sequences lie, by the names that the options of a call have for it."""
+    match sequences:
+        case Dense():
+            return {}
+        case Lengths(q_lens, kv_lens):
+            return {"q_lens": q_lens, "kv_lens": kv_lens}
+        case Packed(cu_q, cu_kv):
+            return {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
+        case Paged(q_lens, kv_lens, table):
+            return {"q_lens": q_lens, "kv_lens": kv_lens, "block_table": table}
+        case PackedPaged(cu_q, kv_lens, table):
+            return {"cu_seqlens_q": cu_q, "kv_lens": kv_lens, "block_table": table}
+        case _:
+            raise InternalError(f"call: sequences of kind {sequences.kind} have no place in the op")
+
+
+def length_tensors(sequences: Sequences) -> tuple[Tensor | None, ...]:
+    """The same in the order of LENGTHS, None where there is none."""
+    given = length_options(sequences)
+    return tuple([given.get(name) for name in LENGTHS])
+
+
 # -- the call as arguments of a torch op -----------------------------------------------------------------------------
+SLOTS = ("q_offsets", *IN_SCHEMA)  # tensors of the op that a call may lack
+_BEFORE, _BEHIND = 8, 3  # arguments in front of them, and behind
+
+
+class Arguments(NamedTuple):
+    """The arguments of the op `weft::attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    rope: Tensor | None
+    operands: Sequence[Tensor]  # of the variant, by kind and in their order: tensors, then floats, then ints
+    floats: Sequence[Tensor]
+    ints: Sequence[int]
+    q_offset: int | None
+    slots: tuple[Tensor | None, ...]  # in the order of SLOTS
+    head_dim: int
+    variant: str  # its canonical text
+    choices: str  # the text of Choices
+
+    @staticmethod
+    def of(flat: Sequence[Any]) -> Arguments:
+        """As the op gets them: one after the other."""
+        end = len(flat) - _BEHIND
+        return Arguments._make([*flat[:_BEFORE], tuple(flat[_BEFORE:end]), *flat[end:]])
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """The same backwards."""
+        return (*self[:_BEFORE], *self.slots, *self[_BEFORE + 1 :])
+
+    def slot(self, name: str) -> Tensor | None:
+        """The tensor of an option."""
+        return self.slots[SLOTS.index(name)]
+
+    @property
+    def main(self) -> tuple[Tensor | None, ...]:
+        """In the order of MAIN."""
+        return self.query, self.key, self.value, self.rope
+
+
+SCHEMA = (
+    "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
+    f"SymInt? q_offset, {', '.join(f'Tensor? {name}' for name in SLOTS)}, SymInt head_dim, str variant, str options"
+)
+
+
 def float_tensor(value: float) -> Tensor:
     """A float as ops take it. While torch.compile traces, only this form keeps the value out of the graph: its product
     with a tensor becomes arithmetic on the tensor that Dynamo has for the float, and a new value recompiles nothing."""
@@ -337,48 +406,32 @@ def float_tensor(value: float) -> Tensor:
     return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
 
 
-def flat(call: Call, kinds: Sequence[str], text: str) -> tuple[Any, ...]:
-    """The arguments of the op `weft::attention`. kinds: of the operands in order: "tensor", "float" or "int"."""
+def arguments_of(call: Call, kinds: Sequence[str], text: str) -> Arguments:
+    """The call as an op takes it. kinds: of the operands in order: "tensor", "float" or "int"."""
     values: dict[str, list[Any]] = {"tensor": [], "float": [], "int": []}
     for kind, value in zip(kinds, call.operands.values()):
         values[kind].append(float_tensor(float(value)) if kind == "float" else value)
     offset = call.sequences.q_offset
-    number, tensor = (None, offset) if isinstance(offset, Tensor) else (offset, None)
-    return (
-        call.query, call.key, call.value, call.rope, values["tensor"], values["float"], values["int"], number, tensor,
-        *sequence_tensors(call.sequences), call.head_dim, text, call.options.text,
+    number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
+    given = {"q_offsets": per_row, **length_options(call.sequences), **(call.read or {})}
+    return Arguments(
+        call.query, call.key, call.value, call.rope, values["tensor"], values["float"], values["int"], number,
+        tuple([given.get(name) for name in SLOTS]), call.head_dim, text, call.choices.text,
     )  # fmt: skip
 
 
-def sequence_tensors(sequences: Sequences) -> tuple[Tensor | None, ...]:
-    """q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv and block_table, as the op takes them."""
-    match sequences:
-        case Dense():
-            return None, None, None, None, None
-        case Lengths(q_lens, kv_lens):
-            return q_lens, kv_lens, None, None, None
-        case Packed(cu_q, cu_kv):
-            return None, None, cu_q, cu_kv, None
-        case Paged(q_lens, kv_lens, table):
-            return q_lens, kv_lens, None, None, table
-        case PackedPaged(cu_q, kv_lens, table):
-            return None, kv_lens, cu_q, None, table
-        case _:
-            raise InternalError(f"call: sequences of kind {sequences.kind} have no place in the op")
-
-
-def call_of(
-    names: Sequence[str], kinds: Sequence[str], options: str, query: Tensor, key: Tensor, value: Tensor | None,
-    rope: Tensor | None, operands: Sequence[Tensor], floats: Sequence[Tensor], ints: Sequence[int],
-    q_offset: int | None, q_offsets: Tensor | None, q_lens: Tensor | None, kv_lens: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None, block_table: Tensor | None, head_dim: int,
-) -> Call:  # fmt: skip
-    """The call that an op's arguments stand for."""
-    of_kind = {"tensor": iter(operands), "float": (f.item() for f in floats), "int": iter(ints)}
+def call_of(names: Sequence[str], kinds: Sequence[str], given: Arguments) -> Call:
+    """The call that an op's arguments stand for. names, kinds: of the variant's operands."""
+    of_kind = {"tensor": iter(given.operands), "float": (f.item() for f in given.floats), "int": iter(given.ints)}
     named: dict[str, Operand] = {name: next(of_kind[kind]) for name, kind in zip(names, kinds)}
-    offset = q_offset if q_offsets is None else q_offsets
-    lengths = (q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table)
-    if offset is None and all(t is None for t in lengths):
+    tensors = dict(zip(SLOTS, given.slots))
+    per_row = tensors.pop("q_offsets")
+    read = {name: tensor for name in READ_BY_KERNELS if (tensor := tensors.pop(name)) is not None}
+    options = PLAIN.having(**{"q_offset": given.q_offset if per_row is None else per_row, **tensors})
+    if options.q_offset is None and not options.are_ragged:
         raise WeftError("weft::attention: q_offset: expected a number or q_offsets, where no lengths are given")
-    sequences = sequences_of(offset, *lengths, page=key.shape[2])
-    return Call(query, key, value, rope, named, sequences, parse_options(options), head_dim)
+    sequences = sequences_of(options, page=given.key.shape[2])
+    return Call(
+        given.query, given.key, given.value, given.rope, named, sequences, parse_choices(given.choices), given.head_dim,
+        read or None,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -24,61 +24,50 @@ from ..compiler.analysis.pairs import visible_pairs
 from ..compiler.analysis.records import TileProgram
 from ..ir.sequences import padded_rows
 from ..ir.walk import symbols, tensors
-from .call import MAIN, Call, Dense, call_of, numbers_of
+from .call import MAIN, Arguments, Call, Dense, call_of, numbers_of
 from .torch_private import are_plain
 from .variant import Variant, variant_of_text
 
 COUNTER = "torch.utils.flop_counter"
 
 
-def forward_flops(*arguments: Any, out_val: object = None) -> int:
+def forward_flops(*flat: Any, out_val: object = None) -> int:
     """Of `weft::attention`: scores, and weights times values."""
-    query, _, value = arguments[:3]
-    variant = variant_of_text(arguments[-2])
-    value_dim = value.shape[3] if value is not None else variant.attention.latent.rank  # type: ignore[union-attr]
-    return 2 * (query.shape[3] + value_dim) * _pairs(variant, arguments)
+    given = Arguments.of(flat)
+    variant = variant_of_text(given.variant)
+    value_dim = given.value.shape[3] if given.value is not None else variant.attention.latent.rank  # type: ignore[union-attr]
+    return 2 * (given.query.shape[3] + value_dim) * _pairs(variant, given)
 
 
-def backward_flops(*arguments: Any, out_val: object = None) -> int:
+def backward_flops(*flat: Any, out_val: object = None) -> int:
     """Of `weft::attention_backward`: scores again, and a product for each gradient that is wanted, or leads to one."""
-    *of_call, flags = arguments[4:]
-    query, key, value, rope = of_call[: len(MAIN)]
-    variant = variant_of_text(of_call[-2])
+    *of_call, flags = flat[4:]
+    given = Arguments.of(of_call)
+    variant = variant_of_text(given.variant)
     wanted = {name for name, flag in zip(variant.tensor_names, flags) if flag}
-    columns = query.shape[3]
+    widths = {name: tensor.shape[3] for name, tensor in zip(MAIN, given.main) if tensor is not None}
+    columns = widths["query"]
     if wanted - {"value"}:
-        columns += value.shape[3]  # of the gradient of weights
-    if "query" in wanted:
-        columns += query.shape[3]
-    if "key" in wanted:
-        columns += key.shape[3]
-    if "rope" in wanted:
-        columns += rope.shape[3]
-    if "value" in wanted:
-        columns += value.shape[3]
-    return 2 * columns * _pairs(variant, of_call)
+        columns += widths["value"]  # of the gradient of weights
+    columns += sum(width for name, width in widths.items() if name in wanted)
+    return 2 * columns * _pairs(variant, given)
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
-def _pairs(variant: Variant, arguments: Sequence[Any]) -> int:
-    """Of all heads and sequences; all pairs that there is room for where numbers are not known, as while tracing.
-
-    arguments: of `weft::attention`.
-    """
-    *given, _, options = arguments
-    query, key, _, _, operands, floats, ints, q_offset, *lengths, head_dim = given
-    table = lengths[-1]
+def _pairs(variant: Variant, given: Arguments) -> int:
+    """Of all heads and sequences; all pairs that there is room for where numbers are not known, as while tracing."""
+    query, key, table = given.query, given.key, given.slot("block_table")
     batch, heads, q_rows, _ = query.shape
     kv_rows = key.shape[2] if table is None else table.shape[1] * key.shape[2]
     program = variant.facts.kv_tiles
     read = {tensor.name for line in program.body for tensor in tensors(line.value)}
-    looked_at = [t for name, t in zip(variant.tensor_names[len(MAIN) :], operands) if name in read]
-    looked_at += [*floats[: variant.kinds.count("float")], *(t for t in lengths if t is not None)]
-    numbers = (*query.shape, *key.shape, *ints, 0 if q_offset is None else q_offset, head_dim)
+    looked_at = [t for name, t in zip(variant.tensor_names[len(MAIN) :], given.operands) if name in read]
+    looked_at += [*given.floats[: variant.kinds.count("float")], *(t for t in given.slots if t is not None)]
+    offset = 0 if given.q_offset is None else given.q_offset
+    numbers = (*query.shape, *key.shape, *given.ints, offset, given.head_dim)
     if not (all(type(n) is int for n in numbers) and _are_readable(looked_at)):
         return batch * heads * q_rows * kv_rows
-    call = call_of(variant.names, variant.kinds, options, *given)
-    return _counted(program, call, read)
+    return _counted(program, call_of(variant.names, variant.kinds, given), read)
 
 
 def _are_readable(given: Iterable[Tensor]) -> bool:

@@ -12,45 +12,29 @@ from torch import Tensor
 from ..codegen.launch.adding import by_sequence
 from ..compiler.analysis.records import GradientKind
 from ..ir.errors import WeftError, collected, counted
-from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, sequences_of
+from .call import Packed, PackedPaged, Paged, Pages, Ragged, Sequences, key_rows, length_options, sequences_of
 from .checks import MAX_LENGTH, check_q_offset, form_problem
+from .options import PLAIN, CallOptions
 from .settings import checks_values
 
 _INTS = (torch.int32, torch.int64)
-LENS, STARTS, TABLE = ("q_lens", "kv_lens"), ("cu_seqlens_q", "cu_seqlens_kv"), "block_table"
+LENS, STARTS = ("q_lens", "kv_lens"), ("cu_seqlens_q", "cu_seqlens_kv")
 MOST_ROWS = 256  # of a page
 
-# q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table
-Options = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-
-def options_given(
-    q_lens: Tensor | None, kv_lens: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, table: Tensor | None
-) -> Options | None:
-    """The options of a call that say where its sequences lie; None where it has none of them."""
-    if kv_lens is q_lens is cu_q is cu_kv is table is None:
-        return None
-    return q_lens, kv_lens, cu_q, cu_kv, table
-
-
-def has_pages(given: Options | None) -> bool:
-    """Whether key and value are pools."""
-    return given is not None and given[4] is not None
-
-
-def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
+def checked(name: str, query: Tensor, key: Tensor, options: CallOptions) -> CallOptions:
     """The options of a call that has lengths, of which kinds and shapes are checked; one cu_seqlens stands for both.
 
     query and key must have four dimensions. torch.compile traces this.
     """
-    q_lens, kv_lens, cu_q, cu_kv, table = given
-    if table is not None:
-        return _checked_pages(name, query, key, given, q_offset)
+    if options.block_table is not None:
+        return _checked_pages(name, query, key, options)
+    q_lens, kv_lens, cu_q, cu_kv = options.q_lens, options.kv_lens, options.cu_seqlens_q, options.cu_seqlens_kv
     if not (q_lens is kv_lens is None or cu_q is cu_kv is None):
-        got = [n for n, t in zip((*LENS, *STARTS), given) if t is not None]
         raise WeftError(
-            f"{name}: expected lengths of one kind, got {', '.join(got)}: q_lens and kv_lens are for padded "
-            "operands [B, heads, length, dim], cu_seqlens_q and cu_seqlens_kv for packed ones [1, heads, total, dim]"
+            f"{name}: expected lengths of one kind, got {', '.join(options.lengths)}: q_lens and kv_lens are for "
+            "padded operands [B, heads, length, dim], cu_seqlens_q and cu_seqlens_kv for packed ones [1, heads, total, "
+            "dim]"
         )
     packed = q_lens is kv_lens is None
     if packed and (cu_q is None or cu_kv is None):
@@ -61,42 +45,43 @@ def checked(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int
                 f"{counted(query.shape[2], 'row')} and key {key.shape[2]}"
             )
         cu_q = cu_kv = cu_kv if cu_q is None else cu_q
-    options = (q_lens, kv_lens, cu_q, cu_kv, None)
-    problems = list(_problems(query, key, {n: t for n, t in zip((*LENS, *STARTS), options) if t is not None}))
+        options = options.having(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    problems = list(_problems(query, key, options.lengths))
     if problems:
         raise collected(name, problems)
-    if q_offset is not None:
-        check_q_offset(q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
+    if options.q_offset is not None:
+        check_q_offset(options.q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
     return options
 
 
-def given_sequences(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Sequences:
+def given_sequences(name: str, query: Tensor, key: Tensor, options: CallOptions) -> Sequences:
     """The record of the options of a call that is not traced.
 
     Of padded queries, as every step of a decode has them, and of packed ones over pages, only what is given with what
     is checked here: kinds and shapes are where the call is prepared, whose key has the kinds, and in each call of such
     a kind (checks.fits).
     """
-    q_lens, kv_lens, cu_q, cu_kv, table = given
-    padded = cu_q is cu_kv is None and type(kv_lens) is Tensor and (q_lens is None or type(q_lens) is Tensor)
-    if padded and (table is None or (type(table) is Tensor and table.dim() == 2)):
-        try:
-            return sequences_of(q_offset, q_lens, kv_lens, None, None, table, key.shape[2])
-        except RuntimeError:
-            all_given = zip((*LENS, "block_table"), (q_lens, kv_lens, table))
-            if problems := [p for n, t in all_given if t is not None and (p := form_problem(n, t)) is not None]:
-                raise collected(name, problems) from None
-            raise
-    packed = q_lens is cu_kv is None and type(cu_q) is Tensor and cu_q.dim() == 1 and type(kv_lens) is Tensor
-    if packed and type(table) is Tensor and table.dim() == 2:
-        return sequences_of(q_offset, None, kv_lens, cu_q, None, table, key.shape[2])
-    return sequences_of(q_offset, *checked(name, query, key, given, q_offset), page=key.shape[2])
+    q_lens, kv_lens, table, cu_q = options.q_lens, options.kv_lens, options.block_table, options.cu_seqlens_q
+    has_table = table is not None and type(table) is Tensor and table.dim() == 2
+    if options.cu_seqlens_kv is None and type(kv_lens) is Tensor and (table is None or has_table):
+        if cu_q is None and (q_lens is None or type(q_lens) is Tensor):
+            try:
+                return sequences_of(options, key.shape[2])
+            except RuntimeError:
+                given = options.lengths.items()
+                if problems := [p for n, t in given if (p := form_problem(n, t)) is not None]:
+                    raise collected(name, problems) from None
+                raise
+        if q_lens is None and has_table and type(cu_q) is Tensor and cu_q.dim() == 1:
+            return sequences_of(options, key.shape[2])
+    return sequences_of(checked(name, query, key, options), page=key.shape[2])
 
 
-def _pages_fit(query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> bool:
+def _pages_fit(query: Tensor, key: Tensor, options: CallOptions) -> bool:
     """Whether all is as it should be: one expression, because it runs at every step of a decode."""
-    q_lens, lens, cu_q, cu_kv, table = given
-    if not (q_lens is cu_kv is q_offset is None and isinstance(lens, Tensor) and isinstance(table, Tensor)):
+    lens, cu_q, table = options.kv_lens, options.cu_seqlens_q, options.block_table
+    none = options.q_lens is options.cu_seqlens_kv is options.q_offset is None
+    if not (none and isinstance(lens, Tensor) and isinstance(table, Tensor)):
         return False
     batch, rows, device = query.shape[0], key.shape[2], query.device
     if cu_q is not None:
@@ -117,12 +102,12 @@ def _pages_fit(query: Tensor, key: Tensor, given: Options, q_offset: int | Tenso
     )
 
 
-def _checked_pages(name: str, query: Tensor, key: Tensor, given: Options, q_offset: int | Tensor | None) -> Options:
+def _checked_pages(name: str, query: Tensor, key: Tensor, options: CallOptions) -> CallOptions:
     """The same of a call with pages."""
-    if _pages_fit(query, key, given, q_offset):
-        return given
-    q_lens, kv_lens, cu_q, cu_kv, table = given
-    if cu_kv is not None:
+    if _pages_fit(query, key, options):
+        return options
+    q_lens, kv_lens, cu_q = options.q_lens, options.kv_lens, options.cu_seqlens_q
+    if options.cu_seqlens_kv is not None:
         raise WeftError(
             f"{name}: cu_seqlens_kv: expected none with block_table, whose keys are not packed; pass kv_lens=, and "
             "cu_seqlens_q= where queries are packed"
@@ -134,20 +119,19 @@ def _checked_pages(name: str, query: Tensor, key: Tensor, given: Options, q_offs
         )
     if kv_lens is None:
         raise WeftError(f"{name}: kv_lens: missing; with block_table pass the length of each sequence, int32 [B]")
-    problems = list(_page_problems(query, key, q_lens, kv_lens, cu_q, table))
+    problems = list(_page_problems(query, key, options))
     if problems:
         raise collected(name, problems)
-    if q_offset is not None:
-        check_q_offset(q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
-    return given
+    if options.q_offset is not None:
+        check_q_offset(options.q_offset, query.shape[0] if cu_q is None else cu_q.shape[0] - 1, query.device)
+    return options
 
 
-def _page_problems(
-    query: Tensor, key: Tensor, q_lens: Tensor | None, kv_lens: Tensor, cu_q: Tensor | None, table: object
-) -> Iterator[str]:
+def _page_problems(query: Tensor, key: Tensor, options: CallOptions) -> Iterator[str]:
     """What is wrong with lengths, first rows and a table of a call with pages."""
+    cu_q, kv_lens, table = options.cu_seqlens_q, options.kv_lens, options.block_table
     if cu_q is None:
-        lens = {n: t for n, t in zip(LENS, (q_lens, kv_lens)) if t is not None}
+        lens = {n: t for n, t in options.lengths.items() if n in LENS}
         yield from _problems(query, key, lens)
         yield from _table_problems(query, key, table, query.shape[0], "batch row")
         return
@@ -212,21 +196,15 @@ def _numbers_of(entries: object) -> str:
 
 def check_ragged(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
     """Raise WeftError where the lengths of a call do not fit its operands; what a device holds is not looked at."""
+    options = PLAIN.having(**length_options(sequences))
     if isinstance(sequences, Pages):
-        given = sequences.tensors
-        starts = given.get("cu_q")
-        problems = list(_page_problems(query, key, given.get("q_lens"), sequences.kv_lens, starts, sequences.table))
+        problems = list(_page_problems(query, key, options))
     else:
-        problems = list(_problems(query, key, named(sequences)))
+        problems = list(_problems(query, key, options.lengths))
     if problems:
         raise collected(name, problems)
     if sequences.q_offset is not None:
         check_q_offset(sequences.q_offset, sequences.number(query), query.device)
-
-
-def named(sequences: Ragged) -> dict[str, Tensor]:
-    """The lengths that there are, by the names of their options."""
-    return {n: t for n, t in zip(_names(sequences), sequences.tensors.values()) if t is not None}
 
 
 def _names(sequences: Ragged) -> tuple[str, str]:

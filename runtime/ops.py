@@ -1,12 +1,14 @@
 """The two torch ops of Weft, one a direction for all variants, registered when this module is imported.
 
-    weft::attention(query, key, value, rope, operands, floats, ints, q_offset, q_offsets, q_lens, kv_lens, cu_seqlens_q,
-                    cu_seqlens_kv, block_table, head_dim, variant, options)
+    weft::attention(query, key, value, rope, operands, floats, ints, q_offset, <tensors of options>, head_dim, variant,
+                    options)
     weft::attention_backward(dout, dlse, out, lse, <the same>, wanted)
+
+`Arguments` (call.py) has them by name; which tensors of options there are follows from the list of these (options.py).
 
 `variant` is the canonical text of the variant, which reads back: declaring registers nothing, an exported program runs
 in a process that never saw the declaration, and a graph shows what it computes. Floats are 0-d float64 tensors, so that
-a new value recompiles nothing. `options` is the text of Options, `wanted` says for query, key, value, rope and each
+a new value recompiles nothing. `options` is the text of Choices, `wanted` says for query, key, value, rope and each
 tensor operand whether it needs a gradient.
 
 Where nothing watches a call, `run` goes past torch's dispatcher, which takes the host longer than the launch does.
@@ -25,9 +27,23 @@ from ..compiler.planning.signature import PAGED
 from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
 from . import ending, flops
-from .call import MAIN, BackwardCall, Call, Dense, Options, call_of, flat, sequence_tensors, sequences_of
+from .call import (
+    MAIN,
+    SCHEMA,
+    SLOTS,
+    Arguments,
+    BackwardCall,
+    Call,
+    Choices,
+    Dense,
+    arguments_of,
+    call_of,
+    length_tensors,
+    sequences_of,
+)
 from .checks import check_operand_kinds, check_q_offset, refuse_tracing
 from .lengths import check_ragged
+from .options import LENGTHS, PLAIN
 from .repeated import Known, Repeats
 from .settings import default_target
 from .torch_private import (
@@ -44,15 +60,10 @@ from .torch_private import (
 from .transforms import call_under_transform, second_derivative
 from .variant import Variant, check_trainable, contiguous_like, key_of, kinds_of, rows_like, variant_of_text
 
-_CALL = (
-    "Tensor query, Tensor key, Tensor? value, Tensor? rope, Tensor[] operands, Tensor[] floats, SymInt[] ints, "
-    "SymInt? q_offset, Tensor? q_offsets, Tensor? q_lens, Tensor? kv_lens, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_kv, Tensor? block_table, SymInt head_dim, str variant, str options"
-)
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
-_LIBRARY.define(f"attention({_CALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(f"attention({SCHEMA}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}, bool[] wanted) -> Tensor[]",
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}, bool[] wanted) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -80,7 +91,7 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         if t is not None:
             recorded = recorded or (recording and t.requires_grad)
             is_plain = is_plain and type(t) in PLAIN_TYPES and not t.is_neg()
-    if is_plain and unwatched():
+    if is_plain and unwatched() and not (recorded and call.read):
         return _record((variant, call, None), *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
@@ -93,7 +104,7 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         check_ragged(variant.name, query, call.key, call.sequences)
     if under_transform():
         return call_under_transform(variant, call, FORWARD, BACKWARD)
-    arguments = flat(call, variant.kinds, variant.text)
+    arguments = arguments_of(call, variant.kinds, variant.text).flat
     if recorded:
         return FORWARD(*arguments)
     with below_autograd():
@@ -120,7 +131,7 @@ class _Kind(NamedTuple):
     names: tuple[str, ...]  # of the tensors: the main ones, then operands
     wanted: frozenset[str]
     operands: tuple[object, ...]  # what of the variant's own operands the key holds
-    options: Options
+    choices: Choices
     head_dim: int
     repeats: Repeats  # of their backwards
 
@@ -131,7 +142,7 @@ def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tupl
     wanted = frozenset([n for n, need in zip(names, needed[1:]) if need])
     check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind in PAGED)
     own = kinds_of(call.operands)
-    return _Kind(variant, key, names, wanted, own, call.options, call.head_dim, Repeats())
+    return _Kind(variant, key, names, wanted, own, call.choices, call.head_dim, Repeats())
 
 
 @called_by_the_engine
@@ -166,7 +177,7 @@ class _Recorded(torch.autograd.Function):
         offset = sequences.q_offset
         operands = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
         if not isinstance(sequences, Dense):
-            ctx.save_for_backward(out, lse, *tensors, *sequence_tensors(sequences), _tensor_in(offset))
+            ctx.save_for_backward(out, lse, *tensors, *length_tensors(sequences), _tensor_in(offset))
             ctx.rest = kind, _Ragged(None if isinstance(offset, Tensor) else offset), operands
         elif isinstance(offset, int):
             ctx.save_for_backward(out, lse, *tensors, *(() if weights is None else (weights,)))
@@ -184,10 +195,10 @@ class _Recorded(torch.autograd.Function):
         if offset is None:
             offset = tensors.pop()
         elif isinstance(offset, _Ragged):
-            *tensors, q_lens, kv_lens, cu_q, cu_kv, _, offsets = tensors  # no call with pages is recorded
-            offset = sequences = sequences_of(
-                offset.number if offsets is None else offsets, q_lens, kv_lens, cu_q, cu_kv
-            )
+            *tensors, per_row = tensors
+            tensors, lengths = tensors[: -len(LENGTHS)], dict(zip(LENGTHS, tensors[-len(LENGTHS) :]))
+            lengths["q_offset"] = offset.number if per_row is None else per_row
+            offset = sequences = sequences_of(PLAIN.having(**lengths))
         elif len(tensors) > len(kind.names):
             weights = tensors.pop()
         if operands:
@@ -217,7 +228,7 @@ class _Recorded(torch.autograd.Function):
                 found = None
             if found is not None:
                 return None, *found
-        call = Call(query, key, value, rope, operands, sequences or Dense(offset), kind.options, kind.head_dim)
+        call = Call(query, key, value, rope, operands, sequences or Dense(offset), kind.choices, kind.head_dim)
         if watched or _negated((dout, dlse, *tensors)):
             gradients = _through_op(kind, call, out, lse, dout, dlse)
         else:
@@ -252,7 +263,7 @@ def _through_op(
     kind: _Kind, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
     flags = [n in kind.wanted for n in kind.names]
-    found = BACKWARD(dout, dlse, out, lse, *flat(call, kind.variant.kinds, kind.variant.text), flags)
+    found = BACKWARD(dout, dlse, out, lse, *arguments_of(call, kind.variant.kinds, kind.variant.text).flat, flags)
     return dict(zip([n for n in kind.names if n in kind.wanted], found))
 
 
@@ -269,16 +280,16 @@ def _backward_call(
 
 
 # -- implementations of the ops --------------------------------------------------------------------------------------
-def _call(variant: Variant, arguments: Sequence[Any]) -> Call:
-    *tensors_and_numbers, _, options = arguments
-    call = call_of(variant.names, variant.kinds, options, *tensors_and_numbers)
-    target = call.options.target or default_target()
-    return call if target == call.options.target else replace(call, options=replace(call.options, target=target))
+def _call(variant: Variant, given: Arguments) -> Call:
+    call = call_of(variant.names, variant.kinds, given)
+    target = call.choices.target or default_target()
+    return call if target == call.choices.target else replace(call, choices=replace(call.choices, target=target))
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    variant = variant_of_text(arguments[-2])
-    call, share = _call(variant, arguments), variant.attention.dropout
+def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
+    given = Arguments.of(flat)
+    variant = variant_of_text(given.variant)
+    call, share = _call(variant, given), variant.attention.dropout
     if isinstance(share, Scalar) and not 0.0 <= call.operands[share.name] < 1.0:  # unseen while a call is traced
         raise WeftError(
             f"{variant.name}: {share.name}: expected a dropout from 0 on and below 1, got {call.operands[share.name]}"
@@ -287,68 +298,64 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return variant.forward(call)
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query, _, value = arguments[:3]
-    out, lse = variant_of_text(arguments[-2]).forward_places(query, value)
-    return out.beside(query), lse.beside(query)
+def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
+    given = Arguments.of(flat)
+    out, lse = variant_of_text(given.variant).forward_places(given.query, given.value)
+    return out.beside(given.query), lse.beside(given.query)
 
 
-def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
-    *of_call, flags = arguments
-    variant = variant_of_text(of_call[-2])
+def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any) -> list[Tensor]:
+    *of_call, flags = flat
+    given = Arguments.of(of_call)
+    variant = variant_of_text(given.variant)
     names = variant.tensor_names
     wanted = [n for n, flag in zip(names, flags, strict=True) if flag]
-    check_trainable(variant, of_call[2] is not None, wanted, paged=of_call[-4] is not None)
-    call = _call(variant, of_call)
+    check_trainable(variant, given.value is not None, wanted, paged=given.slot("block_table") is not None)
+    call = _call(variant, given)
     with named(f"weft::{variant.name}_backward"):
         found = variant.backward(_backward_call(call, out, lse, dout, dlse, frozenset(wanted)))
     return [found[n] for n in wanted]
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any) -> list[Tensor]:
-    *of_call, flags = arguments
-    main, operands = of_call[:4], of_call[4]
-    places = [None if t is None else rows_like(t, t.shape[1], t.shape[3]) for t in main]
-    places += [contiguous_like(t) for t in operands]
+def _fake_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat: Any) -> list[Tensor]:
+    *of_call, flags = flat
+    given = Arguments.of(of_call)
+    places = [None if t is None else rows_like(t, t.shape[1], t.shape[3]) for t in given.main]
+    places += [contiguous_like(t) for t in given.operands]
     return [place.beside(dout) for place, flag in zip(places, flags) if flag and place is not None]
 
 
 # -- autograd --------------------------------------------------------------------------------------------------------
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text, options = inputs
-    variant = variant_of_text(text)
+    given = Arguments.of(inputs)
+    variant, choices = variant_of_text(given.variant), given.choices
     names = variant.tensor_names  # an exported program may have one more operand, which nobody reads
     flags = list(ctx.needs_input_grad[: len(names)])  # flat here, nested in a backward
     wanted = [n for n, flag in zip(names, flags) if flag]
-    check_trainable(variant, value is not None, wanted, paged=lengths[-1] is not None)
+    check_trainable(variant, given.value is not None, wanted, paged=given.slot("block_table") is not None)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, query, key, value, rope, *lengths, *operands, *floats)
+    ctx.save_for_backward(*output, *given.main, *given.slots, *given.operands, *given.floats)
     target = default_target()  # of the caller's thread; a backward runs in another
-    if target and "target=" not in options:
-        options = f"target={target};{options}" if options else f"target={target}"
-    ctx.rest = flags, len(operands), ints, q_offset, head_dim, text, options
+    if target and "target=" not in choices:
+        choices = f"target={target};{choices}" if choices else f"target={target}"
+    ctx.rest = flags, len(given.operands), given.ints, given.q_offset, given.head_dim, given.variant, choices
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Of every input of the op; that of a list is a list."""
-    flags, n_operands, ints, q_offset, head_dim, text, options = ctx.rest
-    _refuse_many(variant_of_text(text).name, dout, dlse)
-    out, lse, query, key, value, rope, *more = ctx.saved_tensors
-    lengths, more = more[:6], more[6:]  # q_offsets, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table
+    flags, n_operands, ints, q_offset, *tail = ctx.rest
+    _refuse_many(variant_of_text(tail[1]).name, dout, dlse)
+    out, lse, *more = ctx.saved_tensors
+    main, slots, more = more[: len(MAIN)], more[len(MAIN) :][: len(SLOTS)], more[len(MAIN) + len(SLOTS) :]
     operands, floats = more[:n_operands], more[n_operands:]
     dout = torch.zeros_like(out) if dout is None else dout
-    found = iter(
-        BACKWARD(
-            dout, dlse, out, lse, query, key, value, rope, operands, floats, ints, q_offset, *lengths, head_dim, text,
-            options, flags,
-        )
-    )  # fmt: skip
+    given = Arguments.of([*main, operands, floats, ints, q_offset, *slots, *tail])
+    found = iter(BACKWARD(dout, dlse, out, lse, *given.flat, flags))
     gradients = [next(found) if flag else None for flag in flags]
     gradients += [None] * (len(MAIN) + n_operands - len(flags))
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
-    return (
-        *gradients[: len(MAIN)], gradients[len(MAIN) :], [None] * len(floats), no_ints, *(None,) * 10
-    )  # fmt: skip
+    of_lists = gradients[len(MAIN) :], [None] * len(floats), no_ints
+    return *gradients[: len(MAIN)], *of_lists, *[None] * (1 + len(slots) + len(tail))
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:
@@ -356,7 +363,7 @@ def _refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:
 
 
 def _keep_text(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    ctx.text = inputs[-3]
+    ctx.text = Arguments.of(inputs[4:-1]).variant
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:

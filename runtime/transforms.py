@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ..ir.errors import UnavailableError, WeftError
 from ..ir.walk import symbols
-from .call import MAIN, Call, flat
+from .call import MAIN, SLOTS, Arguments, Call, arguments_of
 from .variant import Variant, check_trainable
 
 Dim = int | None  # of a tensor that is mapped over
-N_SEQUENCE = 6  # q_offset, q_lens, kv_lens, cu_seqlens_q, cu_seqlens_kv, block_table, as tensors
+OPERANDS = len(MAIN) + len(SLOTS)  # where the variant's own begin, behind the main tensors and those of options
+_BY_ROW = {"q_offsets", "q_lens", "kv_lens"}  # one number for each row of the batch
 
 
 @dataclass(frozen=True)
@@ -28,29 +29,25 @@ class Rest:
     """What of an op's arguments is no tensor that could be mapped over."""
 
     variant: Variant
-    floats: Sequence[Tensor]
-    ints: Sequence[int]
-    q_offset: int | None
-    tail: tuple[Any, ...]  # head_dim, text, options
+    given: Arguments  # of the call, whose tensors are not read from here
 
     def arguments(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Of the op `weft::attention`. tensors: the main ones, those of the sequences, operands."""
-        main, sequences = tensors[: len(MAIN)], tensors[len(MAIN) : len(MAIN) + N_SEQUENCE]
-        operands = list(tensors[len(MAIN) + N_SEQUENCE :])
-        return (*main, operands, self.floats, self.ints, self.q_offset, *sequences, *self.tail)
+        """Of the op `weft::attention`. tensors: the main ones, those of options, operands."""
+        main: dict[str, Any] = dict(zip(MAIN, tensors))
+        own: dict[str, Any] = {"slots": tuple(tensors[len(MAIN) : OPERANDS]), "operands": list(tensors[OPERANDS:])}
+        return self.given._replace(**main, **own).flat
 
     def batch_axes(
         self, tensors: Sequence[Tensor | None], dims: Sequence[Dim], wanted: frozenset[str] = frozenset()
     ) -> list[Dim] | None:
         """Of each tensor the axis that a mapped dimension joins; None where it cannot, because something tells rows of
         the batch apart, or adds them up."""
-        operands = len(MAIN) + N_SEQUENCE
-        packed = any(t is not None for t in tensors[operands - 3 : operands])  # or pages, which rows share
+        shared = any(t is not None for n, t in zip(SLOTS, tensors[len(MAIN) :]) if n not in _BY_ROW)
         reads_batch = any("batch" in symbols(e) for e in self.variant.attention.expressions)
-        mapped = any(d is not None for d in dims[operands:])
-        if packed or reads_batch or mapped or self.variant.attention.drops or wanted.difference(MAIN):
+        mapped = any(d is not None for d in dims[OPERANDS:])
+        if shared or reads_batch or mapped or self.variant.attention.drops or wanted.difference(MAIN):
             return None
-        return [0] * operands + [None] * (len(tensors) - operands)
+        return [0] * OPERANDS + [None] * (len(tensors) - OPERANDS)
 
     @property
     def statistics_axis(self) -> int:
@@ -60,12 +57,9 @@ class Rest:
 
 def call_under_transform(variant: Variant, call: Call, forward: Any, backward: Any) -> tuple[Tensor, Tensor]:
     """out and lse. forward, backward: the ops."""
-    arguments = flat(call, variant.kinds, variant.text)
-    main, (operands, floats, ints, q_offset, *sequences) = arguments[: len(MAIN)], arguments[len(MAIN) : -3]
-    head_dim, text, options = arguments[-3:]
-    rest = Rest(variant, floats, ints, q_offset, (head_dim, text, options))
-    tensors = (*main, *sequences, *operands)
-    return _Attention.apply(rest, forward, backward, *tensors)
+    given = arguments_of(call, variant.kinds, variant.text)
+    rest = Rest(variant, given._replace(query=None, key=None, value=None, rope=None, slots=(), operands=()))  # type: ignore[arg-type]
+    return _Attention.apply(rest, forward, backward, *given.main, *given.slots, *given.operands)
 
 
 def _no_jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -87,10 +81,10 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         rest, _, backward, *tensors = inputs
         names = rest.variant.tensor_names
-        places = [*range(len(MAIN)), *range(len(MAIN) + N_SEQUENCE, len(tensors))]
+        places = [*range(len(MAIN)), *range(OPERANDS, len(tensors))]
         ctx.flags = tuple(ctx.needs_input_grad[3 + place] for place in places)
         wanted = [n for n, flag in zip(names, ctx.flags) if flag]
-        paged = tensors[len(MAIN) + N_SEQUENCE - 1] is not None
+        paged = tensors[len(MAIN) + SLOTS.index("block_table")] is not None
         check_trainable(rest.variant, tensors[2] is not None, wanted, paged)
         ctx.rest, ctx.op, ctx.places = rest, backward, places
         ctx.set_materialize_grads(False)

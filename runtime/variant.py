@@ -49,7 +49,7 @@ from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
-from .call import MAIN, BackwardCall, Call, Dense, Lengths, Options, Packed, PackedPaged, Paged, Ragged, lengths_of
+from .call import MAIN, BackwardCall, Call, Choices, Dense, Lengths, Packed, PackedPaged, Paged, Ragged, lengths_of
 from .checks import DTYPES, check_backward, check_call, check_kept, fits
 from .first_key import FirstKey
 from .kept import any_kept, measured_of
@@ -261,7 +261,7 @@ class Variant:
         q_offset: int | Tensor | Ragged,
     ) -> None:  # fmt: skip
         sequences = q_offset if isinstance(q_offset, (Lengths, Packed, Paged, PackedPaged)) else Dense(q_offset)
-        self._sizes.check(Call(query, key, value, None, operands, sequences, Options(), query.shape[3]))
+        self._sizes.check(Call(query, key, value, None, operands, sequences, Choices(), query.shape[3]))
 
     def backward(self, b: BackwardCall) -> dict[str, Tensor]:
         """The gradients that are wanted, by name."""
@@ -390,7 +390,7 @@ class Variant:
         misfit = ready.target.misfit(ready.signature, call)
         if misfit is None:
             return ready
-        if call.options.target == ready.target.name:
+        if call.choices.target == ready.target.name:
             raise UnavailableError(f"{self.name}: target {misfit}")
         unfit = frozenset({ready.target.name})
         return kept.get((key, unfit)) or self._prepare(direction, call, kept, (key, unfit), b, unfit)
@@ -403,7 +403,7 @@ class Variant:
             starting.begin()
         signature = self.signature(direction, call, b.wanted if b else frozenset())
         machine = hardware.for_device(call.query.device)
-        options = call.options
+        options = call.choices
         asked = (options.target, options.schedule, unfit)
         with PARSING:
             signatures = driver.shared_out(self.attention, signature, machine, *asked)
@@ -443,12 +443,13 @@ class Variant:
         described = Described(
             direction, hardware.for_device(call.query.device).arch, DTYPES[call.query.dtype],
             Widths(call.query.shape[3], value_dim, rope_dim, call.value is None), call.sequences.kind,
-            offset_kind(call.sequences.q_offset), wanted, call.options.deterministic,
+            offset_kind(call.sequences.q_offset), wanted, call.choices.deterministic,
             rows=(call.query.shape[2], call.key.shape[2]), number=_number(call),
             lengths=lengths_of(call.query, call.key, call.sequences),
             wide=is_wide(call.operands),
             doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
+            options=frozenset(call.read or ()),
         )  # fmt: skip
         sums_pairs = self.facts.sums_pairs(wanted)
         return signature_of(described, masked=self.attention.is_masked, sums_pairs=sums_pairs)
@@ -479,7 +480,7 @@ def _repeated(ready: _Ready, *given: Any) -> Again | None:
 
 def key_of(call: Call) -> tuple[object, ...]:
     """What of a call the prepared kernels depend on."""
-    query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.options
+    query, key, value, rope, options = call.query, call.key, call.value, call.rope, call.choices
     sequences = call.sequences
     offset = sequences.q_offset
     _, _, rows, width = query.shape
@@ -510,6 +511,8 @@ def key_of(call: Call) -> tuple[object, ...]:
         found += (value.dtype, value.get_device(), len(sizes), sizes[-1])
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
+    if call.read is not None:
+        found += (*call.read, *kinds_of(call.read))
     return found + kinds_of(call.operands) if call.operands else found
 
 

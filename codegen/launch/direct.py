@@ -74,7 +74,8 @@ def finishes_of(job: Job) -> dict[str, Finish] | None:
 
 def may_go_directly(job: Job) -> bool:
     """Whether calls of such kernels may take a direct way at all."""
-    return job.algorithm in ("flash", "split_kv") and not job.own_keys and finishes_of(job) is not None
+    usual = job.algorithm in ("flash", "split_kv") and not job.own_keys and not job.signature.options
+    return usual and finishes_of(job) is not None
 
 
 @dataclass(frozen=True)
@@ -312,8 +313,8 @@ class DirectWay:
         """
         job, pins, conditions = self.job, [], []
         if not job.backward:
-            pins = [Pin("options", "call.options"), Pin("width", "call.head_dim", "==")]
-            conditions = ["call.rope is None"]
+            pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
+            conditions = ["call.rope is None", "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["dlse is None"]

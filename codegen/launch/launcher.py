@@ -150,6 +150,7 @@ class KernelLauncher:
         ragged = call.ragged
         if ragged is not None:
             given |= ragged.tensors
+        given |= call.read or {}
         offset = call.q_offset if ragged is None else ragged.q_offset
         given["q_offset"] = 0 if isinstance(offset, Tensor) else offset or 0
         if isinstance(offset, Tensor):

@@ -5,7 +5,7 @@ what neither addresses nor the values of scalars change, and gives two functions
 it in all that was made use of, and `launch`, which does the rest for such a call:
 
     def repeated(call):                             def fits(call):
-        query = call.query                              return call.options is options and alike(call.query, ...)
+        query = call.query                              return call.choices is options and alike(call.query, ...)
         batches, heads, q_len, q_dim = query.shape  def launch(call):
         ...                                             query = call.query
         settled_0 = (batches, heads, q_len)             at_query = query.data_ptr()

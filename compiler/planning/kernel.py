@@ -99,6 +99,7 @@ class Kernel:
     of_long_axis: bool = False  # of what it finds: it runs where the axis is long
     own_form: Callable[[Form | None, SequenceKind], Form] | None = None  # no choice: of the form of `measures`
     module: Module = ""
+    options: frozenset[str] = frozenset()  # of a call, that it reads by their names
     is_lent: bool = False  # to other targets, whose plans have it from the target that measures for them
 
     @property

@@ -134,6 +134,7 @@ class Signature:
     share: Share = "all"  # of a forward of packed queries over pages: the others are those of another module
     short_call: bool = False  # of a dense forward: is_short_call, where the target has a form for these
     lengths: LengthClass | None = None  # of the call (class_of), where forms were timed for calls of its class
+    options: frozenset[str] = frozenset()  # of the call, which kernels read by their names
 
     @property
     def dtype(self) -> str:
@@ -160,6 +161,7 @@ class Signature:
         wide += " doubles" if self.doubles else ""
         wide += f" boxed {self.boxed}" if self.boxed else ""
         wide += f" {self.share}" if self.share != "all" else ""
+        wide += f" with {','.join(sorted(self.options))}" if self.options else ""
         repeats = " deterministic" if self.deterministic else " atomics" if self.atomics else ""
         return (
             f"{self.direction} {self.arch} {self.label}{latent} {self.sequences} {self.offset}{wanted}{repeats}{wide}"
@@ -184,6 +186,7 @@ class Described:
     wide: bool = False
     doubles: bool = False
     boxed: int = 0
+    options: frozenset[str] = frozenset()
 
 
 def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signature:
@@ -199,7 +202,7 @@ def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signatur
         atomics=not forward and call.deterministic is False and sums_pairs,
         few=has_few(call.direction, kind, q_len, call.number),
         share=share_of(call.direction, kind, q_len, call.number),
-        wide=call.wide, doubles=call.doubles, boxed=call.boxed,
+        wide=call.wide, doubles=call.doubles, boxed=call.boxed, options=call.options,
         short_call=forward and kind == "dense" and is_short_call(q_len, kv_len, masked),
         lengths=class_of(*call.lengths) if call.lengths else None,
     )  # fmt: skip

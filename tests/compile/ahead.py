@@ -30,7 +30,7 @@ from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.signature import SequenceKind, Share, has_few
 from weft.ir.attention import Attention
-from weft.runtime.call import Call, Dense, Lengths, Operand, Options, Packed, PackedPaged, Paged, Pages
+from weft.runtime.call import Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Pages
 from weft.runtime.driver import Compiled, compile_kernels
 
 Direction = Literal["forward", "backward"]
@@ -195,7 +195,7 @@ def launched(
     nope, rope = sizes.head_dim - made.resolved.code.signature.widths.rope_dim, None
     if nope < sizes.head_dim:
         key, rope = key[..., :nope], key[:, :1, :, nope:]
-    call = Call(query, key, value, rope, _operands(variant, sizes, floats), sequences, Options(), sizes.head_dim)
+    call = Call(query, key, value, rope, _operands(variant, sizes, floats), sequences, Choices(), sizes.head_dim)
     code, results = made.resolved.code, {"out": out, "lse": lse}
     if code.signature.direction == "backward":
         gradients = {f"d{n}": torch.empty_like(t) for n, t in call.tensors.items() if n in code.signature.wanted}

@@ -13,7 +13,7 @@ from weft.codegen.ahead import compilations
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import FEW_QUERIES, Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
+from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 
 from ..support import mostly
@@ -54,7 +54,7 @@ def compiled(variant, kind, heads, q_len, page, form, few=True):
         "packed_paged": PackedPaged(starts, lens, table, page, None),
     }  # fmt: skip
     operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.parameters}
-    call = Call(query, key, None, None, operands, kinds[kind], Options(), width)
+    call = Call(query, key, None, None, operands, kinds[kind], Choices(), width)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
         made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
         results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}

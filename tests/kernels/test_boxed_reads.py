@@ -17,7 +17,7 @@ from weft.codegen.launch.descriptors import boxed_bytes
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed
 from weft.runtime.driver import compile_kernels
 
 from ..support import check_errors, mostly
@@ -121,7 +121,7 @@ def run(
     """out and lse, of a kernel that brings tiles."""
     launcher = how.launcher(declared, sequences, tensors[0].dtype, boxed_in(declared, operands))
     query, _, value = tensors
-    call = Call(*tensors, None, operands, sequences, Options(), WIDTH)
+    call = Call(*tensors, None, operands, sequences, Choices(), WIDTH)
     shape = (*query.shape[:3], value.shape[3])
     far = facts_of(declared).scores_lie_far
     results = {
@@ -298,7 +298,7 @@ def check_gradients(
     own[read.tensor.name][..., kv_len + right :] = torch.nan
     wanted = frozenset({"query", "key", "value"} | ({read.tensor.name} if wants_bias else set()))
     launcher = Run(**options).launcher(declared, Dense(offset), dtype, boxed_in(declared, own), wanted)
-    call = Call(*tensors, None, own, Dense(offset), Options(), WIDTH)
+    call = Call(*tensors, None, own, Dense(offset), Choices(), WIDTH)
     statistics = torch.stack([lse, torch.zeros_like(lse)]) if facts_of(declared).scores_lie_far else lse
     made = {f"d{n}": torch.full(t.shape, torch.nan, dtype=dtype) for n, t in zip(("query", "key", "value"), tensors)}
     sums = launched(
@@ -362,7 +362,7 @@ def test_a_backward_of_padded_sequences() -> None:
     sequences = Lengths(*(torch.tensor(x, dtype=torch.int32) for x in lens), None)
     wanted = frozenset({"query", "key", "value"})
     launcher = Run().launcher(declared, sequences, dtype, 2, wanted)
-    call = Call(query, key, value, None, {"bias4": bias}, sequences, Options(), WIDTH)
+    call = Call(query, key, value, None, {"bias4": bias}, sequences, Choices(), WIDTH)
     made = {
         f"d{n}": torch.full(t.shape, torch.nan, dtype=dtype)
         for n, t in zip(("query", "key", "value"), (query, key, value))

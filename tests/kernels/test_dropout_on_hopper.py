@@ -16,7 +16,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.form import parse_form
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Options
+from weft.runtime.call import Call, Choices, Dense
 
 from ..support import check_errors, mostly
 from . import test_lengths_on_hopper as lengths
@@ -58,7 +58,7 @@ def check(
     given = operands(variant, query_heads)
     offset = kv_len - q_len if offset is None else offset
     exact, usual = (reference(variant, tensors, given, offset, kind, times) for kind in (torch.float64, dtype))
-    call = Call(*tensors.values(), given, Dense(offset), Options(), width)
+    call = Call(*tensors.values(), given, Dense(offset), Choices(), width)
     dout, dlse = exact["dout"].to(dtype), exact["dlse"].float()
     rows = exact["lse"].shape
     far = facts_of(variant).scores_lie_far
@@ -131,7 +131,7 @@ def check_drawers(name: str, width: int = 64, form: str = "128x128s3q1+lazy+draw
     sizes = {"q_len": 130, "kv_len": 200, **lengths}
     tensors = operands_of(4, 2, sizes["q_len"], sizes["kv_len"], width, 0, width, batch=2, dtype=torch.bfloat16)
     offset = max(0, sizes["kv_len"] - sizes["q_len"])
-    call = Call(*tensors.values(), operands(variant, 4), Dense(offset), Options(), width)
+    call = Call(*tensors.values(), operands(variant, 4), Dense(offset), Choices(), width)
     found = []
     for own in (form, form.removesuffix("+drawers")):
         shape = (2, 4, sizes["q_len"])

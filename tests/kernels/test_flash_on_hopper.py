@@ -13,7 +13,7 @@ from weft import head, kv_pos, masks, q_pos, score
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, PackedPaged
 from weft.runtime.driver import compile_kernels
 from weft.runtime.variant import boxed_of
 
@@ -102,7 +102,7 @@ def check(name, tensors, deterministic=False, leave_out=(), seed=0, schedule=Non
     plain = weft.Attention(**given, name=f"plain_{name}")
     declared = weft.Attention(**given, latent=latent, name=f"apart_{name}")
     own = tensors["key"].shape[2] - query.shape[2] if offset is None else offset
-    call = Call(*tensors.values(), operands, Dense(own), Options(), query.shape[3])
+    call = Call(*tensors.values(), operands, Dense(own), Choices(), query.shape[3])
     nan = float("nan")
     out = torch.full((*query.shape[:3], tensors["value"].shape[3]), nan, dtype=dtype)
     results = {"out": out, "lse": torch.full(query.shape[:3], nan)}
@@ -209,7 +209,7 @@ def test_sequences_of_their_own_lengths(kind):
     declared = weft.Attention(mask=masks.causal, latent=weft.Latent(16, 64), name="apart_ragged")
     plain = weft.Attention(mask=masks.causal, name="plain_ragged")
     query = tensors["query"]
-    call = Call(*tensors.values(), {}, sequences, Options(), 192)
+    call = Call(*tensors.values(), {}, sequences, Choices(), 192)
     out = torch.full((*query.shape[:3], 128), float("nan"), dtype=query.dtype)
     results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
     launch(declared, call, results)
@@ -253,7 +253,7 @@ def test_packed_queries_over_pages(name, page, dim):
     sequences = PackedPaged(starts, kv_lens, table.int(), page, None)
     out = torch.full(query.shape, float("nan"), dtype=query.dtype)
     results = {"out": out, "lse": torch.full(query.shape[:3], float("nan"))}
-    call = Call(query, *pools, None, operands, sequences, Options(), dim)
+    call = Call(query, *pools, None, operands, sequences, Choices(), dim)
     launch(declared, call, results)
     shared = {name: torch.full_like(tensor, 7.0) for name, tensor in results.items()}
     launch(declared, call, shared, share="long")  # the first sequence, and rows of none: nothing else is touched

@@ -11,7 +11,7 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.compiler.analysis.facts import facts_of
-from weft.runtime.call import Call, Dense, Options
+from weft.runtime.call import Call, Choices, Dense
 
 from ..support import check_errors, mostly, poisoned
 from . import test_lengths_on_hopper as ragged
@@ -86,7 +86,7 @@ def check(
     exact, usual = of_definition(torch.float64), of_definition(dtype)
     lse = exact["lse"].float()
     lse = torch.stack([lse, torch.zeros_like(lse)]) if facts_of(declared).scores_lie_far else lse
-    call = Call(*tensors.values(), None, operands, Dense(offset), Options(), dim)
+    call = Call(*tensors.values(), None, operands, Dense(offset), Choices(), dim)
     found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in MAIN}
     results = {"out": exact["out"].to(dtype), "lse": lse, "dout": dout, "dlse": of_lse, **found}
     sums = launch(declared, call, results, wanted, deterministic, seed)

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft import batch, kv_pos, masks, q_pos
-from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged
+from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged
 
 from ..support import mostly
 from .gluon import Kernels, Pointer
@@ -164,7 +164,7 @@ def test_parts_of_packed_chunks_take_memory_by_programs():
     def rows(q_len):
         query, pool = torch.empty(1, 128, q_len, 576, device="meta"), torch.empty(64, 1, 64, 576, device="meta")
         starts, table = torch.tensor([0, q_len]).int(), torch.zeros(1, 64).int()
-        call = Call(query, pool, None, None, {}, PackedPaged(starts, starts[1:], table, 64, None), Options(), 576)
+        call = Call(query, pool, None, None, {}, PackedPaged(starts, starts[1:], table, 64, None), Choices(), 576)
         results = {"out": query}
         places = launcher.workspace(call, results, launcher.partition(call, results))
         return [places[name].size[0] for name in ("part_lse", "joins")]
@@ -180,7 +180,7 @@ def test_parts_of_chunks_take_memory_by_programs(kind):
     for batches, heads, q_len in ((1, 16, 65), (1, 16, 300), (1, 128, 70), (2, 16, 300), (1, 128, 4000), (9, 64, 20)):
         query, key = (torch.empty(batches, *n, 576, device="meta") for n in ((heads, q_len), (1, 4096)))
         sequences = Dense(4096 - q_len) if kind == "dense" else Lengths(None, torch.ones(batches).int(), None)
-        call = Call(query, key, None, None, {}, sequences, Options(), 576)
+        call = Call(query, key, None, None, {}, sequences, Choices(), 576)
         results = {"out": query}
         places = launcher.workspace(call, results, launcher.partition(call, results))
         assert places["part_lse"].size[0] <= 2 * 2 * 64 * 132, (batches, heads, q_len)

@@ -15,7 +15,7 @@ from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets.hopper import latent_launcher
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Lengths, Options, PackedPaged, Paged
+from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 from weft.runtime.variant import offset_kind
 
@@ -78,7 +78,7 @@ def run(
     offset = offset_kind(sequences.q_offset)
     launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, few, offset)
     launcher.device.at_once = at_once
-    call = Call(query, key, None, None, operands or {}, sequences, Options(), head_dim or width)
+    call = Call(query, key, None, None, operands or {}, sequences, Choices(), head_dim or width)
     nan = float("nan")
     results = {
         "out": torch.full((*query.shape[:3], rank), nan, dtype=query.dtype),
@@ -209,7 +209,7 @@ def test_keys_are_divided_by_the_head_dimension_that_a_mask_reads():
     for head_dim in (192, 576):
         shape = weft.shape(batch=1, heads=128, q_len=1, kv_len=rows, head_dim=head_dim, value_dim=128)
         planned = window.plan(shape, device="h200").kernels[0].letters["S"]
-        call = Call(query, key, None, None, {}, Dense(rows - 1), Options(), head_dim)
+        call = Call(query, key, None, None, {}, Dense(rows - 1), Choices(), head_dim)
         parts[head_dim] = launcher.partition(call, {"out": query}).splits
         assert parts[head_dim] == planned
     assert 1 < parts[192] < parts[576]

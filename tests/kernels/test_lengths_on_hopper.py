@@ -11,7 +11,7 @@ import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
 from weft.codegen.generate import generate_measures
 from weft.compiler.analysis.facts import facts_of
-from weft.runtime.call import Call, Lengths, Options, Packed, Paged
+from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
 
 from ..support import check_errors, mostly, poisoned
 from .gluon import portable_module
@@ -99,7 +99,7 @@ def check(
     if facts_of(variant).scores_lie_far:
         lse = torch.stack([lse, torch.zeros_like(lse)])
     out = torch.where(exists[..., None], exact["out"].to(DTYPE), torch.nan)
-    call = Call(query, key, value, tensors.get("rope"), operands, sequences, Options(), dim)
+    call = Call(query, key, value, tensors.get("rope"), operands, sequences, Choices(), dim)
     found = {f"d{n}": torch.full_like(tensors[n], torch.nan) for n in wanted if n in tensors}
     results = {"out": out, "lse": lse, "dout": dout, "dlse": None, **found}
     kind_of_offset = "bottom_right" if offset is None else "per_row" if isinstance(offset, torch.Tensor) else "number"
@@ -288,7 +288,7 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands
         blocks = 1 + torch.randperm(NUMBER * pages, generator=torch.Generator().manual_seed(1)).view(NUMBER, pages)
         key, value = (in_blocks(t, LENS[1], page, blocks) for t in (key, value))
         sequences = Paged(*sequences.tensors.values(), blocks.int(), page, offset)
-    call = Call(query, key, value, None, operands, sequences, Options(), dim)
+    call = Call(query, key, value, None, operands, sequences, Choices(), dim)
     results = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}
     launch(variant, call, results)
     for n, name in enumerate(results if variant.weighs.saves_lse else ["out"]):

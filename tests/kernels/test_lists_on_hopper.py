@@ -10,7 +10,7 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen.targets.triton.parts import measures
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed, Sequences
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, Sequences
 
 from ..support import check_errors, mostly
 from .test_flash_on_hopper import launch
@@ -50,7 +50,7 @@ def check(
     shapes = {"query": (batches, heads[0], lengths[0], width)}
     shapes |= dict.fromkeys(("key", "value"), (batches, heads[1], lengths[1], width))
     tensors = {n: torch.randn(shape).bfloat16() for n, shape in shapes.items()}
-    call = Call(*tensors.values(), None, given, sequences, Options(), width)
+    call = Call(*tensors.values(), None, given, sequences, Choices(), width)
     rows = tensors["query"].shape[:3]
     results = {"out": torch.full_like(tensors["query"], nan), "lse": torch.full(rows, nan)}
     launch(declared, call, results)

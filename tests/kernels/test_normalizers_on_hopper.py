@@ -19,7 +19,7 @@ from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.ir import normalizer as records
 from weft.ir.normalizer import Normalizer
-from weft.runtime.call import Call, Dense, Options
+from weft.runtime.call import Call, Choices, Dense
 from weft.runtime.driver import resolve, why_not
 
 from ..support import check_errors, mostly, poisoned
@@ -85,7 +85,7 @@ def check(
         return {"out": out.detach(), **{f"d{n}": g for n, g in zip(wanted, found)}}
 
     exact, usual = of_definition(torch.float64), of_definition(dtype)
-    call = Call(*tensors.values(), None, operands, Dense(offset), Options(), dim)
+    call = Call(*tensors.values(), None, operands, Dense(offset), Choices(), dim)
     nothing = torch.full((BATCHES, HEADS, q_len), torch.nan)  # a log-sum-exp, which nobody reads or writes
     found = {"out": torch.full(dout.shape, torch.nan, dtype=dtype)}
     launch(declared, call, {**found, "lse": nothing}, seed=seed)

@@ -15,7 +15,7 @@ from weft import head, kv_pos, masks, q_pos
 from weft.codegen.targets.triton.parts.measures import Measures
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.measured import Measurement, Table, visited
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed
 
 from ..support import check_errors, long_from, mostly
 from .test_flash_on_hopper import launch
@@ -83,7 +83,7 @@ def on_hopper(variant: weft.Attention, given: list[Tensor], lengths: list[int] |
     query, key, value, dout = given
     numbers = [t.int() for t in options_of(given, lengths).values()]
     sequences = Dense(0) if not numbers else (Lengths if len(query) > 1 else Packed)(*numbers, None)
-    call = Call(query, key, value, None, own, sequences, Options(), query.shape[3])
+    call = Call(query, key, value, None, own, sequences, Choices(), query.shape[3])
     out, lse = torch.zeros_like(dout), torch.zeros(query.shape[:3])
     launch(variant, call, {"out": out, "lse": lse})
     results = {f"d{n}": torch.zeros_like(t) for n, t in zip(("query", "key", "value"), (query, key, value))}

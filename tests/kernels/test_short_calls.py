@@ -21,7 +21,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import is_short_call
 from weft.runtime import driver, torch_private
-from weft.runtime.call import Call, Dense, Options
+from weft.runtime.call import Call, Choices, Dense
 
 from ..support import calls_of, check_errors, mostly
 from .gluon import OnACpu
@@ -240,7 +240,7 @@ def test_results_of_both_forms(name: str, q_len: int) -> None:
         assert made.source == declared.source(shape, device="h200", **asked)
         launcher = OnACpu.of(made, declared)
         out, lse = torch.full(query.shape, float("nan")).bfloat16(), torch.full(query.shape[:3], float("nan"))
-        call = Call(query, key, value, None, operands, Dense(kv_len - q_len), Options(), 64)
+        call = Call(query, key, value, None, operands, Dense(kv_len - q_len), Choices(), 64)
         results = {"out": out, "lse": lse}
         launcher(call, results, {}, launcher.partition(call, results))
         exact, usual = (

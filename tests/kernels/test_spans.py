@@ -21,7 +21,7 @@ from weft.compiler.analysis.measured import SPAN_ROOM, Measurement, Table, is_li
 from weft.compiler.analysis.records import TileProgram
 from weft.compiler.planning.hardware import for_device
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
-from weft.runtime.call import Call, Dense, Options
+from weft.runtime.call import Call, Choices, Dense
 from weft.runtime.driver import compile_kernels
 
 from ..support import long_from
@@ -127,7 +127,7 @@ def measured(
     batches, q_heads, kv_heads = heads
     query, out, dout = (torch.empty(batches, q_heads, lengths[0], 16) for _ in range(3))
     key, value = (torch.empty(batches, kv_heads, lengths[1], 16) for _ in range(2))
-    call = Call(query, key, value, None, given, Dense(first), Options(), 16)
+    call = Call(query, key, value, None, given, Dense(first), Choices(), 16)
     results = {"out": out, "lse": torch.empty(query.shape[:3])}
     if direction == "backward":
         results |= {"dout": dout, "dkey": torch.empty_like(key), "dvalue": torch.empty_like(value)}

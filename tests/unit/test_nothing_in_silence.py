@@ -183,9 +183,9 @@ def test_names_of_all_parameters_are_reserved() -> None:
 
 
 def test_names_of_variadic_parameters_are_free() -> None:
-    operands, options, more = weft.scalar("operands"), weft.scalar("options"), weft.scalar("more")
-    variant = weft.Attention(score * operands + options + more)
-    given = {"operands": 1.0, "options": 0.0, "more": 0.0}
+    own, options, more = weft.scalar("own"), weft.scalar("options"), weft.scalar("more")
+    variant = weft.Attention(score * own + options + more)
+    given = {"own": 1.0, "options": 0.0, "more": 0.0}
     q, k, v = qkv()
     torch.testing.assert_close(variant(q, k, v, **given), variant.reference(q, k, v, **given))
     assert variant.plan(q, k, v, **given) is not None

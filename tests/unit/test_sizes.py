@@ -12,7 +12,7 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score
 from weft.runtime import sizes
-from weft.runtime.call import Call, Dense, Lengths, Options, Packed, PackedPaged, Paged
+from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, PackedPaged, Paged
 
 window, shift = weft.scalar("window", int), weft.tensor("shift", 1)
 RECENT = weft.Attention(mask=masks.causal & (q_pos - kv_pos < window), name="sizes_recent")
@@ -35,7 +35,7 @@ def calls(kind: str, q_offset: Any) -> Iterator[Call]:
                 torch.empty(batch + 1), torch.empty(batch), torch.empty(batch, kv_len), 4, q_offset
             ),
         }[kind]
-        yield Call(query, key, key, None, {"window": size}, sequences, Options(), 8)
+        yield Call(query, key, key, None, {"window": size}, sequences, Choices(), 8)
 
 
 @pytest.mark.parametrize("q_offset", [None, -3, 0, 5, torch.empty(2, dtype=torch.int32, device="meta")], ids=str)
