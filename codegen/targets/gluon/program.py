@@ -47,7 +47,7 @@ def plain(rank: int) -> str:
 class Columns(NamedTuple):
     """Columns of a tile that lie together. A tile of two pieces has two fields."""
 
-    width: str
+    width: str  # an expression of constants
     name: str = ""  # what follows the tile's name
     box: str = ""  # what follows the name of its descriptor
 
@@ -56,14 +56,19 @@ class Tile(NamedTuple):
     """A field of shared memory."""
 
     name: str
-    shape: str  # expressions of constants, with commas between them
+    rows: str  # its extents but columns: expressions of constants, with commas between them
+    width: str  # the columns of this piece, or "" where `rows` has all extents
     dtype: str
     layout: str  # an expression: of a descriptor, swizzled as copies by TMA leave it
     about: str
     element: str  # bytes, in letters of `Sizes`
     place: str = ""  # the tile in whose place it lies
     kind: Literal["tile", "ring", "card"] = "tile"  # ring: slots that are used in turn; card: counted in `besides`
-    ring: str = ""  # the ring that it is a piece of
+    whole: str = ""  # the tile that it is a piece of
+
+    @property
+    def shape(self) -> str:
+        return ", ".join(filter(None, (self.rows, self.width)))
 
 
 class Mbarrier(NamedTuple):
@@ -110,6 +115,7 @@ class Program:
 
     kernel: str
     constants: Mapping[str, str | int] = field(default_factory=dict)  # of the module: numbers, or letters of `Sizes`
+    widths: Mapping[int, str] = field(default_factory=dict)  # the letters of columns of tiles that are several pieces
     besides: int = 0  # bytes that the sum has for cards, mbarriers and what Triton takes
     spare: int = 0  # bytes that a form must leave to them besides
     record: str = "Sram"  # the name of the record of shared memory
@@ -129,10 +135,11 @@ class Program:
         bytes_of = str(element) or BYTES[dtype]
         dtype_said = " float32" if dtype == "gl.float32" else ""
         for piece in columns or [Columns("")]:
-            whole = f"{shape}, {piece.width}" if piece.width else shape
             laid = layout or f"{of or name}{piece.box}_desc.layout"
+            whole = ", ".join(filter(None, (shape, piece.width)))
             said = f"the place of {place}" if place else f"[{whole}]{dtype_said}" + (f": {about}" if about else "")
-            self.fields.append(Tile(name + piece.name, whole, dtype, laid, said, bytes_of, place, kind, name))
+            made = Tile(name + piece.name, shape, piece.width, dtype, laid, said, bytes_of, place, kind, name)
+            self.fields.append(made)
 
     def ring(self, name: str, shape: str, columns: Sequence[Columns] = (), **given: str | int) -> None:
         """Slots of tiles, which one role fills and others empty. `shape` begins with their number."""
@@ -211,13 +218,17 @@ class Program:
 
     @cached_property
     def _sum(self) -> CodeType:
-        terms = [self._bytes_of(t) for t in self.tiles if not t.place and t.kind != "card"]
+        counted = [t for t in self.tiles if not t.place and t.kind != "card"]
+        terms = [self._bytes_of(list(pieces)) for _, pieces in groupby(counted, key=lambda tile: tile.whole)]
         terms += [str(self.besides)] if self.besides else []
         return compile(" + ".join(terms), f"SRAM of {self.kernel}", "eval")
 
-    def _bytes_of(self, tile: Tile) -> str:
-        factors = [tile.element, *(extent.strip() for extent in tile.shape.split(","))]
-        return " * ".join(f"({self._in_letters(factor)})" for factor in factors)
+    def _bytes_of(self, pieces: list[Tile]) -> str:
+        """The pieces of a tile together, so that a letter of all their columns is one term."""
+        width = self.widths.get(sum(int(t.width) for t in pieces)) if len(pieces) > 1 else None
+        columns = str(width or " + ".join(self._in_letters(t.width) for t in pieces if t.width) or 1)
+        factors = [pieces[0].element, *(extent.strip() for extent in pieces[0].rows.split(","))]
+        return " * ".join(f"({text})" for text in (*map(self._in_letters, factors), columns))
 
     def _in_letters(self, text: str) -> str:
         """An expression with what constants are in place of their names; extents divide without a rest."""
@@ -285,7 +296,7 @@ class Program:
                 taken[number] = barrier.name
 
     def _check_rings(self) -> None:
-        rings = list(dict.fromkeys(t.ring for t in self.tiles if t.kind == "ring"))
+        rings = list(dict.fromkeys(t.whole for t in self.tiles if t.kind == "ring"))
         for ring in rings:
             fillers = [r.name for r in self.roles if ring in r.fills]
             if len(fillers) != 1:

@@ -54,6 +54,11 @@ class Held:
         }  # fmt: skip
 
     @property
+    def letters_of_widths(self) -> dict[int, str]:
+        """The letters of tiles that are several pieces, by their columns together."""
+        return {self.v_columns: "Cv", self.qk_columns: "C"}
+
+    @property
     def value_letter(self) -> str | int:
         """Columns of a whole tile of values, which is one piece."""
         whole = columns_of(self.widths)[1]

@@ -63,8 +63,8 @@ def _written(x: Sizes) -> float:
 def program(form: HopperBackwardForm, held: Held, one_pass: bool) -> Program:
     """A program's keys and values, the ring of what it visits, and what consumers hand to each other."""
     p = Program(
-        "flash_backward" if one_pass else "flash_dkey_dvalue", _constants(form, held), besides=HANDSHAKES,
-        spare=128 if form.by_columns else 512,
+        "flash_backward" if one_pass else "flash_dkey_dvalue", _constants(form, held), held.letters_of_widths,
+        besides=HANDSHAKES, spare=128 if form.by_columns else 512,
         about=f"All shared memory. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
     )  # fmt: skip
     _add_tiles(p, form, held)
@@ -169,7 +169,7 @@ def _add_mbarriers(p: Program, form: HopperBackwardForm, held: Held, one_pass: b
 
 
 def _add_roles(p: Program, form: HopperBackwardForm, held: Held, one_pass: bool) -> None:
-    rings = list(dict.fromkeys(t.ring for t in p.tiles if t.kind == "ring"))
+    rings = list(dict.fromkeys(t.whole for t in p.tiles if t.kind == "ring"))
     brought = [ring for ring in rings if ring != "dropped"]
     of_columns = "_of_columns" if form.by_columns else ""
     computing, others = (232, 40) if held.drops else (240, 24)

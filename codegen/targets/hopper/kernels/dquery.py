@@ -63,7 +63,8 @@ def _stages(t: Tiles) -> list[Stage]:
 def program(form: HopperBackwardForm, held: Held, first_barrier: int = FIRST_BARRIER) -> Program:
     """Rows of two consumers, and the rings of K and V. first_barrier: behind those of the module's other kernel."""
     p = Program(
-        "flash_dquery", _constants(form, held), spare=512, record="OwnSram", first_barrier=first_barrier,
+        "flash_dquery", _constants(form, held), held.letters_of_widths, spare=512, record="OwnSram",
+        first_barrier=first_barrier,
         about=f"All shared memory of flash_dquery. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
     )  # fmt: skip
     pieces = columns_in(key_pieces(piecewise(held.widths.head_dim), held.widths))

@@ -31,7 +31,7 @@ CARDS_AND_BARRIERS = 2048  # bytes that a form must leave to them, and that the 
 def program(form: HopperForm, held: Held) -> Program:
     """Consumers share the rings of K and V. O leaves by a place of its own, or by the query's."""
     p = Program(
-        "flash_forward", _constants(form, held), spare=CARDS_AND_BARRIERS,
+        "flash_forward", _constants(form, held), held.letters_of_widths, spare=CARDS_AND_BARRIERS,
         about=f"All shared memory. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
     )  # fmt: skip
     _add_tiles(p, form, held)

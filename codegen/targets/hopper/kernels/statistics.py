@@ -22,7 +22,7 @@ from ...gluon.program import Program
 from ...triton.kernels.backward import ROWS, statistics_stages
 from ..forms import HopperBackwardForm
 from ..held import Held, planned
-from ..pieces import part_columns, sums_of_a_tile
+from ..pieces import CONSUMERS, part_columns
 from .backward import FLASH_BACKWARD, lines_of, sums_of_dquery
 
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
@@ -42,7 +42,7 @@ def statistics_and_group_zeros(x: Sizes) -> float:
 def statistics_program(form: HopperBackwardForm, held: Held, one_pass: bool) -> Program:
     """O and dO, and in one pass zeros for the half of a tile's sums that one consumer adds to."""
     constants = {**held.letters(form), "VALUE_COLUMNS": held.value_letter, "LINES": lines_of(form, held, "256")}
-    p = Program("row_statistics", constants)
+    p = Program("row_statistics", constants, spare=16)
     for tensor in ("out", "dout"):
         p.tile(f"{tensor}_tile", f"{held.ones}, BLOCK_Q, VALUE_COLUMNS", of=tensor)
     p.mbarrier("ready")
@@ -53,10 +53,11 @@ def statistics_program(form: HopperBackwardForm, held: Held, one_pass: bool) -> 
 
 def round_dquery_program(form: HopperBackwardForm, held: Held) -> Program:
     """The sums, dQ, and room to change their order."""
-    lines = lines_of(form, held, "256")
-    columns = part_columns(form, held.widths) if isinstance(lines, int) else f"{lines} * 2"
-    parts = sums_of_a_tile(form, held.widths) // (64 * part_columns(form, held.widths))
-    p = Program("round_dquery", {"LINES": lines, "PART_COLUMNS": columns, "PARTS": parts}, besides=REORDERING)
+    lines, columns = lines_of(form, held, "256"), part_columns(form, held.widths)
+    constants = {"LINES": lines, "PART_COLUMNS": f"{lines} * 2", "PARTS": CONSUMERS}  # a part each
+    if isinstance(lines, int):  # parts of 64 rows and the columns of the second piece
+        constants |= {"PART_COLUMNS": columns, "PARTS": f"{held.letters(form)['COLUMNS']} * bq / {64 * columns}"}
+    p = Program("round_dquery", constants, besides=REORDERING)
     p.tile("sums", "PARTS, LINES, 128", dtype="gl.float32", of="dquery_sums")
     p.tile("result", f"PARTS, {held.ones}, 64, PART_COLUMNS", of="dquery")
     p.mbarrier("ready")
