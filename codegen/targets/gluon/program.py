@@ -95,7 +95,8 @@ class Named(NamedTuple):
         return range(self.first, self.first + self.number)
 
 
-class Role(NamedTuple):
+@dataclass(frozen=True)
+class Role:
     """What warps of a program do: a function of the module. The first role of a program has its first warps."""
 
     name: str
@@ -214,7 +215,7 @@ class Program:
     # -- SRAM ----------------------------------------------------------------------------------------------------------
     def sram_bytes(self, x: Sizes) -> float:
         """SRAM of one program: tiles, and what is set aside for the rest. Of numbers, or of symbols."""
-        return eval(self._sum, {"__builtins__": {}}, x._asdict())  # type: ignore[no-any-return]
+        return eval(self._sum, {"__builtins__": {}}, x._asdict())
 
     @cached_property
     def _sum(self) -> CodeType:
@@ -272,7 +273,7 @@ class Program:
     @property
     def registers(self) -> int:
         """Of all warps: Triton gives those of a warpgroup as many as the role in it that wants most."""
-        first, *others = self._singly or [Role("", 0, 0)]
+        first, *others = self._singly or [Role("none", 0, 0)]
         each = [role.registers for role in sorted(others, key=lambda role: -role.warps) for _ in range(role.warps)]
         groups = [max(each[at : at + WARPGROUP]) for at in range(0, len(each), WARPGROUP)]
         return THREADS * (first.warps * first.registers + WARPGROUP * sum(groups))
