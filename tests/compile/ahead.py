@@ -26,6 +26,7 @@ import weft
 from weft.codegen.ahead import Compilation, compilations
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import Hardware, by_name
+from weft.compiler.planning.kernel import Declared
 from weft.compiler.planning.plan import KernelPlan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.signature import SequenceKind, Share, has_few
@@ -100,6 +101,7 @@ class Module:
 
     plans: Mapping[str, KernelPlan]
     kernels: Mapping[str, Kernel]
+    programs: Mapping[str, Declared]  # of kernels that declare one, in the forms that were compiled
 
 
 def count_opcode(opcode: str, instructions: list[str]) -> int:
@@ -167,7 +169,11 @@ def compiled(
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if planned else schedule)
         found = launched(made, variant, sizes, q_offset, page, floats)
         kernels = {seen.name: compile_ahead(seen, machine) for seen in found}
-    return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels)
+    code, traits = made.resolved.code, facts_of(variant).traits
+    programs = {
+        k.name: k.kernel.program(k.form, code.segments, traits) for k in code.kernels if k.kernel.program is not None
+    }  # fmt: skip
+    return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels, programs)
 
 
 def launched(
