@@ -68,14 +68,11 @@ def check_sram(module: Module, device: str = "h200") -> None:
 
 
 def check_programs(module: Module) -> None:
-    """No kernel takes more shared memory than its program counts and keeps free, and tiles are counted to the byte."""
-    for name, program in module.programs.items():
-        plan, taken = module.plans.get(name), module.kernels[name].sram
-        if plan is None:  # of another target, where this one lacks a gradient
-            continue
-        counted = program.sram_bytes(plan.sizes)
-        assert taken <= counted + program.spare, f"{name}: {taken} bytes, its program has {counted:.0f}"
-        assert taken >= counted - program.besides, name
+    """No kernel takes more shared memory than its program declares, and tiles are counted to the byte."""
+    assert module.rooms
+    for name, room in module.rooms.items():
+        taken = module.kernels[name].sram
+        assert room.tiles <= taken <= room.tiles + room.others, f"{name}: {taken} bytes, declared {room}"
 
 
 def check_wgmma(kernel: Kernel) -> None:

@@ -167,15 +167,17 @@ class Program:
     def named(self, name: str, number: int, *, meets: Sequence[str] = (), first: int | None = None) -> None:
         """Hardware barriers. meets: one of each of these roles at each of them. first: by default the next free one."""
         warps = sum(self._role(role).warps for role in meets)
-        free = max((b.numbers.stop for b in self.barriers), default=self.first_barrier)
-        self.barriers.append(Named(name, free if first is None else first, number, THREADS * warps))
+        self.barriers.append(Named(name, self._next_barrier if first is None else first, number, THREADS * warps))
 
     def free(self, ring: str, number: int) -> None:
         """Hardware barriers of a ring's slots, at which who empties a slot meets who fills it."""
         meeting = [r for r in self.roles if ring in (*r.fills, *r.empties, *r.awaits)]
-        first = max((b.numbers.stop for b in self.barriers), default=self.first_barrier)
         threads = THREADS * sum(r.warps * r.count for r in meeting)
-        self.barriers.append(Named(f"FIRST_FREE_{ring.upper()}", first, number, threads, ring))
+        self.barriers.append(Named(f"FIRST_FREE_{ring.upper()}", self._next_barrier, number, threads, ring))
+
+    @property
+    def _next_barrier(self) -> int:
+        return max((b.numbers.stop for b in self.barriers), default=self.first_barrier)
 
     def _role(self, name: str) -> Role:
         found = next((r for r in self.roles if r.name == name), None)

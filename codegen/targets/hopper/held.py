@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 from ....compiler.analysis.facts import Facts
 from ....compiler.analysis.records import Traits
@@ -11,10 +13,12 @@ from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import PAGED, Widths
-from ..gluon.program import Columns
+from ..gluon.program import Columns, Program
 from .forms import ROWS
 from .gradients import OWNED_BY_KEYS, stores_boxes, stores_first, sums_of_keys
 from .pieces import Piece, columns_of, columns_of_form
+
+ROLES = "hopper/roles"  # templates
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,12 @@ def planned(parts: Segments, traits: Traits) -> Held:
     widths = Widths(sum(s.width for s in parts.qk), sum(s.width for s in parts.v), rope, parts.value_is_key)
     saves_lse = traits.normalizer.saves_lse
     return Held(widths, parts.qk_columns, parts.v_columns, traits.drops, saves_lse, traits.far)
+
+
+def declared(program: Callable[..., Program], **more: Any) -> Callable[[Form, Segments, Traits], Program]:
+    """What planning asks of a kernel's program, again and again: so programs are remembered."""
+    remembered = lru_cache(maxsize=256)(partial(program, **more))
+    return lambda form, parts, traits: remembered(form, planned(parts, traits))
 
 
 def held_by(code: CodePlan, facts: Facts) -> Held:

@@ -5,9 +5,8 @@ FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), with five products a pai
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
-from .....compiler.analysis.records import Traits
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import QUERIES_AGAIN, Kernel, KernelId
 from .....compiler.planning.quantities import (
@@ -22,7 +21,6 @@ from .....compiler.planning.quantities import (
     score_count,
 )
 from .....compiler.planning.records import Stage
-from .....compiler.planning.segments import Segments
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import (
     AHEAD,
@@ -41,10 +39,9 @@ from .....compiler.planning.stage_words import (
 from ...gluon.program import HARDWARE_BARRIERS, Program, plain
 from ...triton.kernels.backward import OVER_QUERIES
 from ..forms import ROWS, HopperBackwardForm
-from ..held import Held, columns_in, planned
+from ..held import ROLES, Held, columns_in, declared
 from ..pieces import CONSUMERS, columns_of, fits_by_rows, left_parts, part_columns, pieces_of, places_of_results
 
-ROLES = "hopper/roles"
 HANDSHAKES = 512  # bytes of cards and mbarriers, each aligned to 16
 SHARES = HARDWARE_BARRIERS - CONSUMERS  # the last hardware barriers, by which shares of dQ are handed over
 
@@ -64,7 +61,7 @@ def program(form: HopperBackwardForm, held: Held, one_pass: bool) -> Program:
     """A program's keys and values, the ring of what it visits, and what consumers hand to each other."""
     p = Program(
         "flash_backward" if one_pass else "flash_dkey_dvalue", _constants(form, held), held.letters_of_widths,
-        besides=HANDSHAKES, spare=128 if form.by_columns else 512,
+        besides=HANDSHAKES, spare=512,
         about=f"All shared memory. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
     )  # fmt: skip
     _add_tiles(p, form, held)
@@ -183,14 +180,6 @@ def _add_roles(p: Program, form: HopperBackwardForm, held: Held, one_pass: bool)
         p.role("sender", warps=1, count=CONSUMERS, registers=others, body=f"{ROLES}/backward_sender.py.jinja")
 
 
-_remembered = lru_cache(maxsize=256)(program)  # planning asks for one again and again
-
-
-def _counted(form: Form, parts: Segments, traits: Traits, one_pass: bool) -> Program:
-    assert isinstance(form, HopperBackwardForm)
-    return _remembered(form, planned(parts, traits), one_pass)
-
-
 # -- words -------------------------------------------------------------------------------------------------------------
 def _stages(t: Tiles, one_pass: bool = False, stores_first: bool = False) -> list[Stage]:
     """Of one pass, or of the keys' one of two. A producer warp loads; consumers of ROWS keys compute.
@@ -299,7 +288,7 @@ def _one_pass(variant: str = "", drawn: bool = False, stores_first: bool = False
     return Kernel(
         KernelId("hopper", "flash_backward", variant), "backward", "backward_kv", "q", OVER_QUERIES,
         partial(_stages, one_pass=True, stores_first=stores_first), programs=key_programs, read=flash_dkey_dvalue_read,
-        written=_written, program=partial(_counted, one_pass=True),
+        written=_written, program=declared(program, one_pass=True),
         refuses=partial(_one_pass_refuses, drawn=drawn), flops=five_products_flops,
         exps=score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("q", "kv"), sums_levels=True,
         has_level_loop=True, drop_work=10.0,
@@ -310,7 +299,7 @@ def _keys(variant: str = "", drawn: bool = False) -> Kernel:
     return Kernel(
         KernelId("hopper", "flash_dkey_dvalue", variant), "backward", "backward_kv", "q", OVER_QUERIES, _stages,
         programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
-        program=partial(_counted, one_pass=False), refuses=partial(_keys_refuse, drawn=drawn),
+        program=declared(program, one_pass=False), refuses=partial(_keys_refuse, drawn=drawn),
         flops=flash_dkey_dvalue_flops, exps=score_count,
         again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
         drop_work=10.0,

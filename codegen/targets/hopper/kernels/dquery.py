@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .....compiler.analysis.records import Traits
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
@@ -15,7 +12,6 @@ from .....compiler.planning.quantities import (
     score_count,
 )
 from .....compiler.planning.records import Stage
-from .....compiler.planning.segments import Segments
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import (
     AHEAD,
@@ -32,9 +28,9 @@ from .....compiler.planning.stage_words import (
 from ...gluon.program import FIRST_BARRIER, Columns, Program
 from ...triton.kernels.forward import OVER_KEYS
 from ..forms import ROWS, HopperBackwardForm
-from ..held import Held, columns_in, planned
+from ..held import ROLES, Held, columns_in, declared
 from ..pieces import CONSUMERS, columns_of, key_pieces, piecewise
-from .backward import BOXES, KEYS_AHEAD, ROLES
+from .backward import BOXES, KEYS_AHEAD
 
 
 def _stages(t: Tiles) -> list[Stage]:
@@ -89,14 +85,6 @@ def _constants(form: HopperBackwardForm, held: Held) -> dict[str, str | int]:
     return {**held.letters(form), "CONSUMERS": f"bq / {ROWS}", "SEEN_BLOCK_KV": "bkv"}
 
 
-_remembered = lru_cache(maxsize=256)(program)  # planning asks for one again and again
-
-
-def _counted(form: Form, parts: Segments, traits: Traits) -> Program:
-    assert isinstance(form, HopperBackwardForm)
-    return _remembered(form, planned(parts, traits))
-
-
 def _refuses(form: Form, widths: Widths) -> str | None:
     assert isinstance(form, HopperBackwardForm)
     if form.keys_ahead:
@@ -113,7 +101,7 @@ def _refuses(form: Form, widths: Widths) -> str | None:
 
 FLASH_DQUERY = Kernel(
     KernelId("hopper", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_dquery_read, written=query_bytes, program=_counted, refuses=_refuses,
+    read=flash_dquery_read, written=query_bytes, program=declared(program), refuses=_refuses,
     flops=flash_dquery_flops, exps=score_count,
     weighs=True, visits_measured=True, lists=("q",),
 )  # fmt: skip

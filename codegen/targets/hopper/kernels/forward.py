@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .....compiler.analysis.records import Traits
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
@@ -15,16 +12,14 @@ from .....compiler.planning.quantities import (
     query_programs,
 )
 from .....compiler.planning.records import Stage
-from .....compiler.planning.segments import Segments
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, Tiles, computes, loads
 from ...gluon.program import Columns, Program, plain
 from ...triton.kernels.forward import OVER_KEYS
 from ..forms import ROWS, HopperForm
-from ..held import Held, columns_in, planned
+from ..held import ROLES, Held, columns_in, declared
 from ..pieces import columns_of_form, pieces_of
 
-ROLES = "hopper/roles"
 CARDS_AND_BARRIERS = 2048  # bytes that a form must leave to them, and that the sum leaves out
 
 
@@ -89,21 +84,13 @@ def _add_roles(p: Program, form: HopperForm, held: Held) -> None:
            empties=["query", "key", "value", *boxes, *["dropped"] * form.drawers])  # fmt: skip
     if form.drawers:
         p.role("drawers", warps=4, registers=64 if held.paged else 72, fills=["dropped"],
-               body="hopper/parts/dropped_ahead.py.jinja")  # fmt: skip
+               body=f"{ROLES}/forward_drawers.py.jinja")  # fmt: skip
     p.role("producer", warps=1, registers=bringing, body=f"{ROLES}/forward_producer.py.jinja",
            fills=["query", "key", *["value"] * (not held.paged), *boxes])  # fmt: skip
     if held.paged:
         # Tiles of keys in blocks: one warp would take longer to issue the copies of K and V than consumers take.
         p.role("value_producer", warps=1, registers=bringing, body=f"{ROLES}/forward_value_producer.py.jinja",
                fills=["value"])  # fmt: skip
-
-
-def _counted(form: Form, parts: Segments, traits: Traits) -> Program:
-    assert isinstance(form, HopperForm)
-    return _remembered(form, planned(parts, traits))
-
-
-_remembered = lru_cache(maxsize=256)(program)  # planning asks for one again and again
 
 
 def _stages(t: Tiles) -> list[Stage]:
@@ -166,7 +153,7 @@ def _refuses(form: Form, widths: Widths) -> str | None:
 
 FLASH_FORWARD = Kernel(
     KernelId("hopper", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_forward_read, written=flash_forward_written, program=_counted, refuses=_refuses,
+    read=flash_forward_read, written=flash_forward_written, program=declared(program), refuses=_refuses,
     flops=forward_flops, exps=forward_exps,
     weighs=True, visits_measured=True, lists=("q",),
 )  # fmt: skip

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .....compiler.analysis.records import Traits
-from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
     flash_forward_read,
@@ -13,13 +9,12 @@ from .....compiler.planning.quantities import (
     forward_flops,
 )
 from .....compiler.planning.records import Stage
-from .....compiler.planning.segments import Segments
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, Tiles, computes, loads, stores
 from ...gluon.program import Columns, Program, plain
 from ...triton.kernels.split_kv import joining, split_programs, split_written
 from ..forms import HopperLatentForm
-from ..held import Held, planned
-from .backward import HANDSHAKES, ROLES
+from ..held import ROLES, Held, declared
+from .backward import HANDSHAKES
 
 SUMMERS = 2  # warpgroups, each of which has half of the columns
 ROTARY_COLUMNS = 64  # of a latent tile behind its pieces; weights of 64 keys take their place
@@ -66,14 +61,6 @@ def _add_mbarriers(p: Program) -> None:
     p.mbarrier("weights_ready", "2")
 
 
-_remembered = lru_cache(maxsize=64)(program)  # planning asks for one again and again
-
-
-def _counted(form: Form, parts: Segments, traits: Traits) -> Program:
-    assert isinstance(form, HopperLatentForm)
-    return _remembered(form, planned(parts, traits))
-
-
 def _stages(t: Tiles) -> list[Stage]:
     """Of latent caches: a producer warp loads, one warpgroup finds weights, two sum values."""
     rows = f"{t.query()}, rows of all queries and heads that share the keys; half stays in SRAM, half in registers"
@@ -103,7 +90,7 @@ def _stages(t: Tiles) -> list[Stage]:
 
 SPLIT_FORWARD = Kernel(
     KernelId("hopper", "split_forward"), "forward", "forward", "kv", "its part of the key tiles that its rows see",
-    _stages, programs=split_programs, read=flash_forward_read, written=split_written, program=_counted,
+    _stages, programs=split_programs, read=flash_forward_read, written=split_written, program=declared(program),
     flops=forward_flops, exps=forward_exps, weighs=True, divides=True, is_optional=True,
 )  # fmt: skip
 JOIN_PARTS = joining(SPLIT_FORWARD)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from .....compiler.analysis.records import Traits
-from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
     Formula,
@@ -16,12 +14,11 @@ from .....compiler.planning.quantities import (
     statistics_written,
 )
 from .....compiler.planning.records import Stage
-from .....compiler.planning.segments import Segments
 from .....compiler.planning.stage_words import ONCE, Tiles, computes, loads, sink_sums, stores
 from ...gluon.program import Program
 from ...triton.kernels.backward import ROWS, statistics_stages
 from ..forms import HopperBackwardForm
-from ..held import Held, planned
+from ..held import Held, declared
 from ..pieces import CONSUMERS, part_columns
 from .backward import FLASH_BACKWARD, lines_of, sums_of_dquery
 
@@ -64,20 +61,6 @@ def round_dquery_program(form: HopperBackwardForm, held: Held) -> Program:
     return p.check()
 
 
-_remembered = lru_cache(maxsize=256)(statistics_program)  # planning asks for one again and again
-_remembered_rounding = lru_cache(maxsize=256)(round_dquery_program)
-
-
-def _counted(form: Form, parts: Segments, traits: Traits, one_pass: bool) -> Program:
-    assert isinstance(form, HopperBackwardForm)
-    return _remembered(form, planned(parts, traits), one_pass)
-
-
-def _counted_rounding(form: Form, parts: Segments, traits: Traits) -> Program:
-    assert isinstance(form, HopperBackwardForm)
-    return _remembered_rounding(form, planned(parts, traits))
-
-
 # -- words -------------------------------------------------------------------------------------------------------------
 def _stages(t: Tiles, one_pass: bool = False, stores_first: bool = False) -> list[Stage]:
     """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
@@ -111,7 +94,7 @@ def _statistics(
     return Kernel(
         KernelId("hopper", "row_statistics", variant), "backward", "backward_q", "kv", ROWS, words,
         programs=query_programs, read=statistics_read, written=written, follows=follows, visits="none",
-        program=partial(_counted, one_pass=one_pass), lists=("q",),
+        program=declared(statistics_program, one_pass=one_pass), lists=("q",),
     )  # fmt: skip
 
 
@@ -130,5 +113,6 @@ def statistics_for(follows: str) -> Kernel:
 
 ROUND_DQUERY = Kernel(
     KernelId("hopper", "round_dquery"), "backward", "backward_q", "kv", ROWS, _rounding_stages, programs=query_programs,
-    read=sums_of_dquery, written=query_bytes, program=_counted_rounding, follows=FLASH_BACKWARD.name, visits="none",
+    read=sums_of_dquery, written=query_bytes, program=declared(round_dquery_program), follows=FLASH_BACKWARD.name,
+    visits="none",
 )  # fmt: skip
