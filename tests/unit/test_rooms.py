@@ -72,6 +72,12 @@ def test_planning_knows_no_target_and_no_form_by_class() -> None:
     assert places("compiler", r"from \.+codegen") == []
 
 
+def test_what_gluon_targets_share_names_none_of_them() -> None:
+    shared = sorted((TOP / "codegen/targets/gluon").rglob("*.py"))
+    named = "|".join(target.name for target in targets.targets() if target.name != "triton")  # also a compiler's name
+    assert shared and not any(re.search(rf"\b({named})\b", path.read_text().lower()) for path in shared)
+
+
 def test_nothing_outside_targets_asks_for_the_class_of_a_form() -> None:
     own = [place for room in ("compiler", "runtime", "api") for place in places(room, r"isinstance\([^)]*Form\b")]
     assert own == []
