@@ -342,6 +342,7 @@ class Facts:
             normalizer=self.attention.weighs,
             sink=self.attention.folded_sink is not None,
             drops=self.attention.drops,
+            far=self.scores_lie_far,
             measured=self._measuring(),
             score_work=self._works[0],
             slope_work=self._works[1],

@@ -156,6 +156,7 @@ class Traits:
     normalizer: Normalizer = SOFTMAX
     sink: bool = False  # each row has one more logit, without a value
     drops: bool = False  # some weights are dropped
+    far: bool = False  # scores may lie far from 0: rows have more statistics
     level_reads: int = 0  # reads whose gradients a backward sums apart where pairs read alike by distance
     level_steps: bool = False  # where a backward's pairs read alike by distance, full tiles have a loop of their own
     measured: Measuring | None = None  # what the mask reads is measured in each call, to find the tiles to visit

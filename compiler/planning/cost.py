@@ -179,7 +179,7 @@ def sram_bytes(
 ) -> int:
     """SRAM of one program."""
     sizes = sizes_of(kernel, form, shape, hardware, parts, 1, traits)
-    return int(form.sram(kernel)(sizes) + pair_bytes(kernel, form, sizes, traits, hardware))
+    return int(form.sram(kernel, parts, traits)(sizes) + pair_bytes(kernel, form, sizes, traits, hardware))
 
 
 def pair_bytes(kernel: Kernel, form: Form, x: Sizes, traits: Traits, hardware: Hardware) -> float:
@@ -280,7 +280,7 @@ def cost_of(
         tiles = _by_key_head(tiles, form, shape) if kernel.divides else tiles
         form = form.of_rows(shape.group * shape.q_len)
     once = sizes_of(kernel, form, shape, hardware, parts, tiles.visited, traits)
-    sram = form.sram(kernel)(once) + pair_bytes(kernel, form, once, traits, hardware)
+    sram = form.sram(kernel, parts, traits)(once) + pair_bytes(kernel, form, once, traits, hardware)
     at_once = programs_at_once(kernel, form, sram, hardware, parts)
     if kernel.shares_keys:
         if kernel.divides:

@@ -88,9 +88,9 @@ class Form:
         """The same for tiles of as few queries as hold so many rows that share keys."""
         return self
 
-    def sram(self, kernel: Kernel) -> Formula:
+    def sram(self, kernel: Kernel, parts: Segments, traits: Traits) -> Formula:
         """SRAM bytes of one program."""
-        return kernel.sram if kernel.sram_in is None else kernel.sram_in(self)
+        return kernel.sram if kernel.program is None else kernel.program(self, parts, traits).sram_bytes
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:
         """element: bytes of an operand's; columns: of the widest result of a product."""

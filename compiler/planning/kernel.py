@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from ..analysis.records import Axis
 from .paces import Pace
@@ -15,8 +15,11 @@ from .quantities import Formula, head_keys, head_queries, key_visits, none, quer
 from .signature import Direction, SequenceKind, Widths
 
 if TYPE_CHECKING:
+    from ..analysis.records import Traits
     from .form import Form
+    from .quantities import Sizes
     from .records import Stage
+    from .segments import Segments
     from .stage_words import Tiles
 
 Bound = Literal["matrix", "exp", "other", "mask", "tiles", "memory", "L2", "latency", "passes", "calls", "torch"]
@@ -30,6 +33,17 @@ Module = Literal["", "measures", "tables"]  # "": that of the target; else one o
 
 
 Words: TypeAlias = "Callable[[Tiles], list[Stage]]"  # of what a program loads, keeps, computes and stores, in order
+
+
+class Declared(Protocol):
+    """The program that a room declares (codegen/targets/gluon/program.py)."""
+
+    @property
+    def spare(self) -> int:
+        """Bytes of SRAM that a form must leave besides what the sum has."""
+
+    def sram_bytes(self, x: Sizes) -> float:
+        """The sum of what it allocates."""
 
 
 class KernelId(NamedTuple):
@@ -76,7 +90,7 @@ class Kernel:
     again: Again = KEYS_AGAIN
     # -- the form --
     follows: str | None = None  # the kernel whose form it has, being cut as that one is; None: a form of its own
-    sram_in: Callable[[Form], Formula] | None = None  # where its form decides more than letters say
+    program: Callable[[Form, Segments, Traits], Declared] | None = None  # that it declares, in place of `sram`
     refuses: Callable[[Form, Widths], str | None] | None = None  # a form that its text cannot have, in words why
     registers: Callable[[int, int, int, int], float] = nothing_kept  # 32-bit: of block_q, block_kv, columns of both
     # -- the loop --

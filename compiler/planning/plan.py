@@ -329,7 +329,7 @@ def make_plan(
     longest: those of the last queries of a sequence with all rows, by which keys are divided.
     notes: what `explain` should say besides, such as why another target was not chosen.
     """
-    kernels = [k for code in codes for k in code.kernels]
+    kernels = [(k, code.segments) for code in codes for k in code.kernels]
     costs = [
         cost for code in codes
         for cost in predict(
@@ -339,8 +339,8 @@ def make_plan(
     ]  # fmt: skip
     whole = {name: computed_whole(seconds) for name, seconds in (own or {}).items()}
     found = (
-        _kernel_plan(code, cost, hardware, visible, traits, whole.get(code.kernel.direction, cost.times))
-        for code, cost in zip(kernels, costs)
+        _kernel_plan(code, parts, cost, hardware, visible, traits, whole.get(code.kernel.direction, cost.times))
+        for (code, parts), cost in zip(kernels, costs)
     )
     # parts are joined where there are several, and long axes are measured in another way
     plans = tuple(k for k in found if k.programs.value or not k.code.kernel.is_optional)
@@ -348,8 +348,8 @@ def make_plan(
 
 
 def _kernel_plan(
-    code: KernelCode, cost: KernelCost, hardware: Hardware, visible: VisiblePairs | None, traits: Traits,
-    times: Times | CpuTimes,
+    code: KernelCode, parts: Segments, cost: KernelCost, hardware: Hardware, visible: VisiblePairs | None,
+    traits: Traits, times: Times | CpuTimes,
 ) -> KernelPlan:  # fmt: skip
     from .formulas import formula_text, useful_text  # lazy: imports sympy, which calls do without
 
@@ -370,7 +370,7 @@ def _kernel_plan(
     worked = Worked(work, quantity(work.other), quantity(work.mask), quantity(work.tiles)) if work else None
 
     def sram(x: Sizes) -> float:
-        return code.form.sram(kernel)(x) + pair_bytes(kernel, code.form, x, traits, hardware)
+        return code.form.sram(kernel, parts, traits)(x) + pair_bytes(kernel, code.form, x, traits, hardware)
 
     read = read_by(kernel, code.form)
 

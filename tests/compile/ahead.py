@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -24,9 +24,12 @@ from triton import knobs
 
 import weft
 from weft.codegen.ahead import Compilation, compilations
+from weft.codegen.targets.gluon.program import Program
 from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.records import Traits
+from weft.compiler.planning.cost import sizes_of
 from weft.compiler.planning.hardware import Hardware, by_name
-from weft.compiler.planning.plan import KernelPlan
+from weft.compiler.planning.plan import CodePlan, KernelPlan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.signature import SequenceKind, Share, has_few
 from weft.ir.attention import Attention
@@ -94,12 +97,20 @@ class Kernel:
         return [[text for at, text in self.sass if first <= at <= last] for first, last in inner]
 
 
+class Room(NamedTuple):
+    """SRAM of a program as it is declared."""
+
+    tiles: float  # bytes
+    others: int  # bytes that it keeps for cards, mbarriers and what Triton takes
+
+
 @dataclass(frozen=True)
 class Module:
     """One direction of a variant: what was planned and what came out, by the name of the kernel."""
 
     plans: Mapping[str, KernelPlan]
     kernels: Mapping[str, Kernel]
+    rooms: Mapping[str, Room]  # of kernels that declare a program, in the forms that were compiled
 
 
 def count_opcode(opcode: str, instructions: list[str]) -> int:
@@ -167,7 +178,20 @@ def compiled(
         made = compile_kernels(variant, signature, machine, target, str(plan.schedule) if planned else schedule)
         found = launched(made, variant, sizes, q_offset, page, floats)
         kernels = {seen.name: compile_ahead(seen, machine) for seen in found}
-    return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels)
+    rooms = _rooms(made.resolved.code, sizes, machine, facts_of(variant).traits)
+    return Module({k.name: k for k in plan.kernels if k.direction == direction}, kernels, rooms)
+
+
+def _rooms(code: CodePlan, shape: Shape, machine: Hardware, traits: Traits) -> dict[str, Room]:
+    found = {}
+    for k in code.kernels:
+        if k.kernel.program is None:
+            continue
+        program = k.kernel.program(k.form, code.segments, traits)
+        assert isinstance(program, Program)
+        counted = program.sram_bytes(sizes_of(k.kernel, k.form, shape, machine, code.segments, 1, traits))
+        found[k.name] = Room(counted - program.besides, program.besides + program.spare)
+    return found
 
 
 def launched(

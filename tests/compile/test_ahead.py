@@ -67,6 +67,14 @@ def check_sram(module: Module, device: str = "h200") -> None:
             assert kernel.sram <= planned + PLAN_SLACK, f"{kernel.name}: {kernel.sram} bytes, planned {planned:.0f}"
 
 
+def check_programs(module: Module) -> None:
+    """No kernel takes more shared memory than its program declares, and tiles are counted to the byte."""
+    assert module.rooms
+    for name, room in module.rooms.items():
+        taken = module.kernels[name].sram
+        assert room.tiles <= taken <= room.tiles + room.others, f"{name}: {taken} bytes, declared {room}"
+
+
 def check_wgmma(kernel: Kernel) -> None:
     """Products are Hopper's asynchronous ones, several in flight: waits are fewer than products."""
     assert kernel.count("wgmma.mma_async") and not kernel.count("mma.sync"), kernel.name
@@ -115,7 +123,9 @@ def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: Direction)
 )  # fmt: skip
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_forward(name: str, head_dim: int) -> None:
-    (kernel,) = compiled(VARIANTS[name], "forward", head_dim, target="hopper", q_len=2048).kernels.values()
+    module = compiled(VARIANTS[name], "forward", head_dim, target="hopper", q_len=2048)
+    (kernel,) = module.kernels.values()
+    check_programs(module)
     assert kernel.sram <= by_name("h200").sram_per_block
     assert kernel.spilled == 0
     check_wgmma(kernel)
@@ -127,6 +137,7 @@ def test_hopper_forward(name: str, head_dim: int) -> None:
 def test_hopper_forward_of_short_calls(name: str, head_dim: int) -> None:
     module = compiled(VARIANTS[name], "forward", head_dim, target="hopper", q_len=200)
     (kernel,) = module.kernels.values()
+    check_programs(module)
     assert module.plans["flash_forward"].form.block_q == 128
     assert kernel.sram <= by_name("h200").sram_per_block and kernel.spilled == 0
     check_wgmma(kernel)
@@ -140,6 +151,7 @@ def test_hopper_forward_of_other_tiles(name: str, head_dim: int, value_dim: int)
     """In pieces, or with an output that leaves from the query's place, or it would not fit."""
     module = compiled(VARIANTS[name], "forward", head_dim, value_dim=value_dim, target="hopper")
     (kernel,) = module.kernels.values()
+    check_programs(module)
     planned = module.plans["flash_forward"].sram_bytes.value
     assert planned < kernel.sram <= planned + 1024 < by_name("h200").sram_per_block  # barriers and cards besides
     assert kernel.spilled == 0
@@ -164,6 +176,7 @@ def test_hopper_backward(name: str, head_dim: int) -> None:
     wanted = frozenset({"query", "key", "value"})
     module = compiled(VARIANTS[name], "backward", head_dim, target="hopper", wanted=wanted)
     assert [*module.kernels] == ["row_statistics", "flash_backward", "round_dquery"]
+    check_programs(module)
     if name != "alibi":  # whose plan has gradients of slopes too, and so is another target's
         check_sram(module)
     kernel = module.kernels["flash_backward"]
@@ -225,6 +238,7 @@ def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
     wanted = frozenset({"query", "key", "value"})
     module = compiled(VARIANTS[name], "backward", head_dim, target="hopper", wanted=wanted, deterministic=True)
     assert [*module.kernels] == ["row_statistics", "flash_dquery", "flash_dkey_dvalue"]
+    check_programs(module)
     for kernel in module.kernels.values():
         assert kernel.sram <= by_name("h200").sram_per_block
         if name != "alibi" and kernel.name in module.plans:
@@ -256,6 +270,7 @@ def test_hopper_backward_of_other_tiles(name: str, head_dim: int, value_dim: int
     """No product on padding but where 200 to 248 columns are filled up."""
     wanted = frozenset({"query", "key", "value"})
     module = compiled(VARIANTS[name], "backward", head_dim, value_dim=value_dim, target="hopper", wanted=wanted)
+    check_programs(module)
     main = "flash_backward" if head_dim <= 128 else "flash_dkey_dvalue"
     for kernel in module.kernels.values():
         assert kernel.sram <= by_name("h200").sram_per_block

@@ -5,27 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 import weft
 from weft import kv_pos, masks, q_pos, score
 from weft.codegen import targets
+from weft.codegen.functions import GLUON_LANGUAGE
+from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets import cpu, hopper, triton
+from weft.codegen.targets.gluon.program import Columns, Program
 from weft.codegen.targets.triton.forms import Tiling
 from weft.codegen.targets.triton.kernels.forward import FLASH_FORWARD
 from weft.codegen.targets.triton.kernels.measures import with_measuring
 from weft.codegen.targets.triton.target import KERNELS, TritonTarget
+from weft.codegen.templates import environment
+from weft.compiler.analysis.records import Traits
 from weft.compiler.planning import dtypes
 from weft.compiler.planning import form as forms
 from weft.compiler.planning.form import Form, Residence, number, parse_form, switch
 from weft.compiler.planning.hardware import H200, KNOWN
 from weft.compiler.planning.kernel import KernelId
+from weft.compiler.planning.plan import CodePlan
 from weft.compiler.planning.schedule import parse_schedule
+from weft.compiler.planning.segments import Segments
 from weft.compiler.planning.signature import Described, Widths, signature_of
-from weft.ir.errors import WeftError
+from weft.compiler.planning.stage_words import EACH_KV, loads, stores
+from weft.compiler.planning.target import Context
+from weft.ir.errors import InternalError, WeftError
 
 from ..same.corpus import Triple, corpus
 
@@ -59,6 +70,12 @@ def test_planning_knows_no_target_and_no_form_by_class() -> None:
     assert places("compiler", r"family ==|\.startswith\(\"(hopper|triton|cpu)") == []
     assert places("compiler", r"\b(HopperForm|HopperBackwardForm|HopperLatentForm|Tiling|CpuForm)\b") == []
     assert places("compiler", r"from \.+codegen") == []
+
+
+def test_what_gluon_targets_share_names_none_of_them() -> None:
+    shared = sorted((TOP / "codegen/targets/gluon").rglob("*.py"))
+    named = "|".join(target.name for target in targets.targets() if target.name != "triton")  # also a compiler's name
+    assert shared and not any(re.search(rf"\b({named})\b", path.read_text().lower()) for path in shared)
 
 
 def test_nothing_outside_targets_asks_for_the_class_of_a_form() -> None:
@@ -161,6 +178,132 @@ def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> 
     plan = variant.plan(weft.shape(heads=2, q_len=256, head_dim=64), device="h200", target="outside")
     spans, forward = (k for k in plan.kernels if k.direction == "forward")
     assert (spans.name, spans.code.kernel.measures) == ("kv_spans", forward.name)
+
+
+# -- a Gluon target ----------------------------------------------------------------------------------------------------
+TEMPLATE = '''"""{{ title }}, by warps of two kinds."""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+ROWS = gl.constexpr({{ form.block_q }})
+BLOCK_KV = gl.constexpr({{ form.block_kv }})
+STAGES = gl.constexpr({{ form.num_stages }})
+{% for barrier in program.barriers %}
+{{ barrier.name }} = gl.constexpr({{ barrier.first }})  # {{ barrier.threads }} threads
+{% endfor %}
+
+{{ functions }}
+
+
+{{ program.written() }}
+
+
+@gluon.jit
+def brings(sram, key_desc):
+    {{ stage("two_kinds", "load key") }}
+    mbarrier.expect(sram.key_ready.index(0), key_desc.block_type.nbytes)
+
+
+@gluon.jit
+def computes(warpgroup: gl.constexpr, sram, out):
+    {{ stage("two_kinds", "store output") }}
+    gl.store(out, warpgroup)
+
+
+@gluon.jit
+def two_kinds(key_desc, out):
+    dtype: gl.constexpr = key_desc.dtype
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    :: program.allocated()
+    :: program.initialised()
+    :: program.launched({"computes": ["out"], "brings": ["key_desc"]})
+'''
+
+
+def two_kinds(form: Form, parts: Segments, traits: Traits, registers: int = 232) -> Program:
+    """A ring of keys, which one warp fills and two warpgroups empty; Q in place, O in the place of Q."""
+    p = Program("two_kinds", {"ROWS": "bq", "BLOCK_KV": "bkv", "STAGES": "s", "COLUMNS": "C"}, besides=128)
+    p.tile("query", "ROWS", [Columns("COLUMNS")])
+    p.ring("key", "STAGES, BLOCK_KV", [Columns("COLUMNS")])
+    p.tile("out", "ROWS", [Columns("COLUMNS")], place="query")
+    p.mbarrier("key_ready", "STAGES")
+    p.role("computes", warps=4, count=2, registers=registers, empties=["key"])
+    p.role("brings", warps=1, registers=40, fills=["key"])
+    p.free("key", 2)
+    return p.check()
+
+
+TWO_KINDS = replace(
+    FLASH_FORWARD, id=KernelId("warped", "two_kinds"), program=two_kinds,
+    stages=lambda t: [loads("key", t.key(), EACH_KV), stores("output", t.output("O"))],
+)  # fmt: skip
+
+
+class Warped(TritonTarget):
+    """A target whose forward is a Gluon kernel of its own, with a template from outside."""
+
+    name = measured_by = family = "warped"
+    by_name_only = True
+    language = GLUON_LANGUAGE
+    forward = TWO_KINDS
+
+    def kernels(self, algorithm: Any, signature: Any, facts: Any) -> Any:
+        return [self.forward] if signature.direction == "forward" else super().kernels(algorithm, signature, facts)
+
+    def supports(self, *_: Any) -> None:
+        return None
+
+    def forms(self, kernel: Any, *given: Any) -> Any:
+        return [Tiling(64, 32, 4, 2)] if kernel is self.forward else super().forms(kernel, *given)
+
+    def check(self, kernel: Any, *given: Any) -> None:
+        return None if kernel is self.forward else super().check(kernel, *given)
+
+    def template(self, code: CodePlan) -> str:
+        return "warped/two_kinds.py.jinja"
+
+    def context(self, code: CodePlan, facts: Any) -> Context:
+        form = code.form("two_kinds")
+        return {"form": form, "program": two_kinds(form, code.segments, facts.traits)}
+
+
+@pytest.fixture
+def warped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Warped]:
+    texts = environment(TEMPLATES)
+    own = jinja2.DictLoader({"warped/two_kinds.py.jinja": TEMPLATE})
+    monkeypatch.setattr(texts, "loader", jinja2.ChoiceLoader([own, texts.loader]))
+    target = Warped()
+    targets.register(target)
+    yield target
+    targets.unregister("warped")
+
+
+def test_a_gluon_target_from_outside_declares_a_program_and_is_planned_and_printed(warped: Warped) -> None:
+    variant = weft.Attention(mask=masks.causal, name="warped")
+    shape = weft.shape(heads=2, q_len=256, head_dim=64)
+    (kernel,) = (k for k in variant.plan(shape, device="h200", target="warped").kernels if k.direction == "forward")
+    sram = kernel.sram_bytes
+    assert (kernel.name, sram.value, sram.formula) == (
+        "two_kinds",
+        2 * 64 * (64 + 2 * 32) + 128,
+        "4*C*bkv + 2*C*bq + 128",
+    )
+    assert f"{sram.formula} = 16,512" in variant.explain(shape, device="h200", target="warped")
+    source = variant.source(shape, direction="forward", device="h200", target="warped")
+    assert "FIRST_FREE_KEY = gl.constexpr(8)  # 288 threads" in source
+    assert (
+        "    query = gl.allocate_shared_memory(dtype, [ROWS, COLUMNS], query_desc.layout)\n    sram = Sram(" in source
+    )
+    assert "(computes, (1, sram, out)),\n        (brings, (sram, key_desc)),\n    ], [4, 1], [232, 40])" in source
+
+
+def test_a_program_from_outside_that_cannot_run_is_refused_when_it_is_planned(warped: Warped) -> None:
+    warped.forward = replace(TWO_KINDS, program=partial(two_kinds, registers=248))
+    variant = weft.Attention(mask=masks.causal, name="warped_too_wide")
+    with pytest.raises(InternalError, match=r"program of two_kinds: its roles take 68608 registers, an SM has 65536"):
+        variant.plan(weft.shape(heads=2, q_len=256, head_dim=64), device="h200", target="warped")
 
 
 # -- a dtype -----------------------------------------------------------------------------------------------------------

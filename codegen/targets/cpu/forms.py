@@ -11,6 +11,7 @@ from ....compiler.planning.form import Form, Machine, Residence, number, registe
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.quantities import Formula, Sizes
+from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Direction
 from ....compiler.planning.torch_times import TorchCost
 from .cost import SCORE_BYTES, torch_cost
@@ -44,7 +45,7 @@ class CpuForm(Form):
     def in_tiles_as(self, other: Form) -> Form:
         return replace(self, in_tiles=other.in_tiles) if isinstance(other, CpuForm) else self
 
-    def sram(self, kernel: Kernel) -> Formula:
+    def sram(self, kernel: Kernel, parts: Segments, traits: Traits) -> Formula:
         return tile_bytes(max(self.most_scores, self.block_q * self.block_kv), kernel.direction)
 
     def residence(self, kernel: Kernel, hardware: Hardware, element: int, columns: int = 0) -> Residence:

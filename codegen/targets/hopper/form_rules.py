@@ -15,19 +15,7 @@ from ....ir.expr import Call, Const, Expr, Symbol
 from ....ir.reference import evaluate
 from ....ir.walk import nodes
 from .forms import ROWS, HopperBackwardForm, HopperForm
-from .pieces import columns_of, fits_by_rows, pieces_of, piecewise
-
-
-def beside_tiles(form: Form, widths: Widths, far: bool) -> int:
-    """Bytes that the formulas of SRAM leave out: barriers and cards of a forward; of a backward two statistics more of
-    `far` scores, and that a consumer's share of dQ has room for the wider piece of columns."""
-    if isinstance(form, HopperForm):
-        return 2048
-    assert isinstance(form, HopperBackwardForm)
-    keys, _ = pieces_of(form, widths)
-    narrower = 0 if len(keys) == 1 or form.by_columns else keys[0].columns - keys[1].columns
-    cards = 128 if form.by_columns else 512
-    return cards + 8 * form.block_q * form.stages * far + 4 * form.block_q * narrower
+from .pieces import columns_of, fits_by_rows, piecewise
 
 
 def no_boxes(form: Form, signature: Signature) -> str | None:

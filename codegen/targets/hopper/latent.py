@@ -15,7 +15,8 @@ from ....compiler.planning.signature import PAGED, Signature
 from ....compiler.planning.target import CallTensors, Context
 from ...launch.descriptors import is_ragged_readable, is_readable
 from .forms import ROWS, HopperLatentForm
-from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD
+from .held import held_by
+from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD, program
 
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
 
@@ -28,7 +29,10 @@ def latent_context(code: CodePlan, facts: Facts) -> Context:
         "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
         "loads_at_positions": facts.loads_at_positions,
     }  # fmt: skip
-    return {"config": config, "tiles_by_head": False, "many": not code.signature.few}
+    return {
+        "config": config, "program": program(form, held_by(code, facts)), "tiles_by_head": False,
+        "many": not code.signature.few,
+    }  # fmt: skip
 
 
 def latent_misfit(signature: Signature, call: CallTensors) -> str | None:

@@ -18,7 +18,7 @@ from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment, Shape
-from ....compiler.planning.segments import Segments, for_heads, segments_of
+from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
 from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
 from ....ir.attention import Attention
@@ -28,13 +28,13 @@ from ....ir.walk import nodes
 from ...functions import GLUON_LANGUAGE
 from ...launch.descriptors import is_ragged_readable, is_readable
 from ...loader import load
+from ..gluon.program import FIRST_BARRIER, Program
 from ..triton.kernels.measures import with_measuring
 from ..triton.kernels.tables import with_tables_made
 from ..triton.kernels.work import with_work
 from ..triton.target import TritonTarget
 from . import paces
 from .form_rules import (
-    beside_tiles,
     best_backward_form,
     best_form,
     is_plain,
@@ -52,9 +52,14 @@ from .gradients import (
     sums_of_keys,
     sums_of_queries,
 )
+from .held import held_by
 from .kernels.backward import FLASH_BACKWARD
+from .kernels.backward import program as program_of_keys
+from .kernels.dquery import program as program_of_queries
 from .kernels.forward import FLASH_FORWARD
+from .kernels.forward import program as forward_program
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
+from .kernels.statistics import round_dquery_program, statistics_program
 from .latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
 from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_DRAWN, ONE_PASS_STORED, two_passes
@@ -62,7 +67,6 @@ from .pieces import (
     CONSUMERS,
     backward_form,
     columns_of,
-    columns_of_form,
     forward_form,
     is_persistent,
     key_pieces,
@@ -215,11 +219,10 @@ class HopperTarget:
         if reason is not None:
             return reason
         sizes = Shape(1, 1, 1, 1, 1, widths.head_dim, widths.value_dim, signature.dtype)
-        parts = for_heads(*columns_of_form(form, widths))
-        if widths.rope_dim:
-            parts = parts._replace(qk=_key_segments(widths))
-        needed = sram_bytes(kernel, form, sizes, hardware, parts)
-        if needed + beside_tiles(form, widths, facts.scores_lie_far) > hardware.sram_per_block:
+        parts = self.parts(facts.attention, widths)
+        needed = sram_bytes(kernel, form, sizes, hardware, parts, facts.traits)
+        assert kernel.program is not None
+        if needed + kernel.program(form, parts, facts.traits).spare > hardware.sram_per_block:
             return f"it needs {needed} bytes of SRAM, a program of {hardware.title} has {hardware.sram_per_block}"
         return None
 
@@ -238,7 +241,8 @@ class HopperTarget:
         offset = _offset_context(code)
         if code.signature.direction == "forward":
             pieces, _ = pieces_of(forward_form(code), own)
-            return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, **offset}
+            program = forward_program(forward_form(code), held_by(code, facts))
+            return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, "program": program, **offset}
         main, form = main_form(code)
         persistent = is_persistent(code, facts)
         pieces, value_pieces = pieces_of(form, own)
@@ -253,7 +257,8 @@ class HopperTarget:
         folds = not form.next_scores and not facts.scores_lie_far and facts.attention.weighs.saves_lse
         return {
             **offset,
-            "main": main,
+            "main": main, "programs": _programs(code, facts),
+            "wants_dscores": main == "flash_backward" or (bool(main) and held_by(code, facts).wants_dscores),
             "adds_up_shared": not code.signature.deterministic,
             "config": asdict(form) | widths | part,
             "query_config": asdict(backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
@@ -271,6 +276,19 @@ class HopperTarget:
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
         return launcher_of(modules, code, facts, device.index or 0)
+
+
+def _programs(code: CodePlan, facts: Facts) -> dict[str, Program]:
+    """Those of a backward's kernels, by name. Of two with rings, the second has hardware barriers behind the first."""
+    held, (main, form) = held_by(code, facts), main_form(code)
+    one_pass = main == "flash_backward"
+    found = {main: program_of_keys(form, held, one_pass)} if main else {}
+    if code.has("flash_dquery"):
+        first = max((b.numbers.stop for p in found.values() for b in p.ring_barriers), default=FIRST_BARRIER)
+        found["flash_dquery"] = program_of_queries(backward_form(code, "flash_dquery"), held, first)
+    found["row_statistics"] = statistics_program(form, held, one_pass)
+    found["round_dquery"] = round_dquery_program(form, held)
+    return found
 
 
 def _has_factor_at_end(code: CodePlan, facts: Facts) -> bool:

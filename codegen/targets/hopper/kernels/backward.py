@@ -5,14 +5,12 @@ FlashAttention-3 (Shah et al., 2024, arXiv 2407.08608), with five products a pai
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import QUERIES_AGAIN, Kernel, KernelId
 from .....compiler.planning.quantities import (
-    ROW_STATISTIC,
     RUNNING,
-    Formula,
     Sizes,
     five_products_flops,
     flash_dkey_dvalue_flops,
@@ -38,11 +36,14 @@ from .....compiler.planning.stage_words import (
     stores,
     weights_text,
 )
+from ...gluon.program import HARDWARE_BARRIERS, Program, plain
 from ...triton.kernels.backward import OVER_QUERIES
 from ..forms import ROWS, HopperBackwardForm
-from ..pieces import columns_of, fits_by_rows, places_of_results
+from ..held import ROLES, Held, columns_in, declared
+from ..pieces import CONSUMERS, columns_of, fits_by_rows, left_parts, part_columns, pieces_of, places_of_results
 
 HANDSHAKES = 512  # bytes of cards and mbarriers, each aligned to 16
+SHARES = HARDWARE_BARRIERS - CONSUMERS  # the last hardware barriers, by which shares of dQ are handed over
 
 
 def sums_of_dquery(x: Sizes) -> float:
@@ -50,43 +51,136 @@ def sums_of_dquery(x: Sizes) -> float:
     return RUNNING * x.B * x.Hq * x.L * x.C
 
 
-def loaded_sram(x: Sizes) -> float:
-    """K and V; Q, dO and the statistics in s slots each; cards and barriers."""
-    ahead = x.s * (x.bq * (x.C + x.Cv) * x.e + 2 * x.bq * ROW_STATISTIC)
-    return x.bkv * (x.C + x.Cv) * x.e + ahead + HANDSHAKES + shared_dkey_sram(x)
-
-
-def shared_dkey_sram(x: Sizes) -> float:
-    """The gradient of key columns that heads share, float32, on its way out."""
-    return x.bkv * x.R * RUNNING
-
-
-def drawn_sram(x: Sizes) -> float:
-    """A bit for each pair of visited tiles, whether it is dropped."""
-    return x.s * x.bq * x.bkv / 8
-
-
 def _written(x: Sizes) -> float:
     """dK and dV once; additions to the sums of dQ at every visit."""
     return key_value_gradient_bytes(x) + queries_again(x) * sums_of_dquery(x)
 
 
-@lru_cache(maxsize=256)
-def _sram(form: Form, one_pass: bool, drawn: bool) -> Formula:
-    """What is loaded; of one pass dS twice, and dQ on its way out; by columns P and dS, twice each."""
-    assert isinstance(form, HopperBackwardForm)
+# -- the program -------------------------------------------------------------------------------------------------------
+def program(form: HopperBackwardForm, held: Held, one_pass: bool) -> Program:
+    """A program's keys and values, the ring of what it visits, and what consumers hand to each other."""
+    p = Program(
+        "flash_backward" if one_pass else "flash_dkey_dvalue", _constants(form, held), held.letters_of_widths,
+        besides=HANDSHAKES, spare=512,
+        about=f"All shared memory. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
+    )  # fmt: skip
+    _add_tiles(p, form, held)
+    _add_exchanged(p, form, held, one_pass)
+    if held.drops:
+        p.ring("dropped", "STAGES, DRAWERS, BLOCK_KV", dtype="gl.uint32", layout=plain(2),
+               about="of each key, words of bits of queries")  # fmt: skip
+    p.cards("cards", "CARDS * CARD_FIELDS, 1")
+    if form.is_persistent(held.drops):
+        p.cards("own_cards", "OWN_CARDS * OWN_CARD_FIELDS, 1")
+    _add_mbarriers(p, form, held, one_pass)
+    _add_roles(p, form, held, one_pass)
+    for ring in ("query", "dout") if form.next_scores or form.by_columns else ("query",):
+        p.free(ring, form.stages)
+    if one_pass and held.stores_first:
+        p.named("FIRST_SHARE", CONSUMERS, meets=("consumer", "sender"), first=SHARES)
+    return p.check()
 
-    def found(x: Sizes) -> float:
-        size = loaded_sram(x) + form.pair_bytes * x.s * x.bq * x.bkv
-        size += drawn_sram(x) if drawn else 0
-        if one_pass:
-            size += 2 * x.bq * x.bkv * x.e + x.bq * x.C * RUNNING
-            return size + (x.bkv * (x.C + x.Cv) * x.e if form.keys_ahead else 0)
-        return size + (4 * x.bq * x.bkv * x.e if form.by_columns else 0)
 
-    return found
+def _constants(form: HopperBackwardForm, held: Held) -> dict[str, str | int]:
+    tiles = "bkv / 64"
+    found = {**held.letters(form), "CONSUMERS": tiles, "KEY_TILES": tiles, "STATISTICS": 4 if held.far else 2}
+    found |= {"ROWS": "bkv", "CONSUMERS": CONSUMERS, "KEY_TILES": 1} if form.by_columns else {}
+    return {**found, "LINES": lines_of(form, held, "(2 * bkv)"), "DRAWERS": "bq / 32"}
 
 
+def lines_of(form: HopperBackwardForm, held: Held, divisor: str) -> str | int:
+    """Lines of 128 floats of a part of dQ: where a tile is one piece, in letters, of which `divisor` is 256."""
+    keys, _ = pieces_of(form, held.widths)
+    if len(keys) > 1:
+        return part_columns(form, held.widths) // 2
+    return f"{held.letters(form)['COLUMNS']} * bq / {divisor}"
+
+
+def _add_tiles(p: Program, form: HopperBackwardForm, held: Held) -> None:
+    """What the producer brings. With two rooms for keys those of the next tile come while consumers have this one."""
+    keys, values = (columns_in(pieces) for pieces in pieces_of(form, held.widths))
+    rooms = "2 * KEY_TILES" if form.keys_ahead else "KEY_TILES"
+    p.ring("key", f"{rooms}, {held.ones}, ROWS", keys)
+    p.ring("value", f"{rooms}, {held.ones}, ROWS", values)
+    p.ring("query", f"STAGES, {held.ones}, BLOCK_Q", keys)
+    p.ring("dout", f"STAGES, {held.ones}, BLOCK_Q", values)
+    if held.saves_lse:
+        p.ring("statistics", "STAGES, STATISTICS * BLOCK_Q", dtype="gl.float32")
+    if form.pair_bytes:
+        p.ring(
+            "pairs", f"STAGES * CONSUMERS, {_ones_of_box(held)}BLOCK_Q, ROWS", dtype="pairs_desc.dtype",
+            element=form.pair_bytes, about="what pairs read, for each consumer",
+        )  # fmt: skip
+
+
+def _ones_of_box(held: Held) -> str:
+    return "1, " * (held.box_rank - 2)
+
+
+STRAIGHT = "gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_Q], dtype)"
+
+
+def _add_exchanged(p: Program, form: HopperBackwardForm, held: Held, one_pass: bool) -> None:
+    """What consumers hand to each other, and what is on its way out."""
+    if form.by_columns:
+        p.tile("weights", "2, ROWS, BLOCK_Q", layout=STRAIGHT, about="of two tiles in turn")
+        if held.wants_dscores:
+            p.tile("dscores", "2, ROWS, BLOCK_Q", layout=STRAIGHT)
+    elif one_pass:
+        rows = f"{_ones_of_box(held)}BLOCK_Q, ROWS" if held.stores_pairs else "ROWS, BLOCK_Q"
+        p.tile("dscores", f"2 * CONSUMERS, {rows}", layout="" if held.stores_pairs else STRAIGHT, of="dpairs",
+               about="of each consumer, two tiles in turn")  # fmt: skip
+        parts = left_parts(form, held.widths)
+        p.tile("dquery", f"CONSUMERS, {'LINES' if parts == 1 else f'{parts} * LINES'}, 128", dtype="gl.float32",
+               of="dquery_sums", about="a consumer's share on its way out")  # fmt: skip
+    last = pieces_of(form, held.widths)[0][-1]
+    if last.shared and "rope" in held.wanted:
+        p.tile("dkey_shared", f"CONSUMERS, {held.ones}, ROWS, {last.width}", dtype="gl.float32", of=f"dkey{last.box}",
+               about="on its way out")  # fmt: skip
+
+
+def _add_mbarriers(p: Program, form: HopperBackwardForm, held: Held, one_pass: bool) -> None:
+    persistent = form.is_persistent(held.drops)
+    rooms, many = ("2", " for each of the two rooms") if form.keys_ahead else ("1", "")
+    released = dict(number=rooms, arrivals="CONSUMERS", about="one: the next tiles of keys and values may come")
+    p.mbarrier("key_ready", rooms, about=f"mbarriers: one{many}")
+    p.mbarrier("value_ready", rooms, about="likewise" if many else "one")
+    if persistent and form.keys_ahead:
+        p.mbarrier("keys_released", **released | {"about": "likewise: the next tiles of keys and values may come"})
+    p.mbarrier("query_ready", "STAGES", about="one for each slot")
+    p.mbarrier("dout_ready", "STAGES", about="one for each slot")
+    if held.drops:
+        p.mbarrier("card_ready", "STAGES", about="likewise")
+        p.mbarrier("dropped_ready", "STAGES", arrivals="DRAWERS", about="likewise")
+    if one_pass and not (persistent and places_of_results(form, held.widths)):
+        p.mbarrier("finished", rooms, arrivals="CONSUMERS", about="one: no consumer reads keys any more")
+    if persistent and not form.keys_ahead:
+        p.mbarrier("keys_released", **released)
+    if form.by_columns:
+        p.mbarrier("weights_ready", "2", about="one for each of the two tiles")
+    if (form.by_columns and held.wants_dscores) or one_pass:
+        said = "likewise" if form.by_columns else "one for each of the two tiles"
+        p.mbarrier("dscores_ready", "2", arrivals="1" if form.by_columns else "CONSUMERS", about=said)
+    if one_pass and held.stores_first:
+        p.mbarrier("share_left", "CONSUMERS", about="one for each consumer: its share has left its place")
+
+
+def _add_roles(p: Program, form: HopperBackwardForm, held: Held, one_pass: bool) -> None:
+    rings = list(dict.fromkeys(t.whole for t in p.tiles if t.kind == "ring"))
+    brought = [ring for ring in rings if ring != "dropped"]
+    of_columns = "_of_columns" if form.by_columns else ""
+    computing, others = (232, 40) if held.drops else (240, 24)
+    p.role("consumer", warps=4, count=CONSUMERS, registers=computing, empties=rings,
+           body=f"{ROLES}/backward_consumer{of_columns}.py.jinja")  # fmt: skip
+    p.role("producer", warps=1, registers=others, fills=brought, body=f"{ROLES}/backward_producer.py.jinja")
+    if held.drops:
+        p.role("drawer", warps=1, count=form.block_q // 32, registers=others, fills=["dropped"], awaits=["query"],
+               body=f"{ROLES}/backward_drawer.py.jinja")  # fmt: skip
+    if one_pass and held.stores_first:
+        p.role("sender", warps=1, count=CONSUMERS, registers=others, body=f"{ROLES}/backward_sender.py.jinja")
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
 def _stages(t: Tiles, one_pass: bool = False, stores_first: bool = False) -> list[Stage]:
     """Of one pass, or of the keys' one of two. A producer warp loads; consumers of ROWS keys compute.
 
@@ -194,7 +288,7 @@ def _one_pass(variant: str = "", drawn: bool = False, stores_first: bool = False
     return Kernel(
         KernelId("hopper", "flash_backward", variant), "backward", "backward_kv", "q", OVER_QUERIES,
         partial(_stages, one_pass=True, stores_first=stores_first), programs=key_programs, read=flash_dkey_dvalue_read,
-        written=_written, sram_in=partial(_sram, one_pass=True, drawn=drawn),
+        written=_written, program=declared(program, one_pass=True),
         refuses=partial(_one_pass_refuses, drawn=drawn), flops=five_products_flops,
         exps=score_count, again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("q", "kv"), sums_levels=True,
         has_level_loop=True, drop_work=10.0,
@@ -205,7 +299,7 @@ def _keys(variant: str = "", drawn: bool = False) -> Kernel:
     return Kernel(
         KernelId("hopper", "flash_dkey_dvalue", variant), "backward", "backward_kv", "q", OVER_QUERIES, _stages,
         programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes,
-        sram_in=partial(_sram, one_pass=False, drawn=drawn), refuses=partial(_keys_refuse, drawn=drawn),
+        program=declared(program, one_pass=False), refuses=partial(_keys_refuse, drawn=drawn),
         flops=flash_dkey_dvalue_flops, exps=score_count,
         again=QUERIES_AGAIN, weighs=True, visits_measured=True, lists=("kv",), sums_levels=True, has_level_loop=True,
         drop_work=10.0,

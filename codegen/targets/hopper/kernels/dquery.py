@@ -7,7 +7,6 @@ from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
     flash_dquery_flops,
     flash_dquery_read,
-    flash_dquery_sram,
     query_bytes,
     query_programs,
     score_count,
@@ -26,9 +25,11 @@ from .....compiler.planning.stage_words import (
     loads,
     weights_text,
 )
+from ...gluon.program import FIRST_BARRIER, Columns, Program
 from ...triton.kernels.forward import OVER_KEYS
 from ..forms import ROWS, HopperBackwardForm
-from ..pieces import columns_of
+from ..held import ROLES, Held, columns_in, declared
+from ..pieces import CONSUMERS, columns_of, key_pieces, piecewise
 from .backward import BOXES, KEYS_AHEAD
 
 
@@ -54,6 +55,36 @@ def _stages(t: Tiles) -> list[Stage]:
     ]
 
 
+# -- the program -------------------------------------------------------------------------------------------------------
+def program(form: HopperBackwardForm, held: Held, first_barrier: int = FIRST_BARRIER) -> Program:
+    """Rows of two consumers, and the rings of K and V. first_barrier: behind those of the module's other kernel."""
+    p = Program(
+        "flash_dquery", _constants(form, held), held.letters_of_widths, spare=512, record="OwnSram",
+        first_barrier=first_barrier,
+        about=f"All shared memory of flash_dquery. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
+    )  # fmt: skip
+    pieces = columns_in(key_pieces(piecewise(held.widths.head_dim), held.widths))
+    value = [Columns("VALUE_COLUMNS")]
+    p.tile("query", f"CONSUMERS, {held.ones}, ROWS", pieces, of="query_rows")
+    p.tile("dout", f"CONSUMERS, {held.ones}, ROWS", value, of="dout_rows")
+    p.ring("key", f"STAGES, {held.ones}, SEEN_BLOCK_KV", pieces, of="seen_key")
+    p.ring("value", f"STAGES, {held.ones}, SEEN_BLOCK_KV", value, of="seen_value")
+    p.cards("cards", "CARDS * CARD_FIELDS, 1")
+    p.mbarrier("query_ready", "CONSUMERS", about="mbarriers: one for each consumer")
+    p.mbarrier("key_ready", "STAGES", about="one for each slot")
+    p.mbarrier("value_ready", "STAGES", about="one for each slot")
+    p.role("own_consumer", warps=4, count=CONSUMERS, registers=240, empties=["key", "value"],
+           body=f"{ROLES}/dquery_consumer.py.jinja")  # fmt: skip
+    p.role("own_producer", warps=1, registers=24, fills=["key", "value"], body=f"{ROLES}/dquery_producer.py.jinja")
+    p.free("key", form.stages)
+    p.free("value", form.stages)
+    return p.check()
+
+
+def _constants(form: HopperBackwardForm, held: Held) -> dict[str, str | int]:
+    return {**held.letters(form), "CONSUMERS": f"bq / {ROWS}", "SEEN_BLOCK_KV": "bkv"}
+
+
 def _refuses(form: Form, widths: Widths) -> str | None:
     assert isinstance(form, HopperBackwardForm)
     if form.keys_ahead:
@@ -70,7 +101,7 @@ def _refuses(form: Form, widths: Widths) -> str | None:
 
 FLASH_DQUERY = Kernel(
     KernelId("hopper", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_dquery_read, written=query_bytes, sram=flash_dquery_sram, refuses=_refuses,
+    read=flash_dquery_read, written=query_bytes, program=declared(program), refuses=_refuses,
     flops=flash_dquery_flops, exps=score_count,
     weighs=True, visits_measured=True, lists=("q",),
 )  # fmt: skip

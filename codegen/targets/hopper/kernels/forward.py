@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
-    Formula,
-    Sizes,
     flash_forward_read,
     flash_forward_written,
     forward_exps,
@@ -18,23 +14,83 @@ from .....compiler.planning.quantities import (
 from .....compiler.planning.records import Stage
 from .....compiler.planning.signature import Widths
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, EACH_Q, Tiles, computes, loads
+from ...gluon.program import Columns, Program, plain
 from ...triton.kernels.forward import OVER_KEYS
 from ..forms import ROWS, HopperForm
+from ..held import ROLES, Held, columns_in, declared
 from ..pieces import columns_of_form, pieces_of
 
+CARDS_AND_BARRIERS = 2048  # bytes that a form must leave to them, and that the sum leaves out
 
-@lru_cache(maxsize=256)
-def _sram(form: Form) -> Formula:
-    """Q, K and V in s slots each, and O on its way out; barriers add less than 1 KiB."""
-    assert isinstance(form, HopperForm)
-    queries, outputs = form.query_buffers, 0 if form.output_in_query else 1
-    drawn = 2 * form.drawers  # half a word for each weight of a tile: whether it is kept
 
-    def found(x: Sizes) -> float:
-        tiles = x.e * (queries * x.bq * x.C + x.s * x.bkv * (x.C + x.Cv) + outputs * x.bq * x.Cv)
-        return tiles + drawn * x.bq * x.bkv + form.pair_bytes * x.s * x.bq * x.bkv
+def program(form: HopperForm, held: Held) -> Program:
+    """Consumers share the rings of K and V. O leaves by a place of its own, or by the query's."""
+    p = Program(
+        "flash_forward", _constants(form, held), held.letters_of_widths, spare=CARDS_AND_BARRIERS,
+        about=f"All shared memory. Tiles keep the [{held.ones}, rows, columns] shape of the TMA boxes.",
+    )  # fmt: skip
+    _add_tiles(p, form, held)
+    _add_mbarriers(p, form, held)
+    _add_roles(p, form, held)
+    p.free("key", form.stages)
+    p.free("value", form.stages)
+    if form.drawers:
+        p.named("FIRST_FREE_DROPPED", form.consumers, meets=("consumer", "drawers"))
+    return p.check()
 
-    return found
+
+def _constants(form: HopperForm, held: Held) -> dict[str, str | int]:
+    return {**held.letters(form), "CONSUMERS": f"bq / {ROWS}", "QUERY_BUFFERS": form.query_buffers}
+
+
+def _add_tiles(p: Program, form: HopperForm, held: Held) -> None:
+    pieces, value = columns_in(pieces_of(form, held.widths)[0]), [Columns("VALUE_COLUMNS")]
+    p.ring("query", f"QUERY_BUFFERS * CONSUMERS, {held.ones}, ROWS", pieces)
+    p.ring("key", f"STAGES, {held.ones}, BLOCK_KV", pieces)
+    p.ring("value", f"STAGES, {held.ones}, BLOCK_KV", value)
+    if form.pair_bytes:
+        shape = f"STAGES * CONSUMERS, {'1, ' * (held.box_rank - 2)}ROWS, BLOCK_KV"
+        said = "what pairs read; slots are those of keys"
+        p.ring("pairs", shape, dtype="pairs_desc.dtype", element=form.pair_bytes, about=said)
+    if form.drawers:
+        said = "words that say which weights are dropped, by the threads that have these"
+        p.ring("dropped", "CONSUMERS, BLOCK_KV // 16, 128, 4", dtype="gl.int32", layout=plain(3), about=said)
+    place = f"query{pieces[0].name}" if form.output_in_query else ""
+    p.tile("out", f"CONSUMERS, {held.ones}, ROWS", value, place=place)
+    p.cards("cards", "CARDS * CARD_FIELDS, 1")
+
+
+def _add_mbarriers(p: Program, form: HopperForm, held: Held) -> None:
+    others = ["drawers'"] * form.drawers + ["value producer's"] * held.paged
+    queries, arrivals = "QUERY_BUFFERS * CONSUMERS", f"1 if i % CONSUMERS else {1 + len(others)}" if others else "1"
+    why = f"the first consumer's is the {' and the '.join(others)}, too" if others else ""
+    p.mbarrier("query_ready", queries, about="mbarriers, one for each buffer above")
+    p.mbarrier("query_free", queries, arrivals=arrivals, why=why)
+    p.mbarrier("key_ready", "STAGES")
+    p.mbarrier("value_ready", "STAGES")
+    if form.pair_bytes:
+        p.mbarrier("pairs_ready", "STAGES", about="one for each slot")
+    if form.drawers:
+        p.mbarrier("dropped_ready", "CONSUMERS", about="one for each consumer")
+
+
+def _add_roles(p: Program, form: HopperForm, held: Held) -> None:
+    """Registers of two consumers leave 24 a thread to the others; drawers take some of theirs. Warps that look keys up
+    in a table want 32."""
+    bringing = 32 if held.paged or form.consumers == 3 else 24
+    computing = 160 if form.consumers == 3 else 208 if form.drawers else 240
+    boxes = ["pairs"] * (form.pair_bytes > 0)
+    p.role("consumer", warps=4, count=form.consumers, registers=computing, body=f"{ROLES}/forward_consumer.py.jinja",
+           empties=["query", "key", "value", *boxes, *["dropped"] * form.drawers])  # fmt: skip
+    if form.drawers:
+        p.role("drawers", warps=4, registers=64 if held.paged else 72, fills=["dropped"],
+               body=f"{ROLES}/forward_drawers.py.jinja")  # fmt: skip
+    p.role("producer", warps=1, registers=bringing, body=f"{ROLES}/forward_producer.py.jinja",
+           fills=["query", "key", *["value"] * (not held.paged), *boxes])  # fmt: skip
+    if held.paged:
+        # Tiles of keys in blocks: one warp would take longer to issue the copies of K and V than consumers take.
+        p.role("value_producer", warps=1, registers=bringing, body=f"{ROLES}/forward_value_producer.py.jinja",
+               fills=["value"])  # fmt: skip
 
 
 def _stages(t: Tiles) -> list[Stage]:
@@ -97,7 +153,7 @@ def _refuses(form: Form, widths: Widths) -> str | None:
 
 FLASH_FORWARD = Kernel(
     KernelId("hopper", "flash_forward"), "forward", "forward", "kv", OVER_KEYS, _stages, programs=query_programs,
-    read=flash_forward_read, written=flash_forward_written, sram_in=_sram, refuses=_refuses,
+    read=flash_forward_read, written=flash_forward_written, program=declared(program), refuses=_refuses,
     flops=forward_flops, exps=forward_exps,
     weighs=True, visits_measured=True, lists=("q",),
 )  # fmt: skip

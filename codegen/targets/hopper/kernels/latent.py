@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
-    ROW_STATISTIC,
-    Formula,
-    Sizes,
     flash_forward_read,
     forward_exps,
     forward_flops,
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import AHEAD, EACH_KV, Tiles, computes, loads, stores
+from ...gluon.program import Columns, Program, plain
 from ...triton.kernels.split_kv import joining, split_programs, split_written
 from ..forms import HopperLatentForm
+from ..held import ROLES, Held, declared
 from .backward import HANDSHAKES
 
+SUMMERS = 2  # warpgroups, each of which has half of the columns
 ROTARY_COLUMNS = 64  # of a latent tile behind its pieces; weights of 64 keys take their place
 
 
-@lru_cache(maxsize=64)
-def _sram(form: Form) -> Formula:
-    """Pieces of keys in s slots, half of a query's latent columns, its and keys' rotary ones twice; handshakes."""
-    assert isinstance(form, HopperLatentForm)
+def program(form: HopperLatentForm, held: Held) -> Program:
+    """Pieces of keys in slots, those of a query that no registers hold, and rotary columns of two tiles of keys."""
+    p = Program("split_forward", _constants(form), besides=HANDSHAKES,
+                about="All shared memory. Tiles keep the shape of the TMA boxes.")  # fmt: skip
+    p.ring("query", "PIECES - HALF, 1, ROWS // HEADS, HEADS", [Columns("PIECE")],
+           about="the pieces that are not in registers")  # fmt: skip
+    p.ring("pieces", f"SLOTS, {held.ones}, BLOCK_KV", [Columns("PIECE")], of="key")
+    p.ring("rotary", f"2, {held.ones}, BLOCK_KV", [Columns("ROTARY")], of="key_rotary",
+           about="then weights [ROWS, BLOCK_KV]")  # fmt: skip
+    p.tile("factor", "2, ROWS", dtype="gl.float32", layout=plain(1),
+           about="by which sums are multiplied before a tile's product is added")  # fmt: skip
+    p.tile("inverse", "ROWS", dtype="gl.float32", layout=plain(1), about="what the output is multiplied by")
+    _add_mbarriers(p)
+    p.role("summer", warps=4, count=SUMMERS, registers=160, empties=["pieces"], body=f"{ROLES}/split_summer.py.jinja")
+    p.role("weigher", warps=4, registers=168, empties=["query", "rotary"], body=f"{ROLES}/split_weigher.py.jinja")
+    p.role("producer", warps=1, registers=24, fills=["query", "pieces", "rotary"],
+           body=f"{ROLES}/split_producer.py.jinja")  # fmt: skip
+    return p.check()
 
-    def found(x: Sizes) -> float:
-        rotary = 2 * x.bkv * ROTARY_COLUMNS
-        return x.e * (x.s * x.bkv * form.piece + x.bq * x.Cv / 2 + rotary) + 3 * x.bq * ROW_STATISTIC + HANDSHAKES
 
-    return found
+def _constants(form: HopperLatentForm) -> dict[str, str | int]:
+    pieces = f"Cv / {form.piece}"
+    return {
+        "PIECES": pieces, "HALF": f"{pieces} / 2", "PIECE": form.piece, "ROTARY": ROTARY_COLUMNS, "SLOTS": "s",
+        "BLOCK_KV": "bkv", "ROWS": "bq", "HEADS": 1,
+    }  # fmt: skip
+
+
+def _add_mbarriers(p: Program) -> None:
+    p.mbarrier("query_ready", about="mbarriers")
+    p.mbarrier("query_free")
+    p.mbarrier("inverse_ready")
+    p.mbarrier("inverse_free", arrivals=SUMMERS)
+    p.mbarrier("piece_ready", "SLOTS", about="one for each slot")
+    p.mbarrier("piece_free", "SLOTS")
+    p.mbarrier("rotary_ready", "2", about="one for each of two tiles")
+    p.mbarrier("rotary_free", "2", arrivals=2)
+    p.mbarrier("factor_ready", "2")
+    p.mbarrier("weights_ready", "2")
 
 
 def _stages(t: Tiles) -> list[Stage]:
@@ -64,7 +90,7 @@ def _stages(t: Tiles) -> list[Stage]:
 
 SPLIT_FORWARD = Kernel(
     KernelId("hopper", "split_forward"), "forward", "forward", "kv", "its part of the key tiles that its rows see",
-    _stages, programs=split_programs, read=flash_forward_read, written=split_written, sram_in=_sram,
+    _stages, programs=split_programs, read=flash_forward_read, written=split_written, program=declared(program),
     flops=forward_flops, exps=forward_exps, weighs=True, divides=True, is_optional=True,
 )  # fmt: skip
 JOIN_PARTS = joining(SPLIT_FORWARD)

@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import (
-    RUNNING,
     Formula,
     Sizes,
     query_bytes,
@@ -16,8 +15,12 @@ from .....compiler.planning.quantities import (
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import ONCE, Tiles, computes, loads, sink_sums, stores
+from ...gluon.program import Program
 from ...triton.kernels.backward import ROWS, statistics_stages
-from .backward import FLASH_BACKWARD, sums_of_dquery
+from ..forms import HopperBackwardForm
+from ..held import Held, declared
+from ..pieces import CONSUMERS, part_columns
+from .backward import FLASH_BACKWARD, lines_of, sums_of_dquery
 
 REORDERING = 8192  # bytes that Triton takes to change the order of a tile's registers
 
@@ -32,21 +35,33 @@ def statistics_and_group_zeros(x: Sizes) -> float:
     return statistics_written(x) + x.z * sums_of_dquery(x)
 
 
-def statistics_sram(x: Sizes) -> float:
-    """O and dO."""
-    return 2 * x.bq * x.Cv * x.e
+# -- the programs ------------------------------------------------------------------------------------------------------
+def statistics_program(form: HopperBackwardForm, held: Held, one_pass: bool) -> Program:
+    """O and dO, and in one pass zeros for the half of a tile's sums that one consumer adds to."""
+    constants = {**held.letters(form), "VALUE_COLUMNS": held.value_letter, "LINES": lines_of(form, held, "256")}
+    p = Program("row_statistics", constants, spare=16)
+    for tensor in ("out", "dout"):
+        p.tile(f"{tensor}_tile", f"{held.ones}, BLOCK_Q, VALUE_COLUMNS", of=tensor)
+    p.mbarrier("ready")
+    if one_pass:
+        p.tile("zeros", "LINES, 128", dtype="gl.float32", of="dquery_sums")
+    return p.check()
 
 
-def statistics_and_zeros_sram(x: Sizes) -> float:
-    """The same, and zeros for the half of a tile's sums that one consumer adds to."""
-    return statistics_sram(x) + RUNNING * x.bq * x.C / 2
-
-
-def round_dquery_sram(x: Sizes) -> float:
+def round_dquery_program(form: HopperBackwardForm, held: Held) -> Program:
     """The sums, dQ, and room to change their order."""
-    return x.bq * x.C * (RUNNING + x.e) + REORDERING
+    lines, columns = lines_of(form, held, "256"), part_columns(form, held.widths)
+    constants = {"LINES": lines, "PART_COLUMNS": f"{lines} * 2", "PARTS": CONSUMERS}  # a part each
+    if isinstance(lines, int):  # parts of 64 rows and the columns of the second piece
+        constants |= {"PART_COLUMNS": columns, "PARTS": f"{held.letters(form)['COLUMNS']} * bq / {64 * columns}"}
+    p = Program("round_dquery", constants, besides=REORDERING)
+    p.tile("sums", "PARTS, LINES, 128", dtype="gl.float32", of="dquery_sums")
+    p.tile("result", f"PARTS, {held.ones}, 64, PART_COLUMNS", of="dquery")
+    p.mbarrier("ready")
+    return p.check()
 
 
+# -- words -------------------------------------------------------------------------------------------------------------
 def _stages(t: Tiles, one_pass: bool = False, stores_first: bool = False) -> list[Stage]:
     """As of the portable kernels, and in one pass zeros for what the main kernel adds to."""
     _, compute, *_ = statistics_stages(t)
@@ -73,21 +88,19 @@ def _rounding_stages(t: Tiles) -> list[Stage]:
 
 
 def _statistics(
-    variant: str, follows: str, written: Formula, sram: Formula, one_pass: bool = False, stores_first: bool = False
+    variant: str, follows: str, written: Formula, one_pass: bool = False, stores_first: bool = False
 ) -> Kernel:  # fmt: skip
     words = partial(_stages, one_pass=one_pass, stores_first=stores_first)
     return Kernel(
         KernelId("hopper", "row_statistics", variant), "backward", "backward_q", "kv", ROWS, words,
-        programs=query_programs, read=statistics_read, written=written, sram=sram, follows=follows, visits="none",
-        lists=("q",),
+        programs=query_programs, read=statistics_read, written=written, follows=follows, visits="none",
+        program=declared(statistics_program, one_pass=one_pass), lists=("q",),
     )  # fmt: skip
 
 
-ROW_STATISTICS = _statistics(
-    "one pass", FLASH_BACKWARD.name, statistics_and_zeros, statistics_and_zeros_sram, one_pass=True
-)
+ROW_STATISTICS = _statistics("one pass", FLASH_BACKWARD.name, statistics_and_zeros, one_pass=True)
 FIRST_STORED = _statistics(  # where a head's first shares of dQ are stored
-    "first stored", FLASH_BACKWARD.name, statistics_and_group_zeros, statistics_and_zeros_sram, one_pass=True,
+    "first stored", FLASH_BACKWARD.name, statistics_and_group_zeros, one_pass=True,
     stores_first=True,
 )  # fmt: skip
 
@@ -95,10 +108,11 @@ FIRST_STORED = _statistics(  # where a head's first shares of dQ are stored
 @lru_cache(maxsize=8)
 def statistics_for(follows: str) -> Kernel:
     """Those of two passes, in tiles as those of the last one."""
-    return _statistics(follows, follows, statistics_written, statistics_sram)
+    return _statistics(follows, follows, statistics_written)
 
 
 ROUND_DQUERY = Kernel(
     KernelId("hopper", "round_dquery"), "backward", "backward_q", "kv", ROWS, _rounding_stages, programs=query_programs,
-    read=sums_of_dquery, written=query_bytes, sram=round_dquery_sram, follows=FLASH_BACKWARD.name, visits="none",
+    read=sums_of_dquery, written=query_bytes, program=declared(round_dquery_program), follows=FLASH_BACKWARD.name,
+    visits="none",
 )  # fmt: skip

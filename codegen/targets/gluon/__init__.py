@@ -1,0 +1,1 @@
+"""What targets whose kernels are written in Gluon share."""
