@@ -135,7 +135,8 @@ class CallOptions:
     def having(self, **given: Any) -> CallOptions:
         """The same but for these."""
         found = CallOptions()
-        found.__dict__.update(self.__dict__, **given)
+        for n in OPTIONS:  # as torch.compile can trace it
+            setattr(found, n, given[n] if n in given else getattr(self, n))
         found.are_ragged = any([getattr(found, n) is not None for n in LENGTHS])
         return found
 

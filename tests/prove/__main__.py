@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from weft.compiler.analysis import proven
 
 from . import gallery
-from .proving import Proof, Tiles, prove, summary
+from .proving import Proof, Tiles, prove_named, summary
 from .solving import SECONDS
 
 
@@ -58,7 +58,7 @@ def _wanted(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
 
 
 def _proofs(names: list[str], options: argparse.Namespace) -> Iterator[Proof]:
-    work = partial(_proof, seconds=options.seconds)
+    work = partial(prove_named, seconds=options.seconds)
     if options.jobs == 1:
         for name in names:
             yield _said(work(name))
@@ -72,10 +72,6 @@ def _said(proof: Proof) -> Proof:
     if proof.status != "proven" or not proof.name.startswith(("random", "reads")):
         print(proof.text, flush=True)
     return proof
-
-
-def _proof(name: str, seconds: float) -> Proof:
-    return prove(name, gallery.named(name), seconds)
 
 
 def _record(proofs: list[Proof]) -> None:

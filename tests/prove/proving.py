@@ -15,6 +15,7 @@ from weft.compiler.analysis.verify import verify_tiles
 from weft.ir.expr import Expr
 from weft.ir.walk import loads, symbols
 
+from . import gallery
 from .counterexample import TEXTUAL, Subject, script
 from .questions import Question, lookup_question, survey_questions, tile_questions
 from .solving import SECONDS, Answer, Status, answer
@@ -73,6 +74,11 @@ class Proof:
         said = [f"{a.status} {a.question}: {a.how} ({a.seconds:.1f} s)" for a in self.answers if a.status != "proven"]
         head = f"{self.status:8} {self.seconds:6.1f} s  {self.name}"
         return "\n".join([head, *(f"    {line}" for line in said), *self.scripts])
+
+
+def prove_named(name: str, seconds: float) -> Proof:
+    """The proof of a mask of the gallery. Not in __main__, which a spawned process does not read."""
+    return prove(name, gallery.named(name), seconds)
 
 
 def prove(name: str, mask: Expr, seconds: float = SECONDS, wanted: Callable[[Question], bool] = bool) -> Proof:
