@@ -20,6 +20,8 @@
 
 PYTHON ?= python3
 WORKERS ?= -n 2
+# seconds of one test: what hangs is a failure
+TIMEOUT ?= 900
 CASES ?= 2000
 SEED ?= 0
 TARGET ?= cpu,cpu,cpu,cpu,interpret
@@ -53,10 +55,10 @@ demo: $(READY)
 	$(RUN) examples/demo.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) -m "not gpu and not thorough" tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not gpu and not thorough" tests
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not gpu" tests
 
 lint: $(READY)
 	$(RUN) -m ruff check .

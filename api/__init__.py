@@ -6,6 +6,9 @@
 weft.Attention(score=50.0 * tanh(score / 50.0), mask=kv_pos <= q_pos, name="capped")
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
 from . import installed as _installed
 
 _installed.warn_of_the_other()  # before modules that it may have overwritten are imported
@@ -23,9 +26,13 @@ from .ir import functions as _functions
 from .ir.attention import Latent
 from .ir.errors import InternalError, UnavailableError, WeftError
 from .ir.expr import scalar, symbol, tensor
+from .ir.normalizer import Normalizer
 from .ir.parse import parse
 from .request import shape
 from .runtime.settings import settings
+
+if TYPE_CHECKING:  # few programs want them, and they import what measures
+    from .tools import build, calibrate, tune
 
 __version__ = "0.1.0"
 
@@ -41,10 +48,10 @@ head_dim = symbol("head_dim")
 score = symbol("score")
 
 __all__ = [
-    "Attention", "InternalError", "Latent", "Plan", "Schedule", "Shape", "UnavailableError", "WeftError",
-    "batch", "bucket", "group", "head", "head_dim", "integrations", "kv", "kv_head", "kv_len", "kv_pos", "masks", "nn",
-    "parse", "parse_attention", "q_len", "q_pos", "scalar", "score", "scores", "serving", "settings", "shape", "tensor",
-    "variants",
+    "Attention", "InternalError", "Latent", "Normalizer", "Plan", "Schedule", "Shape", "UnavailableError",
+    "WeftError", "batch", "bucket", "build", "calibrate", "group", "head", "head_dim", "integrations", "kv",
+    "kv_head", "kv_len", "kv_pos", "masks", "nn", "parse", "parse_attention", "q_len", "q_pos", "scalar", "score",
+    "scores", "serving", "settings", "shape", "tensor", "tune", "variants",
 ]  # fmt: skip
 
 if _taken := sorted({*globals()} & {*_functions.__all__}):
@@ -52,8 +59,10 @@ if _taken := sorted({*globals()} & {*_functions.__all__}):
 __all__ += _functions.__all__
 
 
-def __getattr__(name: str) -> _functions.Function:
-    """The functions of the language: `weft.tanh` and whatever else ir/operators.py declares."""
+def __getattr__(name: str) -> Any:
+    """The functions of the language, `weft.tanh` and whatever else ir/operators.py declares, and those of tools."""
+    if name in ("build", "calibrate", "tune"):
+        return getattr(_import_module(".tools", __name__), name)
     try:
         return _functions.__getattr__(name)
     except AttributeError as error:
@@ -77,4 +86,4 @@ def _elsewhere(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_functions.__all__})
+    return sorted(__all__)

@@ -222,6 +222,8 @@ class Attention(Methods, Declaration):
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
             found = ops.run(self._variant, call)
+        except WeftError:
+            raise
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
             self._explain(call, options, error)
             raise

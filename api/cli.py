@@ -437,15 +437,11 @@ def cache_clear() -> None:
 )
 def calibrate(device: str | None, output: str | None) -> None:
     """Measure what this machine does, in less than a minute, for plans and for the choice of forms."""
-    from .calibration import calibrate as measure  # lazy: no other command measures
+    from . import tools  # lazy: no other command measures
 
-    path = None if output is None else Path(output)
-    if path is not None and not path.parent.is_dir():
-        raise WeftError(f"--output: {path.parent} is no folder")
     with _busy("measuring this machine"):
-        found = measure(device)
-    path = path or calibrated.file_of(found.machine)
-    calibrated.write(found, path)
+        found = tools.calibrate(device, output)
+    path = Path(output) if output is not None else calibrated.file_of(found.machine)
     unit = "core" if found.machine.kind == "cpu" else "SM"
     click.echo(f"{found.machine.name}, {found.machine.units} {unit}{'s' * (found.machine.units > 1)}")
     for name, text in rates_in_words(found.rates):

@@ -1,7 +1,7 @@
 """The two families of errors: the user's mistakes and ours."""
 
 
-class WeftError(Exception):
+class WeftError(ValueError):
     """A mistake in a declaration or a call: what was expected, what was got, where, and what to do."""
 
 
@@ -9,7 +9,7 @@ class InternalError(Exception):
     """A defect in Weft itself: please report it with the message."""
 
 
-class UnavailableError(WeftError):
+class UnavailableError(WeftError, NotImplementedError):
     """A target or capability that cannot be used here; the message says why and what to use instead."""
 
 

@@ -65,6 +65,8 @@ def parse(text: str, operands: Mapping[str, Declared] | None = None) -> Expr:
         with PARSING:
             tree = ast.parse(text.strip(), mode="eval").body
         return expression(_node(tree, operands or {}))
+    except WeftError:
+        raise
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         raise WeftError(f"not an expression of the language: {_start(text)} ({error})") from None
     except (RecursionError, MemoryError):
@@ -80,6 +82,8 @@ def parse_attention(text: str) -> Attention:
         with PARSING:
             body = ast.parse(text).body
         return _variant(body)
+    except WeftError:
+        raise
     except (SyntaxError, ValueError) as error:
         raise WeftError(f"not a variant: {_start(text)} ({error})") from None
     except (RecursionError, MemoryError):

@@ -211,6 +211,8 @@ class _Recorded(torch.autograd.Function):
             given = (query, key, value, operands, offset, out, lse, dout, dlse)
             try:
                 found = variant.backward_again(repeats, known, *given)
+            except WeftError:
+                raise
             except (IndexError, ValueError):  # an operand lost dimensions through .data: told below
                 found = None
             if found is not None:
@@ -224,6 +226,8 @@ class _Recorded(torch.autograd.Function):
             given = (query, key, value, operands, offset, out, lse, dout, dlse)
             try:
                 found = variant.backward_of(kind.key, kind.wanted, repeats, *given)
+            except WeftError:
+                raise
             except (IndexError, ValueError):
                 found = None
             if found is not None:

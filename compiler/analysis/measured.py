@@ -174,6 +174,8 @@ class Measurement:
     def _at_positions(self, axis: Axis, value: Expr) -> Column:
         try:
             column = _each(value, {f"{axis}_pos": self.positions[axis]}, self.env)
+        except WeftError:
+            raise
         except (ArithmeticError, ValueError) as error:
             raise WeftError(f"`{value}` in the mask cannot be computed for these operands: {error}") from error
         assert isinstance(column, (list, range))

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ...ir.errors import WeftError, counted
+from ...ir.errors import UnavailableError, WeftError, counted
 from ..analysis.records import TileCounts
 
 if TYPE_CHECKING:
@@ -135,10 +135,17 @@ def mask_picture(grid: TileGrid, path: str | Path, *, title: str = "", dense: nu
     dense: the mask itself, bool [q_len, kv_len]; drawn faintly over the tiles where it is small enough.
     """
     import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise UnavailableError(
+            f"picture: matplotlib is not to be had ({error}); pip install 'weft-attention[pictures]', or write "
+            "an .svg, which does without"
+        ) from None
 
     tall = max(2.5, min(12.0, 6.0 * grid.q_len / grid.kv_len))
     figure = Figure(figsize=(7.0, tall + 1.2), dpi=120, layout="constrained")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import weft
 from weft.ir import functions as fn
 from weft.ir.attention import Attention, Latent
 from weft.ir.errors import InternalError, UnavailableError, WeftError, collected
@@ -358,3 +359,20 @@ def test_defects_of_ours_are_internal_errors() -> None:
     with pytest.raises(InternalError, match="printer: unknown node object"):
         print_expr(object())
     assert print_expr(Call("neg", (Const(1),), "int")) == "-1"
+
+
+def test_errors_are_those_that_users_catch() -> None:
+    """A model that catches ValueError or NotImplementedError catches ours, which keep their own text."""
+    x = torch.randn(1, 2, 8, 16)
+    causal = weft.Attention(mask=weft.masks.causal, name="causal")
+    with pytest.raises(ValueError, match="causal: key: expected"):
+        causal(x, x[..., :8], x)
+    with pytest.raises(NotImplementedError, match="target"):
+        causal(x, x, x, target="hopper")
+    assert issubclass(weft.UnavailableError, weft.WeftError) and not issubclass(weft.InternalError, ValueError)
+
+
+def test_dir_shows_what_is_public_and_all_of_it_is_there() -> None:
+    assert dir(weft) == sorted(weft.__all__)
+    assert all(hasattr(weft, name) for name in weft.__all__)
+    assert {"Normalizer", "tune", "build", "calibrate"} <= {*weft.__all__}

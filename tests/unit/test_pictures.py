@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,12 @@ def test_the_command_draws_the_head_and_batch_row_that_are_asked_for() -> None:
     assert refused.exit_code == 2 and "Error: --head: expected 0 to 5, got 6" in refused.output
     refused = CliRunner().invoke(main, ["mask", "--mask", text, *sizes, "--batch-row", "2"])
     assert refused.exit_code == 2 and "--batch-row: expected 0 to 1 (--batch 2), got 2" in refused.output
+
+
+def test_a_png_asks_for_matplotlib_by_name_and_an_svg_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    weft.masks.causal.show_mask(8, 8, path=tmp_path / "mask.svg")
+    with pytest.raises(weft.UnavailableError, match="pip install 'weft-attention\\[pictures\\]', or write an .svg"):
+        weft.masks.causal.show_mask(8, 8, path=tmp_path / "mask.png")
