@@ -325,7 +325,7 @@ def _is_by_length(
     facts: Facts, signature: Signature, hardware: Hardware, given: Schedule, target: Target, kernels: Sequence[Kernel]
 ) -> bool:  # fmt: skip
     """Whether a kernel whose form is not asked for has another one in short calls."""
-    if signature.direction == "backward" or signature.sequences != "dense":
+    if signature.direction == "backward" or signature.sequences.ragged:
         return False
     both = [replace(signature, short_call=short) for short in (False, True)]
     free = [k for k in kernels if k.has_choice and k.name not in given.kernels]
@@ -468,7 +468,7 @@ def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
 def _measures_kind(code: CodePlan) -> str:
     """What the text of such a module depends on besides the variant."""
     sequences = code.signature.sequences
-    return " ".join([*(["wide"] if code.signature.wide else []), *([] if sequences == "dense" else [sequences])])
+    return " ".join([*(["wide"] if code.signature.wide else []), *([sequences.name] if sequences.ragged else [])])
 
 
 def _generate_measures(facts: Facts, signature: Signature) -> str:

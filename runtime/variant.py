@@ -42,6 +42,7 @@ from ..compiler.planning.signature import (
     share_of,
     signature_of,
 )
+from ..compiler.planning.sources import PACKED_PAGED
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -488,7 +489,7 @@ def key_of(call: Call) -> tuple[object, ...]:
     few: object = rows <= FEW_QUERIES
     if kind is PackedPaged:
         number = sequences.number(query)  # type: ignore[union-attr]
-        few = has_few("forward", "packed_paged", rows, number) or share_of("forward", "packed_paged", rows, number)
+        few = has_few("forward", PACKED_PAGED, rows, number) or share_of("forward", PACKED_PAGED, rows, number)
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
         type(offset), options.target, options.schedule, options.deterministic, few,

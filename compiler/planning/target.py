@@ -18,7 +18,8 @@ from .hardware import Hardware
 from .kernel import Algorithm, Kernel
 from .plan import CodePlan
 from .segments import Segments
-from .signature import Direction, SequenceKind, Signature, Widths
+from .signature import Direction, Signature, Widths
+from .sources import SequenceKind
 
 if TYPE_CHECKING:
     import torch

@@ -98,7 +98,7 @@ LATENT = (
             f"{ROTARY_COLUMNS}, got {_rank(c)} and {_rotary(c)}; {_BY_TRITON}"
         ),
     ),
-    Refusal(lambda c: c.signature.sequences == "packed", f"packed keys of latent caches are {_BY_TRITON}"),
+    Refusal(lambda c: c.signature.sequences.keys.packed, f"packed keys of latent caches are {_BY_TRITON}"),
     Refusal(lambda c: c.attention.drops, f"latent caches with dropout are {_BY_TRITON}"),
     Refusal(
         lambda c: c.facts.traits.measured is not None,
@@ -158,7 +158,7 @@ _MASKS = (
         lambda c: f"a mask that reads a tensor by both positions {_no_cells(c)} is for the triton target",
     ),
     Refusal(
-        lambda c: c.signature.sequences == "packed_paged" and c.facts.traits.measured is not None,
+        lambda c: c.signature.sequences.is_mixed and c.facts.traits.measured is not None,
         f"masks that read tensors, of packed queries over pages, are {_BY_TRITON}",
     ),
 )
