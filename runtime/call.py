@@ -23,10 +23,30 @@ MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant
 # -- sequences: where rows of a call lie, and which positions they have ----------------------------------------------
 @dataclass(slots=True)  # not frozen, as Call is not
 class Dense:
-    """Every sequence fills its [L, D] rows of query and its [T, D] rows of key and value."""
+    """Every sequence fills its [L, D] rows of query and its [T, D] rows of key and value.
+
+    Rows of one length that lie otherwise are records like it, of a class that inherits it.
+    """
 
     kind: ClassVar[SequenceKind] = sources.DENSE
     q_offset: int | Tensor  # position of query row 0: a number, or int32 [B]
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What kernels read, by the names that they have for it."""
+        return {}
+
+    def spans(self, q_len: int, kv_len: int) -> tuple[int, int]:
+        """What positions of rows of queries, counted from q_offset, and of keys lie below."""
+        return q_len, kv_len
+
+    def q_rows(self, q_len: int, device: torch.device) -> Tensor:
+        """Positions of rows of queries, counted from q_offset: int64 [q_len] or [B, 1, q_len]."""
+        return torch.arange(q_len, device=device)
+
+    def kv_rows(self, kv_len: int, device: torch.device) -> Tensor:
+        """Positions of rows of keys: int64 [kv_len] or [B, 1, kv_len]."""
+        return torch.arange(kv_len, device=device)
 
 
 @dataclass(slots=True)  # not frozen, as Call is not
@@ -331,7 +351,7 @@ def dense_offset(q_offset: int | Tensor) -> Dense:
 def length_options(sequences: Sequences) -> dict[str, Tensor | None]:
     """What says where sequences lie, by the names that the options of a call have for it."""
     match sequences:
-        case Dense():
+        case Dense() if sequences.kind is sources.DENSE:
             return {}
         case Lengths(q_lens, kv_lens):
             return {"q_lens": q_lens, "kv_lens": kv_lens}

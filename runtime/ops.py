@@ -175,7 +175,7 @@ class _Recorded(torch.autograd.Function):
         sequences = call.sequences
         offset = sequences.q_offset
         operands = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
-        if not isinstance(sequences, Dense):
+        if type(sequences) is not Dense:
             ctx.save_for_backward(out, lse, *tensors, *length_tensors(sequences), _tensor_in(offset))
             ctx.rest = kind, _Ragged(None if isinstance(offset, Tensor) else offset), operands
         elif isinstance(offset, int):

@@ -66,7 +66,7 @@ def first_of(ways: Sequence[Ways]) -> Ways:
 
 def finishes_of(job: Job) -> dict[str, Finish] | None:
     """How gradients of operands end, by name of the operand; None where that takes the longer way."""
-    if job.gradients and job.sequences.ragged:
+    if job.gradients and not job.sequences.alike:
         return None
     return finishes(job.gradients, job.ways, _AT_ZERO[job.signature.offset])
 
@@ -74,7 +74,7 @@ def finishes_of(job: Job) -> dict[str, Finish] | None:
 def may_go_directly(job: Job) -> bool:
     """Whether calls of such kernels may take a direct way at all."""
     usual = job.algorithm in ("flash", "split_kv") and not job.own_keys and not job.signature.options
-    return usual and finishes_of(job) is not None
+    return usual and job.sequences.in_order and finishes_of(job) is not None
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,9 @@ class KernelLauncher:
                 given[f"dkey{self.job.own_keys[0]}"] = results.get("drope", call.rope)
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
-        ragged = call.ragged
-        if ragged is not None:
-            given |= ragged.tensors
+        given |= call.sequences.tensors
         given |= call.read or {}
-        offset = call.q_offset if ragged is None else ragged.q_offset
+        offset = call.sequences.q_offset
         given["q_offset"] = 0 if isinstance(offset, Tensor) else offset or 0
         if isinstance(offset, Tensor):
             given["q_offset_ptr"] = offset

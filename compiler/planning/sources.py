@@ -7,9 +7,10 @@ and ask for fields, never for a name. One more way that keys lie is a record tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
@@ -42,6 +43,7 @@ class Source:
     numbers: Mapping[str, str] = field(default_factory=lambda: _NONE)
     fits: tuple[str, ...] = ()  # what the direct way asks of a call, beside entries of pointers
     position: str = "row"  # of a row, counted from the sequence's first one
+    beside: tuple[str, ...] = ()  # sources of the other side that it goes with
     side: ClassVar[Side]
 
     @property
@@ -90,7 +92,6 @@ class KeySource(Source):
     pooled: bool = False  # in blocks of a pool, whose rows are the `PAGE` of a call
     is_box: bool = True  # a tile of them is one box of a tensor, which TMA brings, or one for each block
     fits: tuple[str, ...] = ("batches == key_batches",)
-    beside: tuple[str, ...] = ()  # sources of queries that it goes with: the first is not said in the pair's name
 
     @property
     def rows(self) -> str:
@@ -125,6 +126,16 @@ class SequenceKind:
         return self.rows.in_order and self.keys.in_order
 
     @cached_property
+    def is_outside(self) -> bool:
+        """Whether a source comes from outside, with text for the kernels of `triton` alone."""
+        return any(isinstance(source.part, Path) for source in (self.rows, self.keys))
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether rows of one number have one position in all sequences."""
+        return self.in_order and not self.ragged
+
+    @cached_property
     def is_mixed(self) -> bool:
         """Whether queries are packed and keys are not: steps of one query may lie beside prompts."""
         return self.rows.packed and not self.keys.packed
@@ -150,11 +161,20 @@ class SequenceKind:
         return [*self.rows.fits, *entries]
 
 
+def not_in_order(kind: SequenceKind) -> str:
+    """Of a message: which rows have positions that are no row numbers.
+
+    >>> not_in_order(SequenceKind("", RowSource("", ""), KeySource("gathered", "", position="indices[row]")))
+    'gathered keys, whose positions are indices[row],'
+    """
+    source: Source = kind.rows if kind.keys.in_order else kind.keys
+    return f"{source.name} {'keys' if source is kind.keys else 'queries'}, whose positions are {source.position},"
+
+
 # -- the tables ------------------------------------------------------------------------------------------------------
 _QUERIES: dict[str, RowSource] = {}
 _KEYS: dict[str, KeySource] = {}
 _kinds: dict[str, SequenceKind] = {}
-_digests: dict[Path, str] = {}
 
 
 def register(source: RowSource | KeySource) -> None:
@@ -168,11 +188,11 @@ def register(source: RowSource | KeySource) -> None:
         _KEYS[source.name] = source
     else:
         _QUERIES[source.name] = source
-    for keys in _KEYS.values():
-        for rows in (_QUERIES[name] for name in keys.beside if name in _QUERIES):
-            if source in (rows, keys):
-                name = keys.name if rows.name == keys.beside[0] else f"{rows.name}_{keys.name}"
-                _kinds[name] = SequenceKind(name, rows, keys)
+    for rows, keys in product(_QUERIES.values(), _KEYS.values()):
+        if source in (rows, keys) and (rows.name in keys.beside or keys.name in rows.beside):
+            is_usual = keys.beside[:1] == (rows.name,)  # goes without saying
+            name = keys.name if is_usual else f"{rows.name}_{keys.name}"
+            _kinds[name] = SequenceKind(name, rows, keys)
 
 
 def unregister(source: RowSource | KeySource) -> None:
@@ -201,10 +221,16 @@ def kind_of(rows: str, keys: str) -> SequenceKind:
     raise WeftError(f"sequences: no {rows} queries go with {keys} keys")
 
 
+def parts_outside(kinds: Iterable[SequenceKind]) -> list[Path]:
+    """Template parts of sources from outside the package."""
+    return [s.part for kind in kinds for s in (kind.rows, kind.keys) if isinstance(s.part, Path)]
+
+
 def digest(kind: SequenceKind) -> str:
     """Of what sources from outside are made of: "" of those in the package, whose text has a digest with all of it."""
-    parts = [source.part for source in (kind.rows, kind.keys) if isinstance(source.part, Path)]
-    return hashlib.sha256("".join(part.read_text() for part in parts).encode()).hexdigest() if parts else ""
+    records = [repr(s) for s in (kind.rows, kind.keys) if isinstance(s.part, Path)]
+    texts = [*records, *(part.read_text() for part in parts_outside([kind]))]
+    return hashlib.sha256("".join(texts).encode()).hexdigest() if texts else ""
 
 
 for _own in (

@@ -54,8 +54,8 @@ class Partition(NamedTuple):
 WHOLE = Partition()
 
 
-class RaggedRows(Protocol):
-    """Sequences of their own lengths as targets see them."""
+class AnyRows(Protocol):
+    """Where rows of a call lie, as targets see it."""
 
     @property
     def kind(self) -> SequenceKind: ...
@@ -63,6 +63,11 @@ class RaggedRows(Protocol):
     def q_offset(self) -> int | Tensor | None: ...
     @property
     def tensors(self) -> Mapping[str, Tensor | None]: ...
+
+
+class RaggedRows(AnyRows, Protocol):
+    """Sequences of their own lengths as targets see them."""
+
     def number(self, query: Tensor) -> int: ...
     def rows(self, query: Tensor, key: Tensor) -> list[Rows]: ...
 
@@ -84,6 +89,8 @@ class CallTensors(Protocol):
     def read(self) -> Mapping[str, Tensor] | None: ...
     @property
     def q_offset(self) -> int | Tensor: ...
+    @property
+    def sequences(self) -> AnyRows: ...
     @property
     def ragged(self) -> RaggedRows | None: ...
     @property

@@ -19,7 +19,7 @@ from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.sources import DENSE
+from ....compiler.planning.sources import DENSE, not_in_order
 from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place, Printing
 from ....ir.attention import Attention
 from ....ir.errors import UnavailableError, WeftError
@@ -64,7 +64,11 @@ class CpuTarget:
             return "cpu: the operands are on a GPU"
         if signature.dtype not in COMPUTED:
             return f"cpu: expected {', '.join(sorted(COMPUTED))} operands, got {signature.dtype}"
-        lacking = lacks(facts.attention.weighs, self.family)
+        lacking, rows = lacks(facts.attention.weighs, self.family), signature.sequences
+        if lacking is None and rows.is_outside:
+            lacking = f"has no text for {rows} sequences; they are computed by targets triton and interpret"
+        if not rows.in_order:
+            lacking = f"{not_in_order(rows)} are computed by targets triton and interpret"
         return None if lacking is None else f"cpu: {lacking}"
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:

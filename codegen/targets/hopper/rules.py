@@ -11,6 +11,7 @@ from ....compiler.analysis.places import read_once
 from ....compiler.planning.distances import tables_of
 from ....compiler.planning.dtypes import FP16, HALVES
 from ....compiler.planning.signature import Signature, Widths
+from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
 from ...normalizers import lacks, softmax_only
 from ..triton.target import has_triton, tiles_by_head
@@ -33,6 +34,10 @@ class Case:
     def __init__(self, signature: Signature, facts: Facts) -> None:
         self.signature, self.facts, self.attention = signature, facts, facts.attention
         self.widths: Widths = signature.widths
+
+    @property
+    def sequences(self) -> SequenceKind:
+        return self.signature.sequences
 
     @cached_property
     def by_distance(self) -> bool:
@@ -83,6 +88,11 @@ COMMON = (
         lambda c: f"needs bf16 or fp16 operands, got {c.signature.dtype}",
     ),
     Refusal(lambda c: lacks(c.attention.weighs, "hopper"), lambda c: str(lacks(c.attention.weighs, "hopper"))),
+    Refusal(lambda c: not c.sequences.in_order, lambda c: f"{not_in_order(c.sequences)} are {_BY_TRITON}"),
+    Refusal(
+        lambda c: not c.sequences.keys.is_box or c.sequences.is_outside,
+        lambda c: f"tiles of {c.sequences} sequences are no boxes that TMA is told of; they are {_BY_TRITON}",
+    ),
 )
 
 # -- latent caches -----------------------------------------------------------------------------------------------------

@@ -156,12 +156,11 @@ class TritonTarget:
 
     def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
-        if not signature.sequences.ragged:
+        if signature.sequences.alike or is_of_flash(kernel):
             return None
-        if is_of_flash(kernel):
-            return None
+        rows = "sequences of one length" if signature.sequences.in_order else "rows in the order of their positions"
         return (
-            f"{self.name}: schedule {_algorithm(kernel)} computes sequences of one length, got {signature.sequences} "
+            f"{self.name}: schedule {_algorithm(kernel)} computes {rows}, got {signature.sequences} "
             "ones; use schedule='flash'"
         )
 
