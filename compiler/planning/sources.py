@@ -42,7 +42,10 @@ class Source:
     # what kernels are told besides, and where they have it from
     numbers: Mapping[str, str] = field(default_factory=lambda: _NONE)
     fits: tuple[str, ...] = ()  # what the direct way asks of a call, beside entries of pointers
-    position: str = "row"  # of a row, counted from the sequence's first one
+    position: str = "row"  # of a row, counted from the sequence's first one, in words for messages
+    # positions are those of all rows, in whatever order. Else they may lie beyond the number of rows, as those of a
+    # shard do, and a variant that reads that number is refused.
+    covers: bool = True
     beside: tuple[str, ...] = ()  # sources of the other side that it goes with
     side: ClassVar[Side]
 
@@ -134,6 +137,10 @@ class SequenceKind:
     def alike(self) -> bool:
         """Whether rows of one number have one position in all sequences."""
         return self.in_order and not self.ragged
+
+    def lengths_unknown(self) -> set[str]:
+        """Symbols of lengths that kernels have no value for: they know the number of rows alone."""
+        return {name for name, source in (("q_len", self.rows), ("kv_len", self.keys)) if not source.covers}
 
     @cached_property
     def is_mixed(self) -> bool:

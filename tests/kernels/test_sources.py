@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import batch, head, kv_pos, masks, q_pos, score, scores
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score, scores
 from weft.codegen.targets import target_named
 from weft.compiler.planning import hardware, sources
 from weft.compiler.planning.signature import Described, Widths, signature_of
@@ -95,14 +95,15 @@ RECORDS: dict[str, type[Dense]] = {
 T, BATCHES, HEADS, KV_HEADS, D = 120, 2, 4, 2, 16
 
 
-def lying(kind: str, q_offset: int) -> Dense:
+def lying(kind: str, q_offset: int, device: str = "cpu") -> Dense:
     """The record of a call of a kind."""
     record = RECORDS[kind]
     record.kind = sources.kind_named(kind)
     if record is not Ordered:
         return record(q_offset)
     generator = torch.Generator().manual_seed(3)
-    return Ordered(q_offset, torch.stack([torch.randperm(T, generator=generator) for _ in range(BATCHES)]).int())
+    order = torch.stack([torch.randperm(T, generator=generator) for _ in range(BATCHES)])
+    return Ordered(q_offset, order.int().to(device))
 
 
 # -- variants ----------------------------------------------------------------------------------------------------------
@@ -142,13 +143,16 @@ VARIANTS = {
 
 
 # -- a call, and its definition ----------------------------------------------------------------------------------------
-def call_of(attention: weft.Attention, given: dict[str, Any], kind: str, q_len: int, **options: Any) -> Call:
-    query = poisoned((BATCHES, HEADS, q_len, D), torch.float32, seed=1)
-    key, value = (poisoned((BATCHES, KV_HEADS, T, D), torch.float32, seed=s) for s in (2, 3))
+def call_of(
+    attention: weft.Attention, given: dict[str, Any], kind: str, q_len: int, device: str = "cpu", **options: Any
+) -> Call:  # fmt: skip
+    sizes = ((HEADS, q_len), (KV_HEADS, T), (KV_HEADS, T))
+    query, key, value = (poisoned((BATCHES, *s, D), torch.float32, device, seed=n) for n, s in enumerate(sizes))
     operands = {p.name: given[p.name] for p in attention.parameters}
-    q_offset = 30 if kind.startswith("striped") else T - q_len - 7
-    rows = lying(kind, q_offset)
-    return Call(query, key, value, None, operands, rows, Options(options.pop("target", "interpret"), **options), D)
+    operands = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in operands.items()}
+    rows = lying(kind, 30 if kind.startswith("striped") else T - q_len - 7, device)
+    target = options.pop("target", "interpret" if device == "cpu" else "triton")
+    return Call(query, key, value, None, operands, rows, Options(target, **options), D)
 
 
 def in_order(tensor: Tensor, positions: Tensor, extent: int) -> Tensor:
@@ -195,7 +199,7 @@ def check(name: str, kind: str, q_len: int = 40, **options: Any) -> None:
         assert_close(whole[seen], defined_lse[seen], "lse")
     if options.get("schedule", "").startswith("split_kv"):
         return
-    dout = poisoned(tuple(out.shape), torch.float32, seed=4)
+    dout = poisoned(tuple(out.shape), torch.float32, str(out.device), seed=4)
     wanted = ["query", "key", "value", *floats]
     expected = torch.autograd.grad(out, inputs, dout.double())
     gradients = variant.backward(BackwardCall(call, found, statistics, dout, None, frozenset(wanted)))
@@ -265,6 +269,24 @@ def test_masks_are_evaluated_in_all_tiles() -> None:
     facts = variant_of(attention).facts
     assert facts.with_order(False).with_order(True) is facts
     assert facts.with_order(False).kv_bounds.notes == ("positions are no row numbers: all tiles are visited",)
+
+
+def test_lengths_that_rows_do_not_tell_are_refused() -> None:
+    shard = KeySource("shard", ZIGZAG.part, position="of a shard", covers=False, beside=("dense",))
+    sources.register(shard)
+    try:
+        signature = gpu_signature("shard")
+        declared = {
+            n: weft.Attention(mask=m, name=n) for n, m in (("ends", kv_pos < kv_len - 3), ("near", masks.causal))
+        }
+        why = {
+            n: driver.why_not(target_named("triton"), "flash", signature, variant_of(a).facts)
+            for n, a in declared.items()
+        }
+    finally:
+        sources.unregister(shard)
+    assert why["near"] is None
+    assert why["ends"] == "triton: kv_len is not the number of rows of shard sequences, and the variant reads it"
 
 
 def test_a_source_is_registered_once() -> None:

@@ -121,6 +121,7 @@ class TritonTarget:
         return (
             self._undivided(kernel, signature, facts)
             or self._dense_only(kernel, signature, facts)
+            or self._no_lengths(signature, facts)
             or self._lacking(kernel, facts)
             or self._no_gradients(kernel, signature, facts)
         )
@@ -163,6 +164,15 @@ class TritonTarget:
             f"{self.name}: schedule {_algorithm(kernel)} computes {rows}, got {signature.sequences} "
             "ones; use schedule='flash'"
         )
+
+    def _no_lengths(self, signature: Signature, facts: Facts) -> str | None:
+        """Why it has no value for a length that the variant reads."""
+        kind = signature.sequences
+        read = {name for expression in facts.attention.expressions for name in symbols(expression)}
+        unknown = sorted(kind.lengths_unknown() & read)
+        if not unknown:
+            return None
+        return f"{self.name}: {unknown[0]} is not the number of rows of {kind} sequences, and the variant reads it"
 
     def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
