@@ -23,7 +23,7 @@ from weft.compiler.planning.signature import Described, Widths, signature_of
 from weft.compiler.planning.sources import KeySource, Pointer, RowSource, SequenceKind
 from weft.ir.errors import UnavailableError, WeftError
 from weft.runtime import driver
-from weft.runtime.call import BackwardCall, Call, Dense, Options
+from weft.runtime.call import BackwardCall, Call, Choices, Dense
 from weft.runtime.variant import variant_of
 
 from ..support import poisoned
@@ -152,7 +152,7 @@ def call_of(
     operands = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in operands.items()}
     rows = lying(kind, 30 if kind.startswith("striped") else T - q_len - 7, device)
     target = options.pop("target", "interpret" if device == "cpu" else "triton")
-    return Call(query, key, value, None, operands, rows, Options(target, **options), D)
+    return Call(query, key, value, None, operands, rows, Choices(target, **options), D)
 
 
 def in_order(tensor: Tensor, positions: Tensor, extent: int) -> Tensor:
