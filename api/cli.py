@@ -39,7 +39,7 @@ from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.kernel import Algorithm
 from .compiler.planning.picture import SUFFIXES
 from .compiler.planning.rates import rates_in_words
-from .compiler.planning.signature import SequenceKind, class_of, in_words
+from .compiler.planning.signature import class_of, in_words
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError, counted
@@ -277,7 +277,7 @@ def _spread_text(spread: Spread) -> str:
 @click.option("--jobs", type=click.IntRange(1), help="Processes; all cores if not given.")
 def build(
     variants: tuple[str, ...], device: str, head_dims: tuple[int, ...], dtypes: tuple[str, ...],
-    directions: tuple[Literal["forward", "backward"], ...], sequences: tuple[SequenceKind, ...], page: int,
+    directions: tuple[Literal["forward", "backward"], ...], sequences: tuple[str, ...], page: int,
     decode: tuple[int, ...], target: str | None, jobs: int | None,
 ) -> None:  # fmt: skip
     """Generate and compile kernels ahead of time, so that a first call compiles nothing. The GPU need not be here.

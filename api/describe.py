@@ -23,7 +23,7 @@ from .compiler.planning.hardware import Hardware, on_threads
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, PACKED, Direction
+from .compiler.planning.signature import MOST_SHORT, Direction
 from .compiler.planning.splits import longest_visits
 from .compiler.planning.sums import sums_of
 from .ir import parse
@@ -62,7 +62,7 @@ def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tu
     env = {"head_dim": r.head_dim, **environment(attention, options)}
 
     def blocks_of(part: parts.Part, survey: Survey | None) -> Callable[[Mapping[str, int]], Blocks] | None:
-        if survey is None or not survey.by_pair or code.signature.sequences == "packed":
+        if survey is None or not survey.by_pair or code.signature.sequences.keys.packed:
             return None
         sizes, first = part.sizes, part.q_offset
         lengths = {"q_len": sizes.q_len, "kv_len": sizes.kv_len, "head_dim": r.head_dim}
@@ -186,7 +186,7 @@ def _plan(attention: Attention, r: Request, options: Mapping[str, Any]) -> Plan:
         notes = (*notes, parts.note(r.sequences))
     elif isinstance(options.get("q_offset"), Tensor):
         notes = (*notes, "tiles are counted as if the queries were the last positions: q_offset is a tensor")
-    if facts.survey is not None and facts.survey.by_pair and r.forward.code.signature.sequences == "packed":
+    if facts.survey is not None and facts.survey.by_pair and r.forward.code.signature.sequences.keys.packed:
         notes = (*notes, "tiles of packed sequences are listed without a look at pairs")
     if facts.traits.drops:
         notes = (
@@ -406,7 +406,7 @@ def _many_rows(code: CodePlan) -> tuple[str, ...]:
         return ()
     how = (
         "programs that run at once have equal shares of the keys that all rows see"
-        if code.signature.sequences in PACKED
+        if code.signature.sequences.rows.packed
         else "a program has all keys of a tile of rows, or a part of them where tiles of rows are few"
     )
     return (f"many queries of a latent cache are computed by split_kv too, which hopper has alone: {how}",)

@@ -19,7 +19,8 @@ from .compiler.planning import hardware
 from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, PACKED, Described, Direction, Signature, Widths, signature_of
+from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of
+from .compiler.planning.sources import DENSE
 from .ir.errors import UnavailableError, WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.walk import scalars, tensors
@@ -234,7 +235,7 @@ def request_of(
 
     def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
         described = Described(
-            direction, machine.arch, sizes.dtype, widths, "dense" if found is None else found.sequences.kind, offset,
+            direction, machine.arch, sizes.dtype, widths, DENSE if found is None else found.sequences.kind, offset,
             wanted, repeats, rows=(sizes.q_len, sizes.kv_len), number=1 if found is None else len(found.rows),
             lengths=_lengths(sizes, found), wide=is_wide(options), doubles=on_gpu and has_doubles(options),
             boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
@@ -262,7 +263,7 @@ def request_of(
         first = variant_of(attention).first_key.note(sizes.q_len, sizes.kv_len)
     forward, *rest = resolved(signature("forward", frozenset()))
     short = rest[0] if rest else None
-    if found is not None and found.sequences.kind == "packed_paged" and found.rows:
+    if found is not None and found.sequences.kind.is_mixed and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get("block_table") is not None else _NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
@@ -309,9 +310,9 @@ def _sequences(
 
 def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
     """As of runtime.call.lengths_of."""
-    kind = "dense" if found is None else found.sequences.kind
-    number = max(1, len(found.rows)) if found is not None and kind in PACKED else 1
-    return sizes.q_len // number, sizes.kv_len // (number if kind == "packed" else 1)
+    kind = DENSE if found is None else found.sequences.kind
+    number = max(1, len(found.rows)) if found is not None and kind.rows.packed else 1
+    return sizes.q_len // number, sizes.kv_len // (number if kind.keys.packed else 1)
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"

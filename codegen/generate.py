@@ -24,7 +24,8 @@ from ..compiler.planning.kernel import Algorithm
 from ..compiler.planning.plan import CodePlan, KernelCode
 from ..compiler.planning.records import Segment
 from ..compiler.planning.segments import Segments
-from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature, starts_early
+from ..compiler.planning.signature import MOST_SHORT, Signature, starts_early
+from ..compiler.planning.sources import DENSE, SequenceKind
 from ..compiler.planning.stage_words import Tiles
 from ..compiler.planning.target import Context, Printing, Target
 from ..ir.errors import InternalError
@@ -183,7 +184,7 @@ def _of_derivatives(
     facts: Facts, code: CodePlan, printing: Printing, gradients: Sequence[OperandGradient]
 ) -> Context:  # fmt: skip
     """What templates know of the derivatives of a score."""
-    empty = printing.visits_empty and code.signature.sequences != "dense"
+    empty = printing.visits_empty and code.signature.sequences.ragged
     backward = code.signature.direction == "backward"
     return {
         "slope_is_finite": not backward or facts.slope_is_finite(empty),
@@ -266,7 +267,7 @@ def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
         raise InternalError(f"template {template} gave no kernel {', '.join(missing)}, which the plan has")
 
 
-def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense") -> str:
+def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = DENSE) -> str:
     """Source of the module that measures which tiles a call must visit, for kernels of any GPU target.
 
     They are runs of tiles, or lists, as `Facts.tile_source` says.
@@ -298,7 +299,7 @@ def generate_measures(facts: Facts, wide: bool, sequences: SequenceKind = "dense
     }
     name = f"triton/tile_{facts.tile_source}.py.jinja"
     tiles = Tiles(0, 0, Segments((), ()), facts.traits)  # of any size and width
-    cells = found.by_pair and sequences != "packed"
+    cells = found.by_pair and not sequences.keys.packed
     words = words_of(facts.traits.measured, ("kv", "q"), facts.tile_source == "lists", cells)
     stages = StageComments({kernel: of(tiles) for kernel, of in words.items()})
     text = _tidy(_template(name).render(context, stage=stages))

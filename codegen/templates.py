@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import jinja2
 from jinja2.bccache import Bucket
 from jinja2.ext import Extension
 
+from ..compiler.planning.sources import kinds, parts_outside
 from .shelf import shelf
 
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
@@ -21,7 +22,7 @@ _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 @lru_cache(maxsize=1)
 def environment(folder: Path) -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folder), jinja2.FunctionLoader(_outside)]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -32,6 +33,14 @@ def environment(folder: Path) -> jinja2.Environment:
     )
     made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete}
     return made
+
+
+def _outside(name: str) -> tuple[str, str, Callable[[], bool]] | None:
+    """A template part of a source of rows from outside the package, as it is now."""
+    if Path(name) not in parts_outside(kinds()):
+        return None
+    text = Path(name).read_text(encoding="utf-8")
+    return text, name, lambda: Path(name).read_text(encoding="utf-8") == text
 
 
 def lines(text: str, column: int) -> str:

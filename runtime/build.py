@@ -23,7 +23,8 @@ from torch import Tensor
 from ..compiler.analysis.facts import facts_of
 from ..compiler.planning import hardware
 from ..compiler.planning.dtypes import ON_GPUS, dtype_named
-from ..compiler.planning.signature import PAGED, Described, Direction, SequenceKind, Widths, signature_of
+from ..compiler.planning.signature import Described, Direction, Widths, signature_of
+from ..compiler.planning.sources import kind_named
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, counted
 from ..ir.expr import TensorOperand
@@ -51,7 +52,7 @@ class Job:
     device: str  # "h100"-style name
     target: str | None = None
     schedule: str | None = None
-    sequences: SequenceKind = "dense"
+    sequences: str = "dense"  # the name of a kind
     page: int = 16  # rows of a block, of paged sequences
     group: int = 0  # query heads of a key head, of a decode step; 0: not one of those
 
@@ -78,7 +79,7 @@ class Built:
 def jobs_of(
     attentions: Sequence[Attention], *, device: str, head_dims: Sequence[int] = (64, 128),
     dtypes: Sequence[str] = ("bf16",), directions: Sequence[Direction] = ("forward", "backward"),
-    target: str | None = None, schedule: str | None = None, sequences: Sequence[SequenceKind] = ("dense",),
+    target: str | None = None, schedule: str | None = None, sequences: Sequence[str] = ("dense",),
     page: int = 16, decode: Sequence[int] = (),
 ) -> list[Job]:  # fmt: skip
     """Every combination that there is: pages have no backward, and packed sequences no decode step.
@@ -97,8 +98,8 @@ def jobs_of(
     if page < 1 or page & (page - 1) or page > LARGEST_PAGE:
         raise WeftError(f"build: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page}")
     attentions = [each for a in attentions for each in ((a, a.replace(dropout=0.0)) if a.drops else (a,))]
-    kinds = [(d, k, 0) for k in sequences for d in directions if d == "forward" or k not in PAGED]
-    kinds += [("forward", k, group) for k in sequences if k != "packed" for group in decode]
+    kinds = [(d, k, 0) for k in sequences for d in directions if d == "forward" or not kind_named(k).keys.pooled]
+    kinds += [("forward", k, group) for k in sequences if not kind_named(k).keys.packed for group in decode]
     return [
         Job(a.canonical_text, direction, dtype, width, width, device, target, schedule, kind, page, group)
         for a in attentions for dtype in dtypes for width in head_dims for direction, kind, group in kinds
@@ -179,7 +180,7 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
     call = sample_call(variant, job)
     wanted = frozenset({"query", "key", "value"}) if job.direction == "backward" else frozenset()
     described = Described(
-        job.direction, machine.arch, job.dtype, Widths(job.head_dim, job.value_dim), job.sequences,
+        job.direction, machine.arch, job.dtype, Widths(job.head_dim, job.value_dim), kind_named(job.sequences),
         offset_kind(call.sequences.q_offset), wanted, boxed=boxed_of(variant.facts, call.operands),
     )  # fmt: skip
     signature = replace(
@@ -192,7 +193,7 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
         signatures += [replace(signature, short_call=True)]
     if not job.group:  # forms that were timed, which other calls do not have
         signatures += [replace(signature, short_call=short, lengths=timed) for short, timed in sorted(resolved.timed)]
-    if job.sequences == "packed_paged":  # what may be mixed has a module of long sequences, and one of short ones
+    if kind_named(job.sequences).is_mixed:  # what may be mixed has a module of long sequences, and one of short ones
         mixed = replace(signature, few=False, share="long")
         shares = driver.shared_out(attention, mixed, machine, job.target, job.schedule)
         signatures += [s for s in shares if s.share == ("short" if job.group else "long")]
@@ -207,7 +208,7 @@ def compilations_of(job: Job) -> tuple[hardware.Hardware, list[Compilation]]:
 def sample_call(variant: Variant, job: Job) -> Call:
     """A tiny call of these dtypes and widths. Tensor operands are float32, int64 or bool."""
     dtype = TORCH_DTYPES[job.dtype]
-    rows = job.page if job.sequences in PAGED else 16
+    rows = job.page if kind_named(job.sequences).keys.pooled else 16
     sizes = ((job.group or 1, 1 if job.group else 32, job.head_dim), (1, rows, job.head_dim), (1, rows, job.value_dim))
     query, key, value = (torch.empty(1, *size, dtype=dtype, device="cpu") for size in sizes)
     operands: dict[str, Operand] = {}
@@ -237,6 +238,8 @@ def _sequences(job: Job) -> Sequences:
             return Paged(q_lens, kv_lens, table, job.page, None)
         case "packed_paged":
             return PackedPaged(starts, kv_lens, table, job.page, None)
+        case _:
+            raise WeftError(f"build: {job.sequences} sequences are not built ahead")
 
 
 def _results(variant: Variant, call: Call, direction: Direction) -> dict[str, Tensor | None]:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.planning.signature import SequenceKind
+from ..compiler.planning import sources
+from ..compiler.planning.sources import SequenceKind
 from ..ir.errors import InternalError, WeftError
 from ..ir.sequences import Rows, packed_before_padded_rows, packed_rows, padded_rows
 from .options import IN_SCHEMA, LENGTHS, PLAIN, READ_BY_KERNELS, CallOptions
@@ -22,17 +23,37 @@ MAIN = ("query", "key", "value", "rope")  # tensors that come before the variant
 # -- sequences: where rows of a call lie, and which positions they have ----------------------------------------------
 @dataclass(slots=True)  # not frozen, as Call is not
 class Dense:
-    """Every sequence fills its [L, D] rows of query and its [T, D] rows of key and value."""
+    """Every sequence fills its [L, D] rows of query and its [T, D] rows of key and value.
 
-    kind: ClassVar[SequenceKind] = "dense"
+    Rows of one length that lie otherwise are records like it, of a class that inherits it.
+    """
+
+    kind: ClassVar[SequenceKind] = sources.DENSE
     q_offset: int | Tensor  # position of query row 0: a number, or int32 [B]
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What kernels read, by the names that they have for it."""
+        return {}
+
+    def spans(self, q_len: int, kv_len: int) -> tuple[int, int]:
+        """What positions of rows of queries, counted from q_offset, and of keys lie below."""
+        return q_len, kv_len
+
+    def q_rows(self, q_len: int, device: torch.device) -> Tensor:
+        """Positions of rows of queries, counted from q_offset: int64 [q_len] or [B, 1, q_len]."""
+        return torch.arange(q_len, device=device)
+
+    def kv_rows(self, kv_len: int, device: torch.device) -> Tensor:
+        """Positions of rows of keys: int64 [kv_len] or [B, 1, kv_len]."""
+        return torch.arange(kv_len, device=device)
 
 
 @dataclass(slots=True)  # not frozen, as Call is not
 class Lengths:
     """Padded operands [B, H, L, D]: sequence b has the first q_lens[b] queries and kv_lens[b] keys of batch row b."""
 
-    kind: ClassVar[SequenceKind] = "lengths"
+    kind: ClassVar[SequenceKind] = sources.LENGTHS
     q_lens: Tensor | None  # int32 or int64 [B]; None: all L rows
     kv_lens: Tensor | None  # the same; None: all T rows
     q_offset: int | Tensor | None  # None: kv_len - q_len of each sequence
@@ -64,7 +85,7 @@ class Packed:
     Rows behind the last sequence belong to none.
     """
 
-    kind: ClassVar[SequenceKind] = "packed"
+    kind: ClassVar[SequenceKind] = sources.PACKED
     cu_q: Tensor  # int32 or int64 [B + 1], the first row of each sequence, and the end
     cu_kv: Tensor  # the same of keys
     q_offset: int | Tensor | None  # as of Lengths
@@ -96,7 +117,7 @@ class Paged:
     Rows page * i on of sequence b are those of block table[b, i]; entries behind a length are never read.
     """
 
-    kind: ClassVar[SequenceKind] = "paged"
+    kind: ClassVar[SequenceKind] = sources.PAGED
 
     q_lens: Tensor | None  # int32 or int64 [B]; None: all L rows
     kv_lens: Tensor  # the same of keys
@@ -132,7 +153,7 @@ class Paged:
 class PackedPaged:
     """Packed queries, as of Packed; keys and values in pools, as of Paged: sequence b has row b of the table."""
 
-    kind: ClassVar[SequenceKind] = "packed_paged"
+    kind: ClassVar[SequenceKind] = sources.PACKED_PAGED
 
     cu_q: Tensor  # int32 or int64 [B + 1], the first row of each sequence, and the end
     kv_lens: Tensor  # int32 or int64 [B]
@@ -330,7 +351,7 @@ def dense_offset(q_offset: int | Tensor) -> Dense:
 def length_options(sequences: Sequences) -> dict[str, Tensor | None]:
     """What says where sequences lie, by the names that the options of a call have for it."""
     match sequences:
-        case Dense():
+        case Dense() if sequences.kind is sources.DENSE:
             return {}
         case Lengths(q_lens, kv_lens):
             return {"q_lens": q_lens, "kv_lens": kv_lens}

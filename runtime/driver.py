@@ -15,6 +15,7 @@ from types import ModuleType
 from ..codegen import normalizers
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
+from ..compiler.planning import sources
 from ..compiler.planning.distances import levels_in, levels_of, tables_in
 from ..compiler.planning.freed import frees
 from ..compiler.planning.hardware import Hardware, this_machine
@@ -92,7 +93,7 @@ def _resolve(
     unfit: frozenset[str],
 ) -> Resolved:  # fmt: skip
     # ir.Attention -> Facts
-    facts = facts_of(attention)
+    facts = facts_of(attention).with_order(signature.sequences.in_order)
     # what was asked for -> algorithm, and kernels with forms
     given = _algorithm(asked(schedule), schedule, facts, signature, target, unfit)
     # Facts + Signature -> target and its kernels
@@ -325,7 +326,7 @@ def _is_by_length(
     facts: Facts, signature: Signature, hardware: Hardware, given: Schedule, target: Target, kernels: Sequence[Kernel]
 ) -> bool:  # fmt: skip
     """Whether a kernel whose form is not asked for has another one in short calls."""
-    if signature.direction == "backward" or signature.sequences != "dense":
+    if signature.direction == "backward" or signature.sequences.ragged:
         return False
     both = [replace(signature, short_call=short) for short in (False, True)]
     free = [k for k in kernels if k.has_choice and k.name not in given.kernels]
@@ -393,7 +394,8 @@ def _compiled(
 ) -> Compiled:  # fmt: skip
     """The same of a signature as it was resolved, which calls of different lengths may share."""
     found = resolve(attention, signature, hardware, target, schedule, unfit)
-    code, facts = found.code, facts_of(attention)
+    code = found.code
+    facts = facts_of(attention).with_order(code.signature.sequences.in_order)
     settings.trace(settings.IR, f"{attention.name}: score = {attention.folded_score}; mask = {attention.folded_mask}")
     # CodePlan -> source, unless an edited copy or the cache has it -> module
     entry = cache.load_or_build(cache_key(attention, code), lambda: _generate(facts, code, found.target))
@@ -468,7 +470,7 @@ def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
 def _measures_kind(code: CodePlan) -> str:
     """What the text of such a module depends on besides the variant."""
     sequences = code.signature.sequences
-    return " ".join([*(["wide"] if code.signature.wide else []), *([] if sequences == "dense" else [sequences])])
+    return " ".join([*(["wide"] if code.signature.wide else []), *([sequences.name] if sequences.ragged else [])])
 
 
 def _generate_measures(facts: Facts, signature: Signature) -> str:
@@ -485,11 +487,12 @@ def _load(target: Target, entry: cache.Entry) -> ModuleType:
 
 def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
     """Everything that the generated text depends on."""
+    own = normalizers.digest(attention.normalizer) + sources.digest(code.signature.sequences)
     return cache.Key(
         name=str(attention.name),
         kernel=f"{code.schedule.algorithm}_{code.signature.direction}",
         target=code.target,
         layout=f"{code.signature.label}-{code.signature.arch}",
         variant=attention.canonical_text,
-        schedule=f"{code.schedule}; {code.signature}; {normalizers.digest(attention.normalizer)}",
+        schedule=f"{code.schedule}; {code.signature}; {own}",
     )

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..compiler.planning.signature import PAGED
 from ..ir.errors import UnavailableError, WeftError, collected
 from ..ir.expr import Scalar
 from . import ending, flops
@@ -140,7 +139,7 @@ def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tupl
     """Raises WeftError where a gradient that is wanted cannot be computed."""
     names = variant.tensor_names
     wanted = frozenset([n for n, need in zip(names, needed[1:]) if need])
-    check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind in PAGED)
+    check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind.keys.pooled)
     own = kinds_of(call.operands)
     return _Kind(variant, key, names, wanted, own, call.choices, call.head_dim, Repeats())
 
@@ -176,7 +175,7 @@ class _Recorded(torch.autograd.Function):
         sequences = call.sequences
         offset = sequences.q_offset
         operands = {n: None if isinstance(v, Tensor) else v for n, v in call.operands.items()} if call.operands else {}
-        if not isinstance(sequences, Dense):
+        if type(sequences) is not Dense:
             ctx.save_for_backward(out, lse, *tensors, *length_tensors(sequences), _tensor_in(offset))
             ctx.rest = kind, _Ragged(None if isinstance(offset, Tensor) else offset), operands
         elif isinstance(offset, int):

@@ -39,7 +39,7 @@ def NAME(call):
         bucket = (
             batches.bit_length(), heads, q_len.bit_length(), kv_heads, kv_len.bit_length(), call.head_dim, at, ROUGH
         )
-    elif sequences.on_host or checks_values():
+    elif isinstance(sequences, Dense) or sequences.on_host or checks_values():
         return NONE
     else:
         batches, kv_len = sequences.number(call.query), call.kv_rows
@@ -262,11 +262,12 @@ class SizeChecks:
         batch, heads, q_len = call.query.shape[:3]
         kv_heads, kv_len = call.key.shape[1:3]
         q_lens, kv_lens, batches = upto(q_len), upto(kv_len), upto(batch)
-        last_kv = max(kv_lens[1] - 1, 0)
+        assert isinstance(call.sequences, Dense)
+        last_q, last_kv = (max(upto(span)[1] - 1, 0) for span in call.sequences.spans(q_len, kv_len))
         if given is None:
             first, last = 0, last_kv
         else:
-            first, last = around(given[0])[0], around(given[1])[1] + max(q_lens[1] - 1, 0)
+            first, last = around(given[0])[0], around(given[1])[1] + last_q
         env: Ranges = {
             "q_pos": (first, last), "kv_pos": (0, last_kv), "batch": (0, max(batches[1] - 1, 0)),
             "head": (0, heads - 1), "kv_head": (0, kv_heads - 1), "group": (heads // kv_heads,) * 2,

@@ -42,6 +42,7 @@ from ..compiler.planning.signature import (
     share_of,
     signature_of,
 )
+from ..compiler.planning.sources import PACKED_PAGED
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
@@ -285,7 +286,7 @@ class Variant:
         ready = self._found("backward", call, self._backwards, key, b)
         if b.weights is not None and (of_weights := ready.launcher.from_weights(b)) is not None:  # type: ignore[attr-defined]
             found, sums = of_weights
-            return found | self._operand_gradients(call, b.wanted, self.facts.operand_gradients(b.wanted), sums)
+            return found | self._operand_gradients(call, b.wanted, ready.facts.operand_gradients(b.wanted), sums)
         gradients = {n: rows_like(t, t.shape[1], t.shape[3]) for n, t in call.tensors.items() if n in b.wanted}
         if _is_empty(call):
             return self._nothing(b, gradients)
@@ -294,7 +295,7 @@ class Variant:
         results |= {f"d{name}": tensor for name, tensor in found.items()}
         sums = _run(ready, call, results)
         if sums:
-            found |= self._operand_gradients(call, b.wanted, self.facts.operand_gradients(b.wanted), sums)
+            found |= self._operand_gradients(call, b.wanted, ready.facts.operand_gradients(b.wanted), sums)
         return found
 
     def _flat(self, b: BackwardCall, names: frozenset[str]) -> dict[str, Tensor]:
@@ -419,7 +420,8 @@ class Variant:
 
     def _ready(self, resolved: driver.Resolved, modules: Sequence[ModuleType], query: Tensor) -> _Ready:
         target, code = resolved.target, resolved.code
-        launcher = target.bind(modules, code, self.facts, query.device)
+        facts = self.facts.with_order(code.signature.sequences.in_order)
+        launcher = target.bind(modules, code, facts, query.device)
         if isinstance(launcher, KernelLauncher) and query.is_cuda:
             launcher.device.current = current_gpu
             if empty_on_gpu is not None:
@@ -428,7 +430,7 @@ class Variant:
         measures = code.tile_source != "program" and not code.looks_first
         differs = resolved.by_length or bool(resolved.timed)
         return _Ready(
-            launcher, target, code.signature, self.facts, measures, resolved.by_length, resolved.timed, differs
+            launcher, target, code.signature, facts, measures, resolved.by_length, resolved.timed, differs
         )  # fmt: skip
 
     def forget(self) -> None:
@@ -451,7 +453,7 @@ class Variant:
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
             options=frozenset(call.read or ()),
         )  # fmt: skip
-        sums_pairs = self.facts.sums_pairs(wanted)
+        sums_pairs = self.facts.with_order(call.sequences.kind.in_order).sums_pairs(wanted)
         return signature_of(described, masked=self.attention.is_masked, sums_pairs=sums_pairs)
 
 
@@ -488,7 +490,7 @@ def key_of(call: Call) -> tuple[object, ...]:
     few: object = rows <= FEW_QUERIES
     if kind is PackedPaged:
         number = sequences.number(query)  # type: ignore[union-attr]
-        few = has_few("forward", "packed_paged", rows, number) or share_of("forward", "packed_paged", rows, number)
+        few = has_few("forward", PACKED_PAGED, rows, number) or share_of("forward", PACKED_PAGED, rows, number)
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
         type(offset), options.target, options.schedule, options.deterministic, few,
@@ -502,6 +504,8 @@ def key_of(call: Call) -> tuple[object, ...]:
         elif kind is PackedPaged:
             found += _kind_of(sequences.cu_q) + _kind_of(sequences.kv_lens)  # type: ignore[union-attr]
             found += (sequences.page, *_kind_of(sequences.table))  # type: ignore[union-attr]
+        elif isinstance(sequences, Dense):
+            found += tuple([each for t in sequences.tensors.values() for each in _kind_of(t)])
         else:
             found += _kind_of(sequences.kv_lens) + _kind_of(sequences.q_lens)  # type: ignore[union-attr]
             if kind is Paged:
@@ -640,7 +644,7 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     """Add the sums of one read, shaped [B, Hq], [B, Hq, L] or [B, Hq, T], to the places that it was read from."""
     device, read = total.device, read_of(gradient)
     sums = total if total.dim() == 3 else total[..., None]
-    if device.type == "cuda" and read is not None and isinstance(call.sequences, Dense):
+    if device.type == "cuda" and read is not None and type(call.sequences) is Dense:
         is_whole = result.shape == sizes_as_read(read, *sums.shape)
         if is_whole and (gradient.kind != "row" or (type(call.q_offset) is int and call.q_offset == 0)):
             result += as_read(sums, read.over, read.order, result)  # the usual one, as the direct way does it
@@ -678,9 +682,11 @@ def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
     batch, _, q_len, _ = call.query.shape
     kv_len = call.key.shape[2]
     offset = call.q_offset.view(-1, 1, 1) if isinstance(call.q_offset, Tensor) else call.q_offset
+    rows = call.sequences
+    assert isinstance(rows, Dense)
     return {
         "batch": torch.arange(batch, device=device).view(-1, 1, 1), "q_len": q_len, "kv_len": kv_len,
-        "q_pos": torch.arange(q_len, device=device) + offset, "kv_pos": torch.arange(kv_len, device=device),
+        "q_pos": rows.q_rows(q_len, device) + offset, "kv_pos": rows.kv_rows(kv_len, device),
     }  # fmt: skip
 
 

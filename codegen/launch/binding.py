@@ -15,6 +15,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...compiler.planning.sources import KeySource
 from ...ir.errors import InternalError
 
 # Sizes of a call: what a name stands for, over other names. Tensors are [batch, heads, length, dim].
@@ -153,15 +154,12 @@ class Packer:
             raise InternalError(f"binding: no kernel argument is known by the name {name}")
 
 
-def fitting(absorbed: bool, paged: bool = False) -> list[str]:
+def fitting(absorbed: bool, keys: KeySource) -> list[str]:
     """Conditions that operands of a call fit each other, with something to compute."""
     value = [] if absorbed else ["key_batches == value_batches", "kv_heads == value_heads", "kv_len == value_len"]
     something = "batches * heads * kv_heads * q_len * kv_len > 0"
     lengths = f"q_len | kv_len <= {2**30}"  # else the slower way looks closely
-    rows = ["batches == key_batches"]
-    if paged:  # kv_len is that of a block
-        rows = ["key_batches > 0", f"0 < table.shape[1] * kv_len <= {2**30}", "table.stride(1) == 1"]
-    return [something, lengths, *rows, "q_dim == key_dim", "heads % kv_heads == 0", *value]
+    return [something, lengths, *keys.fits, "q_dim == key_dim", "heads % kv_heads == 0", *value]
 
 
 def like(

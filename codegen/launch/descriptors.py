@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...compiler.analysis.places import rows_of_boxes
-from ...compiler.planning.signature import PAGED
 from ...ir.expr import Load
 from .binding import Binding
 from .job import Job, Mode, Part
@@ -157,7 +156,7 @@ class Described(NamedTuple):
 
 def of_rows(job: Job, tensor: str, width: int) -> Described:
     """Of a tensor [B, H, rows, D]."""
-    return Described(tensor, Box if job.sequences == "dense" else RaggedBox, width)
+    return Described(tensor, RaggedBox if job.sequences.ragged else Box, width)
 
 
 def of_pairs(tensor: str, read: Load) -> Described:
@@ -186,7 +185,7 @@ class Descriptors(Part):
 
     def conditions(self, mode: Mode) -> list[str]:
         """`is_ragged_readable`, of what alignment says nothing of."""
-        if self._job.sequences not in ("lengths", *PAGED):
+        if not self._job.sequences.ragged or self._job.sequences.keys.packed:
             return []
         ragged = {described.tensor for described in self.found.values() if described.box is RaggedBox}
         rows = [n for n in self._job.given_names if n in ragged]

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from ...compiler.planning.buffer import Buffer
 from ...compiler.planning.dtypes import dtype_named
-from ...compiler.planning.signature import PACKED, PAGED
 from ...ir.expr import TensorOperand
 from ...ir.parse import PARSING
 from .binding import SHAPES, Binding, Kept, Packer, Texts, WayText, direct, fitting, like
 from .buffers import ALLOCATING, ROOMS, apart, in_rooms, rows_of, strides_of
 from .finish import Finish, as_read, finishes, typed
-from .job import LENGTHS, Job, Mode, Part
+from .job import Job, Mode, Part
 from .repeating import Again, Guard, Pin, repeated
 
 _LISTED = re.compile(r"\b(?:sum|entry|range)\d+")
@@ -67,7 +66,7 @@ def first_of(ways: Sequence[Ways]) -> Ways:
 
 def finishes_of(job: Job) -> dict[str, Finish] | None:
     """How gradients of operands end, by name of the operand; None where that takes the longer way."""
-    if job.gradients and job.sequences != "dense":
+    if job.gradients and not job.sequences.alike:
         return None
     return finishes(job.gradients, job.ways, _AT_ZERO[job.signature.offset])
 
@@ -75,7 +74,7 @@ def finishes_of(job: Job) -> dict[str, Finish] | None:
 def may_go_directly(job: Job) -> bool:
     """Whether calls of such kernels may take a direct way at all."""
     usual = job.algorithm in ("flash", "split_kv") and not job.own_keys and not job.signature.options
-    return usual and finishes_of(job) is not None
+    return usual and job.sequences.in_order and finishes_of(job) is not None
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class DirectWay:
         way = self._way()
         launch, job = way.function(), self.job
         growing: Callable[..., Again | None] = nothing_yet
-        if not job.backward and job.sequences in ("dense", "lengths"):
+        if not job.backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
             sizes = {"key": "kv_len", "value": "value_len"}
             free = {n: SHAPES[n].index(size) for n, size in sizes.items() if n in job.given_names}
             growing = self._factory(way, free)
@@ -147,7 +146,7 @@ class DirectWay:
     @property
     def _offset(self) -> str:
         """Of a dense call a backward is handed the offset alone."""
-        return self._record if self.job.backward and self.job.sequences == "dense" else f"{self._record}.q_offset"
+        return self._record if self.job.backward and not self.job.sequences.ragged else f"{self._record}.q_offset"
 
     @property
     def _operands(self) -> str:
@@ -155,7 +154,7 @@ class DirectWay:
 
     @property
     def _lengths(self) -> list[str]:
-        return [n for n in LENGTHS[self.job.sequences] if n not in self.ready.absent]
+        return [n for n in self.job.sequences.pointers if n not in self.ready.absent]
 
     @cached_property
     def _sources(self) -> dict[str, str]:
@@ -247,8 +246,8 @@ class DirectWay:
     def _conditions(self) -> list[str]:
         """Beyond what is prepared for: shapes that fit, and alignment."""
         job, found = self.job, ["not is_heard()", "current_device() == device"]
-        found += fitting(job.signature.widths.value_is_key, job.sequences in PAGED)
-        if job.sequences in PAGED:
+        found += fitting(job.signature.widths.value_is_key, job.sequences.keys)
+        if job.sequences.keys.pooled:
             found += [f"kv_len == {self.mode.page}"]
         if job.backward:
             found += self._of_backward()
@@ -263,14 +262,10 @@ class DirectWay:
         return [n for n in self.job.given_names if n not in ("lse", "dlse")]
 
     def _of_sequences(self) -> list[str]:
-        packed, lengths = self.job.sequences in PACKED, self._lengths
-        if packed:
-            of_keys = [f"{n}.shape[0] == n_sequences" for n in lengths if n in ("kv_lens", "table")]
-            found = ["batches == 1", "n_sequences > 0", *(of_keys or ["cu_kv.shape[0] == n_sequences + 1"])]
-        else:
-            found = [f"{n}.shape[0] == batches" for n in lengths]
+        sequences = self.job.sequences
+        found = sequences.conditions(self._lengths)
         if self.mode.per_row:
-            found += [f"q_offset_ptr.shape[0] == {'n_sequences' if packed else 'batches'}"]
+            found += [f"q_offset_ptr.shape[0] == {sequences.number}"]
         elif self._has_number:
             found += [f"-{2**30} < q_offset < {2**30}"]
         return found
@@ -318,12 +313,12 @@ class DirectWay:
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["dlse is None"]
-        if not job.backward or job.sequences != "dense":
+        if not job.backward or job.sequences.ragged:
             pins += [Pin("sequences", f"type({self._record})")]
-            conditions += [f"{self._record}.{n} is None" for n in LENGTHS[job.sequences] if n not in self._lengths]
+            conditions += [f"{self._record}.{n} is None" for n in job.sequences.pointers if n not in self._lengths]
         if self._has_number:
             pins += [Pin("offset_type", f"type({self._offset})"), Pin("q_offset", self._offset, "==")]
-        elif not self.mode.per_row and job.sequences != "dense":
+        elif not self.mode.per_row and job.sequences.ragged:
             conditions += [f"{self._offset} is None"]
         return [*pins, *self._pins_of_operands()], conditions
 

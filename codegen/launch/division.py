@@ -10,7 +10,7 @@ from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
 from ...compiler.planning.hardware import Hardware
 from ...compiler.planning.quantities import Sizes
 from ...compiler.planning.records import Shape
-from ...compiler.planning.signature import MOST_SHORT, PACKED
+from ...compiler.planning.signature import MOST_SHORT
 from ...compiler.planning.splits import Parts, longest_visits
 from ...compiler.planning.target import CallTensors
 from ...ir.errors import WeftError
@@ -62,7 +62,7 @@ class Division(Part):
     def _sequences_of(self, call: CallTensors) -> tuple[int, int]:
         """Sequences, and queries of each: of packed ones as if all had as many."""
         batches, heads, q_len, _ = call.query.shape
-        if self._job.sequences not in PACKED:
+        if not self._job.sequences.rows.packed:
             return batches, q_len
         assert call.ragged is not None
         if q_len * heads > MOST_ROWS:
@@ -89,11 +89,11 @@ class Division(Part):
         return {"divide": self.divide, "divisions": self._divisions}
 
     def conditions(self, mode: Mode) -> list[str]:
-        return [f"q_len * heads <= {MOST_ROWS}"] if self._job.sequences in PACKED else []
+        return [f"q_len * heads <= {MOST_ROWS}"] if self._job.sequences.rows.packed else []
 
     def found_by_call(self, mode: Mode) -> dict[str, str]:
-        dense = self._job.sequences == "dense"
-        number = "n_sequences" if self._job.sequences in PACKED else "batches"
+        dense = not self._job.sequences.ragged
+        number = self._job.sequences.number
         offset = "q_offset" if dense and self._job.has_number and not mode.per_row else "None"
         sizes = f"{number}, heads, kv_heads, {self.queries}, {self._job.kv_rows}, {offset}, {mode.head_dim}"
         division = f"divide({sizes}, {'call.operands' if self._numbers else '{}'})"
@@ -110,7 +110,7 @@ class Division(Part):
         """
         if self.takes_short:
             return f"max({self.form.block_q} // (heads // kv_heads), 1)"
-        return "((q_len + n_sequences - 1) // n_sequences)" if self._job.sequences in PACKED else "q_len"
+        return "((q_len + n_sequences - 1) // n_sequences)" if self._job.sequences.rows.packed else "q_len"
 
     @property
     def part_rows(self) -> str:
@@ -156,7 +156,7 @@ class Division(Part):
         machine, form = self._job.device.hardware(), self.form
         narrow = form.of_rows(heads // kv_heads * q_len)
         sizes = self._sizes(narrow, machine, (batches, heads, kv_heads, q_len, longest * form.block_kv))
-        uneven, few = self._job.sequences != "dense", self._job.signature.few
+        uneven, few = self._job.sequences.ragged, self._job.signature.few
         return parts_of(self.kernel, narrow, sizes, longest, machine, self._job.code.segments, uneven, few)
 
     def _sizes(self, form: Any, machine: Hardware, lengths: tuple[int, int, int, int, int]) -> Sizes:

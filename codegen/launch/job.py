@@ -17,7 +17,8 @@ from ...compiler.planning.buffer import Buffer
 from ...compiler.planning.distances import Levels, levels_in, tables_in
 from ...compiler.planning.kernel import Kernel
 from ...compiler.planning.plan import CodePlan
-from ...compiler.planning.signature import PAGED, SequenceKind, Signature
+from ...compiler.planning.signature import Signature
+from ...compiler.planning.sources import SequenceKind
 from ...compiler.planning.tables import Ways, ways_of
 from ...compiler.planning.target import CallTensors, Named
 from ...ir.expr import TensorOperand
@@ -25,8 +26,6 @@ from .device import Device
 
 PADDING = 256  # rows of statistics are padded to a multiple of it, and of every BLOCK_Q
 Q_TILES, KV_TILES = "(q_len + {BLOCK_Q} - 1) // {BLOCK_Q}", "(kv_len + {BLOCK_KV} - 1) // {BLOCK_KV}"
-LENGTHS = {"dense": (), "lengths": ("q_lens", "kv_lens"), "packed": ("cu_q", "cu_kv"),
-            "paged": ("q_lens", "kv_lens", "table"), "packed_paged": ("cu_q", "kv_lens", "table")}  # fmt: skip
 
 
 class Mode(NamedTuple):
@@ -230,8 +229,8 @@ class Job:
     # -- names of a call -----------------------------------------------------------------------------------------------
     @property
     def kv_rows(self) -> str:
-        """Keys that a call has room for, as an expression: the key of a paged one has rows of blocks."""
-        return "kv_extent" if self.sequences in PAGED else "kv_len"
+        """Keys that a call has room for, as an expression."""
+        return self.sequences.keys.rows
 
     @property
     def operand_names(self) -> list[str]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...compiler.planning.buffer import Buffer
 from ...compiler.planning.plan import CodePlan, KernelCode
-from ...compiler.planning.signature import PAGED
 from ...compiler.planning.target import CallTensors, Named, Partition, Place
 from ...ir.errors import InternalError, WeftError
 from ...ir.parse import PARSING
@@ -21,7 +20,7 @@ from .descriptors import Descriptors
 from .device import Asked, Device
 from .direct import DirectWay, Prepared, Ways, first_of, may_go_directly
 from .division import Division
-from .job import LENGTHS, Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
+from .job import Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
 _MOST_ROWS = 512  # of a tile
@@ -69,7 +68,7 @@ class KernelLauncher:
         aligned, row = self._aligned(given) if self._asks_alignment else (True, 0)
         if row >= 2**31 // _MOST_ROWS:
             self._check_rows(row, aligned)
-        page = call.key.shape[2] if self.job.sequences in PAGED else 0
+        page = call.key.shape[2] if self.job.sequences.keys.pooled else 0
         mode = Mode(aligned, "q_offset_ptr" in given, results.get("dlse") is None, call.head_dim, page)
         mode = self.own.mode_of(mode, call)
         if self.division is None:
@@ -94,7 +93,7 @@ class KernelLauncher:
         given |= {"first_program": 0, "most_programs": at_once}
         ready = self._modes.get(mode) or self._prepare(mode, given)
         launches = ready.pack(given)
-        if self.job.sequences != "dense":
+        if self.job.sequences.ragged:
             self.sums.clear(workspace, mode)
         due = self._due(launches, partition)
         if not ready.runs.keys() >= set(due):
@@ -147,11 +146,9 @@ class KernelLauncher:
                 given[f"dkey{self.job.own_keys[0]}"] = results.get("drope", call.rope)
         for name, operand in call.operands.items():
             given[f"arg_{name}"] = operand
-        ragged = call.ragged
-        if ragged is not None:
-            given |= ragged.tensors
+        given |= call.sequences.tensors
         given |= call.read or {}
-        offset = call.q_offset if ragged is None else ragged.q_offset
+        offset = call.sequences.q_offset
         given["q_offset"] = 0 if isinstance(offset, Tensor) else offset or 0
         if isinstance(offset, Tensor):
             given["q_offset_ptr"] = offset
@@ -174,11 +171,8 @@ class KernelLauncher:
 
     def _rows(self, mode: Mode) -> dict[str, str]:
         """The vocabulary of calls of a mode, beyond that of all kernels (binding.py)."""
-        job, rows = self.job, {}
-        if job.sequences != "dense":
-            rows = {"q_extent": "q_len", "kv_extent": "kv_len", "n_sequences": "cu_q.shape[0] - 1"}
-        if job.sequences in PAGED:
-            rows |= {"kv_extent": "table.shape[1] * kv_len", "table_row": "table.stride(0)", "n_blocks": "key_batches"}
+        job = self.job
+        rows = {**job.sequences.vocabulary}
         if job.signature.widths.value_is_key:
             rows["value"] = f"key[..., :{job.signature.widths.value_dim}]"
         if job.backward:
@@ -201,7 +195,7 @@ class KernelLauncher:
         )  # fmt: skip
 
     def _absent(self, given: Mapping[str, Any]) -> list[str]:
-        return [n for n in ("q_offset_ptr", "dlse", *LENGTHS[self.job.sequences]) if given.get(n) is None]
+        return [n for n in ("q_offset_ptr", "dlse", *self.job.sequences.pointers) if given.get(n) is None]
 
     def _evaluated(self, what: str, mode: Mode, given: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
         """The function of what a call is given that finds the places of its workspace, or how pairs are launched."""
@@ -229,7 +223,7 @@ class KernelLauncher:
         found = [self._bound(code, mode) for code in self.code.kernels]
         bindings, options = [binding for binding, _ in found], [own for _, own in found]
         absent = self._absent(given)
-        dtypes = {n: str(given[n].dtype).removeprefix("torch.") for n in LENGTHS[self.job.sequences] if n not in absent}
+        dtypes = {n: str(given[n].dtype).removeprefix("torch.") for n in self.job.sequences.pointers if n not in absent}
         with PARSING:
             typed, pack = (
                 packing(self._packer(mode, given, pointers), bindings, self._tools())

@@ -45,6 +45,7 @@ _FAR = 2**31  # one more than the largest int of a mask
 _LOOSE = "the mask has too many alternatives: parts of it are left out of its bounds"
 _HULL = f"the mask has more than {MAX_INTERVALS} intervals: the last ones share one that may hold empty tiles"
 _TOO_FAR = "ends of an interval might not fit in 64 bits: they skip no tile"
+_UNORDERED = "positions are no row numbers: all tiles are visited"
 _POSITIONS = frozenset({"q_pos", "kv_pos"})
 
 
@@ -61,6 +62,15 @@ def q_bounds(mask: Expr) -> Bounds:
     """q positions that can see the kv positions kv_first..kv_last (inclusive); see `kv_bounds`."""
     start, end = symbol("q_offset"), simplified(symbol("q_offset") + symbol("q_len"))
     return _bounds(mask, Axis("q", "q_pos", "kv_pos", symbol("kv_first"), symbol("kv_last"), start, end))
+
+
+def anywhere(axis: Choice["kv", "q"]) -> Bounds:
+    """Of a mask where positions are in no order of rows: any tile may see all of the axis, and none is known to."""
+    start: Expr = const(0)
+    end: Expr = symbol("kv_len")
+    if axis == "q":
+        start, end = symbol("q_offset"), simplified(symbol("q_offset") + symbol("q_len"))
+    return Bounds(axis, (Interval(start, end, start, start),), (_UNORDERED,))
 
 
 @dataclass(frozen=True)

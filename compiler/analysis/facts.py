@@ -15,7 +15,7 @@ from ...ir.canonical import canonical
 from ...ir.expr import Call, Const, Expr, Load, Symbol, call, symbol
 from ...ir.walk import children, loads, substitute, symbols
 from .affine import const, make
-from .bounds import kv_bounds, q_bounds
+from .bounds import anywhere, kv_bounds, q_bounds
 from .defined import is_below_inf, is_below_inf_at_last, is_number
 from .distances import DISTANCE, ByDistance, parts_by_distance, with_tables
 from .measured import measuring
@@ -44,6 +44,15 @@ class Facts:
     """Facts about one variant; see "The symbolic border" in docs/design.md."""
 
     attention: Attention
+    in_order: bool = True  # positions of keys and queries are row numbers, so that they bound tiles of rows
+
+    @cached_property
+    def _unordered(self) -> Facts:
+        return Facts(self.attention, in_order=False)
+
+    def with_order(self, in_order: bool) -> Facts:
+        """The facts where rows have positions in order, or else in any order: then tiles tell nothing of positions."""
+        return self if in_order == self.in_order else self._unordered if self.in_order else facts_of(self.attention)
 
     @cached_property
     def linear_scale(self) -> Expr | None:
@@ -110,11 +119,13 @@ class Facts:
 
     @cached_property
     def kv_bounds(self) -> Bounds:
-        return kv_bounds(self.attention.folded_mask)
+        bounded = self.in_order or not self.attention.is_masked
+        return kv_bounds(self.attention.folded_mask) if bounded else anywhere("kv")
 
     @cached_property
     def q_bounds(self) -> Bounds:
-        return q_bounds(self.attention.folded_mask)
+        bounded = self.in_order or not self.attention.is_masked
+        return q_bounds(self.attention.folded_mask) if bounded else anywhere("q")
 
     @cached_property
     def kv_tiles(self) -> TileProgram:
@@ -130,7 +141,7 @@ class Facts:
 
         For masks that read tensors by position, whose values no bound can know before the call.
         """
-        reads = loads(self.attention.folded_mask)
+        reads = loads(self.attention.folded_mask) if self.in_order else ()
         if not any(symbols(index) & {"q_pos", "kv_pos"} for load in reads for index in load.index):
             return None
         if self.kv_bounds.closed_form and self.q_bounds.closed_form:
@@ -163,7 +174,8 @@ class Facts:
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Load, GradientKind], ...]:
         """Each read of a float tensor in the score, and then in the sink, and how its gradient is reduced."""
-        of_score: list[tuple[Load, GradientKind]] = [(r, _gradient_kind(r)) for r in self.attention.gradient_loads]
+        reads = self.attention.gradient_loads
+        of_score: list[tuple[Load, GradientKind]] = [(r, _gradient_kind(r, self.in_order)) for r in reads]
         return (*of_score, *((load, "sink") for load in self.attention.sink_loads))
 
     @cached_property
@@ -176,12 +188,12 @@ class Facts:
     @cached_property
     def score_by_distance(self) -> tuple[ByDistance, ...]:
         """Parts of the score that are worth a table by q_pos - kv_pos."""
-        return parts_by_distance([self.attention.folded_score])
+        return parts_by_distance([self.attention.folded_score]) if self.in_order else ()
 
     @cached_property
     def boxed_read(self) -> Load | None:
         """The first read of the score of which a tile of pairs reads a box of a tensor."""
-        reads = loads(self.attention.folded_score)
+        reads = loads(self.attention.folded_score) if self.in_order else ()
         return next((r for r in reads if r.dtype == "float" and rows_of_boxes(r) is not None), None)
 
     @cached_property
@@ -429,8 +441,9 @@ def _over_qk(node: Expr) -> Iterator[Expr]:
             yield from _over_qk(child)
 
 
-def _gradient_kind(load: Load) -> GradientKind:
+def _gradient_kind(load: Load, in_order: bool) -> GradientKind:
+    """in_order: the pairs of a diagonal of tiles are at few distances."""
     used = index_symbols(load) & POSITIONS
     if used == POSITIONS:
-        return "diagonal" if by_difference(load) else "pair"
+        return "diagonal" if in_order and by_difference(load) else "pair"
     return "total" if not used else "row" if "q_pos" in used else "column"

@@ -11,7 +11,7 @@ from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, 
 from ..analysis.facts import Facts
 from .kernel import Algorithm
 from .plan import CodePlan
-from .signature import PACKED, Signature
+from .signature import Signature
 
 
 def tables_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> tuple[ByDistance, ...]:
@@ -28,9 +28,9 @@ def tables_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> tuple
         derivatives = [g.derivative for g in gradients if g.kind != "sink"]
         known = {part.part.text for part in found}
         found += tuple(p for p in parts_by_distance(derivatives) if p.part.text not in known)
-    if signature.sequences == "dense":
+    if not signature.sequences.ragged:
         return found
-    return tuple(p for p in found if not p.by_length and not (p.by_batch and signature.sequences in PACKED))
+    return tuple(p for p in found if not p.by_length and not (p.by_batch and signature.sequences.rows.packed))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def levels_of(facts: Facts, algorithm: Algorithm, signature: Signature) -> Level
         return None
     read = frozenset().union(*(symbols(value) for value in indices))
     by_batch, by_head = "batch" in read, bool(read & {"head", "kv_head"})
-    ragged, packed = signature.sequences != "dense", signature.sequences == "packed"
+    ragged, packed = signature.sequences.ragged, signature.sequences.keys.packed
     if (ragged and read & {"q_len", "kv_len"}) or (packed and by_batch):
         return None
     by_batch, by_head = by_batch or any(t.by_batch for t in tables), by_head or any(t.by_head for t in tables)

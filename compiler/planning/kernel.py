@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 from ..analysis.records import Axis
 from .paces import Pace
 from .quantities import Formula, head_keys, head_queries, key_visits, none, query_visits
-from .signature import Direction, SequenceKind, Widths
+from .signature import Direction, Widths
+from .sources import SequenceKind, Side
 
 if TYPE_CHECKING:
     from ..analysis.records import Traits
@@ -28,7 +29,6 @@ Slot = Literal["forward", "backward_q", "backward_kv"]
 # Which tiles of a problem its loop visits: those that are visible, all, those whose pairs are not all level, or none
 Visits = Literal["visible", "all", "uneven", "none"]
 Finds = Literal["", "runs", "ends", "lists", "cells"]  # what a kernel that measures tiles writes
-Side = Literal["q", "kv"]
 Module = Literal["", "measures", "tables"]  # "": that of the target; else one of its own, for kernels of any target
 
 

@@ -110,7 +110,7 @@ def code_plan(
             form = schedule.form(kernel.follows or kernel.name)
         tiles = Tiles(
             form.block_q, form.block_kv, parts, traits, signature.wanted, sums - {"sink"}, "sink" in sums,
-            signature.sequences != "dense", form,
+            signature.sequences.ragged, form,
         )  # fmt: skip
         return KernelCode(kernel, own, form, tuple(kernel.stages(tiles)))
 
@@ -334,7 +334,7 @@ def make_plan(
         cost for code in codes
         for cost in predict(
             shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
-            code.signature.sequences != "dense", code.signature.few, packed,
+            code.signature.sequences.ragged, code.signature.few, packed,
         )
     ]  # fmt: skip
     whole = {name: computed_whole(seconds) for name, seconds in (own or {}).items()}

@@ -10,17 +10,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from .dtypes import HALVES
+from .sources import DENSE, SequenceKind
 
 Direction: TypeAlias = Literal["forward", "backward"]
-SequenceKind: TypeAlias = Literal["dense", "lengths", "packed", "paged", "packed_paged"]
 Offset: TypeAlias = Literal["bottom_right", "number", "per_row"]
 # Which sequences a module computes: with up to MOST_SHORT queries; with more, and rows that no sequence has; or all
 Share: TypeAlias = Literal["all", "short", "long"]
 LengthClass: TypeAlias = tuple[int, int]  # queries and keys, each as the nearest power of two
-
-
-PACKED = frozenset({"packed", "packed_paged"})  # kinds whose queries lie one after the other in one batch row
-PAGED = frozenset({"paged", "packed_paged"})  # kinds whose keys lie in blocks that a table lists
 
 FEW_QUERIES = 16  # up to it a call is bound by the keys that it reads, and its tiles by the rows that they do not have
 # The same of a packed sequence over pages. A step of a server has prompts beside sequences of one query, of which a
@@ -38,16 +34,16 @@ def has_few(direction: Direction, sequences: SequenceKind, q_len: int, number: i
     Then no sequence has more than MOST_SHORT, as long as each has one. q_len: rows of the query. number: of sequences,
     where their queries are packed.
     """
-    if direction == "backward" or sequences == "packed":
+    if direction == "backward" or sequences.keys.packed:
         return False
-    if sequences != "packed_paged":
+    if not sequences.is_mixed:
         return q_len <= FEW_QUERIES
     return q_len < number + MOST_SHORT or (number > MOST_SHARED and q_len <= number * MOST_SHORT)
 
 
 def share_of(direction: Direction, sequences: SequenceKind, q_len: int, number: int = 1) -> Share:
     """Long where a forward may have both kinds of sequences: the short ones are then those of another module."""
-    mixed = sequences == "packed_paged" and not has_few(direction, sequences, q_len, number)
+    mixed = sequences.is_mixed and not has_few(direction, sequences, q_len, number)
     return "long" if direction == "forward" and mixed and 1 < number <= MOST_SHARED else "all"
 
 
@@ -122,7 +118,7 @@ class Signature:
     arch: str  # "sm_90", "gfx942", "cpu"
     dtypes: Dtypes
     widths: Widths
-    sequences: SequenceKind = "dense"
+    sequences: SequenceKind = DENSE
     offset: Offset = "number"  # dense kernels take bottom right as the number that it is
     wanted: frozenset[str] = frozenset()  # of a backward: "query", "key", "value", "rope" and names of operands
     deterministic: bool = False  # of a backward: gradients must be bitwise repeatable
@@ -176,7 +172,7 @@ class Described:
     arch: str
     dtype: str  # of query, key and value
     widths: Widths
-    sequences: SequenceKind = "dense"
+    sequences: SequenceKind = DENSE
     offset: Offset = "number"
     wanted: frozenset[str] = frozenset()  # gradients
     deterministic: bool | None = None  # gradients must repeat bit for bit; False: they need not, in any sum
@@ -203,6 +199,6 @@ def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signatur
         few=has_few(call.direction, kind, q_len, call.number),
         share=share_of(call.direction, kind, q_len, call.number),
         wide=call.wide, doubles=call.doubles, boxed=call.boxed, options=call.options,
-        short_call=forward and kind == "dense" and is_short_call(q_len, kv_len, masked),
+        short_call=forward and not kind.ragged and is_short_call(q_len, kv_len, masked),
         lengths=class_of(*call.lengths) if call.lengths else None,
     )  # fmt: skip

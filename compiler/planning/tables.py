@@ -55,7 +55,7 @@ class Ways:
 
 def ways_of(reads: Sequence[tuple[Load, GradientKind]], signature: Signature) -> Ways:
     """The ways of the reads that a backward sums; reads whose operand needs no gradient are left out before."""
-    together = signature.sequences == "dense" and signature.offset != "per_row"  # rows have one position in any batch
+    together = signature.sequences.alike and signature.offset != "per_row"  # rows have one position in any batch
     left = [load for load, kind in reads if kind == "pair" and not read_once(load)]
     over = summed_over(left) if left else frozenset()
     over = over if together else over - {"batch"}
@@ -73,6 +73,6 @@ def ways_of(reads: Sequence[tuple[Load, GradientKind]], signature: Signature) ->
         elif signature.atomics:
             found.append(Way("pairs" if over and together else "queries", "add"))
         else:
-            refused = load if signature.sequences == "packed" else refused
+            refused = load if signature.sequences.keys.packed else refused
             found.append(Way("pairs", "list"))
     return Ways(tuple(found), over, refused)

@@ -18,7 +18,8 @@ from .hardware import Hardware
 from .kernel import Algorithm, Kernel
 from .plan import CodePlan
 from .segments import Segments
-from .signature import Direction, SequenceKind, Signature, Widths
+from .signature import Direction, Signature, Widths
+from .sources import SequenceKind
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +54,8 @@ class Partition(NamedTuple):
 WHOLE = Partition()
 
 
-class RaggedRows(Protocol):
-    """Sequences of their own lengths as targets see them."""
+class AnyRows(Protocol):
+    """Where rows of a call lie, as targets see it."""
 
     @property
     def kind(self) -> SequenceKind: ...
@@ -62,6 +63,11 @@ class RaggedRows(Protocol):
     def q_offset(self) -> int | Tensor | None: ...
     @property
     def tensors(self) -> Mapping[str, Tensor | None]: ...
+
+
+class RaggedRows(AnyRows, Protocol):
+    """Sequences of their own lengths as targets see them."""
+
     def number(self, query: Tensor) -> int: ...
     def rows(self, query: Tensor, key: Tensor) -> list[Rows]: ...
 
@@ -83,6 +89,8 @@ class CallTensors(Protocol):
     def read(self) -> Mapping[str, Tensor] | None: ...
     @property
     def q_offset(self) -> int | Tensor: ...
+    @property
+    def sequences(self) -> AnyRows: ...
     @property
     def ragged(self) -> RaggedRows | None: ...
     @property

@@ -31,7 +31,8 @@ from weft.compiler.planning.cost import sizes_of
 from weft.compiler.planning.hardware import Hardware, by_name
 from weft.compiler.planning.plan import CodePlan, KernelPlan
 from weft.compiler.planning.records import Shape
-from weft.compiler.planning.signature import SequenceKind, Share, has_few
+from weft.compiler.planning.signature import Share, has_few
+from weft.compiler.planning.sources import kind_named
 from weft.ir.attention import Attention
 from weft.runtime.call import Call, Choices, Dense, Lengths, Operand, Packed, PackedPaged, Paged, Pages
 from weft.runtime.driver import Compiled, compile_kernels
@@ -150,7 +151,7 @@ def compiled(
     variant: weft.Attention, direction: Direction, head_dim: int, dtype: str = "bf16", *, device: str = "h200",
     target: str = "triton", schedule: str | None = None, value_dim: int | None = None,
     wanted: frozenset[str] | None = None, deterministic: bool | None = None, q_offset: int | Tensor = 0,
-    sequences: SequenceKind = "dense", page: int = 16, q_len: int = 256, heads: int = 2, share: Share = "all",
+    sequences: str = "dense", page: int = 16, q_len: int = 256, heads: int = 2, share: Share = "all",
     floats: torch.dtype = torch.float32,
 ) -> Module:  # fmt: skip
     """Generate one direction of a variant and compile every kernel that a call launches.
@@ -170,8 +171,8 @@ def compiled(
     if isinstance(q_offset, Tensor):
         signature = replace(signature, offset="per_row")
     if sequences != "dense":
-        few = has_few(direction, sequences, q_len)
-        signature = replace(signature, sequences=sequences, offset="bottom_right", few=few, share=share)
+        few = has_few(direction, kind_named(sequences), q_len)
+        signature = replace(signature, sequences=kind_named(sequences), offset="bottom_right", few=few, share=share)
     planned = wanted is None and floats == torch.float32
     signature = replace(signature, doubles=floats == torch.float64)
     with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
@@ -213,7 +214,7 @@ def launched(
         "paged": Paged(None, lens[1:], table, page, None),
         "packed_paged": PackedPaged(lens, lens[1:], table, page, None),
     }  # fmt: skip
-    sequences = kinds[made.resolved.code.signature.sequences]
+    sequences = kinds[made.resolved.code.signature.sequences.name]
     if isinstance(sequences, Pages):
         key, value = key[:, :, :page], value[:, :, :page]
     nope, rope = sizes.head_dim - made.resolved.code.signature.widths.rope_dim, None

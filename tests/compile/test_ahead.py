@@ -15,7 +15,6 @@ import weft
 from weft import head, kv_pos, q_pos, score
 from weft.codegen.targets.triton.kernels.measures import LONG_SPANS, RUNS
 from weft.compiler.planning.hardware import by_name
-from weft.compiler.planning.signature import SequenceKind
 from weft.compiler.planning.splits import JOINED_PARTS
 from weft.runtime.build import build_one, jobs_of
 
@@ -396,7 +395,7 @@ NARROW = [("streaming", 32, 16), ("streaming", 24, 8), ("flash", 32, 16)]
     ),
 )
 def test_backwards_of_hopper_are_launched_early_and_wait(
-    name: str, head_dim: int, deterministic: bool, sequences: SequenceKind
+    name: str, head_dim: int, deterministic: bool, sequences: str
 ) -> None:
     """Each kernel waits for the one before it, and all but the last let the next one begin."""
     made = compiled(
@@ -419,7 +418,7 @@ def test_kernels_fit_where_a_program_has_100_kib(direction: Direction, q_len: in
     ("device", "sequences"),
     mostly([("h200", "paged"), ("a100", "dense"), ("l40s", "paged")], [("h200", "dense"), ("h200", "packed_paged")]),
 )
-def test_decode_is_launched_early_and_waits(device: str, sequences: SequenceKind) -> None:
+def test_decode_is_launched_early_and_waits(device: str, sequences: str) -> None:
     """On GPUs that can, both kernels wait for the one before them, and let the next one begin."""
     made = compiled(
         VARIANTS["causal"], "forward", 128, device=device, schedule="split_kv", sequences=sequences, q_len=1
@@ -446,7 +445,7 @@ def test_addresses_of_narrow_tiles(schedule: str, head_dim: int, value_dim: int)
 
 
 @pytest.mark.parametrize("sequences", mostly(("paged",), ("dense", "lengths")))
-def test_decode_steps_are_built_ahead(sequences: SequenceKind, tmp_path: Path) -> None:
+def test_decode_steps_are_built_ahead(sequences: str, tmp_path: Path) -> None:
     with weft.settings(cache_dir=tmp_path):
         for job in jobs_of(
             [VARIANTS["causal"]], device="h200", head_dims=[128], directions=[], sequences=[sequences], decode=[4]

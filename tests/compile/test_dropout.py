@@ -6,7 +6,6 @@ import pytest
 
 import weft
 from weft import masks
-from weft.compiler.planning.signature import SequenceKind
 
 pytest.importorskip("triton")
 from .ahead import Kernel, compiled, count_opcode
@@ -103,7 +102,7 @@ SPILLED_KEYS = 3  # keys of rounds, which a drawer of sequences with lengths may
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 @pytest.mark.parametrize("width", [64, 128])
-def test_the_hopper_backward_of_sequences(width: int, sequences: SequenceKind) -> None:
+def test_the_hopper_backward_of_sequences(width: int, sequences: str) -> None:
     """Its loops are those of the dense kernel."""
     dense, own = (
         compiled(DROPPED, "backward", width, target="hopper", sequences=s).kernels["flash_backward"]
@@ -120,7 +119,7 @@ def test_the_hopper_backward_of_sequences(width: int, sequences: SequenceKind) -
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequences", ["dense", "packed"])
 @pytest.mark.parametrize(("width", "value_dim"), [(64, 64), (128, 128), (192, 128)])
-def test_the_hopper_backward_in_two_passes(width: int, value_dim: int, sequences: SequenceKind) -> None:
+def test_the_hopper_backward_in_two_passes(width: int, value_dim: int, sequences: str) -> None:
     """Nothing is spilled: numbers of a consumer's own pairs cost six instructions each, bits of drawers five."""
     given = {"target": "hopper", "value_dim": value_dim, "sequences": sequences, "deterministic": True}
     made = compiled(DROPPED, "backward", width, **given)

@@ -13,6 +13,7 @@ from weft.codegen.ahead import compilations
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import FEW_QUERIES, Dtypes, Signature, Widths
+from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 
@@ -41,7 +42,13 @@ def compiled(variant, kind, heads, q_len, page, form, few=True):
     width = rank + variant.latent.rope
     offset = "number" if kind == "dense" else "bottom_right"
     signature = Signature(
-        "forward", "sm_90", Dtypes.all("bf16"), Widths(width, rank, 0, True), sequences=kind, offset=offset, few=few
+        "forward",
+        "sm_90",
+        Dtypes.all("bf16"),
+        Widths(width, rank, 0, True),
+        sequences=kind_named(kind),
+        offset=offset,
+        few=few,
     )
     query, out = (torch.empty(2, heads, q_len, n, dtype=torch.bfloat16) for n in (width, rank))
     if kind == "packed_paged":

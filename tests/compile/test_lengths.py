@@ -7,7 +7,7 @@ import pytest
 import weft
 from weft import kv_pos, q_pos
 from weft.codegen.targets.triton.kernels.measures import RUNS
-from weft.compiler.planning.signature import PACKED, PAGED
+from weft.compiler.planning.sources import kind_named
 
 pytest.importorskip("triton")
 from ..support import mostly
@@ -51,9 +51,11 @@ def test_loops_of_hopper_are_those_of_dense_kernels(sequences, direction, dim, v
         compiled(CAUSAL, direction, dim, value_dim=value_dim, sequences=s, target="hopper").kernels
         for s in ("dense", sequences)
     )
-    limit = 1.13 if sequences in PAGED else 1.03  # beside eight blocks of a tile ptxas packs predicates of edge tiles
+    limit = (
+        1.13 if kind_named(sequences).keys.pooled else 1.03
+    )  # beside eight blocks of a tile ptxas packs predicates of edge tiles
     assert made.keys() - LISTS == dense.keys()
-    assert bool(made.keys() & LISTS) == (sequences in PACKED)
+    assert bool(made.keys() & LISTS) == kind_named(sequences).rows.packed
     for name, kernel in dense.items():
         own = made[name]
         assert own.sram <= kernel.sram + 256 and not own.serialised, name

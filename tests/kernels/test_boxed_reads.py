@@ -88,7 +88,7 @@ class Run:
         direction, kernel = ("backward", "flash_backward") if wanted else ("forward", "flash_forward")
         signature = Signature(
             direction, "sm_90", Dtypes.all("bf16" if dtype == torch.bfloat16 else "fp16"), Widths(WIDTH, WIDTH),
-            sequences=sequences.kind, offset="number" if sequences.kind == "dense" else "bottom_right", boxed=boxed,
+            sequences=sequences.kind, offset="bottom_right" if sequences.kind.ragged else "number", boxed=boxed,
             wanted=wanted,
         )  # fmt: skip
         schedule = self.form and f"flash/{kernel}=hopper:{self.form}"

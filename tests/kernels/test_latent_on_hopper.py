@@ -15,6 +15,7 @@ from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets.hopper import latent_launcher
 from weft.compiler.planning.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
 from weft.runtime.variant import offset_kind
@@ -51,7 +52,7 @@ def launcher_of(declared, kind, dtype=torch.bfloat16, form=None, seed=0, edit=No
     rank, rope = declared.latent.rank, declared.latent.rope
     signature = Signature(
         "forward", "sm_90", Dtypes.all({torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]),
-        Widths(rank + rope, rank, 0, True), sequences=kind, few=few,
+        Widths(rank + rope, rank, 0, True), sequences=kind_named(kind), few=few,
         offset=offset or ("number" if kind == "dense" else "bottom_right"),
     )  # fmt: skip
     schedule = form and f"split_kv/split_forward=hopper:{form}"
@@ -76,7 +77,7 @@ def run(
     """out, lse and the number of parts of each sequence."""
     rank, width = declared.latent.rank, query.shape[3]
     offset = offset_kind(sequences.q_offset)
-    launcher = launcher_of(declared, sequences.kind, query.dtype, form, seed, edit, few, offset)
+    launcher = launcher_of(declared, sequences.kind.name, query.dtype, form, seed, edit, few, offset)
     launcher.device.at_once = at_once
     call = Call(query, key, None, None, operands or {}, sequences, Choices(), head_dim or width)
     nan = float("nan")
@@ -95,7 +96,7 @@ def run(
     launcher(call, results, workspace, partition)
     joins = workspace["joins"]
     lse = results["lse"].sum(0) if launcher.job.shifts else results["lse"]
-    places = slice(1, -1, 2) if sequences.kind != "packed_paged" else slice(3, None, 2) if few else slice(4, None, 4)
+    places = slice(1, -1, 2) if not sequences.kind.is_mixed else slice(3, None, 2) if few else slice(4, None, 4)
     return results["out"], lse, joins[places].tolist()
 
 

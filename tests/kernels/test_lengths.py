@@ -8,6 +8,7 @@ import torch
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_len, q_pos, score
 from weft.codegen.launch import launching
+from weft.compiler.planning.sources import kind_named
 from weft.runtime.driver import builds
 
 from ..support import check_variant, long_from, poisoned
@@ -343,7 +344,7 @@ def test_the_list_of_tiles(lens, most_sorted):
     from weft.runtime.driver import compile_kernels
 
     signature = Signature(
-        "forward", "cpu", Dtypes.all("fp32"), Widths(16, 16), sequences="packed", offset="bottom_right"
+        "forward", "cpu", Dtypes.all("fp32"), Widths(16, 16), sequences=kind_named("packed"), offset="bottom_right"
     )
     module = compile_kernels(CAUSAL, signature, this_machine(), "interpret").modules[0]
     starts = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)

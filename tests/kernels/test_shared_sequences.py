@@ -9,6 +9,7 @@ from weft.codegen.launch.division import Division
 from weft.codegen.launch.launcher import KernelLauncher
 from weft.codegen.launch.shared import SharedLauncher
 from weft.compiler.planning.signature import MOST_SHARED, MOST_SHORT, has_few, share_of
+from weft.compiler.planning.sources import PACKED, PACKED_PAGED
 from weft.compiler.planning.splits import Parts
 from weft.runtime.driver import builds
 from weft.runtime.variant import variant_of
@@ -156,12 +157,12 @@ def test_what_has_no_divided_keys_is_flash_for_all():
 @pytest.mark.parametrize("number", [1, 2, 8, 300, MOST_SHARED, MOST_SHARED + 1])
 def test_shares(number):
     few, most = number + MOST_SHORT - 1, MOST_SHORT * number
-    assert has_few("forward", "packed_paged", few, number)
-    assert share_of("forward", "packed_paged", few, number) == "all"
+    assert has_few("forward", PACKED_PAGED, few, number)
+    assert share_of("forward", PACKED_PAGED, few, number) == "all"
     long = "long" if 1 < number <= MOST_SHARED else "all"
-    assert share_of("forward", "packed_paged", most + number, number) == long
-    assert not has_few("forward", "packed_paged", most + number, number)
-    assert share_of("forward", "packed", most + number, number) == "all"
+    assert share_of("forward", PACKED_PAGED, most + number, number) == long
+    assert not has_few("forward", PACKED_PAGED, most + number, number)
+    assert share_of("forward", PACKED, most + number, number) == "all"
 
 
 def test_a_plan_has_both():

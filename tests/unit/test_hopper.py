@@ -25,6 +25,7 @@ from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.form import parse_form
 from weft.compiler.planning.hardware import H200
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.compiler.planning.sources import DENSE, PACKED_PAGED, kind_named
 from weft.runtime.driver import resolve
 
 causal = kv_pos <= q_pos
@@ -260,7 +261,7 @@ def test_addresses_and_strides_that_are_used_are_multiples_of_16_bytes(size, str
     odd = torch.empty(1 << 18, dtype=torch.bfloat16).as_strided(size, stride, offset)
     for name in ("query", "key", "value"):
         call = SimpleNamespace(**{**dict.fromkeys(("query", "key", "value"), sound), "rope": None, name: odd})
-        found = HopperTarget().misfit(SimpleNamespace(sequences="dense"), call)
+        found = HopperTarget().misfit(SimpleNamespace(sequences=DENSE), call)
         assert found is None if fits else f"hopper: {name}: its address and strides" in found
 
 
@@ -275,7 +276,7 @@ def test_addresses_and_strides_that_are_used_are_multiples_of_16_bytes(size, str
 def test_a_rotary_key_has_one_head_at_such_an_address(rope, reason):
     sound = torch.empty(2, 4, 8, 128, dtype=torch.bfloat16)
     call = SimpleNamespace(query=sound, key=sound, value=sound, rope=rope)
-    found = HopperTarget().misfit(SimpleNamespace(sequences="dense"), call)
+    found = HopperTarget().misfit(SimpleNamespace(sequences=DENSE), call)
     assert found is None if reason is None else reason in found
 
 
@@ -293,7 +294,7 @@ def test_batch_rows_of_sequences_with_lengths_are_a_whole_number_of_rows_apart(s
     sound = torch.empty((2, 4, 256, 64), dtype=torch.bfloat16)
     key = torch.empty(1 << 20, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride)
     found = HopperTarget().misfit(
-        SimpleNamespace(sequences="lengths"), SimpleNamespace(query=sound, key=key, value=sound, rope=None)
+        SimpleNamespace(sequences=kind_named("lengths")), SimpleNamespace(query=sound, key=key, value=sound, rope=None)
     )
     assert (
         found is None
@@ -308,7 +309,7 @@ def test_rows_that_end_anywhere(stride):
     box = RaggedBox(torch.empty(1 << 21, dtype=torch.bfloat16).as_strided((2, 4, 256, 64), stride), 64)
     part = '{% import "hopper/parts/sequences.py.jinja" as seq with context %}'
     render = environment().from_string(part + '{{ seq.at("key", "head", "row", "8", "length") }}')
-    text = render.render(sequences="lengths", offset_kind="bottom_right")
+    text = render.render(sequences=kind_named("lengths"), offset_kind="bottom_right")
     for batch, head, row, length in ((0, 0, 0, 1), (1, 3, 77, 78), (1, 2, 0, 256), (0, 1, 78, 77), (1, 1, 5, 0)):
         names = {"key_start": batch * (stride[0] // stride[2]), "head": head, "row": row, "length": length}
         place = eval(text, {"WRAP": 2**30, "LAST_ROW": 2**30, **names})
@@ -393,7 +394,7 @@ def test_calls_whose_gradient_of_pairs_goes_to_triton() -> None:
         (64, 2, ALL, {"deterministic": True}),
     ):  # fmt: skip
         assert "hopper" not in chosen(BIASED, head_dim, boxed, wanted, **more)
-    assert "p2" in chosen(BIASED, 64, 2, ALL, sequences="lengths", offset="bottom_right")
+    assert "p2" in chosen(BIASED, 64, 2, ALL, sequences=kind_named("lengths"), offset="bottom_right")
     assert (
         chosen(BIASED, 64, 4, ALL - {"pairs"}) == "flash/flash_backward=hopper:64x128s2p4+ahead"
     )  # read, but without one
@@ -425,7 +426,7 @@ def test_a_form_says_what_it_wants_of_the_operand() -> None:
 def test_measured_masks_of_packed_queries_over_pages_go_to_triton(name: str) -> None:
     """What is measured would have places of packed rows and of padded ones: nothing is, and no module measures it."""
     signature = Signature(
-        "forward", "sm_90", Dtypes.all("bf16"), Widths(64, 64), sequences="packed_paged", offset="bottom_right"
+        "forward", "sm_90", Dtypes.all("bf16"), Widths(64, 64), sequences=PACKED_PAGED, offset="bottom_right"
     )
     found = resolve(VARIANTS[name], signature, H200)
     assert found.target.name == ("hopper" if name == "causal" else "triton")

@@ -7,6 +7,7 @@ import torch
 
 from weft.compiler.analysis.places import by_difference, differ_by_pair, read_once, summed_over
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
+from weft.compiler.planning.sources import LENGTHS, PACKED
 from weft.compiler.planning.tables import Way, ways_of
 from weft.ir.expr import Load, scalar, tensor
 from weft.ir.parse import parse
@@ -91,12 +92,12 @@ LISTED, DIAGONAL = Way("pairs", "list"), Way("diagonals", "list")
     ("text", "more", "way"),
     [
         ("b4[batch, head, q_pos, kv_pos]", {}, STORED),
-        ("b4[batch, head, q_pos, kv_pos]", {"sequences": "packed"}, STORED),
+        ("b4[batch, head, q_pos, kv_pos]", {"sequences": PACKED}, STORED),
         ("b3[head, q_pos, kv_pos]", {}, SUMMED),
         ("b3[head, q_pos, kv_pos]", {"offset": "per_row"}, LISTED),
-        ("b3[head, q_pos, kv_pos]", {"sequences": "lengths"}, LISTED),
-        ("b3[head, q_pos, kv_pos]", {"sequences": "packed", "atomics": True}, Way("queries", "add")),
-        ("b2[head, abs(q_pos - kv_pos)]", {"sequences": "packed"}, DIAGONAL),
+        ("b3[head, q_pos, kv_pos]", {"sequences": LENGTHS}, LISTED),
+        ("b3[head, q_pos, kv_pos]", {"sequences": PACKED, "atomics": True}, Way("queries", "add")),
+        ("b2[head, abs(q_pos - kv_pos)]", {"sequences": PACKED}, DIAGONAL),
         ("b2[head, q_pos // 2 * 8 + kv_pos]", {}, LISTED),
         ("b2[head, q_pos // 2 * 8 + kv_pos]", {"atomics": True}, Way("pairs", "add")),
         ("b3[batch, head, q_pos // 2 * 8 + kv_pos]", {"atomics": True}, Way("queries", "add")),
@@ -112,6 +113,6 @@ def test_ways(text: str, more: dict[str, object], way: Way) -> None:
 
 def test_what_is_summed_by_atomic_additions_alone_is_named() -> None:
     read = load("b3[head, q_pos, kv_pos]")
-    assert ways_of([(read, "pair")], signature(sequences="packed")).refused is read
+    assert ways_of([(read, "pair")], signature(sequences=PACKED)).refused is read
     both = [(read, "pair"), (load("b2[q_pos, kv_pos]"), "pair")]
     assert ways_of(both, signature()).of_reads == (SUMMED, LISTED)  # type: ignore[arg-type]

@@ -89,6 +89,20 @@ def test_signatures_have_one_maker() -> None:
     assert {place.split(":")[0] for place in made if "inspect" not in place} == {"compiler/planning/signature.py"}
 
 
+def test_kinds_of_sequences_are_asked_for_fields() -> None:
+    """Their names are words of users alone: of `weft build`, and of the module that has the records."""
+    own = ("compiler/planning/sources.py", "runtime/build.py", "api/cli.py")
+    named = [
+        p for room in ("compiler", "codegen", "runtime", "api") for p in places(room, r"[\"'](packed_paged|paged)[\"']")
+    ]
+    assert {place.split(":")[0] for place in named} <= set(own)
+    by_name = r"(sequences|kind)(\.name)? *(==|!=|in) *[({]?[\"'](dense|lengths|packed|paged)"
+    compared = [place for room in ("compiler", "codegen", "runtime", "api") for place in places(room, by_name)]
+    assert compared == []
+    for template in sorted((TOP / "templates").rglob("*.jinja")):
+        assert not re.search(r"sequences(\.name)? *(==|!=|in\b)", template.read_text()), template
+
+
 def test_kernels_of_one_name_differ_by_their_ids() -> None:
     from weft.codegen.targets.hopper.kernels import backward, forward, statistics
 

@@ -18,7 +18,8 @@ from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
-from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
+from ....compiler.planning.signature import Direction, Signature, Widths
+from ....compiler.planning.sources import DENSE, not_in_order
 from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place, Printing
 from ....ir.attention import Attention
 from ....ir.errors import UnavailableError, WeftError
@@ -63,7 +64,11 @@ class CpuTarget:
             return "cpu: the operands are on a GPU"
         if signature.dtype not in COMPUTED:
             return f"cpu: expected {', '.join(sorted(COMPUTED))} operands, got {signature.dtype}"
-        lacking = lacks(facts.attention.weighs, self.family)
+        lacking, rows = lacks(facts.attention.weighs, self.family), signature.sequences
+        if lacking is None and rows.is_outside:
+            lacking = f"has no text for {rows} sequences; they are computed by targets triton and interpret"
+        if not rows.in_order:
+            lacking = f"{not_in_order(rows)} are computed by targets triton and interpret"
         return None if lacking is None else f"cpu: {lacking}"
 
     def misfit(self, signature: Signature, call: CallTensors) -> str | None:
@@ -211,7 +216,7 @@ def weighs_short(facts: Facts, signature: Signature) -> bool:
     """Whether short calls may be torch's product, softmax and product, whose weights are kept for the backward."""
     widths, scale = signature.widths, _scale(facts)
     return (
-        signature.sequences == "dense"
+        not signature.sequences.ragged
         and not (widths.value_is_key or widths.rope_dim)
         and scale is not None
         and is_uniform(scale)
@@ -261,7 +266,7 @@ class _CpuLauncher:
         form = code.kernels[-1].form
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         widths = code.signature.widths
-        dense = code.signature.sequences == "dense"
+        dense = not code.signature.sequences.ragged
         plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
         self.direct = self._direct() if plain else _never
         self.keeping = self._keeping() if plain and hasattr(module, "attended_at_once") else None
@@ -308,7 +313,7 @@ class _CpuLauncher:
         sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
         packer = Packer(sources, ())
         conditions = [
-            "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False),
+            "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False, DENSE.keys),
             "query_sd == key_sd == value_sd == 1", f"isinstance(q_offset, int) and -{2**30} < q_offset < {2**30}",
         ]  # fmt: skip
         for condition in conditions:
@@ -360,7 +365,7 @@ class _CpuLauncher:
             where: Any = call.q_offset
         else:
             rows = ragged.rows(call.query, call.key)
-            where = runs_of(rows, ragged.kind in PACKED, self.sink, ragged.tensors.get("table"))
+            where = runs_of(rows, ragged.kind.rows.packed, self.sink, ragged.tensors.get("table"))
         arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)

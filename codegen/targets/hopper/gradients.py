@@ -34,7 +34,7 @@ def stores_first(signature: Signature, facts: Facts) -> bool:
     query are two pieces, nothing was gained (docs/experiments.md). Query heads that share keys go without (a number of
     the launch).
     """
-    plain = signature.sequences == "dense" and signature.offset != "per_row" and facts.tile_source == "program"
+    plain = not signature.sequences.ragged and signature.offset != "per_row" and facts.tile_source == "program"
     if not plain or facts.attention.drops or (facts.boxed_read is not None and signature.boxed):
         return False
     return len(key_pieces(piecewise(signature.widths.head_dim), signature.widths)) == 1 and facts.first_key_is_seen

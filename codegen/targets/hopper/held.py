@@ -12,7 +12,7 @@ from ....compiler.analysis.records import Traits
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.segments import Segments
-from ....compiler.planning.signature import PAGED, Widths
+from ....compiler.planning.signature import Widths
 from ..gluon.program import Columns, Program
 from .forms import ROWS
 from .gradients import OWNED_BY_KEYS, stores_boxes, stores_first, sums_of_keys
@@ -89,7 +89,7 @@ def held_by(code: CodePlan, facts: Facts) -> Held:
     found = planned(code.segments, facts.traits)
     read = facts.boxed_read if code.brings_boxes else None
     found = replace(
-        found, ones="1, 1" if signature.sequences == "dense" else "1, 1, 1", paged=signature.sequences in PAGED,
+        found, ones="1, 1, 1" if signature.sequences.ragged else "1, 1", paged=signature.sequences.keys.pooled,
         box_rank=read.tensor.rank if read is not None else 2,
     )  # fmt: skip
     if signature.direction == "forward":

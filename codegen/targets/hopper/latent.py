@@ -11,7 +11,7 @@ from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments
-from ....compiler.planning.signature import PAGED, Signature
+from ....compiler.planning.signature import Signature
 from ....compiler.planning.target import CallTensors, Context
 from ...launch.descriptors import is_ragged_readable, is_readable
 from .forms import ROWS, HopperLatentForm
@@ -45,14 +45,14 @@ def latent_misfit(signature: Signature, call: CallTensors) -> str | None:
         )
     if not is_readable(call.query):
         return "hopper: query: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
-    ragged = signature.sequences != "dense"
+    ragged = signature.sequences.ragged
     if not (is_ragged_readable(call.key) if ragged else is_readable(call.key)):
         return (
             "hopper: key: its address and strides must be multiples of 16 bytes for the tensor memory accelerator"
             + (", and blocks or batch rows must lie a whole number of rows apart" if ragged else "")
         )
     page = call.key.shape[2]
-    if signature.sequences in PAGED and page < LEAST_PAGE:
+    if signature.sequences.keys.pooled and page < LEAST_PAGE:
         return small_pages(page)
     return None
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from ....compiler.planning.buffer import ALWAYS, Buffer
 from ....compiler.planning.kernel import Kernel
-from ....compiler.planning.signature import PACKED
 from ....compiler.planning.target import CallTensors
 from ...launch.binding import Binding
 from ...launch.descriptors import Described, Descriptors, HeadsBox, of_rows
@@ -32,7 +31,7 @@ class LatentKernels(OwnPart):
         form = division.form
         assert isinstance(form, HopperLatentForm)
         self._form = form
-        self._is_packed, self._is_few = job.sequences in PACKED, job.signature.few
+        self._is_packed, self._is_few = job.sequences.rows.packed, job.signature.few
         width = job.signature.widths.head_dim
         query, key = Described("query", HeadsBox, width), of_rows(job, "key", width)
         found = {"query_desc": query, "query_rotary_desc": query, "key_desc": key, "key_rotary_desc": key}
@@ -67,7 +66,7 @@ class LatentKernels(OwnPart):
         """How many shares, each of so many programs, keep the machine busy where they are equal; 0: they need not be,
         as sequences have the same length, programs are many, or rows, whose parts would take much memory."""
         at_once = self._job.device.processors()
-        if self._job.sequences == "dense" or batches * units >= MANY * at_once or not self._is_few:
+        if not self._job.sequences.ragged or batches * units >= MANY * at_once or not self._is_few:
             return 0
         few = -(-units // at_once)
         shares = {waves: waves * at_once // units for waves in range(few, few + 4)}
@@ -132,7 +131,7 @@ class LatentKernels(OwnPart):
     def _tiles(self, binding: Binding) -> Mapping[str, Sequence[int]]:
         """The tile of each descriptor, by its name."""
         heads, page = int(str(binding.constants["HEADS"])), int(str(binding.constants.get("PAGE") or 0))
-        queries, ones = self._form.block_q // heads, [1, 1] if self._job.sequences == "dense" else [1, 1, 1]
+        queries, ones = self._form.block_q // heads, [1, 1, 1] if self._job.sequences.ragged else [1, 1]
         keys = min(page or self._form.block_kv, self._form.block_kv)
         blocks = {"query": [1, queries, heads], "key": [*ones, keys]}
         columns = {"": self._form.piece, "_rotary": ROTARY_COLUMNS}

@@ -11,7 +11,6 @@ from ....compiler.analysis.records import OperandGradient
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
-from ....compiler.planning.signature import PACKED
 from ....compiler.planning.target import Named
 from ....ir.expr import Load
 from ...launch.binding import Binding
@@ -87,7 +86,7 @@ class Tiled:
         self._job, self.pieces = job, pieces
         self.columns, self.value_columns = columns_of(job.signature.widths)
         # sizes of a tile before its rows
-        self.ones = [1, 1] if job.sequences == "dense" else [1, 1, 1]
+        self.ones = [1, 1, 1] if job.sequences.ragged else [1, 1]
         # what is added to the name of a key whose heads share some columns: those are a tensor of their own
         self.apart = "".join(map(str, job.own_keys))
         results = ("dquery", "dkey", "dvalue") if job.backward else ()
@@ -148,7 +147,7 @@ class HopperForward(OwnPart):
     @property
     def neighbours(self) -> int:
         """Tiles of queries that consumers of one program visit together."""
-        whole = self._job.sequences == "packed" or self._job.code.tile_source == "lists"
+        whole = self._job.sequences.keys.packed or self._job.code.tile_source == "lists"
         return 1 if whole else self._form.consumers
 
     def tools(self) -> dict[str, Any]:
@@ -163,7 +162,7 @@ class HopperForward(OwnPart):
             **self._tiled.steps(),
             "lse_ptr": "lse",
             "n_heads": "heads",
-            "query_tiles": "q_slots" if self._job.sequences in PACKED else f"(q_len + {block_q - 1}) // {block_q}",
+            "query_tiles": "q_slots" if self._job.sequences.rows.packed else f"(q_len + {block_q - 1}) // {block_q}",
             "kv_bytes": self._tiled.head_bytes,
             "heads_together": "sharing_l2(batch_heads, kv_bytes)",
         }  # fmt: skip
@@ -201,7 +200,7 @@ class HopperBackward(OwnPart):
 
     def readable(self, results: Named) -> Named:
         """Hooks of the user may have made them."""
-        ragged = self._job.sequences != "dense"
+        ragged = self._job.sequences.ragged
         return {**results, **{name: readable(results[name], ragged) for name in ("out", "dout")}}
 
     @property
@@ -224,7 +223,7 @@ class HopperBackward(OwnPart):
     def _of_tiles(self) -> list[Buffer]:
         """Statistics of the rows of query tiles, and sums of dQ with what counts them. Where there is a kernel of
         statistics, it clears these."""
-        found, packed = [], self._job.sequences == "packed"
+        found, packed = [], self._job.sequences.keys.packed
         clears = self._has_sums and not self._has_statistics
         # a sequence without queries has a tile that nobody writes, and that its keys visit
         if self._has_statistics:
@@ -257,13 +256,13 @@ class HopperBackward(OwnPart):
 
     def level_sums(self, mode: Mode) -> str:
         """Two numbers a head."""
-        number = "n_sequences" if self._job.sequences == "packed" else "batches"
+        number = self._job.sequences.number
         return f"2 * {number} * heads" if self._job.levels else "0"
 
     def sum_buffers(self, n: int, gradient: OperandGradient, mode: Mode) -> list[Buffer]:
         if gradient.kind == "pair":
             return [self._of_pairs(n)]
-        packed, ragged = self._job.sequences == "packed", self._job.sequences != "dense"
+        packed, ragged = self._job.sequences.keys.packed, self._job.sequences.ragged
         # some slots have no tile, some keys no head that sees them, some rows no sequence
         whole = gradient.kind in ("total", "sink", "row") and not (packed or (ragged and gradient.kind == "row"))
         shape = "batches", "heads", self._sums_of_a_head(gradient.kind)
@@ -274,7 +273,7 @@ class HopperBackward(OwnPart):
         if kind in ("row", "column"):
             return "q_len" if kind == "row" else "kv_len"
         number = self._tiles_of_a_slot if kind == "sink" else CONSUMERS
-        if self._job.sequences == "packed":
+        if self._job.sequences.keys.packed:
             return f"q_slots * {number}"
         if kind == "sink":
             return "query_tiles"
@@ -292,7 +291,7 @@ class HopperBackward(OwnPart):
 
     # -- the vocabulary ------------------------------------------------------------------------------------------------
     def rows(self, mode: Mode) -> dict[str, str]:
-        form, tiled, packed = self._form, self._tiled, self._job.sequences == "packed"
+        form, tiled, packed = self._form, self._tiled, self._job.sequences.keys.packed
         floats = {"statistics": self._statistics_of_a_tile} if self._has_statistics else {}
         if self._has_sums:
             floats["dquery_sums"] = sums_of_a_tile(form, self._job.signature.widths)
@@ -314,7 +313,7 @@ class HopperBackward(OwnPart):
         """Of the kernel that owns queries."""
         block = self._query_form.block_q
         return {
-            "own_tiles": "q_slots" if self._job.sequences == "packed" else f"(q_len + {block - 1}) // {block}",
+            "own_tiles": "q_slots" if self._job.sequences.keys.packed else f"(q_len + {block - 1}) // {block}",
             "kv_bytes": self._tiled.head_bytes,
             "heads_sharing_keys": "sharing_l2(batch_heads, kv_bytes)",
         }
@@ -340,7 +339,7 @@ class HopperBackward(OwnPart):
             return one_an_sm(self._job, units) if self._is_persistent else units
         if kernel.name == "flash_dquery":
             return "own_tiles * batch_heads"
-        if self._job.sequences == "packed" and self._tiles_of_a_slot > 1:
+        if self._job.sequences.keys.packed and self._tiles_of_a_slot > 1:
             return f"own_tiles * {self._tiles_of_a_slot} * batch_heads"
         return "query_tiles * batch_heads"
 

@@ -11,6 +11,7 @@ from ....compiler.analysis.places import read_once
 from ....compiler.planning.distances import tables_of
 from ....compiler.planning.dtypes import FP16, HALVES
 from ....compiler.planning.signature import Signature, Widths
+from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
 from ...normalizers import lacks, softmax_only
 from ..triton.target import has_triton, tiles_by_head
@@ -33,6 +34,10 @@ class Case:
     def __init__(self, signature: Signature, facts: Facts) -> None:
         self.signature, self.facts, self.attention = signature, facts, facts.attention
         self.widths: Widths = signature.widths
+
+    @property
+    def sequences(self) -> SequenceKind:
+        return self.signature.sequences
 
     @cached_property
     def by_distance(self) -> bool:
@@ -83,6 +88,11 @@ COMMON = (
         lambda c: f"needs bf16 or fp16 operands, got {c.signature.dtype}",
     ),
     Refusal(lambda c: lacks(c.attention.weighs, "hopper"), lambda c: str(lacks(c.attention.weighs, "hopper"))),
+    Refusal(lambda c: not c.sequences.in_order, lambda c: f"{not_in_order(c.sequences)} are {_BY_TRITON}"),
+    Refusal(
+        lambda c: not c.sequences.keys.is_box or c.sequences.is_outside,
+        lambda c: f"tiles of {c.sequences} sequences are no boxes that TMA is told of; they are {_BY_TRITON}",
+    ),
 )
 
 # -- latent caches -----------------------------------------------------------------------------------------------------
@@ -98,7 +108,7 @@ LATENT = (
             f"{ROTARY_COLUMNS}, got {_rank(c)} and {_rotary(c)}; {_BY_TRITON}"
         ),
     ),
-    Refusal(lambda c: c.signature.sequences == "packed", f"packed keys of latent caches are {_BY_TRITON}"),
+    Refusal(lambda c: c.signature.sequences.keys.packed, f"packed keys of latent caches are {_BY_TRITON}"),
     Refusal(lambda c: c.attention.drops, f"latent caches with dropout are {_BY_TRITON}"),
     Refusal(
         lambda c: c.facts.traits.measured is not None,
@@ -158,7 +168,7 @@ _MASKS = (
         lambda c: f"a mask that reads a tensor by both positions {_no_cells(c)} is for the triton target",
     ),
     Refusal(
-        lambda c: c.signature.sequences == "packed_paged" and c.facts.traits.measured is not None,
+        lambda c: c.signature.sequences.is_mixed and c.facts.traits.measured is not None,
         f"masks that read tensors, of packed queries over pages, are {_BY_TRITON}",
     ),
 )

@@ -19,7 +19,7 @@ from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, segments_of
-from ....compiler.planning.signature import PACKED, PAGED, Direction, Signature, Widths
+from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError, counted
@@ -111,7 +111,7 @@ class HopperTarget:
                 kernels = tuple(k for k in kernels if k.name != "row_statistics")
             kernels += (DIAGONAL_SUMS,) if sums_diagonals(signature, facts) else ()
         found = with_measuring(kernels, facts.traits.measured)
-        found = with_work(found) if signature.sequences in PACKED else found
+        found = with_work(found) if signature.sequences.rows.packed else found
         return with_tables_made(found, tables_of(facts, algorithm, signature))
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -128,7 +128,7 @@ class HopperTarget:
         """Tensors that the tensor memory accelerator cannot read in place."""
         if call.value is None:
             return latent_misfit(signature, call)
-        ragged = signature.sequences != "dense"
+        ragged = signature.sequences.ragged
         shared = {} if call.rope is None else {"rotary key": call.rope}
         for name, tensor in {"query": call.query, "key": call.key, "value": call.value, **shared}.items():
             if not is_readable(tensor):
@@ -137,7 +137,7 @@ class HopperTarget:
                     "accelerator"
                 )
             if ragged and not is_ragged_readable(tensor):
-                rows = "blocks" if signature.sequences in PAGED and name != "query" else "batch rows"
+                rows = "blocks" if signature.sequences.keys.pooled and name != "query" else "batch rows"
                 return (
                     f"hopper: {name}: with lengths, {rows} must lie a whole number of rows of a head apart; its "
                     f"strides are {list(tensor.stride())}"
@@ -145,7 +145,7 @@ class HopperTarget:
         if call.rope is not None and call.rope.shape[1] != 1:
             return f"hopper: a rotary key of {counted(call.rope.shape[1], 'head')} is for the triton target"
         page = call.key.shape[2]
-        if signature.sequences in PAGED and page < LEAST_PAGE:
+        if signature.sequences.keys.pooled and page < LEAST_PAGE:
             return small_pages(page)
         return None
 

@@ -11,7 +11,7 @@ from ....compiler.planning import quantities as formulas
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
-from ....compiler.planning.signature import MOST_SHORT, PACKED, starts_early
+from ....compiler.planning.signature import MOST_SHORT, starts_early
 from ....compiler.planning.splits import JOINED_PARTS, tile_rows
 from ....compiler.planning.tables import Way
 from ....compiler.planning.target import CallTensors
@@ -96,7 +96,7 @@ class TritonKernels(OwnPart):
         return Buffer(name, ("batches", "heads", "q_len", "16 * row_units"), "query.dtype")
 
     def sum_buffers(self, n: int, gradient: OperandGradient, mode: Mode) -> list[Buffer]:
-        job, dense = self._job, self._job.sequences == "dense"
+        job, dense = self._job, not self._job.sequences.ragged
         if (way := job.ways.of_reads[n]) is not None:
             return self._of_pairs(n, way, mode)
         if gradient.kind == "sink" and dense:
@@ -111,7 +111,7 @@ class TritonKernels(OwnPart):
         """Partial sums of one read's gradient, as the kernels of a schedule leave them."""
         algorithm = self._job.algorithm
         form = self._job.blocks(_SUMMED_BY[algorithm, kind == "column"], mode)
-        q_tiles = "q_slots" if self._job.sequences == "packed" else f"({Q_TILES})".format(**form)
+        q_tiles = "q_slots" if self._job.sequences.keys.packed else f"({Q_TILES})".format(**form)
         kv_tiles = f"({KV_TILES})".format(**form)
         match algorithm, kind:
             case "flash", "total":
@@ -129,7 +129,7 @@ class TritonKernels(OwnPart):
 
     def _of_pairs(self, n: int, way: Way, mode: Mode) -> list[Buffer]:
         """Of the sums of a read of pairs: a tensor in the shape of its operand, or a list of sums and entries."""
-        job, dense = self._job, self._job.sequences == "dense"
+        job, dense = self._job, not self._job.sequences.ragged
         if way.finish == "list":  # by flash_dpairs
             size = pairs_at_once(job, mode), *map(str, job.blocks(DPAIRS, mode).values())
             return listed(job, n, size, NEVER if dense else ALWAYS)
@@ -144,7 +144,7 @@ class TritonKernels(OwnPart):
         if self._job.levels is None:
             return "0"
         tiles = f"batches * ({Q_TILES})".format(**self._job.blocks(DQUERY, mode))
-        return f"2 * heads * {'q_slots' if self._job.sequences == 'packed' else tiles}"
+        return f"2 * heads * {'q_slots' if self._job.sequences.keys.packed else tiles}"
 
     # -- the vocabulary ------------------------------------------------------------------------------------------------
     def rows(self, mode: Mode) -> dict[str, str]:
@@ -163,7 +163,7 @@ class TritonKernels(OwnPart):
             return None
         if kernel.name == "row_statistics":
             text = "padded_len // {BLOCK_Q} * batches * heads"
-        elif job.sequences in PACKED:
+        elif job.sequences.rows.packed:
             text = "q_slots * heads" if kernel.axis == "kv" else "kv_slots * kv_heads"
         else:
             text = _PROGRAMS[kernel.programs]
@@ -219,6 +219,6 @@ class SplitKernels(OwnPart):
         """Tiles of rows that share keys, of all sequences."""
         if self._division.takes_short:
             return f"({MOST_SHORT} * (heads // kv_heads) + {block} - 1) // {block} * n_sequences"
-        if self._job.sequences in PACKED:
+        if self._job.sequences.rows.packed:
             return f"(heads // kv_heads * q_len // {block} + n_sequences + 1)"
         return f"(heads // kv_heads * q_len + {block} - 1) // {block} * batches"

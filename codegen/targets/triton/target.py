@@ -21,7 +21,7 @@ from ....compiler.planning.kernel import Algorithm, Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
-from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
+from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.tables import Owner, ways_of
 from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
 from ....ir.attention import Attention
@@ -88,7 +88,7 @@ class TritonTarget:
             reads = [(load, kind) for load, kind in facts.gradient_kinds if load.tensor.name in wanted]
             owners = ways_of(reads, signature).owners
             kinds: set[str] = {kind for _, kind in reads}
-            if signature.sequences != "dense" and "sink" in kinds:  # each sequence has sinks of its own
+            if signature.sequences.ragged and "sink" in kinds:  # each sequence has sinks of its own
                 kinds.add("total")
             refuses = algorithm != "flash" and not kinds.isdisjoint(PAIR_KINDS)  # `supports` says so of its kernels
             own = [k for k in own if refuses or _OWNS.get(k) in owners or _is_needed(k.name, wanted, kinds)]
@@ -97,7 +97,7 @@ class TritonTarget:
             if algorithm == "flash":
                 own += [k for k in PAIR_SUMS if _OWNS[k] in owners]
         found = with_measuring(own, facts.traits.measured, signature.sequences)
-        found = with_work(found) if signature.sequences in PACKED else found
+        found = with_work(found) if signature.sequences.rows.packed else found
         return with_tables_made(found, tables_of(facts, algorithm, signature)) if found else found
 
     def refusal(self, algorithm: Algorithm, direction: Direction) -> str:
@@ -121,6 +121,7 @@ class TritonTarget:
         return (
             self._undivided(kernel, signature, facts)
             or self._dense_only(kernel, signature, facts)
+            or self._no_lengths(signature, facts)
             or self._lacking(kernel, facts)
             or self._no_gradients(kernel, signature, facts)
         )
@@ -129,7 +130,7 @@ class TritonTarget:
         """Why it does not divide the keys of such calls."""
         if not kernel.shares_keys:
             return None
-        lacking = "dropout" if facts.attention.drops else "packed sequences" if signature.sequences == "packed" else ""
+        lacking = "dropout" if facts.attention.drops else "packed sequences" if signature.sequences.keys.packed else ""
         return f"{self.name}: schedule split_kv has no {lacking}; use schedule='flash'" if lacking else None
 
     def _no_gradients(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
@@ -156,14 +157,22 @@ class TritonTarget:
 
     def _dense_only(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
         """Why it has no such kernel for sequences of their own lengths: of schedules only flash has."""
-        if signature.sequences == "dense":
+        if signature.sequences.alike or is_of_flash(kernel):
             return None
-        if is_of_flash(kernel):
-            return None
+        rows = "sequences of one length" if signature.sequences.in_order else "rows in the order of their positions"
         return (
-            f"{self.name}: schedule {_algorithm(kernel)} computes sequences of one length, got {signature.sequences} "
+            f"{self.name}: schedule {_algorithm(kernel)} computes {rows}, got {signature.sequences} "
             "ones; use schedule='flash'"
         )
+
+    def _no_lengths(self, signature: Signature, facts: Facts) -> str | None:
+        """Why it has no value for a length that the variant reads."""
+        kind = signature.sequences
+        read = {name for expression in facts.attention.expressions for name in symbols(expression)}
+        unknown = sorted(kind.lengths_unknown() & read)
+        if not unknown:
+            return None
+        return f"{self.name}: {unknown[0]} is not the number of rows of {kind} sequences, and the variant reads it"
 
     def _lacking(self, kernel: Kernel, facts: Facts) -> str | None:
         """Why it has no text for the normalizer; schedules other than flash write a softmax out."""
@@ -189,7 +198,7 @@ class TritonTarget:
         if kernel in PAIR_SUMS:
             return square_tilings(kernel, sizes, hardware, parts, traits)
         if kernel.shares_keys:
-            return split_tilings(kernel, sizes, hardware, parts, traits, signature.sequences == "dense")
+            return split_tilings(kernel, sizes, hardware, parts, traits, not signature.sequences.ragged)
         found = tilings(kernel, _algorithm(kernel), sizes, hardware, parts, traits)
         has_tables = traits != facts.traits_with((), signature.doubles)
         of_pairs = any(

@@ -17,7 +17,8 @@ from .....compiler.planning.kernel import KEYS_AGAIN, QUERIES_AGAIN, Again, Kern
 from .....compiler.planning.paces import Pace
 from .....compiler.planning.quantities import Sizes, none
 from .....compiler.planning.records import Stage
-from .....compiler.planning.signature import Direction, SequenceKind
+from .....compiler.planning.signature import Direction
+from .....compiler.planning.sources import DENSE, SequenceKind
 from .....compiler.planning.stage_words import EACH_KV, EACH_Q, ONCE, Tiles, computes, loads, stores
 from ..forms import Tiling
 
@@ -171,7 +172,7 @@ class Visitor(NamedTuple):
         def own_form(visitor: Form | None, sequences: SequenceKind) -> Form:
             assert visitor is not None
             # of packed sequences the list of work has whole tiles, and so have lists
-            rows = visitor.block_q if whole or sequences == "packed" else visitor.span_rows
+            rows = visitor.block_q if whole or sequences.keys.packed else visitor.span_rows
             return Tiling(rows, visitor.block_kv, warps, 1)
 
         given = {"visits": "none", "again": KEYS_AGAIN if self.axis == "kv" else QUERIES_AGAIN, **given}
@@ -352,7 +353,7 @@ def cells_kernel(direction: Direction, measuring: Measuring) -> Kernel:
 
 
 def with_measuring(
-    kernels: Sequence[Kernel], measuring: Measuring | None, sequences: SequenceKind = "dense"
+    kernels: Sequence[Kernel], measuring: Measuring | None, sequences: SequenceKind = DENSE
 ) -> list[Kernel]:
     """The kernels, and before each that visits measured tiles the one that measures them; None where nothing is.
 
@@ -362,10 +363,10 @@ def with_measuring(
     lists = measuring is not None and measuring.source == "lists"
     if measuring is None or (lists and any(k.divides for k in kernels)) or not any(k.visits_measured for k in kernels):
         return list(kernels)
-    if sequences == "packed_paged":
+    if sequences.is_mixed:
         return list(kernels)
     found: list[Kernel] = []
-    if measuring.by_pair and sequences != "packed":
+    if measuring.by_pair and not sequences.keys.packed:
         found.append(cells_kernel(kernels[0].direction, measuring))
     for kernel in kernels:
         if kernel.visits_measured:

@@ -10,7 +10,7 @@ from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import Sizes, none
 from .....compiler.planning.records import Stage
-from .....compiler.planning.signature import SequenceKind
+from .....compiler.planning.sources import SequenceKind
 from .....compiler.planning.stage_words import ONCE, Tiles, computes, stores
 from ..forms import Tiling
 from .measures import MEASURES

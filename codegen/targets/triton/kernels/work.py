@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from .....compiler.analysis.records import Axis
-from .....compiler.planning.kernel import Kernel, KernelId, Side
+from .....compiler.planning.kernel import Kernel, KernelId
 from .....compiler.planning.quantities import Sizes, none
 from .....compiler.planning.records import Stage
+from .....compiler.planning.sources import Side
 from .....compiler.planning.stage_words import ONCE, Tiles, computes, loads, stores
 
 WORK = ("query_work", "key_work")

@@ -71,7 +71,7 @@ class Measures(Part):
         """What a tile visits along an axis, ranges or a list; and ends of the tiles of a long one."""
         program: TileProgram = self._facts.kv_tiles if axis == "kv" else self._facts.q_tiles
         own = f"{axis}_measured_tiles"
-        if self._job.sequences == "packed":
+        if self._job.sequences.keys.packed:
             own = "q_slots" if axis == "kv" else "kv_slots"
         widths = {f"{axis}_spans": str(span_width(program)), f"{axis}_lists": f"{LIST_HEAD} + {axis}_room"}
         found = [
@@ -142,7 +142,7 @@ class Measures(Part):
         """One for each tile that visits, or for each stretch of visited ones."""
         if kernel.name in ENDS:
             tiles = self._places(kernel.axis, f"{STRETCH} * {{BLOCK_{kernel.axis.upper()}}}")
-        elif self._job.sequences == "packed":
+        elif self._job.sequences.keys.packed:
             tiles = "q_slots" if kernel.axis == "kv" else "kv_slots"
         else:
             tiles = TILES[kernel.axis]
@@ -189,11 +189,11 @@ class Measures(Part):
     def _mask_rows(self) -> str:
         """For how many rows of heads a mask is measured, as an expression."""
         heads = ["heads"] if self._facts.mask_differs_by_head else []
-        return " * ".join([*([] if self._job.sequences == "packed" else ["batches"]), *heads]) or "1"
+        return " * ".join([*([] if self._job.sequences.keys.packed else ["batches"]), *heads]) or "1"
 
     def _places(self, axis: Axis, block: str) -> str:
         """Places of tiles of `block` positions, as an expression: a packed sequence begins one of its own."""
-        if self._job.sequences == "packed":
+        if self._job.sequences.keys.packed:
             return f"({self._extent(axis)} // ({block}) + n_sequences + 1)"
         return f"(({self._extent(axis)} + ({block}) - 1) // ({block}))"
 

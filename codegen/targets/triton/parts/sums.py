@@ -55,13 +55,13 @@ class Sums(SummingPart):
         entries of each program. What nobody lists `clear_levels` clears."""
         block, parts = self._job.form(DDIAGONALS, mode.aligned).block_q, self._diagonal_slots(mode)
         sums, entries = listed(self._job, n, (f"{parts} * {2 * block} + {self._own.level_sums(mode)}",), NEVER)
-        unlisted = NEVER if self._job.sequences == "dense" else ALWAYS  # programs of what is not there write none
+        unlisted = ALWAYS if self._job.sequences.ragged else NEVER  # programs of what is not there write none
         return [sums, entries, Buffer(f"range{n}", (parts, "2"), entries.dtype, unlisted)]
 
     def _diagonal_slots(self, mode: Mode) -> str:
         """Parts of diagonals, of which flash_ddiagonals lists sums."""
         text = DIAGONALS
-        if self._job.sequences == "packed":
+        if self._job.sequences.keys.packed:
             text = "(q_len // {BLOCK_Q} + kv_len // {BLOCK_KV} + 2 * n_sequences + 2) * heads * " + str(DIAGONAL_PARTS)
         block = self._job.form(DDIAGONALS, mode.aligned).block_q
         return text.format(BLOCK_Q=block, BLOCK_KV=block)
@@ -117,7 +117,7 @@ class Sums(SummingPart):
     def _ddiagonals(self, mode: Mode) -> KernelLaunch:
         form, levels = self._job.form(DDIAGONALS, mode.aligned), self._job.levels
         programs = self._diagonal_slots(mode)
-        if levels is not None and self._job.sequences != "packed":  # programs go through those of a head
+        if levels is not None and not self._job.sequences.keys.packed:  # programs go through those of a head
             parts = f"batches * heads * {DIAGONAL_PARTS}"
             programs = f"min({programs}, {parts} * (1 + {DIAGONAL_PROGRAMS} // ({parts})))"
         options, widths = options_of(self._job, form), self._job.signature.widths
@@ -167,7 +167,7 @@ class Sums(SummingPart):
             sums = tables[n] if n in tables else workspace[f"sum{n}"]
             if gradient.kind in PAIR_KINDS:
                 found.append(sums)
-            elif ragged is None or ragged.kind != "packed":
+            elif ragged is None or not ragged.kind.keys.packed:
                 found.append(reduced(sums, self._job.algorithm, gradient.kind, q_len))
             elif gradient.kind in ("total", "sink"):
                 owner = workspace["q_work"][:, 0]
@@ -204,7 +204,7 @@ def pairs_at_once(job: Job, mode: Mode) -> str:
 def hides_some(job: Job, n: int, stored: Sequence[str]) -> str:
     """Whether entries of a gradient in the shape of its operand are left over, as a condition: a dense call without a
     mask has as many pairs that store one entry each. No program visits pairs that are hidden."""
-    if job.sequences != "dense" or job.facts.attention.is_masked or not stored:
+    if job.sequences.ragged or job.facts.attention.is_masked or not stored:
         return ALWAYS
     tensor = job.gradients[n].load.tensor
     entries = " * ".join(f"arg_{tensor.name}.shape[{d}]" for d in range(tensor.rank))
