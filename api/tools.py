@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .compiler.planning.kernel import Algorithm
 from .compiler.planning.records import Shape
-from .compiler.planning.signature import Direction, SequenceKind
+from .compiler.planning.signature import Direction
 from .compiler.planning.tuner import Tuned
 from .ir.errors import WeftError
 from .runtime import build as ahead
@@ -35,7 +35,7 @@ def tune(
 
 def build(
     *variants: Attention, device: str, head_dims: Sequence[int] = (64, 128), dtypes: Sequence[str] = ("bf16",),
-    directions: Sequence[Direction] = ("forward", "backward"), sequences: Sequence[SequenceKind] = ("dense",),
+    directions: Sequence[Direction] = ("forward", "backward"), sequences: Sequence[str] = ("dense",),
     page: int = 16, decode: Sequence[int] = (), target: str | None = None, jobs: int | None = None,
 ) -> list[ahead.Built]:  # fmt: skip
     """Generate and compile kernels ahead of time, so that a first call compiles nothing. The GPU need not be here.
