@@ -21,6 +21,7 @@ class Dtype(NamedTuple):
     bytes: int  # of an element
     units: str  # that multiply it: a key of Hardware.peaks
     rate: float = 1.0  # of products, beside the peak of these units
+    sums: str = "float32"  # the dtype that scores and sums are computed in, an attribute of torch
 
     @property
     def torch(self) -> torch.dtype:
@@ -37,7 +38,7 @@ class Dtype(NamedTuple):
 
 BF16, FP16 = Dtype("bf16", "bfloat16", 2, "16-bit"), Dtype("fp16", "float16", 2, "16-bit")
 FP32 = Dtype("fp32", "float32", 4, "fp32")
-FP64 = Dtype("fp64", "float64", 8, "fp32", 0.5)  # of target cpu alone
+FP64 = Dtype("fp64", "float64", 8, "fp32", 0.5, "float64")  # of target cpu alone
 ALL: dict[str, Dtype] = {dtype.name: dtype for dtype in (BF16, FP16, FP32, FP64)}
 HALVES = frozenset({BF16.name, FP16.name})  # what kernels with 16-bit products take
 ON_GPUS = (BF16.name, FP16.name, FP32.name)

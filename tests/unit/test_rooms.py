@@ -35,7 +35,6 @@ from weft.compiler.planning.schedule import parse_schedule
 from weft.compiler.planning.segments import Segments
 from weft.compiler.planning.signature import Described, Widths, signature_of
 from weft.compiler.planning.stage_words import EACH_KV, loads, stores
-from weft.compiler.planning.target import Context
 from weft.ir.errors import InternalError, WeftError
 
 from ..same.corpus import Triple, corpus
@@ -255,6 +254,14 @@ TWO_KINDS = replace(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TwoKinds:
+    """What its template is told."""
+
+    form: Any
+    program: Program
+
+
 class Warped(TritonTarget):
     """A target whose forward is a Gluon kernel of its own, with a template from outside."""
 
@@ -278,9 +285,9 @@ class Warped(TritonTarget):
     def template(self, code: CodePlan) -> str:
         return "warped/two_kinds.py.jinja"
 
-    def context(self, code: CodePlan, facts: Any) -> Context:
+    def context(self, code: CodePlan, facts: Any) -> tuple[object, ...]:
         form = code.form("two_kinds")
-        return {"form": form, "program": two_kinds(form, code.segments, facts.traits)}
+        return (TwoKinds(form, two_kinds(form, code.segments, facts.traits)),)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from ....compiler.planning.signature import Signature, Widths
 from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
 from ...normalizers import lacks, softmax_only
-from ..triton.target import has_triton, tiles_by_head
+from ..triton.context import tiles_by_head
+from ..triton.target import has_triton
 from .forms import ROWS
 from .gradients import OWNED_BY_KEYS, stores_boxes, sums_diagonals, sums_of_keys, wanted_kinds
 from .kernels.latent import ROTARY_COLUMNS
