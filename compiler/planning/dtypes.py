@@ -5,12 +5,16 @@ A dtype that a room does not know is refused there, in words: nothing takes it f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...ir.errors import WeftError
 
 if TYPE_CHECKING:
     import torch
+
+
+T = TypeVar("T")
 
 
 class Dtype(NamedTuple):
@@ -31,9 +35,17 @@ class Dtype(NamedTuple):
         return found
 
     @property
-    def is_full(self) -> bool:
-        """Whether products have full precision, so that ordinary units compute them."""
-        return self.units == "fp32"
+    def is_narrow(self) -> bool:
+        """Whether its exponent has few bits, so that large numbers overflow and small ones lose digits."""
+        import torch  # lazy: plans do without it
+
+        return torch.finfo(self.torch).max < 2.0**64
+
+    def of_units(self, table: Mapping[str, T]) -> T:
+        """What a table has of the units that multiply it. Raises WeftError where it has nothing of them."""
+        if self.units not in table:
+            raise WeftError(f"dtype: {self.name} has {self.units} products, and a table has {', '.join(table)} alone")
+        return table[self.units]
 
 
 BF16, FP16 = Dtype("bf16", "bfloat16", 2, "16-bit"), Dtype("fp16", "float16", 2, "16-bit")

@@ -391,8 +391,7 @@ def test_operands_need_have_nothing_of_sequences_without_a_pair(kind, determinis
 
 
 def test_measuring_kernels_of_several_masks_keep_their_own_text():
-    texts = [generate_measures(facts_of(MEASURED[name]), False, PACKED) for name in ("documents", "valid keys")]
-    texts = [measures(facts_of(MEASURED[name]), False, "packed") for name in ("documents", "valid keys")]
+    texts = [measures(facts_of(MEASURED[name]), False, PACKED) for name in ("documents", "valid keys")]
     loaded = [portable_module("tile_spans.py", text) for text in texts]
     for text, module in zip(texts, loaded):
         assert inspect.getsource(module.kv_values.fn) in text

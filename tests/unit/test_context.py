@@ -78,7 +78,7 @@ def told(root: str) -> list[type]:
     own = {
         "cpu": [*top_level(of_cpu)],
         "triton": [of_triton.Columns, of_triton.Kernels, *([of_triton.PairSums] if backward else [])],
-        "hopper": [of_hopper.Offsets, of_hopper.Boxes, HOPPER.get(root, of_hopper.Forward)],
+        "hopper": [of_hopper.Operands, of_hopper.Offsets, of_hopper.Boxes, HOPPER.get(root, of_hopper.Forward)],
     }
     return [*shared, *own[family]]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import pytest
@@ -16,6 +16,7 @@ import weft
 from weft import kv_pos, masks, q_pos, score
 from weft.codegen import targets
 from weft.codegen.functions import GLUON_LANGUAGE
+from weft.codegen.generate import generate
 from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets import cpu, hopper, triton
 from weft.codegen.targets.gluon.program import Columns, Program
@@ -24,6 +25,7 @@ from weft.codegen.targets.triton.kernels.forward import FLASH_FORWARD
 from weft.codegen.targets.triton.kernels.measures import with_measuring
 from weft.codegen.targets.triton.target import KERNELS, TritonTarget
 from weft.codegen.templates import environment
+from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
 from weft.compiler.planning import dtypes
 from weft.compiler.planning import form as forms
@@ -33,7 +35,7 @@ from weft.compiler.planning.kernel import KernelId
 from weft.compiler.planning.plan import CodePlan
 from weft.compiler.planning.schedule import parse_schedule
 from weft.compiler.planning.segments import Segments
-from weft.compiler.planning.signature import Described, Widths, signature_of
+from weft.compiler.planning.signature import Described, Dtypes, Widths, signature_of
 from weft.compiler.planning.stage_words import EACH_KV, loads, stores
 from weft.ir.errors import InternalError, WeftError
 
@@ -336,7 +338,7 @@ def tiny() -> Iterator[str]:
 
 
 def test_a_dtype_is_refused_wherever_a_table_lacks_it(tiny: str) -> None:
-    facts = weft.compiler.analysis.facts.facts_of(weft.Attention(mask=masks.causal, score=score, name="eight"))
+    facts = facts_of(weft.Attention(mask=masks.causal, score=score, name="eight"))
     for machine in KNOWN.values():
         with pytest.raises(WeftError, match=r"has no peak of 8-bit products; its record has 16-bit, fp32"):
             machine.matrix_flops(tiny)
@@ -345,6 +347,22 @@ def test_a_dtype_is_refused_wherever_a_table_lacks_it(tiny: str) -> None:
             signature = signature_of(call, masked=True, sums_pairs=False)
             kernels = target.kernels("flash", signature, facts)
             assert target.supports(kernels[0], signature, facts), f"{target.name} takes {tiny} on {machine.name}"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_dtype_is_refused_where_kernels_convert_to_it(tiny: str, direction: Literal["forward", "backward"]) -> None:
+    """Also of a plan for which its target forgot to refuse it."""
+    variant = weft.Attention(mask=masks.causal, dropout=0.1, name="eight")
+    shape = weft.shape(heads=2, q_len=256, head_dim=64)
+    code = variant.plan(shape, device="h200", target="hopper").code(direction)
+    given = replace(code, signature=replace(code.signature, dtypes=Dtypes.all(tiny)))
+    with pytest.raises(InternalError, match=r"template: expected one of (bf16, fp16|fp16, bf16), got toy8"):
+        generate(facts_of(variant), given, targets.target_named("hopper"))
+
+
+def test_tilings_are_of_the_units_that_a_table_has(tiny: str) -> None:
+    with pytest.raises(WeftError, match=r"dtype: toy8 has 8-bit products, and a table has 16-bit, fp32 alone"):
+        dtypes.dtype_named(tiny).of_units({"16-bit": 1, "fp32": 2})
 
 
 def test_a_dtype_without_a_record_is_refused_in_words() -> None:

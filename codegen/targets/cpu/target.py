@@ -311,7 +311,7 @@ class _CpuLauncher:
         """From a call to (out, lse) with nothing between, where operands fit."""
         out, packed, operands = self._packed()
         by_torch = hasattr(self.module, "BY_TORCH")
-        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
+        dtype = "float32" if dtype_named(self.code.signature.dtype).sums == FP32.torch_name else "query.dtype"
         attended = [
             "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
             "    for way in module.BY_TORCH:",

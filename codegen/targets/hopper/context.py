@@ -10,7 +10,7 @@ from ....compiler.analysis.facts import Facts
 from ....compiler.planning.distances import tables_in
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
-from ....compiler.planning.signature import Offset
+from ....compiler.planning.signature import Dtypes, Offset
 from ....compiler.planning.target import Printing
 from ....ir.expr import Expr, Load, Symbol
 from ....ir.walk import nodes
@@ -48,6 +48,13 @@ from .pieces import (
 
 
 # -- every module ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Operands:
+    """What operands are."""
+
+    dtypes: Dtypes  # their dtypes, by name
+
+
 @dataclass(frozen=True)
 class Offsets:
     """The position of the first query."""
@@ -173,7 +180,7 @@ def records_of(code: CodePlan, facts: Facts, printing: Printing) -> tuple[object
     """The records of a plan's module."""
     boxed = facts.boxed_read if code.brings_boxes else None
     boxes = Boxes(f"{BY_PAIR}, " if boxed is not None else "", boxed.tensor.rank if boxed is not None else 0)
-    return _offsets(code), boxes, _own(code, facts, printing)
+    return Operands(code.signature.dtypes), _offsets(code), boxes, _own(code, facts, printing)
 
 
 def _own(code: CodePlan, facts: Facts, printing: Printing) -> Forward | Latent | Backward:
