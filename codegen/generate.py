@@ -17,7 +17,7 @@ from ..compiler.planning.target import Target
 from ..ir.errors import InternalError
 from .context import Comments, spread
 from .functions import FunctionPrinter
-from .loader import TEMPLATES, compiled
+from .loader import compiled, folders_of_templates
 from .stages import StageComments, wrapped
 from .subject import Subject, records_of
 
@@ -77,7 +77,7 @@ def _verify(text: str, template: str, kernels: Sequence[str]) -> None:
 def _template(name: str) -> jinja2.Template:
     from .templates import environment  # lazy: imports jinja2
 
-    return environment(TEMPLATES).get_template(name)
+    return environment(*folders_of_templates()).get_template(name)
 
 
 def _tidy(text: str) -> str:

@@ -20,10 +20,10 @@ from .shelf import shelf
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 
 
-@lru_cache(maxsize=1)
-def environment(folder: Path) -> jinja2.Environment:
+@lru_cache(maxsize=4)
+def environment(*folders: Path) -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folder), jinja2.FunctionLoader(_outside)]),
+        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folders), jinja2.FunctionLoader(_outside)]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..codegen import normalizers
+from ..codegen.loader import digest_of_templates
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning import sources
@@ -467,6 +468,7 @@ def _load(target: Target, entry: cache.Entry) -> ModuleType:
 def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
     """Everything that the generated text depends on."""
     own = normalizers.digest(attention.normalizer) + sources.digest(code.signature.sequences)
+    own += digest_of_templates(f.part for k in code.own for f in k.kernel.features)
     return cache.Key(
         name=str(attention.name),
         kernel=f"{code.schedule.algorithm}_{code.signature.direction}",

@@ -24,6 +24,7 @@ from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets.cpu import context as of_cpu
 from weft.codegen.targets.hopper import context as of_hopper
 from weft.codegen.targets.triton import context as of_triton
+from weft.codegen.targets.triton.target import KERNELS
 from weft.codegen.templates import environment
 from weft.compiler.planning.sources import DENSE
 from weft.ir.errors import InternalError
@@ -77,10 +78,10 @@ def told(root: str) -> list[type]:
     shared = [r for r in top_level(common) if backward or r not in (common.Gradients, common.Sums)]
     own = {
         "cpu": [*top_level(of_cpu)],
-        "triton": [of_triton.Columns, of_triton.Kernels, *([of_triton.PairSums] if backward else [])],
+        "triton": [r for r in top_level(of_triton) if r not in (of_triton.Measuring, of_triton.Tables)],
         "hopper": [of_hopper.Operands, of_hopper.Offsets, of_hopper.Boxes, HOPPER.get(root, of_hopper.Forward)],
     }
-    return [*shared, *own[family]]
+    return [*shared, *(r for r in own[family] if backward or r is not of_triton.PairSums)]
 
 
 # -- what a template reads ---------------------------------------------------------------------------------------------
@@ -147,6 +148,17 @@ def _words(part: nodes.Expr) -> list[str]:
     return [part.value if isinstance(part, nodes.Const) else "*"]
 
 
+def parts_of(root: str) -> list[str]:
+    """The parts of features of the kernels of triton in a module."""
+    of_root = [
+        kernel
+        for algorithm, kernels in KERNELS.items()
+        for kernel in kernels
+        if root == f"triton/{algorithm}_{kernel.direction}.py.jinja"
+    ]
+    return [feature.part for kernel in of_root for feature in kernel.features]
+
+
 @cache
 def closure(root: str) -> frozenset[str]:
     """A template, and all that it includes or imports."""
@@ -156,6 +168,7 @@ def closure(root: str) -> frozenset[str]:
         if name not in found:
             found.add(name)
             left += parsed(name).others
+            left += parts_of(root) if "feature_parts" in parsed(name).outside else []
     return frozenset(found)
 
 

@@ -40,6 +40,14 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What adds lines of its own to kernels (parts/hooks.py.jinja)."""
+
+    feature_parts: list[str]  # to all kernels of the module: templates
+    sum_parts: dict[str, list[str]]  # to the sums of one, by kernel: templates
+
+
+@dataclass(frozen=True)
 class PairSums:
     """How sums over pairs are made, of a backward."""
 
@@ -134,8 +142,14 @@ def records_of(code: CodePlan, facts: Facts, names: dict[Owner, str]) -> tuple[o
         fast_reads=arch.startswith("sm_"),
     )
     if code.signature.direction == "forward":
-        return columns, kernels
-    return columns, kernels, _pair_sums(code, facts, names)
+        return columns, kernels, _features(code)
+    return columns, kernels, _features(code), _pair_sums(code, facts, names)
+
+
+def _features(code: CodePlan) -> Features:
+    kernels = [k.kernel for k in code.own]
+    of_all = dict.fromkeys(f.part for k in kernels for f in k.features if not f.sums)
+    return Features([*of_all], {k.name: [f.part for f in k.features if f.sums] for k in kernels})
 
 
 def _columned(segments: tuple[Segment, ...]) -> list[Columned]:
