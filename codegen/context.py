@@ -169,6 +169,7 @@ def declared(record: type[Any]) -> tuple[str, ...]:
 def spread(*records: Any) -> dict[str, object]:
     """The names of these records, for a template. Raises InternalError where two records declare one name.
 
+    >>> from weft.compiler.planning.sources import DENSE
     >>> sorted(spread(Rows(DENSE, "all", 64), Gradients(frozenset(), True)))
     ['most_short', 'sequences', 'share', 'slope_is_finite', 'wanted']
     """
