@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import product
-from types import ModuleType
+from types import ModuleType, UnionType
 from typing import Any
 
 import pytest
@@ -29,12 +29,19 @@ from weft.codegen.templates import environment
 from weft.compiler.planning.sources import DENSE
 from weft.ir.errors import InternalError
 
+ROOM = TEMPLATES / "hopper" / "roles"
 FAMILIES = {"cpu": of_cpu, "hopper": of_hopper, "triton": of_triton}
 BESIDE = {  # modules of triton that run beside those of a direction, by template
     "triton/tile_spans.py.jinja": (of_triton.Measuring,),
     "triton/tile_lists.py.jinja": (of_triton.Measuring,),
     "triton/distance_tables.py.jinja": (of_triton.Tables,),
 }
+ROLES = {  # templates of roles, which programs name (codegen/targets/gluon/program.py)
+    f"hopper/{root}.py.jinja": [f"hopper/roles/{p.name}" for kind in kinds for p in ROOM.glob(f"{kind}_*.jinja")]
+    for root, kinds in (
+        ("flash_forward", ["forward"]), ("flash_backward", ["backward", "dquery"]), ("split_kv_forward", ["split"])
+    )
+}  # fmt: skip
 HOPPER: dict[str, type] = {
     "hopper/split_kv_forward.py.jinja": of_hopper.Latent,
     "hopper/flash_backward.py.jinja": of_hopper.Backward,
@@ -162,7 +169,7 @@ def parts_of(root: str) -> list[str]:
 @cache
 def closure(root: str) -> frozenset[str]:
     """A template, and all that it includes or imports."""
-    found, left = set(), [root]
+    found, left = set(), [root, *ROLES.get(root, ())]
     while left:
         name = left.pop()
         if name not in found:
@@ -216,7 +223,7 @@ def test_attributes_of_a_record_are_declared(root: str) -> None:
     for template in closure(root):
         for name, attribute in parsed(template).reads:
             hint = hints.get(name)
-            kinds = [] if typing.get_origin(hint) in (list, dict, tuple) else [hint, *typing.get_args(hint)]
+            kinds = [hint, *(typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else ())]
             kinds = [kind for kind in kinds if is_dataclass(kind)]
             if kinds and name not in parsed(template).sets:
                 assert any(hasattr(k, attribute) or attribute in declared(k) for k in kinds), (

@@ -205,7 +205,7 @@ def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> 
 
 
 # -- a Gluon target ----------------------------------------------------------------------------------------------------
-TEMPLATE = '''"""{{ title }}, by warps of two kinds."""
+TEMPLATE = '''"""{{ name }}, by warps of two kinds."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

@@ -29,7 +29,6 @@ from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD
 from .kernels.latent import program as latent_program
 from .kernels.statistics import round_dquery_program, statistics_program
 from .pieces import (
-    CONSUMERS,
     Piece,
     backward_form,
     columns_of,
@@ -169,7 +168,6 @@ class BackwardConfig:
     next_scores: bool  # Q K^T of the next query tile is begun beside the products of this one
     by_columns: bool  # a consumer owns some columns of all the program's keys
     keys_ahead: bool  # a program's next keys are brought while consumers have those before
-    consumers: int  # warpgroups
     statistics: int  # of a row
     parts: int  # of a tile of dQ
     part_columns: int  # columns of one
@@ -272,7 +270,7 @@ def _backward_config(code: CodePlan, facts: Facts) -> BackwardConfig:
     return _with_form(
         BackwardConfig, form, head_dim=widths.head_dim, value_dim=widths.value_dim, columns=columns,
         value_columns=value_columns, loads_at_positions=facts.loads_at_positions, pieces=pieces,
-        value_pieces=value_pieces, own_pieces=key_pieces(piecewise(widths.head_dim), widths), consumers=CONSUMERS,
+        value_pieces=value_pieces, own_pieces=key_pieces(piecewise(widths.head_dim), widths),
         statistics=statistics_of_a_row(facts), part_columns=part_columns(form, widths),
         left_parts=left_parts(form, widths), parts=sums_of_a_tile(form, widths) // (ROWS * part_columns(form, widths)),
     )  # fmt: skip
