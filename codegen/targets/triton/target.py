@@ -26,6 +26,7 @@ from ....compiler.planning.tables import Owner, ways_of
 from ....compiler.planning.target import CallTensors, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError
+from ....ir.walk import symbols
 from ...functions import TRITON_LANGUAGE
 from ...loader import load
 from ...normalizers import lacks, softmax_only
