@@ -12,7 +12,14 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.target import computes_whole, heads_with_mask, keeps_weights, short_heads
+from .codegen.targets.cpu.target import (
+    computes_whole,
+    heads_with_mask,
+    is_causal,
+    keeps_weights,
+    sees_one_run,
+    short_heads,
+)
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
@@ -303,10 +310,10 @@ def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -
 
 def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
     """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
-    x, context = r.sizes, r.forward.target.context(r.forward.code, facts)
+    x = r.sizes
     if visible is None or r.sequences is not None:
         return False
-    own = bool(context["causal"]) and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    own = is_causal(facts) and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
     return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
 
 
@@ -369,9 +376,8 @@ def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) ->
     ]  # fmt: skip
     if not whole:
         return _computed_short(facts, r)
-    context = whole[0].target.context(whole[0].code, facts)
-    seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
-    seen += ", or all up to its own," if context["causal"] else ""
+    seen = "the same keys" if facts.attention.is_masked and sees_one_run(facts) else "all keys"
+    seen += ", or all up to its own," if is_causal(facts) else ""
     directions = [found.code.signature.direction for found in whole]
     call = "a forward" if directions[0] == "forward" else "the backward of a call"
     said = f"{call} in which every query sees {seen} is torch's own kernel, which is the faster one"
@@ -437,7 +443,7 @@ def source(
     device: str | None, target: str | None, schedule: str | Schedule | None, form: Form | None,
     options: Mapping[str, Any],
 ) -> str:  # fmt: skip
-    from .codegen.generate import generate_all  # lazy: imports sympy
+    from .codegen.listing import generate_all  # lazy: imports sympy
 
     if direction not in ("forward", "backward"):
         raise WeftError(f"source: direction: expected 'forward' or 'backward', got {direction!r}")

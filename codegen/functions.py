@@ -69,6 +69,12 @@ GLUON_LANGUAGE = Language(GLUON, "@gluon.jit", "gl", ": gl.constexpr", True)
 TORCH_LANGUAGE = Language(TORCH, "", "", "", False)
 
 
+def surveyed_by_torch(facts: Facts) -> Survey | None:
+    """What a module of torch code measures itself, of masks whose bounds leave some tiles over."""
+    found = facts.survey
+    return None if facts.kv_bounds.closed_form or found is None or is_bool(found.possible, True) else found
+
+
 @dataclass(frozen=True)
 class FunctionPrinter:
     """Prints the functions of one variant in one language."""
@@ -167,10 +173,7 @@ class FunctionPrinter:
     @property
     def survey_of_torch(self) -> Survey | None:
         """What a module of torch code measures itself: on a CPU, of masks whose bounds leave some tiles over."""
-        found = self.facts.survey
-        if self.language.is_gpu or self.facts.kv_bounds.closed_form or found is None:
-            return None
-        return None if is_bool(found.possible, True) else found
+        return None if self.language.is_gpu else surveyed_by_torch(self.facts)
 
     def _prefixed_tiles(self, program: TileProgram) -> list[str]:
         return self._tiles_and_lookups(program, prefix=f"{program.axis}_")

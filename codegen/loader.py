@@ -5,6 +5,7 @@ import linecache
 import re
 import sys
 import threading
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -12,6 +13,7 @@ from types import CodeType, ModuleType
 from ..ir.errors import WeftError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
+_folders = [TEMPLATES]
 _modules: dict[tuple[str, str, bool], ModuleType] = {}
 _lock = threading.RLock()
 
@@ -32,6 +34,28 @@ def load(path: Path, interpret: bool = False, source: str | None = None) -> Modu
         if identity not in _modules:
             _modules[identity] = _execute(path, text, digest, interpret)
         return _modules[identity]
+
+
+def register_templates(folder: Path) -> None:
+    """Find templates in another folder, too: parts of features, or kernels, of another package."""
+    _folders.append(folder)
+
+
+def unregister_templates(folder: Path) -> None:
+    """Take that folder away again."""
+    _folders.remove(folder)
+
+
+def folders_of_templates() -> tuple[Path, ...]:
+    """Where templates are looked for, in order."""
+    return tuple(_folders)
+
+
+def digest_of_templates(names: Iterable[str]) -> str:
+    """A mark of the texts of these templates, for the key of what is generated; "" for Weft's own."""
+    outside = [folder / name for name in names for folder in _folders[1:] if not (TEMPLATES / name).exists()]
+    texts = [_read(path) for path in outside if path.exists()]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest() if texts else ""
 
 
 @cache

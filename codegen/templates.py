@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from jinja2.bccache import Bucket
 from jinja2.ext import Extension
 
 from ..compiler.planning.sources import kinds, parts_outside
+from ..ir.errors import InternalError
 from .shelf import shelf
 
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 
 
-@lru_cache(maxsize=1)
-def environment(folder: Path) -> jinja2.Environment:
+@lru_cache(maxsize=4)
+def environment(*folders: Path) -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folder), jinja2.FunctionLoader(_outside)]),
+        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folders), jinja2.FunctionLoader(_outside)]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -31,7 +32,7 @@ def environment(folder: Path) -> jinja2.Environment:
         bytecode_cache=_Shelved(),
         extensions=[LineHoles],
     )
-    made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete}
+    made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete, "of_dtype": of_dtype}
     return made
 
 
@@ -75,6 +76,17 @@ def quoted(names: Iterable[str], width: int = 116) -> str:
     '"a", "b", "c",'
     """
     return listed([f'"{name.strip()}"' for entry in names for name in entry.split(",") if name.strip()], width)
+
+
+def of_dtype(table: Mapping[str, Any], dtype: str) -> Any:
+    """What a table by dtype has of one. Raises InternalError where it has nothing: no dtype stands for another.
+
+    >>> of_dtype({"bf16": "bf16x2", "fp16": "f16x2"}, "fp16")
+    'f16x2'
+    """
+    if dtype not in table:
+        raise InternalError(f"template: expected one of {', '.join(table)}, got {dtype}")
+    return table[dtype]
 
 
 def complete(part: object) -> object:

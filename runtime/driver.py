@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -13,13 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 from ..codegen import normalizers
+from ..codegen.loader import digest_of_templates
 from ..codegen.targets import target_named, targets
 from ..compiler.analysis.facts import Facts, facts_of
 from ..compiler.planning import sources
 from ..compiler.planning.distances import levels_in, levels_of, tables_in
 from ..compiler.planning.freed import frees
 from ..compiler.planning.hardware import Hardware, this_machine
-from ..compiler.planning.kernel import Algorithm, Kernel
+from ..compiler.planning.kernel import Algorithm, Kernel, Module
 from ..compiler.planning.plan import CodePlan, KernelCode, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import (
@@ -401,12 +402,7 @@ def _compiled(
     entry = cache.load_or_build(cache_key(attention, code), lambda: _generate(facts, code, found.target))
     settings.trace(settings.SOURCE, entry.source)
     modules = [_load(found.target, entry)]
-    if measuring := code.of_module("measures"):
-        modules.append(_measures_module(facts, code, measuring))
-    if making := code.of_module("tables"):
-        modules.append(_tables_module(facts, code, making))
-    if code.borrowed:
-        modules.append(_borrowed_module(facts, code, code.borrowed))
+    modules += [_module_beside(facts, code, kernel) for kernel in code.beside]
     return Compiled(found, tuple(modules), entry.path, entry.source)
 
 
@@ -416,49 +412,39 @@ def forget() -> None:
     _compiled.cache_clear()
 
 
-def _measures_module(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
-    target = target_named(kernel.target)
-    key = cache.Key(
-        name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=target.name,
-        layout=code.signature.arch, variant=facts.attention.canonical_text, schedule=_measures_kind(code),
-    )  # fmt: skip
-    entry = cache.load_or_build(key, lambda: _generate_measures(facts, code.signature))
+def _module_beside(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
+    """A module whose kernels run beside those of the target's own."""
+    target, key = target_named(kernel.target), _KEYS[kernel.kernel.module](facts, code, kernel)
+    entry = cache.load_or_build(key, lambda: target.source_beside(kernel, code, facts))
     settings.trace(settings.SOURCE, entry.source)
     return _load(target, entry)
 
 
-def _tables_module(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
-    target = target_named(kernel.target)
+def _measures_key(facts: Facts, code: CodePlan, kernel: KernelCode) -> cache.Key:
+    return cache.Key(
+        name=str(facts.attention.name), kernel=f"tile_{facts.tile_source}", target=kernel.target,
+        layout=code.signature.arch, variant=facts.attention.canonical_text, schedule=_measures_kind(code),
+    )  # fmt: skip
+
+
+def _tables_key(facts: Facts, code: CodePlan, kernel: KernelCode) -> cache.Key:
     levels = levels_in(code, facts)
     indices = [] if levels is None else ["levels", *(index.text for index in levels.indices)]
     parts = "; ".join([*(table.part.text for table in tables_in(code, facts)), *indices])
-    key = cache.Key(
-        name=str(facts.attention.name), kernel=kernel.name, target=target.name, layout=code.signature.arch,
+    return cache.Key(
+        name=str(facts.attention.name), kernel=kernel.name, target=kernel.target, layout=code.signature.arch,
         variant=facts.attention.canonical_text, schedule=f"{_measures_kind(code)} {parts}",
     )  # fmt: skip
-    entry = cache.load_or_build(key, lambda: _generate_tables(facts, code))
-    settings.trace(settings.SOURCE, entry.source)
-    return _load(target, entry)
 
 
-def _borrowed_module(facts: Facts, code: CodePlan, kernel: KernelCode) -> ModuleType:
-    target = target_named(kernel.target)
-    key = replace(cache_key(facts.attention, code), kernel=kernel.name, target=target.name)
-    entry = cache.load_or_build(key, lambda: _generate_diagonals(facts, code, target))
-    settings.trace(settings.SOURCE, entry.source)
-    return _load(target, entry)
+def _lent_key(facts: Facts, code: CodePlan, kernel: KernelCode) -> cache.Key:
+    return replace(cache_key(facts.attention, code), kernel=kernel.name, target=kernel.target)
 
 
-def _generate_diagonals(facts: Facts, code: CodePlan, target: Target) -> str:
-    from ..codegen.generate import generate_diagonals  # lazy: as below
-
-    return generate_diagonals(facts, code, target)
-
-
-def _generate_tables(facts: Facts, code: CodePlan) -> str:
-    from ..codegen.generate import generate_tables  # lazy: as below
-
-    return generate_tables(facts, code)
+# What the text of a module beside depends on, besides the variant
+_KEYS: dict[Module, Callable[[Facts, CodePlan, KernelCode], cache.Key]] = {
+    "measures": _measures_key, "tables": _tables_key, "": _lent_key,
+}  # fmt: skip
 
 
 def _generate(facts: Facts, code: CodePlan, target: Target) -> str:
@@ -473,12 +459,6 @@ def _measures_kind(code: CodePlan) -> str:
     return " ".join([*(["wide"] if code.signature.wide else []), *([sequences.name] if sequences.ragged else [])])
 
 
-def _generate_measures(facts: Facts, signature: Signature) -> str:
-    from ..codegen.generate import generate_measures  # lazy: as above
-
-    return generate_measures(facts, signature.wide, signature.sequences)
-
-
 def _load(target: Target, entry: cache.Entry) -> ModuleType:
     global _built
     _built += 1
@@ -488,6 +468,7 @@ def _load(target: Target, entry: cache.Entry) -> ModuleType:
 def cache_key(attention: Attention, code: CodePlan) -> cache.Key:
     """Everything that the generated text depends on."""
     own = normalizers.digest(attention.normalizer) + sources.digest(code.signature.sequences)
+    own += digest_of_templates(f.part for k in code.own for f in k.kernel.features)
     return cache.Key(
         name=str(attention.name),
         kernel=f"{code.schedule.algorithm}_{code.signature.direction}",

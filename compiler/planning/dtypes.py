@@ -5,12 +5,16 @@ A dtype that a room does not know is refused there, in words: nothing takes it f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...ir.errors import WeftError
 
 if TYPE_CHECKING:
     import torch
+
+
+T = TypeVar("T")
 
 
 class Dtype(NamedTuple):
@@ -21,6 +25,7 @@ class Dtype(NamedTuple):
     bytes: int  # of an element
     units: str  # that multiply it: a key of Hardware.peaks
     rate: float = 1.0  # of products, beside the peak of these units
+    sums: str = "float32"  # the dtype that scores and sums are computed in, an attribute of torch
 
     @property
     def torch(self) -> torch.dtype:
@@ -30,14 +35,22 @@ class Dtype(NamedTuple):
         return found
 
     @property
-    def is_full(self) -> bool:
-        """Whether products have full precision, so that ordinary units compute them."""
-        return self.units == "fp32"
+    def is_narrow(self) -> bool:
+        """Whether its exponent has few bits, so that large numbers overflow and small ones lose digits."""
+        import torch  # lazy: plans do without it
+
+        return torch.finfo(self.torch).max < 2.0**64
+
+    def of_units(self, table: Mapping[str, T]) -> T:
+        """What a table has of the units that multiply it. Raises WeftError where it has nothing of them."""
+        if self.units not in table:
+            raise WeftError(f"dtype: {self.name} has {self.units} products, and a table has {', '.join(table)} alone")
+        return table[self.units]
 
 
 BF16, FP16 = Dtype("bf16", "bfloat16", 2, "16-bit"), Dtype("fp16", "float16", 2, "16-bit")
 FP32 = Dtype("fp32", "float32", 4, "fp32")
-FP64 = Dtype("fp64", "float64", 8, "fp32", 0.5)  # of target cpu alone
+FP64 = Dtype("fp64", "float64", 8, "fp32", 0.5, "float64")  # of target cpu alone
 ALL: dict[str, Dtype] = {dtype.name: dtype for dtype in (BF16, FP16, FP32, FP64)}
 HALVES = frozenset({BF16.name, FP16.name})  # what kernels with 16-bit products take
 ON_GPUS = (BF16.name, FP16.name, FP32.name)

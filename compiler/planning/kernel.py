@@ -54,6 +54,14 @@ class KernelId(NamedTuple):
     variant: str = ""
 
 
+class Feature(NamedTuple):
+    """What adds lines of its own to kernels, at hooks that their templates name."""
+
+    name: str
+    part: str  # its template
+    sums: bool = False  # it adds up gradients of operands, at hooks of the sums of a kernel
+
+
 @dataclass(frozen=True)
 class Again:
     """Operands that a kernel reads more than once."""
@@ -114,6 +122,7 @@ class Kernel:
     own_form: Callable[[Form | None, SequenceKind], Form] | None = None  # no choice: of the form of `measures`
     module: Module = ""
     options: frozenset[str] = frozenset()  # of a call, that it reads by their names
+    features: tuple[Feature, ...] = ()  # in the order of their lines
     is_lent: bool = False  # to other targets, whose plans have it from the target that measures for them
 
     @property

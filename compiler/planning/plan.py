@@ -71,6 +71,17 @@ class CodePlan:
         """The kernel of another target that runs beside these, in a module of its own."""
         return next((k for k in self.kernels if not k.kernel.module and k.target != self.target), None)
 
+    @property
+    def beside(self) -> tuple[KernelCode, ...]:
+        """The first kernel of each module that is loaded besides the target's own, in the order of their loading."""
+        found = (self.of_module("measures"), self.of_module("tables"), self.borrowed)
+        return tuple(kernel for kernel in found if kernel is not None)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the module holds kernels that are lent to another target's plan, and no others."""
+        return self.borrowed is not None and all(k.kernel.is_lent for k in self.own)
+
     def of_module(self, module: Module) -> KernelCode | None:
         """The first kernel of a module that serves all targets."""
         return next((k for k in self.kernels if k.kernel.module == module), None)

@@ -16,7 +16,7 @@ from ..analysis.facts import Facts
 from .form import Form
 from .hardware import Hardware
 from .kernel import Algorithm, Kernel
-from .plan import CodePlan
+from .plan import CodePlan, KernelCode
 from .segments import Segments
 from .signature import Direction, Signature, Widths
 from .sources import SequenceKind
@@ -24,8 +24,6 @@ from .sources import SequenceKind
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-Context = dict[str, object]  # what a template sees
 
 
 class Place(NamedTuple):
@@ -181,8 +179,11 @@ class Target(Protocol):
     def template(self, code: CodePlan) -> str:
         """Name of the template of these kernels."""
 
-    def context(self, code: CodePlan, facts: Facts) -> Context:
-        """What its template needs besides what every template gets."""
+    def context(self, code: CodePlan, facts: Facts) -> tuple[object, ...]:
+        """Records of what its template is told besides what every template is (codegen/context.py)."""
+
+    def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
+        """Source of a module beside a plan's own, where the first kernel of it belongs to this target."""
 
     def load(self, path: Path, source: str) -> ModuleType:
         """The generated module."""

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.codegen.generate import generate_diagonals, generate_measures, generate_tables
 from weft.codegen.launch.device import Device
 from weft.codegen.launch.launching import interpreted
 from weft.codegen.loader import load
 from weft.codegen.targets import target_named
+from weft.codegen.targets.triton import modules as beside
 from weft.codegen.targets.triton.kernels.tables import DISTANCE_TABLES
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.hardware import by_name
@@ -556,12 +556,12 @@ class OnACpu(Device):
         code, facts = self.job.code, self.job.facts
         found: list[Any] = []
         if code.tile_source != "program":
-            measures = generate_measures(facts, False, code.signature.sequences)
+            measures = beside.measures(facts, False, code.signature.sequences)
             found.append(portable_module("tile_spans.py", measures))
         if code.has(DISTANCE_TABLES):
-            found.append(portable_module("distance_tables.py", generate_tables(facts, code)))
+            found.append(portable_module("distance_tables.py", beside.tables(facts, code)))
         if code.borrowed:
-            text = generate_diagonals(facts, code, target_named("triton"))
+            text = beside.lent(facts, code, target_named("triton"))
             text = re.sub(
                 r"tl\.inline_asm_elementwise\(\s*\"ld\.global.*?\n    \)", "tl.load(places)", text, flags=re.DOTALL
             )

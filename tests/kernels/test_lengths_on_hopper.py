@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
-from weft.codegen.generate import generate_measures
+from weft.codegen.targets.triton.modules import measures
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.sources import PACKED
 from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
@@ -391,7 +391,7 @@ def test_operands_need_have_nothing_of_sequences_without_a_pair(kind, determinis
 
 
 def test_measuring_kernels_of_several_masks_keep_their_own_text():
-    texts = [generate_measures(facts_of(MEASURED[name]), False, PACKED) for name in ("documents", "valid keys")]
+    texts = [measures(facts_of(MEASURED[name]), False, PACKED) for name in ("documents", "valid keys")]
     loaded = [portable_module("tile_spans.py", text) for text in texts]
     for text, module in zip(texts, loaded):
         assert inspect.getsource(module.kv_values.fn) in text

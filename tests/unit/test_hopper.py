@@ -18,8 +18,8 @@ import torch
 import weft
 from weft import kv_pos, q_pos, score
 from weft.codegen.functions import GLUON_LANGUAGE, FunctionPrinter
-from weft.codegen.generate import TEMPLATES
 from weft.codegen.launch.descriptors import RaggedBox
+from weft.codegen.loader import TEMPLATES
 from weft.codegen.targets.hopper.target import HopperTarget
 from weft.compiler.analysis.facts import facts_of
 from weft.compiler.planning.form import parse_form

@@ -7,38 +7,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import pytest
+import torch
 
 import weft
 from weft import kv_pos, masks, q_pos, score
-from weft.codegen import targets
+from weft.codegen import loader, targets
+from weft.codegen import normalizers as texts
 from weft.codegen.functions import GLUON_LANGUAGE
+from weft.codegen.generate import generate
 from weft.codegen.loader import TEMPLATES
+from weft.codegen.normalizers import Blocks
 from weft.codegen.targets import cpu, hopper, triton
 from weft.codegen.targets.gluon.program import Columns, Program
 from weft.codegen.targets.triton.forms import Tiling
 from weft.codegen.targets.triton.kernels.forward import FLASH_FORWARD
 from weft.codegen.targets.triton.kernels.measures import with_measuring
-from weft.codegen.targets.triton.target import KERNELS, TritonTarget
+from weft.codegen.targets.triton.target import KERNELS, InterpretTarget, TritonTarget
 from weft.codegen.templates import environment
+from weft.compiler.analysis.facts import facts_of
 from weft.compiler.analysis.records import Traits
 from weft.compiler.planning import dtypes
 from weft.compiler.planning import form as forms
 from weft.compiler.planning.form import Form, Residence, number, parse_form, switch
 from weft.compiler.planning.hardware import H200, KNOWN
-from weft.compiler.planning.kernel import KernelId
+from weft.compiler.planning.kernel import Feature, KernelId
 from weft.compiler.planning.plan import CodePlan
 from weft.compiler.planning.schedule import parse_schedule
 from weft.compiler.planning.segments import Segments
-from weft.compiler.planning.signature import Described, Widths, signature_of
+from weft.compiler.planning.signature import Described, Dtypes, Widths, signature_of
 from weft.compiler.planning.stage_words import EACH_KV, loads, stores
-from weft.compiler.planning.target import Context
+from weft.ir import normalizer as normalizers
 from weft.ir.errors import InternalError, WeftError
+from weft.ir.expr import call
+from weft.ir.normalizer import Normalizer
+from weft.ir.operators import OPERATORS, Operator
+from weft.runtime.driver import cache_key, forget
 
 from ..same.corpus import Triple, corpus
+from ..support import check_variant
 
 TOP = Path(weft.__file__).resolve().parents[1]
 ROOMS = {room: sorted((TOP / room).rglob("*.py")) for room in ("compiler", "codegen", "runtime", "api", "ir")}
@@ -195,7 +205,7 @@ def test_a_kernel_from_outside_measures_masks_as_others_do(outside: Outside) -> 
 
 
 # -- a Gluon target ----------------------------------------------------------------------------------------------------
-TEMPLATE = '''"""{{ title }}, by warps of two kinds."""
+TEMPLATE = '''"""{{ name }}, by warps of two kinds."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -255,6 +265,14 @@ TWO_KINDS = replace(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TwoKinds:
+    """What its template is told."""
+
+    form: Any
+    program: Program
+
+
 class Warped(TritonTarget):
     """A target whose forward is a Gluon kernel of its own, with a template from outside."""
 
@@ -278,9 +296,9 @@ class Warped(TritonTarget):
     def template(self, code: CodePlan) -> str:
         return "warped/two_kinds.py.jinja"
 
-    def context(self, code: CodePlan, facts: Any) -> Context:
+    def context(self, code: CodePlan, facts: Any) -> tuple[object, ...]:
         form = code.form("two_kinds")
-        return {"form": form, "program": two_kinds(form, code.segments, facts.traits)}
+        return (TwoKinds(form, two_kinds(form, code.segments, facts.traits)),)
 
 
 @pytest.fixture
@@ -329,7 +347,7 @@ def tiny() -> Iterator[str]:
 
 
 def test_a_dtype_is_refused_wherever_a_table_lacks_it(tiny: str) -> None:
-    facts = weft.compiler.analysis.facts.facts_of(weft.Attention(mask=masks.causal, score=score, name="eight"))
+    facts = facts_of(weft.Attention(mask=masks.causal, score=score, name="eight"))
     for machine in KNOWN.values():
         with pytest.raises(WeftError, match=r"has no peak of 8-bit products; its record has 16-bit, fp32"):
             machine.matrix_flops(tiny)
@@ -340,6 +358,22 @@ def test_a_dtype_is_refused_wherever_a_table_lacks_it(tiny: str) -> None:
             assert target.supports(kernels[0], signature, facts), f"{target.name} takes {tiny} on {machine.name}"
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_dtype_is_refused_where_kernels_convert_to_it(tiny: str, direction: Literal["forward", "backward"]) -> None:
+    """Also of a plan for which its target forgot to refuse it."""
+    variant = weft.Attention(mask=masks.causal, dropout=0.1, name="eight")
+    shape = weft.shape(heads=2, q_len=256, head_dim=64)
+    code = variant.plan(shape, device="h200", target="hopper").code(direction)
+    given = replace(code, signature=replace(code.signature, dtypes=Dtypes.all(tiny)))
+    with pytest.raises(InternalError, match=r"template: expected one of (bf16, fp16|fp16, bf16), got toy8"):
+        generate(facts_of(variant), given, targets.target_named("hopper"))
+
+
+def test_tilings_are_of_the_units_that_a_table_has(tiny: str) -> None:
+    with pytest.raises(WeftError, match=r"dtype: toy8 has 8-bit products, and a table has 16-bit, fp32 alone"):
+        dtypes.dtype_named(tiny).of_units({"16-bit": 1, "fp32": 2})
+
+
 def test_a_dtype_without_a_record_is_refused_in_words() -> None:
     with pytest.raises(WeftError, match=r"dtype: expected one of bf16, fp16, fp32, fp64, got 'fp4'"):
         H200.matrix_flops("fp4")
@@ -348,6 +382,132 @@ def test_a_dtype_without_a_record_is_refused_in_words() -> None:
 def test_schedules_of_kernels_from_outside_read_back() -> None:
     text = "flash/toy_forward=outside:64x64w4s2"
     assert str(parse_schedule(text)) == text
+
+
+# -- a feature ---------------------------------------------------------------------------------------------------------
+PART = """\
+{#- Weights, and what they are summed to, in halves: a toy. -#}
+{% set on = masked %}
+{% macro functions(tiles=[]) %}
+@triton.jit
+def quieter(weights):
+    return weights * 0.5
+{% endmacro %}
+{% macro begin() %}
+loudness = 3.0
+{% endmacro %}
+{% macro after_weights() %}
+p = quieter(p)
+{% endmacro %}
+{% macro factor() %} * loudness{% endmacro %}
+"""
+QUIET = Feature("quiet", "outside/quiet.py.jinja")
+QUIET_FORWARD = replace(
+    FLASH_FORWARD, id=KernelId("outside", "flash_forward", "quiet"), features=(*FLASH_FORWARD.features, QUIET)
+)
+
+
+class Quiet(InterpretTarget):
+    """The interpreted kernels, with a feature of another package in the forward."""
+
+    name = measured_by = "quiet"
+
+    def kernels(self, algorithm: Any, signature: Any, facts: Any) -> Any:
+        own = super().kernels(algorithm, signature, facts)
+        return [QUIET_FORWARD if kernel is FLASH_FORWARD else kernel for kernel in own]
+
+    def supports(self, *_: Any) -> None:
+        return None
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Iterator[Path]:
+    part = tmp_path / QUIET.part
+    part.parent.mkdir()
+    part.write_text(PART)
+    loader.register_templates(tmp_path)
+    targets.register(Quiet())
+    yield part
+    targets.unregister("quiet")
+    loader.unregister_templates(tmp_path)
+    forget()
+
+
+def test_a_feature_from_outside_prints_its_lines_and_computes(quiet: Path) -> None:
+    pytest.importorskip("triton")
+    variant = weft.Attention(mask=masks.causal, name="quiet")
+    query, key, value = torch.randn(3, 1, 2, 40, 16)
+    own = variant.source(query, key, value, direction="forward", target="interpret").splitlines()
+    text = variant.source(query, key, value, direction="forward", target="quiet").splitlines()
+    added = [line.strip() for line in text if line not in own]
+    assert [line for line in own if line not in text and "acc0" not in line] == []
+    for line in ("def quieter(weights):", "loudness = 3.0", "p = quieter(p)"):
+        assert added.count(line) == 1, line
+    out = variant(query, key, value, target="quiet")
+    torch.testing.assert_close(out, 1.5 * variant.reference(query, key, value), atol=1e-5, rtol=1e-5)
+
+
+def test_a_feature_that_is_off_prints_nothing(quiet: Path) -> None:
+    pytest.importorskip("triton")
+    variant, given = weft.Attention(name="all"), torch.randn(3, 1, 2, 40, 16)
+    found = [variant.source(*given, direction="forward", target=target) for target in ("interpret", "quiet")]
+    assert found[0] == found[1]
+
+
+def test_a_changed_feature_is_generated_anew(quiet: Path) -> None:
+    """Its text is part of the key of what is kept; of Weft's own features the key of all code is."""
+    pytest.importorskip("triton")
+    variant, given = weft.Attention(mask=masks.causal, name="quiet"), torch.randn(3, 1, 2, 40, 16)
+    code = variant.plan(*given, target="quiet").code("forward")
+    before = cache_key(variant, code)
+    assert cache_key(variant, code) == before
+    quiet.write_text(PART.replace("3.0", "4.0"))
+    assert cache_key(variant, code).schedule != before.schedule
+    assert loader.digest_of_templates(f.part for f in FLASH_FORWARD.features) == ""
+
+
+# -- an operator -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def softsign() -> Iterator[str]:
+    OPERATORS["softsign"] = Operator(
+        "softsign", ("x",), "number", "float", lambda x: x / (1.0 + abs(x)), "nn.functional.softsign",
+        ("1.0 / ((1.0 + abs(x)) * (1.0 + abs(x)))",), doc="x / (1 + |x|)",
+        gpu="({0} / (1.0 + {m}.abs({0})))", tile="torch.nn.functional.softsign({0})",
+        number="({0} / (1.0 + abs({0})))",
+    )  # fmt: skip
+    yield "softsign"
+    del OPERATORS["softsign"]
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpret"])
+def test_an_operator_from_outside_is_computed_and_differentiated(softsign: str, target: str) -> None:
+    if target == "interpret":
+        pytest.importorskip("triton")
+    variant = weft.Attention(score=call(softsign, score), mask=masks.causal, name="signed")
+    assert "softsign(score)" in str(variant)
+    check_variant(variant, *torch.randn(3, 1, 2, 40, 16), target=target)
+
+
+# -- a normalizer ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def squares() -> Iterator[str]:
+    normalizer = Normalizer("toy_squares", saves="nothing", weight="score * score")
+    normalizers.register(normalizer)
+    texts.register(normalizer, "triton", lambda terms: Blocks(
+        weigh=f"logit = ({terms.score}) * LN_2\np = tl.where(logit == float('-inf'), 0.0, logit * logit)",
+        backward_weight=f"logit = ({terms.score}) * LN_2\np = tl.where(logit == float('-inf'), 0.0, logit * logit)",
+        backward_score="tl.where(logit == float('-inf'), 0.0, 2.0 * logit * dp)",
+    ))  # fmt: skip
+    yield normalizer.name
+    texts.unregister(normalizer)
+    normalizers.unregister(normalizer.name)
+
+
+def test_a_normalizer_from_outside_is_computed(squares: str) -> None:
+    """tests/kernels/test_normalizers.py holds more of them, on each target."""
+    pytest.importorskip("triton")
+    variant = weft.Attention(mask=masks.causal, normalizer=squares, name="squared")
+    check_variant(variant, *torch.randn(3, 1, 2, 40, 16), target="interpret", lse=False)
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

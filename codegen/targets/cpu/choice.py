@@ -12,6 +12,7 @@ from math import ceil
 
 from ....compiler.analysis.records import Axis, TileCounts, Traits
 from ....compiler.planning.cost import CountTiles, KernelCost, cost_of, dense_counts
+from ....compiler.planning.dtypes import FP32, dtype_named
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.records import Shape
@@ -50,7 +51,9 @@ def _cpu_forms(
 ) -> tuple[CpuForm, ...]:  # fmt: skip
     assert hardware.cpu is not None
     libraries = [False] + [True] * (
-        one_dnn and dtype != "fp64" and any(r.library == "onednn" for r in hardware.cpu.products)
+        one_dnn
+        and dtype_named(dtype).sums == FP32.torch_name
+        and any(r.library == "onednn" for r in hardware.cpu.products)
     )
     shape = Shape(1, max(8, hardware.sms), max(8, hardware.sms), _NOMINAL, _NOMINAL, head_dim, value_dim, dtype)
     count = cache(_counts(shape, traits))

@@ -13,6 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ....compiler.analysis.records import TileCounts, TorchWork, Traits
+from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.form import Machine
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
@@ -64,7 +65,7 @@ def speed_of(form: CpuForm, x: Sizes, working_set: float, hardware: Hardware, dt
     library = "torch" if is_short(form, x) else library_of(form)
     return CpuSpeed(
         library=library,
-        products=_products(library, x, rates) / (2 if dtype == "fp64" else 1),
+        products=_products(library, x, rates) * dtype_named(dtype).rate,
         passes=rates.pass_bytes_per_second(working_set, hardware.sms),
         working_set=int(working_set),
         shares=rates.shares(working_set, hardware.sms),

@@ -15,26 +15,28 @@ from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import CPU, Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
-from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.sources import DENSE, not_in_order
-from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place, Printing
+from ....compiler.planning.target import WHOLE, CallTensors, Launcher, Named, Partition, Place, Printing
 from ....ir.attention import Attention
-from ....ir.errors import UnavailableError, WeftError
+from ....ir.errors import InternalError, UnavailableError, WeftError
 from ....ir.expr import Expr, TensorOperand, call, symbol
 from ....ir.normalizer import SOFTMAX
 from ....ir.walk import symbols
 from ... import at_once, products
 from ...dialects import is_uniform
-from ...functions import TORCH_LANGUAGE
+from ...functions import TORCH_LANGUAGE, surveyed_by_torch
 from ...launch.allocating import keep_tiles_at_hand
 from ...launch.binding import Packer, fitting, function, like
 from ...launch.runs import runs_of
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear, own_attention, own_backward
+from ...subject import cells, starts_less_lse, values_of
+from . import context
 from .choice import USUAL, cpu_forms
 from .forms import CpuForm
 from .kernels import FLASH_BACKWARD, FLASH_FORWARD
@@ -104,35 +106,11 @@ class CpuTarget:
     def template(self, code: CodePlan) -> str:
         return f"cpu/flash_{code.signature.direction}.py.jinja"
 
-    def context(self, code: CodePlan, facts: Facts) -> Context:
-        """What the mask depends on decides which chunks share their tiles."""
-        open_mask, read = not facts.kv_bounds.closed_form, symbols(facts.attention.folded_mask)
-        by_head = _differs_by_head(facts)
-        mask = facts.attention.folded_mask
-        uniform = (scale := _scale(facts)) is not None and is_uniform(scale)
-        form = code.kernels[-1].form
-        assert isinstance(form, CpuForm)
-        return {
-            "most_scores": form.most_scores,
-            "one_dnn": form.one_dnn,
-            "widths": sorted({*_widths_of_tiles(code.signature.widths)}),
-            "in_tiles": form.in_tiles,
-            "whole": _has_whole(facts, code.signature),
-            "with_mask": _takes_a_mask(facts, code.signature),
-            "at_once": weighs_short(facts, code.signature),
-            "by_distance": facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
-            "mask_reads": _axes_of_mask(facts),
-            "remembers": all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
-            "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
-            "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
-            "open_mask": open_mask,
-            "per_head_bounds": facts.bounds_differ_by_head,
-            "uniform": uniform,
-            "mask_of": "heads" if by_head else "rows" if "batch" in read else "all",
-            "score_by_batch": "batch" in symbols(facts.attention.folded_score),
-            "rows_first": "head" in (read := symbols(facts.attention.folded_score)) and "batch" not in read,
-            "whole_rows": code.signature.direction == "backward" and bool(code.signature.widths.rope_dim),
-        }
+    def context(self, code: CodePlan, facts: Facts) -> tuple[object, ...]:
+        return _score_told(code, facts), _mask_told(facts), _ways_told(code, facts)
+
+    def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
+        raise InternalError(f"cpu: {kernel.name} is in its plan's own module")
 
     def load(self, path: Path, source: str) -> ModuleType:
         keep_tiles_at_hand()
@@ -140,6 +118,60 @@ class CpuTarget:
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:
         return _CpuLauncher(modules[0], code, facts)
+
+
+def is_causal(facts: Facts) -> bool:
+    """Whether the mask is the causal one."""
+    return facts.attention.folded_mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text
+
+
+def sees_one_run(facts: Facts) -> bool:
+    """Whether what a query may see is one run of keys."""
+    return len(facts.kv_tiles.outputs) == 4
+
+
+def _score_told(code: CodePlan, facts: Facts) -> context.Score:
+    scale, read = _scale(facts), symbols(facts.attention.folded_score)
+    return context.Score(
+        attention_text=str(facts.attention),
+        uniform=scale is not None and is_uniform(scale),
+        by_distance=facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
+        score_by_batch="batch" in read,
+        rows_first="head" in read and "batch" not in read,
+        less_lse=starts_less_lse(facts, code, facts.scale_and_rest is not None),
+    )
+
+
+def _mask_told(facts: Facts) -> context.Mask:
+    """What the mask depends on decides which chunks share their tiles."""
+    by_batch, found = "batch" in symbols(facts.attention.folded_mask), surveyed_by_torch(facts)
+    return context.Mask(
+        causal=is_causal(facts),
+        one_run=sees_one_run(facts),
+        open_mask=not facts.kv_bounds.closed_form,
+        per_head_bounds=facts.bounds_differ_by_head,
+        mask_of="heads" if _differs_by_head(facts) else "rows" if by_batch else "all",
+        mask_reads=_axes_of_mask(facts),
+        remembers=all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
+        survey=found is not None,
+        values={} if found is None else values_of(found),
+        cells=() if found is None else cells(found.cells),
+    )
+
+
+def _ways_told(code: CodePlan, facts: Facts) -> context.Ways:
+    signature, form = code.signature, code.kernels[-1].form
+    assert isinstance(form, CpuForm)
+    return context.Ways(
+        most_scores=form.most_scores,
+        one_dnn=form.one_dnn,
+        widths=sorted({*_widths_of_tiles(signature.widths)}),
+        in_tiles=form.in_tiles,
+        whole=_has_whole(facts, signature),
+        with_mask=_takes_a_mask(facts, signature),
+        at_once=weighs_short(facts, signature),
+        whole_rows=signature.direction == "backward" and bool(signature.widths.rope_dim),
+    )
 
 
 def _widths_of_tiles(widths: Widths) -> tuple[int, ...]:
@@ -279,7 +311,7 @@ class _CpuLauncher:
         """From a call to (out, lse) with nothing between, where operands fit."""
         out, packed, operands = self._packed()
         by_torch = hasattr(self.module, "BY_TORCH")
-        dtype = "query.dtype" if self.code.signature.dtype == "fp64" else "float32"
+        dtype = "float32" if dtype_named(self.code.signature.dtype).sums == FP32.torch_name else "query.dtype"
         attended = [
             "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
             "    for way in module.BY_TORCH:",

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
-from ....compiler.analysis.facts import Facts
 from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
-from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.signature import Signature
-from ....compiler.planning.target import CallTensors, Context
+from ....compiler.planning.target import CallTensors
 from ...launch.descriptors import is_ragged_readable, is_readable
 from .forms import ROWS, HopperLatentForm
-from .held import held_by
-from .kernels.latent import ROTARY_COLUMNS, SPLIT_FORWARD, program
+from .kernels.latent import ROTARY_COLUMNS
 
 LEAST_PAGE = 8  # rows of the pattern in which tiles are swizzled in SRAM
-
-
-def latent_context(code: CodePlan, facts: Facts) -> Context:
-    form, widths = code.form(SPLIT_FORWARD.name), code.signature.widths
-    assert isinstance(form, HopperLatentForm)
-    config = {
-        **asdict(form), "head_dim": widths.head_dim, "rank": widths.value_dim,
-        "rope": widths.head_dim - widths.value_dim, "piece": form.piece, "rotary": ROTARY_COLUMNS,
-        "loads_at_positions": facts.loads_at_positions,
-    }  # fmt: skip
-    return {
-        "config": config, "program": program(form, held_by(code, facts)), "tiles_by_head": False,
-        "many": not code.signature.few,
-    }  # fmt: skip
 
 
 def latent_misfit(signature: Signature, call: CallTensors) -> str | None:

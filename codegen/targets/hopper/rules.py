@@ -9,12 +9,13 @@ from typing import NamedTuple
 from ....compiler.analysis.facts import Facts
 from ....compiler.analysis.places import read_once
 from ....compiler.planning.distances import tables_of
-from ....compiler.planning.dtypes import FP16, HALVES
+from ....compiler.planning.dtypes import HALVES, dtype_named
 from ....compiler.planning.signature import Signature, Widths
 from ....compiler.planning.sources import SequenceKind, not_in_order
 from ....ir.normalizer import SOFTMAX
 from ...normalizers import lacks, softmax_only
-from ..triton.target import has_triton, tiles_by_head
+from ..triton.context import tiles_by_head
+from ..triton.target import has_triton
 from .forms import ROWS
 from .gradients import OWNED_BY_KEYS, stores_boxes, sums_diagonals, sums_of_keys, wanted_kinds
 from .kernels.latent import ROTARY_COLUMNS
@@ -237,7 +238,7 @@ def _columns(c: Case) -> int:
 
 def _hands_on_too_much(c: Case) -> bool:
     """One consumer hands gradients of scores to the other one, in the dtype of operands."""
-    hands_on = not fits_by_rows(c.widths) and c.facts.linear_scale is None and c.signature.dtype == FP16.name
+    hands_on = not fits_by_rows(c.widths) and c.facts.linear_scale is None and dtype_named(c.signature.dtype).is_narrow
     return hands_on and c.facts.largest_slope > LARGEST_HANDED_ON
 
 

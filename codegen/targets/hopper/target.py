@@ -4,7 +4,7 @@ split_kv of latent caches."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,37 +12,34 @@ import torch
 
 from ....compiler.analysis.facts import Facts
 from ....compiler.planning.cost import sram_bytes
-from ....compiler.planning.distances import tables_in, tables_of
+from ....compiler.planning.distances import tables_of
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
-from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Segment, Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
+from ....compiler.planning.target import CallTensors, Launcher, Printing
 from ....ir.attention import Attention
-from ....ir.errors import WeftError, counted
-from ....ir.expr import Expr, Load, Symbol
-from ....ir.walk import nodes
+from ....ir.errors import InternalError, WeftError, counted
 from ...functions import GLUON_LANGUAGE
 from ...launch.descriptors import is_ragged_readable, is_readable
 from ...loader import load
-from ..gluon.program import FIRST_BARRIER, Program
 from ..triton.kernels.measures import with_measuring
 from ..triton.kernels.tables import with_tables_made
 from ..triton.kernels.work import with_work
 from ..triton.target import TritonTarget
 from . import paces
+from .context import records_of
 from .form_rules import (
     best_backward_form,
     best_form,
-    is_plain,
     no_boxes,
     no_cells_form,
     with_boxes,
 )
-from .forms import PIECE_COLUMNS, ROWS, HopperBackwardForm, HopperForm, HopperLatentForm
+from .forms import PIECE_COLUMNS, HopperBackwardForm, HopperForm, HopperLatentForm
 from .gradients import (
     is_lean,
     is_one_pass,
@@ -52,32 +49,15 @@ from .gradients import (
     sums_of_keys,
     sums_of_queries,
 )
-from .held import held_by
 from .kernels.backward import FLASH_BACKWARD
-from .kernels.backward import program as program_of_keys
-from .kernels.dquery import program as program_of_queries
 from .kernels.forward import FLASH_FORWARD
-from .kernels.forward import program as forward_program
 from .kernels.latent import JOIN_PARTS, SPLIT_FORWARD
-from .kernels.statistics import round_dquery_program, statistics_program
-from .latent import LEAST_PAGE, latent_context, latent_misfit, no_latent_form, small_pages
+from .latent import LEAST_PAGE, latent_misfit, no_latent_form, small_pages
 from .launcher import launcher_of
 from .passes import DIAGONAL_SUMS, ONE_PASS, ONE_PASS_DRAWN, ONE_PASS_STORED, two_passes
 from .pieces import (
-    CONSUMERS,
-    backward_form,
-    columns_of,
-    forward_form,
-    is_persistent,
     key_pieces,
-    left_parts,
-    main_form,
-    part_columns,
-    pieces_of,
     piecewise,
-    places_of_results,
-    statistics_of_a_row,
-    sums_of_a_tile,
 )
 from .rules import BACKWARD, COMMON, FORWARD, LATENT, Case, refused
 
@@ -229,91 +209,17 @@ class HopperTarget:
     def template(self, code: CodePlan) -> str:
         return f"hopper/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
-    def context(self, code: CodePlan, facts: Facts) -> Context:
-        own = code.signature.widths
-        if code.schedule.algorithm == "split_kv":
-            return latent_context(code, facts) | _offset_context(code)
-        columns, value_columns = columns_of(own)
-        widths = {
-            "head_dim": own.head_dim, "value_dim": own.value_dim, "columns": columns, "value_columns": value_columns,
-            "loads_at_positions": facts.loads_at_positions,
-        }  # fmt: skip
-        offset = _offset_context(code)
-        if code.signature.direction == "forward":
-            pieces, _ = pieces_of(forward_form(code), own)
-            program = forward_program(forward_form(code), held_by(code, facts))
-            return {"config": asdict(forward_form(code)) | widths | {"pieces": pieces}, "program": program, **offset}
-        main, form = main_form(code)
-        persistent = is_persistent(code, facts)
-        pieces, value_pieces = pieces_of(form, own)
-        part = {
-            "part_columns": part_columns(form, own), "left_parts": left_parts(form, own),
-            "parts": sums_of_a_tile(form, own) // (ROWS * part_columns(form, own)), "consumers": CONSUMERS,
-            "statistics": statistics_of_a_row(facts), "pieces": pieces, "value_pieces": value_pieces,
-            "own_pieces": key_pieces(piecewise(own.head_dim), own),
-        }  # fmt: skip
-        scale = facts.linear_scale
-        # Products that start from a row's statistics wait for these: of the next tile's scores nothing could hide that.
-        folds = not form.next_scores and not facts.scores_lie_far and facts.attention.weighs.saves_lse
-        return {
-            **offset,
-            "main": main, "programs": _programs(code, facts),
-            "wants_dscores": main == "flash_backward" or (bool(main) and held_by(code, facts).wants_dscores),
-            "adds_up_shared": not code.signature.deterministic,
-            "config": asdict(form) | widths | part,
-            "query_config": asdict(backward_form(code, "flash_dquery")) if code.has("flash_dquery") else None,
-            "folded": scale is not None and folds and is_plain(scale),
-            "factor_at_end": _has_factor_at_end(code, facts),
-            "stored": _stored(code, facts),
-            "diagonals": code.borrowed is not None,
-            "persistent": persistent,
-            "stores_first": main == "flash_backward" and stores_first(code.signature, facts),
-            "places": places_of_results(form, own) if persistent and main == "flash_backward" else None,
-        } | ({"slope_at_end": True} if tables_in(code, facts) else {})  # fmt: skip
+    def context(self, code: CodePlan, facts: Facts) -> tuple[object, ...]:
+        return records_of(code, facts, self.printing)
+
+    def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
+        raise InternalError(f"hopper: {kernel.name} is in its plan's own module")
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: torch.device) -> Launcher:
         return launcher_of(modules, code, facts, device.index or 0)
-
-
-def _programs(code: CodePlan, facts: Facts) -> dict[str, Program]:
-    """Those of a backward's kernels, by name. Of two with rings, the second has hardware barriers behind the first."""
-    held, (main, form) = held_by(code, facts), main_form(code)
-    one_pass = main == "flash_backward"
-    found = {main: program_of_keys(form, held, one_pass)} if main else {}
-    if code.has("flash_dquery"):
-        first = max((b.numbers.stop for p in found.values() for b in p.ring_barriers), default=FIRST_BARRIER)
-        found["flash_dquery"] = program_of_queries(backward_form(code, "flash_dquery"), held, first)
-    found["row_statistics"] = statistics_program(form, held, one_pass)
-    found["round_dquery"] = round_dquery_program(form, held)
-    return found
-
-
-def _has_factor_at_end(code: CodePlan, facts: Facts) -> bool:
-    """Whether sums are multiplied by the factor of q.k, in place of each pair's gradient."""
-    if facts.linear_scale is not None:
-        return not _differs_by_head(facts.linear_scale)
-    if tables_in(code, facts):
-        return True
-    return code.brings_boxes and facts.scale_beside_box is not None
-
-
-def _stored(code: CodePlan, facts: Facts) -> int | None:
-    """The number of the read whose gradient is stored tile by tile, of those that have one."""
-    if not stores_boxes(code.signature, facts):
-        return None
-    kinds = [kind for load, kind in facts.gradient_kinds if load.tensor.name in code.signature.wanted]
-    return kinds.index("pair")
-
-
-def _offset_context(code: CodePlan) -> Context:
-    per_row = code.signature.offset == "per_row"
-    return {
-        "per_row": per_row, "given_offset": "q_offset_ptr" if per_row else "q_offset",
-        "offset_kind": code.signature.offset,
-    }  # fmt: skip
 
 
 # -- a rotary key that heads share -------------------------------------------------------------------------------------
@@ -323,10 +229,4 @@ def _key_segments(widths: Widths) -> tuple[Segment, ...]:
             piece.column("key"), min(piece.columns, widths.head_dim - piece.first), "rope" if piece.shared else "key"
         )
         for piece in key_pieces(piecewise(widths.head_dim), widths)
-    )
-
-
-def _differs_by_head(scale: Expr) -> bool:
-    return any(
-        isinstance(n, Load) or (isinstance(n, Symbol) and n.name in ("batch", "head", "kv_head")) for n in nodes(scale)
     )

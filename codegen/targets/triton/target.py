@@ -11,26 +11,26 @@ from types import ModuleType
 import torch
 
 from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import PAIR_KINDS, TileSource, Traits
+from ....compiler.analysis.records import PAIR_KINDS, Traits
 from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.distances import levels_of, tables_of
 from ....compiler.planning.dtypes import HALVES, ON_GPUS
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
-from ....compiler.planning.plan import CodePlan
+from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
 from ....compiler.planning.tables import Owner, ways_of
-from ....compiler.planning.target import CallTensors, Context, Launcher, Printing
+from ....compiler.planning.target import CallTensors, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError
 from ....ir.walk import symbols
 from ...functions import TRITON_LANGUAGE
-from ...launch.job import ways_in
 from ...loader import load
 from ...normalizers import lacks, softmax_only
+from .context import records_of
 from .forms import Tiling, check_tiling
 from .kernels.backward import FLASH_DKEY_DVALUE, FLASH_DQUERY, ROW_STATISTICS
 from .kernels.forward import FLASH_FORWARD
@@ -239,8 +239,19 @@ class TritonTarget:
         room = "triton/teaching" if code.schedule.algorithm in TEACHING else "triton"
         return f"{room}/{code.schedule.algorithm}_{code.signature.direction}.py.jinja"
 
-    def context(self, code: CodePlan, facts: Facts) -> Context:
-        return {**pair_context(code, facts), "tiles_by_head": tiles_by_head(facts, code.tile_source)}
+    def context(self, code: CodePlan, facts: Facts) -> tuple[object, ...]:
+        return records_of(code, facts, WAY_KERNELS)
+
+    def source_beside(self, kernel: KernelCode, code: CodePlan, facts: Facts) -> str:
+        from . import modules  # lazy: imports sympy, which a warm start does without
+
+        match kernel.kernel.module:
+            case "measures":
+                return modules.measures(facts, code.signature.wide, code.signature.sequences)
+            case "tables":
+                return modules.tables(facts, code)
+            case "":
+                return modules.lent(facts, code, self)
 
     def load(self, path: Path, source: str) -> ModuleType:
         return load(path, interpret=self.interprets, source=source)
@@ -272,31 +283,13 @@ def _is_needed(kernel: str, wanted: frozenset[str], kinds: set[str]) -> bool:
     return serves is None or bool(serves & wanted or _SUMS.get(kernel, set()) & kinds)
 
 
-def pair_context(code: CodePlan, facts: Facts) -> Context:
-    """What the template of a flash backward needs for reads of pairs: the way of each, and how programs share them."""
-    ways = ways_in(code, facts)
-    found = [(i, way) for i, way in enumerate(ways.of_reads) if way]
-    return {
-        "ways": {i: {"kernel": WAY_KERNELS[way.owner], "finish": way.finish} for i, way in found},
-        "over": ways.over,
-        "bounds_by_head": facts.bounds_differ_by_head,
-    }
-
-
-WAY_KERNELS = {owner: kernel.name for kernel, owner in _OWNS.items()}  # as templates call them
+WAY_KERNELS: dict[Owner, str] = {owner: kernel.name for kernel, owner in _OWNS.items()}  # as templates call them
 
 
 def is_of_flash(kernel: Kernel) -> bool:
     """Whether it belongs to schedule flash, or comes before its kernels; or computes as these do."""
     own = (*KERNELS["flash"], *PAIR_SUMS, *KERNELS["split_kv"])
     return kernel in own or bool(kernel.module) or kernel.name in WORK
-
-
-def tiles_by_head(facts: Facts, source: TileSource) -> bool:
-    """Whether rows of different query heads may visit different tiles of keys, which kernels learn from `source`."""
-    if source == "spans":
-        return "head" in symbols(facts.attention.folded_mask)
-    return any("head" in symbols(line.value) for line in facts.kv_tiles.body)
 
 
 def traits_of(kernel: Kernel, signature: Signature, facts: Facts) -> Traits:

@@ -134,8 +134,8 @@ def square_tilings(
     grid = [Tiling(block, block, warps, stages) for block, warps in sizes
             for stages in _diagonal_stages(hardware, wide)]  # fmt: skip
     found = [t for t in grid if fits(kernel, t, nominal(shape), hardware, parts, traits)]
-    if dtype_named(shape.dtype).is_full:
-        found = [t for t in found if t.block_q <= 32] or found
+    most = dtype_named(shape.dtype).of_units({"16-bit": 64, "fp32": 32})
+    found = [t for t in found if t.block_q <= most] or found
     if not found:
         raise _nothing_fits(kernel, shape, hardware, parts, traits)
     return found
@@ -166,8 +166,7 @@ def split_tilings(
     table = _SPLIT[limit]
     if even and limit in _SPLIT_EVEN and hardware.capability >= 90:
         table = tuple(dict.fromkeys((_SPLIT_EVEN[limit], *table)))
-    if dtype_named(shape.dtype).is_full:
-        table = _SPLIT_32
+    table = dtype_named(shape.dtype).of_units({"16-bit": table, "fp32": _SPLIT_32})
     if hardware.kind == "hip":  # one buffer is loaded ahead
         table = tuple(dict.fromkeys(Tiling(t.block_q, t.block_kv, t.num_warps, min(t.num_stages, 2)) for t in table))
     found = [t for t in table if fits(kernel, t, nominal(shape), hardware, parts, traits)]
@@ -194,8 +193,12 @@ def _preferred(
 def _table(
     dtype: str, hardware: Hardware, algorithm: Algorithm, traits: Traits
 ) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
-    if dtype_named(dtype).is_full:
-        return _FP32
+    return dtype_named(dtype).of_units({"16-bit": _table_of_halves(hardware, algorithm, traits), "fp32": _FP32})
+
+
+def _table_of_halves(
+    hardware: Hardware, algorithm: Algorithm, traits: Traits
+) -> dict[int, tuple[Tiling, Tiling, Tiling]]:
     if algorithm != "flash":
         return _STREAMING if algorithm == "streaming" else _STANDARD
     if hardware.kind == "hip":

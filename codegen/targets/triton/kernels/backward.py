@@ -38,6 +38,7 @@ from .....compiler.planning.stage_words import (
     stores,
     weights_text,
 )
+from ..features import OF_A_BACKWARD, SUMS_OF_KEYS, SUMS_OF_QUERIES
 from .forward import OVER_KEYS
 
 ROWS, OVER_QUERIES = "its rows", "the query tiles that see its keys"
@@ -132,17 +133,19 @@ def dkey_dvalue_registers(block_q: int, block_kv: int, qk_columns: int, v_column
 ROW_STATISTICS = Kernel(
     KernelId("triton", "row_statistics"), "backward", "backward_q", "kv", ROWS, statistics_stages,
     programs=query_programs, read=statistics_read, written=statistics_written, visits="none",
+    features=OF_A_BACKWARD,
 )  # fmt: skip
 FLASH_DQUERY = Kernel(
     KernelId("triton", "flash_dquery"), "backward", "backward_q", "kv", OVER_KEYS, _flash_dquery,
     programs=query_programs, read=flash_dquery_read, written=query_bytes, sram=flash_dquery_sram,
     flops=flash_dquery_flops, exps=score_count, registers=dquery_registers, weighs=True, sums_levels=True,
-    has_level_loop=True, visits_measured=True, lists=("q",),
+    has_level_loop=True, visits_measured=True, lists=("q",), features=(*OF_A_BACKWARD, *SUMS_OF_QUERIES),
 )  # fmt: skip
 FLASH_DKEY_DVALUE = Kernel(
     KernelId("triton", "flash_dkey_dvalue"), "backward", "backward_kv", "q", OVER_QUERIES, _flash_dkey_dvalue,
     programs=key_programs, read=flash_dkey_dvalue_read, written=key_value_gradient_bytes, sram=flash_dkey_dvalue_sram,
     flops=flash_dkey_dvalue_flops, exps=score_count, again=QUERIES_AGAIN, registers=dkey_dvalue_registers, weighs=True,
     has_level_loop=True, drop_work=27.0, visits_measured=True, lists=("kv",),
+    features=(*OF_A_BACKWARD, *SUMS_OF_KEYS),
 )  # fmt: skip
 DQUERY = FLASH_DQUERY.name

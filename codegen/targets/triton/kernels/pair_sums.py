@@ -19,6 +19,7 @@ from .....compiler.planning.quantities import (
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import AHEAD, Tiles, computes, keeps, loads, stores, weights_text
 from .....compiler.planning.tables import DIAGONAL_PARTS
+from ..features import OF_A_BACKWARD
 from .backward import dload
 
 
@@ -89,12 +90,12 @@ FLASH_DPAIRS = Kernel(
     KernelId("triton", "flash_dpairs"), "backward", "backward_q", "kv",
     "the heads that read what its tile of pairs reads", _flash_dpairs, programs=pair_programs, read=pair_sums_read,
     written=pair_sums_written, sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count, registers=_registers,
-    weighs=True, has_level_loop=True,
+    weighs=True, has_level_loop=True, features=OF_A_BACKWARD,
 )  # fmt: skip
 FLASH_DDIAGONALS = Kernel(
     KernelId("triton", "flash_ddiagonals"), "backward", "backward_q", "kv", "the tiles of its diagonal",
     _flash_ddiagonals, programs=diagonal_programs, read=pair_sums_read, written=diagonal_sums_written,
     sram=pair_sums_sram, flops=pair_sums_flops, exps=score_count, registers=_registers, weighs=True, visits="uneven",
-    longest=_longest_diagonal, is_lent=True,
+    longest=_longest_diagonal, is_lent=True, features=OF_A_BACKWARD,
 )  # fmt: skip
 DPAIRS, DDIAGONALS = FLASH_DPAIRS.name, FLASH_DDIAGONALS.name

@@ -15,6 +15,7 @@ from .....compiler.planning.quantities import (
 )
 from .....compiler.planning.records import Stage
 from .....compiler.planning.stage_words import ONCE, Tiles, columns, computes, loads, stores
+from ..features import SINK
 from .forward import forward_registers, forward_stages
 
 
@@ -65,7 +66,7 @@ SPLIT_FORWARD = Kernel(
     KernelId("triton", "split_forward"), "forward", "forward", "kv", "its part of the key tiles that its rows see",
     _split_forward, programs=split_programs, read=flash_forward_read, written=split_written, sram=flash_forward_sram,
     flops=forward_flops, exps=forward_exps, registers=forward_registers, weighs=True, visits_measured=True,
-    divides=True, is_optional=True,
+    divides=True, is_optional=True, features=(SINK,),
 )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def joining(divider: Kernel) -> Kernel:
     return Kernel(
         KernelId(divider.id.family, "join_parts"), "forward", "forward", "kv", "the parts of its row", join_stages,
         programs=row_programs, read=parts_bytes, written=joined_written, follows=divider.name, visits="none",
-        joins=divider, is_optional=True,
+        joins=divider, is_optional=True, features=(SINK,),
     )  # fmt: skip
 
 
