@@ -11,6 +11,7 @@ import torch
 
 from ....compiler.analysis.distances import of_distance
 from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.records import OperandGradient
 from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import CPU, Hardware
@@ -100,16 +101,12 @@ class CpuTarget:
         return f"cpu/flash_{code.signature.direction}.py.jinja"
 
     def context(self, code: CodePlan, facts: Facts) -> Context:
-        """What the mask depends on decides which chunks share their tiles."""
-        open_mask, read = not facts.kv_bounds.closed_form, symbols(facts.attention.folded_mask)
-        by_head = _differs_by_head(facts)
-        mask = facts.attention.folded_mask
-        uniform = (scale := _scale(facts)) is not None and is_uniform(scale)
+        read = symbols(facts.attention.folded_score)
         form = code.kernels[-1].form
         assert isinstance(form, CpuForm)
         return {
+            "kinds": _kinds(code, facts, form),
             "most_scores": form.most_scores,
-            "one_dnn": form.one_dnn,
             "widths": sorted({*_widths_of_tiles(code.signature.widths)}),
             "in_tiles": form.in_tiles,
             "whole": _has_whole(facts, code.signature),
@@ -118,14 +115,10 @@ class CpuTarget:
             "by_distance": facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
             "mask_reads": _axes_of_mask(facts),
             "remembers": all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
-            "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
-            "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
-            "open_mask": open_mask,
             "per_head_bounds": facts.bounds_differ_by_head,
-            "uniform": uniform,
-            "mask_of": "heads" if by_head else "rows" if "batch" in read else "all",
-            "score_by_batch": "batch" in symbols(facts.attention.folded_score),
-            "rows_first": "head" in (read := symbols(facts.attention.folded_score)) and "batch" not in read,
+            "uniform": (scale := _scale(facts)) is not None and is_uniform(scale),
+            "score_by_batch": "batch" in read,
+            "rows_first": "head" in read and "batch" not in read,
             "whole_rows": code.signature.direction == "backward" and bool(code.signature.widths.rope_dim),
         }
 
@@ -135,6 +128,51 @@ class CpuTarget:
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:
         return _CpuLauncher(modules[0], code, facts)
+
+
+def _kinds(code: CodePlan, facts: Facts, form: CpuForm) -> dict[str, str]:
+    """Which file of its folder in templates/cpu each part of a module is of."""
+    dense = code.signature.sequences == "dense"
+    saved = "far" if facts.scores_lie_far else "near" if facts.attention.weighs.saves_lse else "unsaved"
+    return {
+        "products": "onednn" if form.one_dnn else "torch", "sequence": "dense" if dense else "ragged",
+        "statistics": saved, "score": _kind_of_score(code, facts), "mask": _kind_of_mask(facts),
+        "sharing": _kind_of_sharing(facts),
+    }  # fmt: skip
+
+
+def _kind_of_score(code: CodePlan, facts: Facts) -> str:
+    """By what is made of q.k: a number times it, the same with a rest, or anything."""
+    scale = _scale(facts)
+    if scale is None:
+        return "general"
+    if facts.scale_and_rest is None and any(g.kind != "sink" for g in _gradients(code, facts)):
+        return "linear_by_pair"
+    kind = "linear" if facts.scale_and_rest is None else "added"
+    return kind if is_uniform(scale) else f"{kind}_by_head"
+
+
+def _kind_of_mask(facts: Facts) -> str:
+    """By what a query sees, as bounds tell it."""
+    if not facts.attention.is_masked:
+        return "none"
+    if not facts.kv_bounds.closed_form:
+        return "open"
+    if facts.attention.folded_mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text:
+        return "causal"
+    return "run" if len(facts.kv_tiles.outputs) == 4 else "runs"
+
+
+def _kind_of_sharing(facts: Facts) -> str:
+    """By what the mask differs by."""
+    if _differs_by_head(facts):
+        return "heads"
+    return "rows" if "batch" in symbols(facts.attention.folded_mask) else "all"
+
+
+def _gradients(code: CodePlan, facts: Facts) -> Sequence[OperandGradient]:
+    backward = code.signature.direction == "backward"
+    return facts.operand_gradients(code.signature.wanted) if backward else ()
 
 
 def _widths_of_tiles(widths: Widths) -> tuple[int, ...]:
