@@ -1,4 +1,4 @@
-"""What templates are written with, and rules of those of `triton`, `cpu`, and backwards and divided keys on `hopper`."""
+"""What templates are written with, and rules of those of `triton`, `cpu`, backwards and divided keys of `hopper`."""
 
 from __future__ import annotations
 
