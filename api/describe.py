@@ -303,10 +303,10 @@ def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -
 
 def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
     """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
-    x, context = r.sizes, r.forward.target.context(r.forward.code, facts)
+    x, kinds = r.sizes, r.forward.target.context(r.forward.code, facts)["kinds"]
     if visible is None or r.sequences is not None:
         return False
-    own = bool(context["causal"]) and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    own = kinds["mask"] == "causal" and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
     return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
 
 
@@ -369,9 +369,9 @@ def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) ->
     ]  # fmt: skip
     if not whole:
         return _computed_short(facts, r)
-    context = whole[0].target.context(whole[0].code, facts)
-    seen = "the same keys" if facts.attention.is_masked and context["one_run"] else "all keys"
-    seen += ", or all up to its own," if context["causal"] else ""
+    mask = whole[0].target.context(whole[0].code, facts)["kinds"]["mask"]
+    seen = "the same keys" if mask in ("run", "causal") else "all keys"
+    seen += ", or all up to its own," if mask == "causal" else ""
     directions = [found.code.signature.direction for found in whole]
     call = "a forward" if directions[0] == "forward" else "the backward of a call"
     said = f"{call} in which every query sees {seen} is torch's own kernel, which is the faster one"
