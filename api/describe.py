@@ -12,7 +12,7 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.target import computes_whole, heads_with_mask, keeps_weights, short_heads
+from .codegen.targets.cpu.target import computes_whole, heads_with_mask, keeps_weights, kind_of_mask, short_heads
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
@@ -303,10 +303,10 @@ def may_be_whole(attention: Attention, r: Request, options: Mapping[str, Any]) -
 
 def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: VisiblePairs | None) -> bool:
     """Whether every query of the call sees all keys, or all up to its own under a causal mask."""
-    x, kinds = r.sizes, r.forward.target.context(r.forward.code, facts)["kinds"]
+    x = r.sizes
     if visible is None or r.sequences is not None:
         return False
-    own = kinds["mask"] == "causal" and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    own = kind_of_mask(facts) == "causal" and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
     return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
 
 
@@ -369,7 +369,7 @@ def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) ->
     ]  # fmt: skip
     if not whole:
         return _computed_short(facts, r)
-    mask = whole[0].target.context(whole[0].code, facts)["kinds"]["mask"]
+    mask = kind_of_mask(facts)
     seen = "the same keys" if mask in ("run", "causal") else "all keys"
     seen += ", or all up to its own," if mask == "causal" else ""
     directions = [found.code.signature.direction for found in whole]

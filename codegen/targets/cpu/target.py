@@ -136,7 +136,7 @@ def _kinds(code: CodePlan, facts: Facts, form: CpuForm) -> dict[str, str]:
     saved = "far" if facts.scores_lie_far else "near" if facts.attention.weighs.saves_lse else "unsaved"
     return {
         "products": "onednn" if form.one_dnn else "torch", "sequence": "dense" if dense else "ragged",
-        "statistics": saved, "score": _kind_of_score(code, facts), "mask": _kind_of_mask(facts),
+        "statistics": saved, "score": _kind_of_score(code, facts), "mask": kind_of_mask(facts),
         "sharing": _kind_of_sharing(facts),
     }  # fmt: skip
 
@@ -152,7 +152,7 @@ def _kind_of_score(code: CodePlan, facts: Facts) -> str:
     return kind if is_uniform(scale) else f"{kind}_by_head"
 
 
-def _kind_of_mask(facts: Facts) -> str:
+def kind_of_mask(facts: Facts) -> str:
     """By what a query sees, as bounds tell it."""
     if not facts.attention.is_masked:
         return "none"
