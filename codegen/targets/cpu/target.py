@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....compiler.analysis.cse import of_positions
 from ....compiler.analysis.distances import of_distance
 from ....compiler.analysis.facts import Facts
 from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
@@ -22,9 +23,9 @@ from ....compiler.planning.signature import PACKED, Direction, Signature, Widths
 from ....compiler.planning.target import WHOLE, CallTensors, Context, Launcher, Named, Partition, Place, Printing
 from ....ir.attention import Attention
 from ....ir.errors import UnavailableError, WeftError
-from ....ir.expr import Expr, TensorOperand, call, symbol
+from ....ir.expr import Expr, Load, Scalar, TensorOperand, call, symbol
 from ....ir.normalizer import SOFTMAX
-from ....ir.walk import symbols
+from ....ir.walk import nodes, symbols
 from ... import at_once, products
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE
@@ -118,6 +119,8 @@ class CpuTarget:
             "by_distance": facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
             "mask_reads": _axes_of_mask(facts),
             "remembers": all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
+            "settles": _settles(facts, code.signature),
+            "nothing": ", None" * len(facts.attention.parameters),
             "one_run": len(facts.kv_tiles.outputs) == 4,  # what a query may see is one run of keys
             "causal": mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text,
             "open_mask": open_mask,
@@ -156,6 +159,15 @@ def _axes_of_mask(facts: Facts) -> frozenset[str]:
     rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
     read = symbols(facts.attention.folded_mask).union(rest)
     return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
+
+
+def _settles(facts: Facts, signature: Signature) -> bool:
+    """Whether something of what is added to scores follows from positions alone, and needs no operand."""
+    if facts.scale_and_rest is None:
+        return False
+    derivatives = [g.derivative for g in facts.operand_gradients(signature.wanted)]
+    parts, _ = of_positions([facts.scale_and_rest[1], *derivatives])
+    return bool(parts) and not any(isinstance(n, (Load, Scalar)) for _, part in parts for n in nodes(part))
 
 
 def computes_whole(code: CodePlan, facts: Facts) -> bool:
