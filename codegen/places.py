@@ -130,7 +130,8 @@ _INTS = {torch.float32: (torch.int32, -(2**23)), torch.float64: (torch.int64, -(
 
 def as_added(seen: Tensor | bool, dtype: torch.dtype) -> Tensor:
     """What is added to scores: 0 where a pair is seen, -inf where it is not. dtype: float32 or float64."""
-    seen = torch.as_tensor(seen)
+    if not isinstance(seen, Tensor):
+        seen = torch.as_tensor(seen)
     if seen.numel() <= FEW:
         return torch.where(seen, *_zero_and_hidden(dtype))
     whole, hidden = _INTS[dtype]  # torch.where takes a nanosecond a pair

@@ -282,10 +282,12 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 def as_mask(found: Tensor, heads: int, group: int, kv_len: int) -> Tensor:
     """What broadcasts to [B, Hkv, G, L, T], as torch's own attention takes a mask: [B or 1, Hq or 1, L or 1, T]."""
-    found = found.view(*(1,) * (5 - found.dim()), *found.shape)
-    if found.shape[1] * found.shape[2] > 1:
+    if found.dim() < 5:
+        found = found.view(*(1,) * (5 - found.dim()), *found.shape)
+    if group > 1 and found.shape[1] * found.shape[2] > 1:
         found = found.expand(-1, heads // group, group, -1, -1)
-    return found.flatten(1, 2).expand(-1, -1, -1, kv_len).contiguous()
+    found = found.flatten(1, 2)
+    return (found if found.shape[3] == kv_len else found.expand(-1, -1, -1, kv_len)).contiguous()
 
 
 MOST_REMEMBERED, REMEMBERED = 1 << 14, 4  # pairs of a mask that is kept, and how many are
@@ -313,10 +315,11 @@ def attend_with_mask(
     """
     attend, parts = own_attention(), []
     assert attend is not None
-    for first in range(0, len(query), rows):
-        end = min(first + rows, len(query))
+    batch = query.shape[0]
+    for first in range(0, batch, rows):
+        end = min(first + rows, batch)
         mask, given = mask_of(first, end), (query, key, value)
-        if rows < len(query):
+        if rows < batch:
             given = query[first:end], key[first:end], value[first:end]
         out, lse = attend(*given, 0.0, False, attn_mask=mask, scale=scale)
         if not (_within(lse, most) and _told_apart(out, lse, mask)):

@@ -44,8 +44,9 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# variant, its operands, calls of functions at most: 55, 76 and 130 in November 2026, 67, 177 and 216 before
-REPEATED = [(CAUSAL, {}, 58), (RECENT, {"window": 99}, 85), (ALIBI, {"slopes": torch.ones(8)}, 143)]
+# variant, its operands, calls of functions at most: 45, 65 and 132 in November 2026, 67, 177 and 216 before
+REPEATED = [(CAUSAL, {}, 46), (RECENT, {"window": 99}, 68), (ALIBI, {"slopes": torch.ones(8)}, 143)]
+GROWN = 8  # more of a cache that grows: of the iterator, and of what asks whether only that differs
 
 
 @own_kernel
@@ -53,7 +54,7 @@ REPEATED = [(CAUSAL, {}, 58), (RECENT, {"window": 99}, 85), (ALIBI, {"slopes": t
 def test_a_decode_of_a_short_cache_on_a_cpu(variant: weft.Attention, operands: dict[str, Any], most: int) -> None:
     repeated = calls_of(lambda: variant(QUERY, KEYS, VALUES, target="cpu", **operands))
     assert repeated <= most
-    assert calls_of(grown(variant, **operands)) <= repeated + 3  # of the iterator, and of the guard of few keys
+    assert calls_of(grown(variant, **operands)) <= repeated + GROWN
 
 
 @own_kernel

@@ -138,11 +138,17 @@ class CpuLauncher:
         kind, options, head_dim = type(call.sequences), call.options, call.head_dim
         names, tensors, numbers = self.numbers, self.tensors, [call.operands[n] for n in self.numbers]
         threads, n_threads, module = torch.get_num_threads, torch.get_num_threads(), self.module
-        own = [call.operands[n] for n in tensors]
-        alike = guard(call.query, call.key, call.value, *own, free=free if grows else ())
+        alike = guard(call.query, call.key, call.value, *[call.operands[n] for n in tensors], free=free if grows else ())
         (batch, heads, q_len, _), (_, kv_heads, kv_len, width) = call.query.shape, call.value.shape
         shape, strides = (batch, heads, q_len, width), _strides_like(call.query, width)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
+
+        given = call.query, call.key, call.value, call.operands.values(), q_offset, sizes
+        ways = self.module.BY_TORCH
+        if not grows:  # the same one computes all of them
+            ways = next(([way] for way in ways if way(*given) is not None), [])
+        if not ways:
+            return None
 
         def fits(call: Any) -> bool:
             given, where = call.operands, call.sequences
@@ -165,17 +171,24 @@ class CpuLauncher:
             return *given, offset, (*sizes[:4], now, head_dim)
 
         def laid_out(out: Tensor) -> Tensor:
-            return out if out.stride() == strides else out.new_empty_strided(shape, strides).copy_(out)
+            return out.new_empty_strided(shape, strides).copy_(out)
 
         def launch(call: Any) -> tuple[Tensor, Tensor] | None:
-            given = placed(call)
-            found = module.attended_by_torch(*given) if given else None
-            return None if found is None else (laid_out(found[0]), found[1])
+            if given := placed(call):
+                for way in ways:
+                    found = way(*given)
+                    if found is not None:
+                        out, lse = found
+                        return (out if out.stride() == strides else laid_out(out)), lse
+            return None
 
         def keeping(call: Any) -> tuple[Tensor, Tensor, Tensor] | None:
             given = placed(call)
             found = module.attended_at_once(*given, True) if given else None
-            return None if found is None else (laid_out(found[0]), *found[1:])
+            if found is None:
+                return None
+            out, lse, weights = found
+            return (out if out.stride() == strides else laid_out(out)), lse, weights
 
         return Again(fits, launch, None if self.keeping is None else keeping)
 
