@@ -138,7 +138,8 @@ class CpuLauncher:
         kind, options, head_dim = type(call.sequences), call.options, call.head_dim
         names, tensors, numbers = self.numbers, self.tensors, [call.operands[n] for n in self.numbers]
         threads, n_threads, module = torch.get_num_threads, torch.get_num_threads(), self.module
-        alike = guard(call.query, call.key, call.value, *[call.operands[n] for n in tensors], free=free if grows else ())
+        own = [call.operands[n] for n in tensors]
+        alike = guard(call.query, call.key, call.value, *own, free=free if grows else ())
         (batch, heads, q_len, _), (_, kv_heads, kv_len, width) = call.query.shape, call.value.shape
         shape, strides = (batch, heads, q_len, width), _strides_like(call.query, width)
         sizes = batch, heads, kv_heads, q_len, kv_len, head_dim

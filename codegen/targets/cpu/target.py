@@ -191,6 +191,14 @@ def heads_with_mask(code: CodePlan, facts: Facts) -> int:
     return products.short_head_with_mask(backward_in)
 
 
+def mask_numbers(facts: Facts, batch: int, heads: int, q_len: int, kv_len: int) -> int:
+    """Of the mask that torch's own attention is handed; 0 where it is handed none."""
+    if not _adds_to_products(facts):
+        return 0
+    axes = _axes_of_mask(facts)
+    return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
+
+
 def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes) -> bool:
     """Whether the backward of a dense call takes the weights that its forward kept."""
     dtype = dtype_named(code.signature.dtype).torch
