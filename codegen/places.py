@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ def settled(function: Callable[..., R]) -> Callable[..., R]:
         if result is None:
             with torch.inference_mode(False):  # what is made in that mode may not be used everywhere
                 result = function(*given)
-            if sum([t.numel() for t in (result if isinstance(result, tuple) else (result,))]) <= MOST_KEPT:
+            tensors: Any = result if isinstance(result, tuple) else (result,)
+            if sum([t.numel() for t in tensors]) <= MOST_KEPT:
                 if len(kept) >= KEPT:
                     kept.pop(next(iter(kept)), None)
                 kept[given] = result

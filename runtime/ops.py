@@ -191,7 +191,8 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         kind, offset, operands = ctx.rest
         out, lse, *tensors = ctx.saved_tensors
-        sequences, weights = None, ()
+        sequences = None
+        weights: tuple[Tensor, ...] = ()
         if offset is None:
             offset = tensors.pop()
         elif isinstance(offset, _Ragged):
