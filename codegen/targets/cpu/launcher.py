@@ -133,9 +133,11 @@ class CpuLauncher:
     def _like(self, call: Any, grows: bool = False) -> Again | None:
         """What serves calls like this one, which the direct way took. grows: whatever their number of keys."""
         guard, q_offset, free = self.guard, call.sequences.q_offset, (None, 2, 2, *[None] * len(self.tensors))
-        if guard is None or type(q_offset) is not int or call.value is None or torch.is_autocast_enabled("cpu"):
+        if guard is None or type(q_offset) is not int or call.value is None or call.read is not None:
             return None
-        kind, options, head_dim = type(call.sequences), call.options, call.head_dim
+        if torch.is_autocast_enabled("cpu"):
+            return None
+        kind, choices, head_dim = type(call.sequences), call.choices, call.head_dim
         names, tensors, numbers = self.numbers, self.tensors, [call.operands[n] for n in self.numbers]
         threads, n_threads, module = torch.get_num_threads, torch.get_num_threads(), self.module
         own = [call.operands[n] for n in tensors]
@@ -153,12 +155,12 @@ class CpuLauncher:
 
         def fits(call: Any) -> bool:
             given, where = call.operands, call.sequences
-            if call.options is not options or type(where) is not kind or call.head_dim != head_dim:
+            if call.choices is not choices or type(where) is not kind or call.head_dim != head_dim:
                 return False
             offset = where.q_offset
             if type(offset) is not int or (offset != q_offset and not grows) or call.rope is not None:
                 return False
-            if numbers and [given[n] for n in names] != numbers:
+            if call.read is not None or (numbers and [given[n] for n in names] != numbers):
                 return False
             return threads() == n_threads and alike(call.query, call.key, call.value, *[given[n] for n in tensors])
 
