@@ -9,6 +9,7 @@ A call takes the first of these that serves it, and a short one pays for all tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
@@ -26,6 +27,7 @@ from ....ir.expr import TensorOperand
 from ...launch.binding import Packer, fitting, function, like
 from ...launch.repeating import Again, Guard
 from ...launch.runs import runs_of
+from ...products import own_attention
 
 MAIN = ("query", "key", "value")  # whose gradients torch's own kernel has
 _FARTHEST = 2**30  # offset of a query
@@ -164,6 +166,8 @@ class CpuLauncher:
                 return False
             return threads() == n_threads and alike(call.query, call.key, call.value, *[given[n] for n in tensors])
 
+        whole = None if grows else self._whole(ways[0], given)
+
         def placed(call: Any) -> tuple[Any, ...]:
             given = call.query, call.key, call.value, call.operands.values()
             if not grows:
@@ -193,7 +197,30 @@ class CpuLauncher:
             out, lse, weights = found
             return (out if out.stride() == strides else laid_out(out)), lse, weights
 
-        return Again(fits, launch, None if self.keeping is None else keeping)
+        return Again(fits, whole or launch, None if self.keeping is None else keeping)
+
+    def _whole(self, way: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """Launches calls like this one, where torch's own kernel computes them as they are: all else is settled."""
+        query, key, _, operands, q_offset, (batch, heads, kv_heads, q_len, kv_len, head_dim) = given
+        attend, module = own_attention(), self.module
+        if way.__name__ != "attended_as_a_whole" or self.tensors or self.sink or attend is None:
+            return None
+        env = (0, 0, 0, heads // kv_heads, q_len, kv_len, head_dim, *operands)
+        scale = module.score_scale(*env)
+        first, end, up_to_own = module.run_of_keys(q_offset, scale, env)
+        if end - first < kv_len:
+            return None
+        rows, in_16_bits, strides = batch * heads * q_len, query.dtype.itemsize == 2, _strides_like(query, key.shape[3])
+        count = torch.count_nonzero
+
+        def launch(call: Any) -> tuple[Tensor, Tensor] | None:
+            out, lse = attend(call.query, call.key, call.value, 0.0, up_to_own, scale=scale)
+            # as `attended_as_a_whole` has it
+            if int(count(lse)) < rows or (in_16_bits and not math.isfinite(lse.sum())) or out.stride() != strides:
+                return None
+            return out, lse
+
+        return launch
 
     def _backward_like(self, *first: Any) -> Again | None:
         """What serves backwards like the one that these are the arguments of, which `_backward_of` computed."""
