@@ -12,7 +12,15 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.target import computes_whole, heads_with_mask, keeps_weights, kind_of_mask, short_heads
+from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_share
+from .codegen.targets.cpu.target import (
+    computes_whole,
+    heads_with_mask,
+    keeps_weights,
+    kind_of_mask,
+    mask_numbers,
+    short_heads,
+)
 from .compiler.analysis import proven
 from .compiler.analysis.facts import Facts, facts_of
 from .compiler.analysis.measured import Blocks
@@ -324,16 +332,18 @@ def _computed_whole(
             continue
         code, direction = resolved.code, resolved.code.signature.direction
         whole = computes_whole(code, facts) or scores < short_heads(code, facts)
-        share = 1.0
+        way: OwnWay = "mask"
+        share, numbers = 1.0, mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
         if whole and visible is not None and _sees_all(facts, r, options, visible):
-            share = visible.count / pairs
+            way, share = "whole", 1.0 if visible.count == pairs else causal_share(x.kv_len)
         elif direction == "backward" and _keeps_weights(facts, r):
-            share = PRODUCTS_OF_WEIGHTS
+            way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
         elif scores >= heads_with_mask(code, facts):
             continue
         seconds = own_seconds(direction, share * pairs, x.head_dim, x.dtype, machine)
         if seconds is not None:
-            found[direction] = seconds
+            rows = x.batch * x.heads * x.q_len
+            found[direction] = seconds + beside_products(way, direction, rows, numbers, machine)
     return found
 
 

@@ -28,8 +28,8 @@ from ..compiler.planning.signature import MOST_SHORT, SequenceKind, Signature, s
 from ..compiler.planning.stage_words import Tiles
 from ..compiler.planning.target import Context, Printing, Target
 from ..ir.errors import InternalError
-from ..ir.expr import Const, Expr, Symbol
-from ..ir.walk import symbols
+from ..ir.expr import Const, Expr, Load, Scalar, Symbol
+from ..ir.walk import nodes, symbols
 from .dialects import is_block
 from .functions import BY_PAIR, TRITON_LANGUAGE, FunctionPrinter, parameter_names
 from .loader import TEMPLATES, compiled
@@ -214,6 +214,7 @@ def _of_gradients(
                 "rank": g.load.tensor.rank,
                 "at": positions[g.load.tensor.name],
                 "is_block": is_block(g.load),
+                "settles": not any(isinstance(n, (Load, Scalar)) for i in g.load.index for n in nodes(i)),
                 "by_batch": "batch" in symbols(g.derivative).union(*map(symbols, g.load.index)),
                 "many_reads": not differ_by_pair(g.load),
                 "read_once": read_once(g.load),
