@@ -256,7 +256,7 @@ class Attention(Methods, Declaration):
 
     def _lse(self, saved: Tensor) -> Tensor:
         """[B, Hq, L]: what an op gives, which keeps two statistics of a row where scores may lie far from 0."""
-        return saved.sum(0) if saved.dim() == 4 else saved
+        return saved.sum(0) if saved.dim() == 4 else saved.contiguous()
 
     def _read(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """Operands without those that nothing depends on."""

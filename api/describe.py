@@ -12,12 +12,13 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
+from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_share
 from .codegen.targets.cpu.target import (
     computes_whole,
     heads_with_mask,
-    is_causal,
     keeps_weights,
-    sees_one_run,
+    kind_of_mask,
+    mask_numbers,
     short_heads,
 )
 from .compiler.analysis import proven
@@ -313,7 +314,7 @@ def _sees_all(facts: Facts, r: Request, options: Mapping[str, Any], visible: Vis
     x = r.sizes
     if visible is None or r.sequences is not None:
         return False
-    own = is_causal(facts) and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
+    own = kind_of_mask(facts) == "causal" and x.q_len == x.kv_len and options.get("q_offset") in (None, 0)
     return own or visible.count == x.batch * x.heads * x.q_len * x.kv_len
 
 
@@ -331,16 +332,18 @@ def _computed_whole(
             continue
         code, direction = resolved.code, resolved.code.signature.direction
         whole = computes_whole(code, facts) or scores < short_heads(code, facts)
-        share = 1.0
+        way: OwnWay = "mask"
+        share, numbers = 1.0, mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
         if whole and visible is not None and _sees_all(facts, r, options, visible):
-            share = visible.count / pairs
+            way, share = "whole", 1.0 if visible.count == pairs else causal_share(x.kv_len)
         elif direction == "backward" and _keeps_weights(facts, r):
-            share = PRODUCTS_OF_WEIGHTS
+            way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
         elif scores >= heads_with_mask(code, facts):
             continue
         seconds = own_seconds(direction, share * pairs, x.head_dim, x.dtype, machine)
         if seconds is not None:
-            found[direction] = seconds
+            rows = x.batch * x.heads * x.q_len
+            found[direction] = seconds + beside_products(way, direction, rows, numbers, machine)
     return found
 
 
@@ -376,8 +379,9 @@ def _words_of_whole(facts: Facts, r: Request, own: Mapping[Direction, float]) ->
     ]  # fmt: skip
     if not whole:
         return _computed_short(facts, r)
-    seen = "the same keys" if facts.attention.is_masked and sees_one_run(facts) else "all keys"
-    seen += ", or all up to its own," if is_causal(facts) else ""
+    mask = kind_of_mask(facts)
+    seen = "the same keys" if mask in ("run", "causal") else "all keys"
+    seen += ", or all up to its own," if mask == "causal" else ""
     directions = [found.code.signature.direction for found in whole]
     call = "a forward" if directions[0] == "forward" else "the backward of a call"
     said = f"{call} in which every query sees {seen} is torch's own kernel, which is the faster one"

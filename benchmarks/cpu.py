@@ -34,6 +34,7 @@ CAUSAL = kv_pos <= q_pos
 IN_WINDOW = 13 * (q_pos // 7 - kv_pos // 7 + 6) + q_pos % 7 - kv_pos % 7 + 6  # of 7 x 7 tokens
 SAME_REGION = REGION[batch % 64, q_pos] == REGION[batch % 64, kv_pos]
 VARIANTS = {
+    "full": weft.Attention(name="full"),
     "causal": weft.Attention(mask=CAUSAL, name="causal"),
     "window": weft.Attention(mask=CAUSAL & (q_pos - kv_pos < 1024), name="window"),
     "documents": weft.Attention(mask=CAUSAL & (DOC[batch, q_pos] == DOC[batch, kv_pos]), name="documents"),
@@ -74,7 +75,8 @@ def rows() -> Iterator[Row]:
     yield from (Row(name, 2048) for name in ("softcap", "alibi"))
     yield from (Row("causal", 2048, dtype=torch.bfloat16), Row("causal", 2048, kv_heads=2))
     yield from (Row("causal", 2048, dim=dim) for dim in (32, 128))
-    yield from (Row("causal", length) for length in (256, 64))
+    yield from (Row(name, length) for name in ("causal", "full") for length in (256, 128, 64))
+    yield Row("full", 64, batch=1)
 
 
 def short_rows() -> Iterator[Row]:
@@ -83,7 +85,7 @@ def short_rows() -> Iterator[Row]:
         for name in ("padded", "padded causal", "bool pairs", "learned bias", "T5"):
             yield Row(name, length, batch=8, heads=12, kv_heads=12)
         yield Row("natten", length, batch=8, heads=4, kv_heads=4, dim=32)
-    yield from (Row(name, 128, batch=1) for name in ("padded", "learned bias", "T5"))
+    yield from (Row(name, length, batch=1) for length in (64, 128) for name in ("padded", "learned bias", "T5"))
     yield Row("Swin", 49, batch=64, heads=3, kv_heads=3, dim=32)
     yield Row("padded", 128, batch=8, heads=12, kv_heads=12, dtype=torch.bfloat16)
 
@@ -171,9 +173,9 @@ def calls(
         )
         found["eager"] = lambda: eager(*tensors, scale, bias_of(row, given, made))
         return found
-    if row.variant == "causal":
-        gqa = row.heads != row.kv_heads
-        found["SDPA"] = lambda: F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=gqa)
+    if row.variant in ("causal", "full"):
+        causal, gqa = row.variant == "causal", row.heads != row.kv_heads
+        found["SDPA"] = lambda: F.scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=gqa)
     if flex is not None and row.length >= 128:
         mask, change = flex_parts(row, given)
         blocks = create_block_mask(mask, row.batch, None, row.length, row.length, device="cpu")
@@ -186,6 +188,7 @@ def calls(
 def flex_parts(row: Row, given: dict[str, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """mask_mod and score_mod of a variant."""
     masks = {
+        "full": lambda b, h, q, k: q >= 0,
         "window": lambda b, h, q, k: (k <= q) & (q - k < 1024),
         "documents": lambda b, h, q, k: (k <= q) & (given["doc"][b, q] == given["doc"][b, k]),
     }

@@ -193,11 +193,6 @@ def by_distance(found: Tensor | float, q_len: int, kv_len: int) -> Tensor | floa
     return found.expand(*found.shape[:-1], 1).squeeze(-1).unfold(-1, kv_len, 1).flip(-2)
 
 
-def distances(q_offset: int, q_len: int, kv_len: int) -> Tensor:
-    """q_pos - kv_pos of all pairs, the greatest first, [L + T - 1, 1]."""
-    return torch.arange(q_offset + q_len - 1, q_offset - kv_len, -1, device="cpu")[:, None]
-
-
 def sums_by_distance(pairs: Tensor) -> Tensor:
     """The sum over each diagonal of [.., L, T], in the order of `distances`: [.., L + T - 1, 1]."""
     *others, q_len, kv_len = pairs.shape

@@ -146,6 +146,7 @@ class Read:
     rank: int  # dimensions of the operand
     at: int  # the operand's place among parameters
     is_block: bool  # a tile of pairs reads a block of the operand
+    settles: bool  # its index follows from positions, heads and batch rows alone
     by_batch: bool  # its index or derivative differs from batch row to batch row
     many_reads: bool  # several pairs of a tile may read one entry
     read_once: bool  # each entry is read by one pair of a head

@@ -282,10 +282,12 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 def as_mask(found: Tensor, heads: int, group: int, kv_len: int) -> Tensor:
     """What broadcasts to [B, Hkv, G, L, T], as torch's own attention takes a mask: [B or 1, Hq or 1, L or 1, T]."""
-    found = found.view(*(1,) * (5 - found.dim()), *found.shape)
-    if found.shape[1] * found.shape[2] > 1:
+    if found.dim() < 5:
+        found = found.view(*(1,) * (5 - found.dim()), *found.shape)
+    if group > 1 and found.shape[1] * found.shape[2] > 1:
         found = found.expand(-1, heads // group, group, -1, -1)
-    return found.flatten(1, 2).expand(-1, -1, -1, kv_len).contiguous()
+    found = found.flatten(1, 2)
+    return (found if found.shape[3] == kv_len else found.expand(-1, -1, -1, kv_len)).contiguous()
 
 
 MOST_REMEMBERED, REMEMBERED = 1 << 14, 4  # pairs of a mask that is kept, and how many are
@@ -313,19 +315,26 @@ def attend_with_mask(
     """
     attend, parts = own_attention(), []
     assert attend is not None
-    for first in range(0, len(query), rows):
-        end = min(first + rows, len(query))
+    batch = query.shape[0]
+    for first in range(0, batch, rows):
+        end = min(first + rows, batch)
         mask, given = mask_of(first, end), (query, key, value)
-        if rows < len(query):
+        if rows < batch:
             given = query[first:end], key[first:end], value[first:end]
         out, lse = attend(*given, 0.0, False, attn_mask=mask, scale=scale)
-        if not (float(torch.linalg.vector_norm(lse, math.inf)) <= most and _told_apart(out, lse, mask)):
+        if not (_within(lse, most) and _told_apart(out, lse, mask)):
             return None
         parts.append((out, lse))
     if len(parts) == 1:
         return parts[0]
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(sums)
+
+
+def _within(numbers: Tensor, most: float) -> bool:
+    """Whether none is NaN, or farther from 0: the root of the sum of their squares is a bound that takes less time."""
+    norm = torch.linalg.vector_norm
+    return float(norm(numbers)) <= most or float(norm(numbers, math.inf)) <= most
 
 
 def _told_apart(out: Tensor, lse: Tensor, mask: Tensor) -> bool:
@@ -352,47 +361,18 @@ def gradients_with_mask(
     attend, parts = own_backward(), []
     assert attend is not None
     lse = lse.masked_fill(lse == -math.inf, 0.0)  # weights of a row that sees nothing are then exp(-inf)
-    if not float(lse.abs().amax()) <= most:
+    if not _within(lse, most):
         return None
     for first in range(0, len(query), rows):
         end = min(first + rows, len(query))
-        given = [x[first:end] for x in (dout, query, key, value, out, lse)]
+        given = [dout, query, key, value, out, lse]
+        if rows < len(query):
+            given = [x[first:end] for x in given]
         found = attend(*given, 0.0, False, attn_mask=mask_of(first, end), scale=scale)
         if not math.isfinite(found[0].sum(dtype=lse.dtype)):
             return None
         parts.append(found)
     return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
-
-
-def read(tensor: Tensor, *index: Tensor | int) -> Tensor:
-    """tensor[index], as a view where each index counts up one by one, as positions and heads of a tile do."""
-    found = block_of(tensor, index)
-    return tensor[index] if found is None else found
-
-
-def block_of(tensor: Tensor, index: Sequence[Tensor | int]) -> Tensor | None:
-    """The entries that these indices read, as a view; None where they are no block, or lie outside.
-
-    Each index has an extent where others have none, so that a block has the shape to which they broadcast.
-    """
-    rank = max([i.dim() for i in index if isinstance(i, Tensor)], default=0)
-    shape, strides, offset = [1] * rank, [0] * rank, tensor.storage_offset()
-    for size, stride, i in zip(tensor.shape, tensor.stride(), index, strict=True):
-        extents = i.shape if isinstance(i, Tensor) else ()
-        number = math.prod(extents)
-        if not number:
-            return None
-        first, last = (int(i[(n,) * len(extents)]) for n in (0, -1)) if isinstance(i, Tensor) else (i, i)
-        if last - first != number - 1 or first < 0 or last >= size:
-            return None
-        offset += first * stride
-        for axis, extent in zip(range(rank - 1, -1, -1), reversed(extents)):
-            if extent > 1:
-                if shape[axis] > 1:
-                    return None
-                shape[axis], strides[axis] = extent, stride
-                stride *= extent
-    return tensor.as_strided(shape, strides, offset)
 
 
 def overlap(*tensors: Tensor) -> bool:

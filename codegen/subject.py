@@ -20,8 +20,8 @@ from ..compiler.planning.freed import is_freed
 from ..compiler.planning.plan import CodePlan
 from ..compiler.planning.signature import MOST_SHORT, Signature
 from ..compiler.planning.target import Target
-from ..ir.expr import Const, Expr, Symbol
-from ..ir.walk import symbols
+from ..ir.expr import Const, Expr, Load, Scalar, Symbol
+from ..ir.walk import nodes, symbols
 from .context import Cell, Gradients, LevelPairs, Printed, Read, Rows, SinkRead, Softmax, Sums, Value, Variant, Visits
 from .dialects import is_block
 from .functions import FunctionPrinter, parameter_names
@@ -193,6 +193,7 @@ def _read(subject: Subject, i: int, g: OperandGradient) -> Read:
         rank=g.load.tensor.rank,
         at=positions[g.load.tensor.name],
         is_block=is_block(g.load),
+        settles=not any(isinstance(n, (Load, Scalar)) for index in g.load.index for n in nodes(index)),
         by_batch="batch" in symbols(g.derivative).union(*map(symbols, g.load.index)),
         many_reads=not differ_by_pair(g.load),
         read_once=read_once(g.load),

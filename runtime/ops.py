@@ -170,7 +170,7 @@ class _Recorded(torch.autograd.Function):
         if known is None:
             out, lse, weights = variant.forward_recorded(call, kind.key)
         else:
-            out, lse = variant.forward_again(call, known)
+            out, lse, weights = variant.forward_recorded_again(call, known)
         ctx.set_materialize_grads(False)
         sequences = call.sequences
         offset = sequences.q_offset
@@ -190,7 +190,8 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         kind, offset, operands = ctx.rest
         out, lse, *tensors = ctx.saved_tensors
-        sequences = weights = None
+        sequences = None
+        weights: tuple[Tensor, ...] = ()
         if offset is None:
             offset = tensors.pop()
         elif isinstance(offset, _Ragged):
@@ -199,15 +200,15 @@ class _Recorded(torch.autograd.Function):
             lengths["q_offset"] = offset.number if per_row is None else per_row
             offset = sequences = sequences_of(PLAIN.having(**lengths))
         elif len(tensors) > len(kind.names):
-            weights = tensors.pop()
+            weights = (tensors.pop(),)
         if operands:
             named = dict(zip(kind.names, tensors))
             operands = {n: named[n] if v is None else v for n, v in operands.items()}
         variant, repeats = kind.variant, kind.repeats
         query, key, value, rope = tensors[:4]
-        known = repeats.known if weights is None else None
+        known = repeats.known
         if known is not None and dout is not None and not torch.is_grad_enabled() and unwatched():
-            given = (query, key, value, operands, offset, out, lse, dout, dlse)
+            given = (query, key, value, operands, offset, out, lse, dout, dlse, *weights)
             try:
                 found = variant.backward_again(repeats, known, *given)
             except WeftError:
@@ -221,8 +222,8 @@ class _Recorded(torch.autograd.Function):
             dout = torch.zeros_like(out)
         watched = torch.is_grad_enabled() or not (unwatched() and are_plain((dout, dlse, *tensors)))
         # a hook of the user may have brought back something else than what was saved
-        if not watched and weights is None and (not operands or kinds_of(operands) == kind.operands):
-            given = (query, key, value, operands, offset, out, lse, dout, dlse)
+        if not watched and (not operands or kinds_of(operands) == kind.operands):
+            given = (query, key, value, operands, offset, out, lse, dout, dlse, *weights)
             try:
                 found = variant.backward_of(kind.key, kind.wanted, repeats, *given)
             except WeftError:
@@ -235,7 +236,7 @@ class _Recorded(torch.autograd.Function):
         if watched or _negated((dout, dlse, *tensors)):
             gradients = _through_op(kind, call, out, lse, dout, dlse)
         else:
-            gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted, weights))
+            gradients = variant.backward(_backward_call(call, out, lse, dout, dlse, kind.wanted, *weights))
         return None, *[gradients.get(n) for n in kind.names]
 
 
@@ -298,7 +299,8 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
             f"{variant.name}: {share.name}: expected a dropout from 0 on and below 1, got {call.operands[share.name]}"
         )
     with named(f"weft::{variant.name}"):
-        return variant.forward(call)
+        out, lse = variant.forward(call)
+    return out, lse.contiguous()  # as fake tensors have it
 
 
 def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ class Known:
     measures: bool  # which tiles to visit, by kernels of its own
     recorded: bool  # whether autograd records such calls, where it is on
     look: Callable[..., Again | None] | None = None  # closer, at a call of those whose numbers of keys differ
+    keeping: Any = None  # launch of a recorded call whose backward takes weights
     kind: Any = None  # what ops keep for them, once autograd recorded one
 
 
@@ -66,4 +67,4 @@ class Repeats:
         if found is None:
             self._patience, self._waited = MOST_PATIENCE, 0
         else:
-            self.known = Known(found.fits, found.launch, measures, recorded)
+            self.known = Known(found.fits, found.launch, measures, recorded, keeping=found.keeping)

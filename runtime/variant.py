@@ -189,6 +189,8 @@ class Variant:
                 self._sizes.check(call)
             found: tuple[Tensor, Tensor, Tensor] | None = keeping(call)
             if found is not None:
+                if self.repeats.wants():
+                    _look(self.repeats, ready, call)  # type: ignore[arg-type]
                 return found
         return *(first or self.forward(call, key)), None
 
@@ -207,6 +209,18 @@ class Variant:
                 return found
         return self.forward(call)
 
+    def forward_recorded_again(self, call: Call, known: Known) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same of a call that has a backward, and the weights, where that takes them."""
+        repeats, keeping = self.repeats, known.keeping
+        if keeping is not None:
+            if self._sizes.needed:
+                self._sizes.check(call)
+            found: tuple[Tensor, Tensor, Tensor] | None = keeping(call)
+            if found is not None:
+                repeats.hits += 1
+                return found
+        return *self.forward_again(call, known), None
+
     def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
         """Of out and lse."""
         batch, heads, rows, _ = query.shape
@@ -221,12 +235,12 @@ class Variant:
     def backward_of(
         self, kind: tuple[object, ...], wanted: frozenset[str], repeats: Repeats, query: Tensor, key: Tensor,
         value: Tensor | None, operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor,
-        dout: Tensor, dlse: Tensor | None,
+        dout: Tensor, dlse: Tensor | None, *weights: Tensor,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """Gradients of the op's tensors, without the records that `backward` takes: the direct way, after a
         forward with this key, `kind`. None, with nothing done, where `backward` is to be asked.
 
-        q_offset: of a call without lengths; else its sequences."""
+        q_offset: of a call without lengths; else its sequences. weights: those that the forward kept, if it did."""
         at = kind, wanted, dlse is None
         ready = self._backwards.get(at)
         if ready is not None and ready.timed:
@@ -236,7 +250,7 @@ class Variant:
             return None
         if self._sizes.needed:
             self._check_sizes(query, key, value, operands, q_offset)
-        given = (query, key, value, operands, q_offset, out, lse, dout, dlse)
+        given = (query, key, value, operands, q_offset, out, lse, dout, dlse, *weights)
         found: tuple[Tensor | None, ...] | None = direct(*given)
         if found is not None and repeats.wants():
             repeats.learn(_repeated(ready, *given), ready.measures, recorded=False)  # type: ignore[arg-type, union-attr]
@@ -245,10 +259,10 @@ class Variant:
     def backward_again(
         self, repeats: Repeats, known: Known, query: Tensor, key: Tensor, value: Tensor | None,
         operands: Mapping[str, Any], q_offset: int | Tensor | Ragged, out: Tensor, lse: Tensor, dout: Tensor,
-        dlse: Tensor | None,
+        dlse: Tensor | None, *weights: Tensor,
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         """The same where it is like one that is known; None, with nothing done, elsewhere."""
-        given = (query, key, value, operands, q_offset, out, lse, dout, dlse)
+        given = (query, key, value, operands, q_offset, out, lse, dout, dlse, *weights)
         if not known.fits(*given) or (known.measures and any_kept()):
             return None
         if self._sizes.needed:
@@ -427,6 +441,8 @@ class Variant:
             if empty_on_gpu is not None:
                 launcher.device.empty = empty_on_gpu
             launcher.device.guard = guard
+        elif hasattr(launcher, "guard"):
+            launcher.guard = guard
         measures = code.tile_source != "program" and not code.looks_first
         differs = resolved.by_length or bool(resolved.timed)
         return _Ready(
@@ -471,7 +487,7 @@ def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
         keys_decide = is_short_call(rows, rows, masked) != is_short_call(rows, rows + 1, masked)
         if (ready.by_length and keys_decide) or ready.timed:
             fits = lambda c: found.fits(c) and ready.has_form_of(c.query, c.key, c.sequences)  # noqa: E731
-        repeats.growing = Known(fits, found.launch, ready.measures, recorded, look)
+        repeats.growing = Known(fits, found.launch, ready.measures, recorded, look, found.keeping)
 
 
 def _repeated(ready: _Ready, *given: Any) -> Again | None:

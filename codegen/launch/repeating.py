@@ -50,6 +50,7 @@ class Again(NamedTuple):
 
     fits: Callable[..., bool]
     launch: Callable[..., Any]  # None, with nothing done, where it cannot be launched so
+    keeping: Callable[..., Any] | None = None  # the same with weights for the backward, where a launcher keeps them
 
 
 def repeated(

@@ -26,6 +26,7 @@ from weft.runtime.variant import variant_of
 
 X, WINDOW = weft.scalar("x", float), weft.scalar("window", int)
 SEEN, BIAS, SLOPES = weft.tensor("seen", 2, bool), weft.tensor("bias", 3), weft.tensor("slopes", 1)
+PADS = weft.tensor("pads", 2)
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 AWAY = q_pos - kv_pos
@@ -36,6 +37,7 @@ VARIANTS = {
     "seen": weft.Attention(mask=SEEN[q_pos, kv_pos], scale=X, name="ways_seen"),
     "bias": weft.Attention(score + BIAS[head, q_pos, kv_pos], SEEN[q_pos, kv_pos], scale=X, name="ways_bias"),
     "alibi": weft.Attention(score - weft.abs(SLOPES[head] * AWAY), masks.causal, scale=X, name="ways_alibi"),
+    "pads": weft.Attention(score + PADS[batch, kv_pos], scale=X, name="ways_pads"),  # each sequence has its own
     "softcap": weft.Attention(20.0 * weft.tanh(score / 20.0), masks.causal, scale=X, name="ways_softcap"),
 }  # fmt: skip
 
@@ -71,21 +73,21 @@ def keep_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 EVERY = tuple(VARIANTS)
-SHORT = ("causal", "window", "seen", "bias", "alibi")  # of a softmax of q.k, a mask and what is added
+SHORT = ("causal", "window", "seen", "bias", "alibi", "pads")  # of a softmax of q.k, a mask and what is added
 _TILES_FORWARD: dict[str, Any] = {"MOST_IN_ONE_PIECE": -1}
 _TILES_BACKWARD: dict[str, Any] = {"fits_one_piece": lambda scores: False}
 FORWARD = {
     "torch's own": Way("attended_as_a_whole", ("full", "causal", "window"), own=True),
-    "torch's own, with a mask": Way("attended_with_a_mask", ("causal", "window", "seen", "bias", "alibi"), own=True),
+    "torch's own, with a mask": Way("attended_with_a_mask", SHORT, own=True),
     "at once": Way("attended_at_once", SHORT, at_once=True),
-    "one piece": Way("forward_in_one_piece", ("full", "causal", "window", "alibi", "softcap")),
+    "one piece": Way("forward_in_one_piece", ("full", "causal", "window", "alibi", "pads", "softcap")),
     "a tile": Way("forward_in_tiles", EVERY, constants=_TILES_FORWARD),
     "tiles": Way("forward_in_tiles", EVERY, "16x16", constants=_TILES_FORWARD),
     "tiles, oneDNN": Way("forward_in_tiles", EVERY, "16x16+onednn", constants=_TILES_FORWARD),
 }
 BACKWARD = {
     "torch's own": Way("gradients_as_a_whole", ("full", "causal", "window"), own=True),
-    "torch's own, with a mask": Way("gradients_with_a_mask", ("causal", "window", "seen", "bias", "alibi"), own=True),
+    "torch's own, with a mask": Way("gradients_with_a_mask", SHORT, own=True),
     "of weights that were kept": Way("gradients_of_weights", SHORT, at_once=True),
     "one piece": Way("backward_in_one_piece", EVERY),
     "a tile": Way("backward_in_tiles", EVERY, constants=_TILES_BACKWARD),
@@ -217,7 +219,7 @@ def drawn(variant: weft.Attention, case: Case, dtype: torch.dtype) -> tuple[list
     longest = max(case.q_len, case.kv_len) + 51  # positions that a query may have
     known = {
         "x": case.scale, "window": 11, "bias": normal(HEADS, longest, longest), "slopes": normal(HEADS).abs(),
-        "seen": torch.rand(longest, longest, generator=generator) < 0.7,
+        "seen": torch.rand(longest, longest, generator=generator) < 0.7, "pads": normal(2, longest),
     }  # fmt: skip
     operands = {p.name: known[p.name] for p in variant.parameters} | case.options
     if case.edit is not None:

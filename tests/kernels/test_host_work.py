@@ -44,16 +44,22 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# variant, its operands, calls of functions at most: 55, 76 and 130 in November 2026, 67, 177 and 216 before
-REPEATED = [(CAUSAL, {}, 58), (RECENT, {"window": 99}, 85), (ALIBI, {"slopes": torch.ones(8)}, 143)]
+# variant, its operands, calls of functions at most, and those of a cache that grows: 34 and 53, 45 and 73, 132 and 134
+# in November 2026; 55, 76 and 130 before calls of a CPU repeated, 67, 177 and 216 before that
+REPEATED = [
+    (CAUSAL, {}, 36, 56),
+    (RECENT, {"window": 99}, 48, 76),
+    (ALIBI, {"slopes": torch.ones(8)}, 143, 146),
+]
 
 
 @own_kernel
-@pytest.mark.parametrize(("variant", "operands", "most"), REPEATED, ids=["causal", "window", "alibi"])
-def test_a_decode_of_a_short_cache_on_a_cpu(variant: weft.Attention, operands: dict[str, Any], most: int) -> None:
-    repeated = calls_of(lambda: variant(QUERY, KEYS, VALUES, target="cpu", **operands))
-    assert repeated <= most
-    assert calls_of(grown(variant, **operands)) <= repeated + 3  # of the iterator, and of the guard of few keys
+@pytest.mark.parametrize(("variant", "operands", "most", "grows"), REPEATED, ids=["causal", "window", "alibi"])
+def test_a_decode_of_a_short_cache_on_a_cpu(
+    variant: weft.Attention, operands: dict[str, Any], most: int, grows: int
+) -> None:
+    assert calls_of(lambda: variant(QUERY, KEYS, VALUES, target="cpu", **operands)) <= most
+    assert calls_of(grown(variant, **operands)) <= grows
 
 
 @own_kernel

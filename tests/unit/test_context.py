@@ -174,7 +174,8 @@ def closure(root: str) -> frozenset[str]:
         name = left.pop()
         if name not in found:
             found.add(name)
-            left += parsed(name).others
+            # a source of rows names parts of both directions
+            left += [other for other in parsed(name).others if not ("forward" in root and "/backward_" in other)]
             left += parts_of(root) if "feature_parts" in parsed(name).outside else []
     return frozenset(found)
 

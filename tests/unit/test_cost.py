@@ -11,6 +11,7 @@ import sympy
 import weft
 from tests.planned import both, planned
 from weft.codegen.targets.cpu import kernels as cpu_kernels
+from weft.codegen.targets.cpu.cost import beside_products, causal_share
 from weft.codegen.targets.hopper.forms import HopperForm
 from weft.codegen.targets.hopper.kernels.forward import FLASH_FORWARD as HOPPER_FORWARD
 from weft.codegen.targets.triton.forms import Tiling
@@ -341,3 +342,13 @@ def test_lists_of_long_axes_have_programs() -> None:
         plan = sparse.plan(weft.shape(heads=4, q_len=length, head_dim=64, dtype="bf16"), device="h200", target="triton")
         found = {k.name: k.programs.value for k in plan.kernels if k.name.endswith("lists")}
         assert set(found) == {"kv_lists", "q_lists"} and all(number >= length // 128 for number in found.values())
+
+
+def test_what_a_short_call_on_a_cpu_takes_beside_its_products() -> None:
+    """The host's operations, whatever the length; rows and masks in proportion; all pairs of one block of keys."""
+    none = beside_products("whole", "forward", 0.0, 0.0, CPU)
+    assert CPU.cpu is not None and none == 6 * CPU.cpu.call_seconds
+    rows = beside_products("whole", "forward", 512.0, 0.0, CPU) - none
+    assert beside_products("whole", "forward", 1024.0, 0.0, CPU) == pytest.approx(none + 2 * rows)
+    assert beside_products("mask", "forward", 512.0, 4096.0, CPU) > beside_products("mask", "forward", 512.0, 0.0, CPU)
+    assert [causal_share(keys) for keys in (64, 512, 513, 2048)] == [1.0, 1.0, 0.75, 0.625]

@@ -316,11 +316,11 @@ def used(variant: weft.Attention, monkeypatch, length: int = 96) -> Schedule:
 
 def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch) -> list[Schedule]:
     """The schedules of what a call launches, by any way."""
-    from weft.codegen.targets.cpu.target import _CpuLauncher
+    from weft.codegen.targets.cpu.launcher import CpuLauncher
 
     launched: list[Schedule] = []
 
-    def told(way, launcher: _CpuLauncher):
+    def told(way, launcher: CpuLauncher):
         def launch(*arguments):
             found = way(*arguments)
             launched.extend([launcher.code.schedule] * (found is not None))
@@ -330,9 +330,9 @@ def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch
 
     prepared = variant_of(variant)
     with monkeypatch.context() as patched:
-        run = _CpuLauncher.__call__
+        run = CpuLauncher.__call__
         patched.setattr(
-            _CpuLauncher, "__call__", lambda self, *rest: told(lambda *given: run(self, *given), self)(*rest)
+            CpuLauncher, "__call__", lambda self, *rest: told(lambda *given: run(self, *given), self)(*rest)
         )
         for ready in (*prepared._forwards.values(), *prepared._backwards.values()):
             for name in ("direct", "backward_of"):

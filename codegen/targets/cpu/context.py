@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ....compiler.analysis.records import Axis
 from ...context import Cell, Value
@@ -15,6 +14,7 @@ class Score:
 
     attention_text: str  # the variant, for the docstring
     uniform: bool  # what q.k is multiplied by is one number for a head
+    settles: bool  # something of what is added follows from positions alone
     by_distance: bool  # what is added depends on q_pos - kv_pos and the head alone
     score_by_batch: bool  # the score differs from batch row to batch row
     rows_first: bool  # the score differs from head to head, and not from batch row to batch row
@@ -25,11 +25,7 @@ class Score:
 class Mask:
     """What is particular of a mask, and of which tiles are visited."""
 
-    causal: bool  # it is kv_pos <= q_pos
-    one_run: bool  # what a query may see is one run of keys
-    open_mask: bool  # a part of it has no closed form
     per_head_bounds: bool  # ends of tiles to visit differ from head to head
-    mask_of: Literal["heads", "rows", "all"]  # what it may differ by
     mask_reads: frozenset[str]  # of "batch" and "head", what a mask handed to torch differs by
     remembers: bool  # such a mask follows from lengths and numbers alone, so that it is kept
     survey: bool  # what it reads is looked at tile by tile
@@ -38,11 +34,24 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """Which file of its folder in templates/cpu each part of a module is of."""
+
+    products: str  # of torch or of oneDNN
+    sequence: str  # where rows lie
+    statistics: str  # what is saved of a row
+    score: str  # what is made of q.k: a number times it, the same with a rest, or anything
+    mask: str  # what a query sees, as bounds tell it
+    sharing: str  # what the mask differs by
+
+
+@dataclass(frozen=True)
 class Ways:
     """How calls are computed, and in which pieces."""
 
+    kinds: Kinds  # which files
     most_scores: int  # scores of a tile
-    one_dnn: bool  # oneDNN's product serves
+    nothing: str  # a None for each operand of the variant
     widths: list[int]  # columns of products
     in_tiles: bool  # tiles are faster than torch's own attention in longer calls
     whole: bool  # torch's own attention computes calls in which all is seen

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ....compiler.analysis.records import TileCounts, TorchWork, Traits
 from ....compiler.planning.dtypes import dtype_named
@@ -19,12 +19,14 @@ from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.quantities import Sizes, score_count
 from ....compiler.planning.rates import CpuRates, Library
+from ....compiler.planning.signature import Direction
 from ....compiler.planning.torch_times import CpuSpeed, CpuTimes, CpuWork, TorchCost
 from ....ir.normalizer import RELU, SIGMOID
 
 if TYPE_CHECKING:
     from .forms import CpuForm
 
+OwnWay = Literal["whole", "mask", "weights"]  # torch's own kernel as it is or with a mask, or a product of weights
 SCORE_BYTES = 4  # of a score on a CPU: float32
 
 # Of each score, as the templates and normalizers have them; a pass reads a score and writes one, a sum is half of one.
@@ -40,6 +42,17 @@ SHARED = 0.25  # of what heads share: so many of them are taken to do
 # Operations of torch and what Python does between them, as so many operations on a few numbers.
 CALLS = {"forward": 24, "backward": 30}  # of a tile of keys
 ROW_CALLS = {"forward": 44, "backward": 55}  # of a tile of queries
+
+# Of calls without tiles: operations on the host, with what Python and autograd do between them; how many of them a row
+# of a query takes in torch's own kernel, whatever its keys; passes over the numbers of a mask, and of weights.
+OWN_CALLS: dict[OwnWay, dict[Direction, int]] = {
+    "whole": {"forward": 6, "backward": 32},
+    "mask": {"forward": 22, "backward": 54},
+    "weights": {"backward": 44},
+}
+OWN_ROW = 0.03
+OWN_PASSES: dict[OwnWay, float] = {"mask": 3.0, "weights": 5.0}
+OWN_KEYS = 512  # that torch's own kernel computes at once: of them a causal mask saves nothing
 
 
 def torch_cost(
@@ -153,3 +166,24 @@ def times_of(kernel: Kernel, x: Sizes, speed: CpuSpeed, hardware: Hardware, busy
         exp=work.exps(x) / (rates.exp_per_second * cores),
         calls=work.calls(x) * speed.call_seconds,
     )
+
+
+def beside_products(
+    way: OwnWay, direction: Direction, rows: float, numbers: float, hardware: Hardware
+) -> float:  # fmt: skip
+    """Seconds that a call without tiles takes beside its products, which is most of a short one.
+
+    rows: of queries of all heads. numbers: of the mask that is made, or of weights.
+    """
+    rates = hardware.cpu
+    assert rates is not None
+    passes = OWN_PASSES.get(way, 0.0) * 2 * SCORE_BYTES * numbers
+    rate = rates.pass_bytes_per_second(SCORE_BYTES * numbers, hardware.sms)
+    in_rows = OWN_ROW * rates.call_seconds * rows
+    return OWN_CALLS[way][direction] * rates.call_seconds + (passes / rate + in_rows) / rates.all_products
+
+
+def causal_share(kv_len: int) -> float:
+    """Which part of the pairs torch's own kernel computes under a causal mask, as many queries as keys."""
+    blocks = ceil(kv_len / OWN_KEYS)
+    return (blocks + 1) / (2 * blocks)

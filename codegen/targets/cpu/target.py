@@ -7,10 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
+from ....compiler.analysis.cse import of_positions
 from ....compiler.analysis.distances import of_distance
 from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.records import OperandGradient
 from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import CPU, Hardware
@@ -19,19 +19,17 @@ from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.sources import DENSE, not_in_order
-from ....compiler.planning.target import WHOLE, CallTensors, Launcher, Named, Partition, Place, Printing
+from ....compiler.planning.sources import not_in_order
+from ....compiler.planning.target import CallTensors, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import InternalError, UnavailableError, WeftError
-from ....ir.expr import Expr, TensorOperand, call, symbol
+from ....ir.expr import Expr, Load, Scalar, TensorOperand, call, symbol
 from ....ir.normalizer import SOFTMAX
-from ....ir.walk import symbols
+from ....ir.walk import nodes, symbols
 from ... import at_once, products
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE, surveyed_by_torch
 from ...launch.allocating import keep_tiles_at_hand
-from ...launch.binding import Packer, fitting, function, like
-from ...launch.runs import runs_of
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear, own_attention, own_backward
@@ -40,6 +38,7 @@ from . import context
 from .choice import USUAL, cpu_forms
 from .forms import CpuForm
 from .kernels import FLASH_BACKWARD, FLASH_FORWARD
+from .launcher import CpuLauncher
 
 COMPUTED = HALVES | {FP32.name, FP64.name}
 
@@ -117,17 +116,7 @@ class CpuTarget:
         return load(path, source=source)
 
     def bind(self, modules: Sequence[ModuleType], code: CodePlan, facts: Facts, device: Any) -> Launcher:
-        return _CpuLauncher(modules[0], code, facts)
-
-
-def is_causal(facts: Facts) -> bool:
-    """Whether the mask is the causal one."""
-    return facts.attention.folded_mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text
-
-
-def sees_one_run(facts: Facts) -> bool:
-    """Whether what a query may see is one run of keys."""
-    return len(facts.kv_tiles.outputs) == 4
+        return CpuLauncher(modules[0], code, facts)
 
 
 def _score_told(code: CodePlan, facts: Facts) -> context.Score:
@@ -136,6 +125,7 @@ def _score_told(code: CodePlan, facts: Facts) -> context.Score:
         attention_text=str(facts.attention),
         uniform=scale is not None and is_uniform(scale),
         by_distance=facts.scale_and_rest is not None and of_distance(facts.scale_and_rest[1]) is not None,
+        settles=_settles(facts, code.signature),
         score_by_batch="batch" in read,
         rows_first="head" in read and "batch" not in read,
         less_lse=starts_less_lse(facts, code, facts.scale_and_rest is not None),
@@ -143,14 +133,9 @@ def _score_told(code: CodePlan, facts: Facts) -> context.Score:
 
 
 def _mask_told(facts: Facts) -> context.Mask:
-    """What the mask depends on decides which chunks share their tiles."""
-    by_batch, found = "batch" in symbols(facts.attention.folded_mask), surveyed_by_torch(facts)
+    found = surveyed_by_torch(facts)
     return context.Mask(
-        causal=is_causal(facts),
-        one_run=sees_one_run(facts),
-        open_mask=not facts.kv_bounds.closed_form,
         per_head_bounds=facts.bounds_differ_by_head,
-        mask_of="heads" if _differs_by_head(facts) else "rows" if by_batch else "all",
         mask_reads=_axes_of_mask(facts),
         remembers=all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
         survey=found is not None,
@@ -163,15 +148,62 @@ def _ways_told(code: CodePlan, facts: Facts) -> context.Ways:
     signature, form = code.signature, code.kernels[-1].form
     assert isinstance(form, CpuForm)
     return context.Ways(
+        kinds=_kinds(code, facts, form),
         most_scores=form.most_scores,
-        one_dnn=form.one_dnn,
         widths=sorted({*_widths_of_tiles(signature.widths)}),
         in_tiles=form.in_tiles,
         whole=_has_whole(facts, signature),
         with_mask=_takes_a_mask(facts, signature),
         at_once=weighs_short(facts, signature),
+        nothing=", None" * len(facts.attention.parameters),
         whole_rows=signature.direction == "backward" and bool(signature.widths.rope_dim),
     )
+
+
+def _kinds(code: CodePlan, facts: Facts, form: CpuForm) -> context.Kinds:
+    saved = "far" if facts.scores_lie_far else "near" if facts.attention.weighs.saves_lse else "unsaved"
+    return context.Kinds(
+        products="onednn" if form.one_dnn else "torch",
+        sequence="ragged" if code.signature.sequences.ragged else "dense",
+        statistics=saved,
+        score=_kind_of_score(code, facts),
+        mask=kind_of_mask(facts),
+        sharing=_kind_of_sharing(facts),
+    )
+
+
+def _kind_of_score(code: CodePlan, facts: Facts) -> str:
+    """By what is made of q.k: a number times it, the same with a rest, or anything."""
+    scale = _scale(facts)
+    if scale is None:
+        return "general"
+    if facts.scale_and_rest is None and any(g.kind != "sink" for g in _gradients(code, facts)):
+        return "linear_by_pair"
+    kind = "linear" if facts.scale_and_rest is None else "added"
+    return kind if is_uniform(scale) else f"{kind}_by_head"
+
+
+def kind_of_mask(facts: Facts) -> str:
+    """By what a query sees, as bounds tell it."""
+    if not facts.attention.is_masked:
+        return "none"
+    if not facts.kv_bounds.closed_form:
+        return "open"
+    if facts.attention.folded_mask.text == call("le", symbol("kv_pos"), symbol("q_pos")).text:
+        return "causal"
+    return "run" if len(facts.kv_tiles.outputs) == 4 else "runs"
+
+
+def _kind_of_sharing(facts: Facts) -> str:
+    """By what the mask differs by."""
+    if _differs_by_head(facts):
+        return "heads"
+    return "rows" if "batch" in symbols(facts.attention.folded_mask) else "all"
+
+
+def _gradients(code: CodePlan, facts: Facts) -> Sequence[OperandGradient]:
+    backward = code.signature.direction == "backward"
+    return facts.operand_gradients(code.signature.wanted) if backward else ()
 
 
 def _widths_of_tiles(widths: Widths) -> tuple[int, ...]:
@@ -193,6 +225,15 @@ def _axes_of_mask(facts: Facts) -> frozenset[str]:
     rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
     read = symbols(facts.attention.folded_mask).union(rest)
     return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
+
+
+def _settles(facts: Facts, signature: Signature) -> bool:
+    """Whether something of what is added to scores follows from positions alone, and needs no operand."""
+    if facts.scale_and_rest is None:
+        return False
+    derivatives = [g.derivative for g in facts.operand_gradients(signature.wanted)]
+    parts, _ = of_positions([facts.scale_and_rest[1], *derivatives])
+    return bool(parts) and not any(isinstance(n, (Load, Scalar)) for _, part in parts for n in nodes(part))
 
 
 def computes_whole(code: CodePlan, facts: Facts) -> bool:
@@ -217,6 +258,14 @@ def heads_with_mask(code: CodePlan, facts: Facts) -> int:
         return 0
     backward_in = None if code.signature.direction == "forward" else dtype_named(code.signature.dtype).torch
     return products.short_head_with_mask(backward_in)
+
+
+def mask_numbers(facts: Facts, batch: int, heads: int, q_len: int, kv_len: int) -> int:
+    """Of the mask that torch's own attention is handed; 0 where it is handed none."""
+    if not _adds_to_products(facts):
+        return 0
+    axes = _axes_of_mask(facts)
+    return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
 
 
 def keeps_weights(code: CodePlan, facts: Facts, sizes: at_once.Sizes) -> bool:
@@ -285,153 +334,3 @@ _PRODUCTS = {"query": {"dP", "dQ"}, "key": {"dP", "dK"}, "value": {"dV"}}  # tha
 def _needed(signature: Signature) -> float:
     """Which share of torch's own products tiles need: torch's backward computes every gradient."""
     return (1 + len(set().union(*map(_PRODUCTS.__getitem__, signature.wanted)))) / 5 if signature.wanted else 1.0
-
-
-class _CpuLauncher:
-    """Runs a module of torch code."""
-
-    def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
-        self.module, self.code = module, code
-        self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
-        self.reads_operands = bool(facts.attention.parameters)
-        self.sink = facts.attention.folded_sink is not None
-        form = code.kernels[-1].form
-        self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
-        widths = code.signature.widths
-        dense = not code.signature.sequences.ragged
-        plain = dense and code.signature.direction == "forward" and not (widths.value_is_key or widths.rope_dim)
-        self.direct = self._direct() if plain else _never
-        self.keeping = self._keeping() if plain and hasattr(module, "attended_at_once") else None
-        whole = getattr(module, "gradients_by_torch", None)
-        n_operands = sum(isinstance(p, TensorOperand) for p in facts.attention.parameters)
-        wanted = code.signature.wanted
-        self.backward_of = _never if whole is None or not dense else _as_they_come(whole, wanted, n_operands)
-
-    def _direct(self) -> Callable[[Any], Any]:
-        """From a call to (out, lse) with nothing between, where operands fit."""
-        out, packed, operands = self._packed()
-        by_torch = hasattr(self.module, "BY_TORCH")
-        dtype = "float32" if dtype_named(self.code.signature.dtype).sums == FP32.torch_name else "query.dtype"
-        attended = [
-            "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
-            "    for way in module.BY_TORCH:",
-            f"        found = way(query, key, value, {operands}, q_offset, sizes)",
-            "        if found is not None:", "            attended, lse = found",  # laid out as the query is
-            "            if attended.stride() == out_strides:", "                return attended, lse.contiguous()",
-            f"            return {out['out']}.copy_(attended), lse.contiguous()",
-        ]  # fmt: skip
-        text = [
-            "def direct(call):", *packed, *(attended if by_torch else []), f"    out = {out['out']}",
-            f"    lse = query.new_empty(({self.pair}batches, heads, q_len), dtype={dtype})",
-            f"    forward(query, [key], value, {operands}, q_offset, call.head_dim, out, lse, **blocks)",
-            "    return out, lse",
-        ]  # fmt: skip
-        return self._made("direct", text)
-
-    def _keeping(self) -> Callable[[Any], Any]:
-        """From a short call to (out, lse, weights), which its backward takes."""
-        out, packed, operands = self._packed()
-        text = [
-            "def keeping(call):", *packed, "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
-            f"    found = module.attended_at_once(query, key, value, {operands}, q_offset, sizes, True)",
-            "    if found is None:", "        return None", "    attended, lse, weights = found",
-            "    if attended.stride() != out_strides:", f"        attended = {out['out']}.copy_(attended)",
-            "    return attended, lse, weights",
-        ]  # fmt: skip
-        return self._made("keeping", text)
-
-    def _packed(self) -> tuple[dict[str, str], list[str], str]:
-        """Texts of the output, of what takes a call apart and leaves where operands do not fit, and of the operands."""
-        sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
-        packer = Packer(sources, ())
-        conditions = [
-            "not autocast('cpu')", "key.is_cpu", "value.is_cpu", *fitting(False, DENSE.keys),
-            "query_sd == key_sd == value_sd == 1", f"isinstance(q_offset, int) and -{2**30} < q_offset < {2**30}",
-        ]  # fmt: skip
-        for condition in conditions:
-            packer.expression(condition)
-        out = like("out", "query", "heads", "q_len", "value_dim", "query.new_empty_strided({}, {})")
-        lines = [f"    {line}" for line in packer.lines]
-        lines += [f"    if not ({' and '.join(conditions)}):", "        return None"]
-        lines += [f"    out_strides = {out['out_strides']}"]
-        return out, lines, "call.operands.values()" if self.reads_operands else "()"
-
-    def _made(self, name: str, text: list[str]) -> Callable[[Any], Any]:
-        tools = {"forward": self.module.forward, "module": self.module, "blocks": self.blocks, "float32": torch.float32}
-        return function("\n".join(text), name, {**tools, "autocast": torch.is_autocast_enabled})
-
-    def from_weights(self, b: Any) -> tuple[dict[str, Any], list[Any]] | None:
-        """The gradients of a call whose weights were kept, by name, and the sums of reads; None where it has tiles."""
-        way = getattr(self.module, "gradients_of_weights", None)
-        call, weights = b.call, b.weights
-        (batch, heads, q_len, _), (kv_heads, kv_len) = call.query.shape, call.key.shape[1:3]
-        fits = weights.shape == (batch * kv_heads, heads // kv_heads * q_len, kv_len)
-        if way is None or b.dlse is not None or not fits or torch.is_autocast_enabled("cpu"):
-            return None
-        sizes = batch, heads, kv_heads, q_len, kv_len, call.head_dim
-        operands = list(call.operands.values())
-        found = way(b.dout, weights, call.query, call.key, call.value, operands, call.q_offset, sizes)
-        if found is None:
-            return None
-        return {n: g for n, g in zip(_PRODUCTS, found[0], strict=True) if g is not None}, found[1]
-
-    def partition(self, call: CallTensors, results: Named) -> Partition:
-        return WHOLE
-
-    def measures(self, partition: Partition) -> dict[str, str]:
-        return {}
-
-    def workspace(self, call: CallTensors, results: Named, partition: Partition) -> dict[str, Place]:
-        return {}
-
-    def __call__(self, call: CallTensors, results: Any, workspace: Named, partition: Partition) -> list[Any]:
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                return self._run(call, results)
-        return self._run(call, results)
-
-    def _run(self, call: CallTensors, results: Any) -> list[Any]:
-        operands = list(call.operands.values())
-        ragged = call.ragged
-        if ragged is None:
-            where: Any = call.q_offset
-        else:
-            rows = ragged.rows(call.query, call.key)
-            where = runs_of(rows, ragged.kind.rows.packed, self.sink, ragged.tensors.get("table"))
-        arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
-        if self.code.signature.direction == "forward":
-            self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)
-            return []
-        given = {n: results.get(n) for n in ("out", "lse", "dquery", "dvalue")}
-        dkeys = [results.get("dkey"), *([] if call.rope is None else [results.get("drope")])]
-        sums = self.module.backward(results["dout"], results["dlse"], *arguments, dkeys=dkeys, **given, **self.blocks)
-        return list(sums)
-
-
-def _never(*call: Any) -> None:
-    """There is one way only."""
-
-
-def _as_they_come(whole: Callable[..., Any], wanted: frozenset[str], n_operands: int) -> Callable[..., Any]:
-    """Gradients of a call that torch's own kernel computes, in its layout: copies would take a tenth of its time."""
-    nothing = (None,) * (1 + n_operands)  # of a rotary key, and of operands
-
-    def backward_of(
-        query: Any, key: Any, value: Any, operands: Any, q_offset: Any, out: Any, lse: Any, dout: Any, dlse: Any
-    ) -> Any:
-        if dlse is not None or type(q_offset) is not int or torch.is_autocast_enabled("cpu"):
-            return None
-        if not out.shape == query.shape == dout.shape or key.shape != value.shape or not query.dim() == key.dim() == 4:
-            return None  # operands are not what they were: `check_kept` says so
-        (batch, heads, q_len, width), (key_batch, kv_heads, kv_len, key_width) = query.shape, key.shape
-        if batch != key_batch or width != key_width or not kv_heads or heads % kv_heads:
-            return None
-        if lse.shape != (batch, heads, q_len) or not (lse.data_ptr() and dout.data_ptr()):  # empty, or given back
-            return None
-        if not all([t.data_ptr() and t.stride(3) == 1 and t.dtype == out.dtype for t in (query, key, value, out)]):
-            return None
-        sizes = batch, heads, kv_heads, q_len, kv_len, width
-        found = whole(dout, out, lse, query, key, value, operands.values(), q_offset, sizes)
-        return found and (*[g if n in wanted else None for n, g in zip(_PRODUCTS, found, strict=True)], *nothing)
-
-    return backward_of
