@@ -241,7 +241,7 @@ _ON_CPU: dict[str, Defect] = {
     "all_heads_drop_the_same": InText(
         r"kept_pairs\(seed, batch, head, q_pos", "kept_pairs(seed, batch, head * 0, q_pos"
     ),
-    "pages_of_the_first_sequence": Instead("codegen.targets.cpu.target", "runs_of", _pages_of_the_first),
+    "pages_of_the_first_sequence": Instead("codegen.targets.cpu.launcher", "runs_of", _pages_of_the_first),
     "division_by_a_reciprocal": OfOperator("div", (("tile", "({0} * (1.0 / {1}))"),)),
     "rsqrt_of_one_more": OfOperator("rsqrt", (("number", "(1.0 / math.sqrt({0} + 1))"),)),
 }
