@@ -280,7 +280,9 @@ def _backward_call(
         out = out.contiguous()
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    return BackwardCall(call, out, lse.contiguous(), dout, None if dlse is None else dlse.contiguous(), wanted, weights)
+    if lse.untyped_storage().data_ptr():  # else it was given back, which is told of what the caller has
+        lse = lse.contiguous()
+    return BackwardCall(call, out, lse, dout, None if dlse is None else dlse.contiguous(), wanted, weights)
 
 
 # -- implementations of the ops --------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_masks_are_evaluated_in_all_tiles() -> None:
     }
     assert names == {"dense": ["kv_spans", "kv_ends", "kv_long_spans", "flash_forward"], "zigzag": ["flash_forward"]}
     facts = variant_of(attention).facts
-    assert facts.with_order(False).with_order(True) is facts
+    assert facts.with_order(False).with_order(True).in_order and facts.with_order(True) is facts
     assert facts.with_order(False).kv_bounds.notes == ("positions are no row numbers: all tiles are visited",)
 
 

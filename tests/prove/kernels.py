@@ -45,7 +45,11 @@ STEPS = (
     Step(ROWS, "kv_rows = kv_first + tl.arange(0, BLOCK_KV)", (start + row,)),
     Step(ROWS, "q_last = tl.minimum(q_first + BLOCK_Q, q_len) - 1", (start + block,)),
     Step(ROWS, "kv_last = tl.minimum(kv_first + BLOCK_KV, kv_len) - 1", (start + block,)),
-    Step(ROWS, "q_pos = (q_offset + tl.minimum(q_rows, q_len - 1))[:, None]", (offset + length - 1, offset)),
+    Step(
+        ROWS,
+        "q_pos = (q_offset + {{ queries.position('tl.minimum(q_rows, q_len - 1)') }})[:, None]",
+        (offset + length - 1, offset),
+    ),
     Step(ROWS, "q_offset + q_first, q_offset + q_last, {{ env }}, BLOCK_KV", (offset + start, offset + length - 1)),
     Step(SURVEY, "tiles = tile + tl.arange(0, TILES)", (start + TOGETHER,)),
     Step(

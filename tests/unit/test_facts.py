@@ -118,7 +118,7 @@ def test_traits_of_variants() -> None:
     assert causal == Traits(linear=True, masked=True, mask_work=Work(other=1), mask_torch=compared)
     biased = facts_of(Attention(SCORE + PAIR)).traits
     assert biased == Traits(
-        linear=False, adds=True, masked=False, operand_gradients=1, positional=True, pair_bytes=4,
+        linear=False, adds=True, masked=False, operand_gradients=1, positional=True, pair_bytes=4, far=True,
         score_work=Work(other=biased.score_work.other, reads=1), score_torch=biased.score_torch,
     )  # fmt: skip
 

@@ -135,39 +135,54 @@ class CpuLauncher:
     # -- calls that repeat ---------------------------------------------------------------------------------------------
     def _like(self, call: Any, grows: bool = False) -> Again | None:
         """What serves calls like this one, which the direct way took. grows: whatever their number of keys."""
-        guard, q_offset, free = self.guard, call.sequences.q_offset, (None, 2, 2, *[None] * len(self.tensors))
-        if guard is None or type(q_offset) is not int or call.value is None or call.read is not None:
+        q_offset, found = call.sequences.q_offset, None if self.guard is None else self._fits(call, self.guard, grows)
+        if found is None:
             return None
-        if torch.is_autocast_enabled("cpu"):
-            return None
-        kind, choices, head_dim = type(call.sequences), call.choices, call.head_dim
-        names, tensors, numbers = self.numbers, self.tensors, [call.operands[n] for n in self.numbers]
-        threads, n_threads, module = torch.get_num_threads, torch.get_num_threads(), self.module
-        own = [call.operands[n] for n in tensors]
-        alike = guard(call.query, call.key, call.value, *own, free=free if grows else ())
-        (batch, heads, q_len, _), (_, kv_heads, kv_len, width) = call.query.shape, call.value.shape
-        shape, strides = (batch, heads, q_len, width), _strides_like(call.query, width)
-        sizes = batch, heads, kv_heads, q_len, kv_len, head_dim
-
+        (_, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.value.shape
+        sizes = call.query.shape[0], heads, kv_heads, q_len, kv_len, call.head_dim
         given = call.query, call.key, call.value, call.operands.values(), q_offset, sizes
         ways = self.module.BY_TORCH
         if not grows:  # the same one computes all of them
             ways = next(([way] for way in ways if way(*given) is not None), [])
         if not ways:
             return None
+        launch, keeping = self._launches(call, ways, sizes, grows)
+        whole = None if grows else self._whole(ways[0], given)
+        return Again(found, whole or launch, None if self.keeping is None else keeping)
+
+    def _fits(self, call: Any, guard: Guard, grows: bool) -> Callable[[Any], bool] | None:
+        """Whether a call is like this one; None where none would be."""
+        q_offset, free = call.sequences.q_offset, (None, 2, 2, *[None] * len(self.tensors))
+        if type(q_offset) is not int or call.value is None or call.read is not None:
+            return None
+        if torch.is_autocast_enabled("cpu"):
+            return None
+        kind, choices, head_dim = type(call.sequences), call.choices, call.head_dim
+        names, tensors, numbers = self.numbers, self.tensors, [call.operands[n] for n in self.numbers]
+        threads, n_threads = torch.get_num_threads, torch.get_num_threads()
+        alike = guard(
+            call.query, call.key, call.value, *[call.operands[n] for n in tensors], free=free if grows else ()
+        )
 
         def fits(call: Any) -> bool:
             given, where = call.operands, call.sequences
-            if call.choices is not choices or type(where) is not kind or call.head_dim != head_dim:
+            if call.choices is not choices or type(where) is not kind:
                 return False
-            offset = where.q_offset
+            offset = where.q_offset  # sizes are tensors under torch.jit.trace, and so is it
             if type(offset) is not int or (offset != q_offset and not grows) or call.rope is not None:
                 return False
-            if call.read is not None or (numbers and [given[n] for n in names] != numbers):
+            if call.head_dim != head_dim or call.read is not None or (numbers and [given[n] for n in names] != numbers):
                 return False
             return threads() == n_threads and alike(call.query, call.key, call.value, *[given[n] for n in tensors])
 
-        whole = None if grows else self._whole(ways[0], given)
+        return fits
+
+    def _launches(
+        self, first: Any, ways: Sequence[Callable[..., Any]], sizes: tuple[int, ...], grows: bool
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """What computes calls like the first one, and what keeps the weights of one too."""
+        module, q_offset, width = self.module, first.sequences.q_offset, first.value.shape[3]
+        shape, strides = (*sizes[:2], sizes[3], width), _strides_like(first.query, width)
 
         def placed(call: Any) -> tuple[Any, ...]:
             given = call.query, call.key, call.value, call.operands.values()
@@ -176,7 +191,7 @@ class CpuLauncher:
             offset, now = call.sequences.q_offset, call.key.shape[2]
             if now != call.value.shape[2] or not 0 < now <= _FARTHEST or not -_FARTHEST < offset < _FARTHEST:
                 return ()
-            return *given, offset, (*sizes[:4], now, head_dim)
+            return *given, offset, (*sizes[:4], now, sizes[5])
 
         def laid_out(out: Tensor) -> Tensor:
             return out.new_empty_strided(shape, strides).copy_(out)
@@ -198,7 +213,7 @@ class CpuLauncher:
             out, lse, weights = found
             return (out if out.stride() == strides else laid_out(out)), lse, weights
 
-        return Again(fits, whole or launch, None if self.keeping is None else keeping)
+        return launch, keeping
 
     def _whole(self, way: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any] | None:
         """Launches calls like this one, where torch's own kernel computes them as they are: all else is settled."""
