@@ -207,17 +207,20 @@ def check(name: str, kind: str, q_len: int = 40, **options: Any) -> None:
         assert_close(gradients[of], gradient, f"gradient of {of}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_zigzag_keys(name: str) -> None:
     check(name, "zigzag")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["window", "alibi", "documents", "key bias", "pair bias", "t5", "dropout"])
 @pytest.mark.parametrize("kind", ["ordered", "striped_dense", "striped_zigzag"])
 def test_rows_that_lie_otherwise(kind: str, name: str) -> None:
     check(name, kind)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["full", "window", "alibi", "documents", "sink"])
 @pytest.mark.parametrize("kind", ["zigzag", "ordered"])
 def test_few_queries(kind: str, name: str) -> None:

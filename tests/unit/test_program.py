@@ -245,6 +245,7 @@ def _allocated(module: ast.Module, kernel: str, pair_bytes: int) -> tuple[int, i
     return tiles, others
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("triple", DECLARED, ids=lambda t: t.name)
 def test_planning_counts_what_generated_code_allocates(triple: Triple) -> None:
     try:
