@@ -475,7 +475,9 @@ class Attention(Methods, Declaration):
         """The variant whose kernels a call with these options takes, and the options that are left to describe."""
         seed, train = options.get("seed"), options.get("train", True)
         validate.seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
-        options = {n: value for n, value in options.items() if n not in ("seed", "train")}
+        more = options.get("operands")
+        options = {n: value for n, value in options.items() if n not in ("seed", "train", "operands")}
+        options = options if more is None else call_options.joined(str(self.name), options, more)
         variant, options = self._as_trained(train, options)
         validate.check_share(variant, options)
         return variant, variant._read(options)

@@ -179,11 +179,12 @@ def read(name: str, given: Mapping[str, Any]) -> tuple[CallOptions, dict[str, An
         if n in LENGTHS and value is not None:
             options.are_ragged = True
     if options.operands is not None:
-        own = _joined(name, own, options.operands)
+        own = joined(name, own, options.operands)
     return options, own
 
 
-def _joined(name: str, own: dict[str, Any], more: object) -> dict[str, Any]:
+def joined(name: str, own: dict[str, Any], more: object) -> dict[str, Any]:
+    """Operands given by keyword and those in a dictionary. Raises WeftError where one is in both."""
     if not isinstance(more, Mapping) or not all(isinstance(n, str) for n in more):
         raise WeftError(f"{name}: operands: expected a dictionary of operands by name, got {type(more).__name__}")
     if twice := sorted(own.keys() & more.keys()):

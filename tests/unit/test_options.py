@@ -123,6 +123,13 @@ def test_operands_in_a_dictionary_are_those_given_by_keyword() -> None:
             call(q, k, v, operands={"slope": slopes})
 
 
+def test_plans_take_them_too() -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 16)
+    slopes = torch.rand(2)
+    for method in (ALIBI.explain, ALIBI.source):
+        assert method(q, k, v, operands={"slopes": slopes}) == method(q, k, v, slopes=slopes)
+
+
 @pytest.fixture(scope="module")
 def with_a_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package with one line more in the list of options."""
