@@ -19,12 +19,12 @@ from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .ir.attention import SEED
 from .ir.attention import Attention as Declaration
-from .ir.errors import WeftError
+from .ir.errors import WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.philox import drawn_seed
 from .ir.reference import expand_latent, ragged_reference, reference
 from .nested import are_jagged, lengths_given_twice, packed
-from .runtime import ops
+from .runtime import descales, ops
 from .runtime import options as call_options
 from .runtime.call import (
     SLOTS,
@@ -42,7 +42,7 @@ from .runtime.call import (
     float_tensor,
     sequences_of,
 )
-from .runtime.checks import check_call, check_q_offset, check_tensors, main_problems
+from .runtime.checks import check_call, check_q_offset, check_tensors, main_problems, rank_problems
 from .runtime.lengths import check_contents, checked, cleared, gathered, given_sequences, packed_of_pages
 from .runtime.options import DEFINED, PLAIN, READ_BY_KERNELS, CallOptions, Form, doc_of, signature_of
 from .runtime.settings import default_target, traced_target
@@ -214,11 +214,11 @@ class Attention(Methods, Declaration):
         else:
             sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
         target, schedule = options.target, options.schedule
+        read, out = self._read_by_kernels(query, key, value, options) if options.are_read else (None, None)
         choices = choices_of(
             default_target() if target is None else target, None if schedule is None else str(schedule),
-            options.deterministic,
+            options.deterministic, out,
         )  # fmt: skip
-        read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
             found = ops.run(self._variant, call)
@@ -228,6 +228,17 @@ class Attention(Methods, Declaration):
             self._explain(call, options, error)
             raise
         return (found[0], self._lse(found[1])) if options.return_lse else found[0]
+
+    def _read_by_kernels(
+        self, query: Tensor, key: Tensor, value: Tensor | None, options: CallOptions
+    ) -> tuple[Mapping[str, Tensor] | None, str | None]:  # fmt: skip
+        """The options that kernels read by their names, descales as they read them; the name of the output's dtype."""
+        if problems := list(rank_problems({n: t for n, t in _main(query, key, value).items() if t is not None})):
+            raise collected(str(self.name), problems)
+        main, pooled = _main(query, key, value), options.block_table is not None
+        read = {n: t for n in READ_BY_KERNELS if n not in descales.NAMES and (t := getattr(options, n)) is not None}
+        read |= descales.read_by_kernels(str(self.name), main, options, pooled)
+        return read or None, descales.out_name(options)
 
     def _run_of_shards(
         self, head_dim: int | None, main: Mapping[str, Any], operands: Mapping[str, Any], options: CallOptions
@@ -308,12 +319,16 @@ class Attention(Methods, Declaration):
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
         if is_ragged:
             options = checked(str(self.name), query, key, options.having(q_offset=offset))
-        slots = tuple([per_row if name == "q_offsets" else getattr(options, name) for name in SLOTS])
+        read, out = self._read_by_kernels(query, key, value, options) if options.are_read else (None, None)
+        given_read = read or {}
+        slots = tuple(
+            [per_row if n == "q_offsets" else given_read[n] if n in given_read else getattr(options, n) for n in SLOTS]
+        )
         target = traced_target() if options.target is None else options.target
         schedule = None if options.schedule is None else str(options.schedule)
         arguments = Arguments(
             query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3], self.line,
-            choices_text(target, schedule, options.deterministic),
+            choices_text(target, schedule, options.deterministic, out),
         )  # fmt: skip
         return ops.FORWARD(*arguments.flat)
 
@@ -425,6 +440,10 @@ class Attention(Methods, Declaration):
         else:
             validate.check_no_latent(self, uk, uv)
             check_tensors(name, query, key, value, paged)
+        if options.are_read or descales.are_quantized((query, key, value)):
+            real, options, dtype = _dequantized(name, _main(query, key, value), options)
+            out, lse = self._defined(real["query"], real["key"], real["value"], options, operands)  # type: ignore[arg-type]
+            return out.to(dtype), lse
         if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
             key, value, options = _out_of_pages(name, query, key, value, options)
         if self.latent is not None:
@@ -521,16 +540,34 @@ class Attention(Methods, Declaration):
         )
 
 
+_OUT_OF_AUTOCAST = frozenset({torch.float64, *descales.FP8})
+
+
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 stays."""
+    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 and FP8 stay."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast knows no meta
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype not in _OUT_OF_AUTOCAST else t
         for t in tensors
     )
+
+
+def _dequantized(
+    name: str, main: Mapping[str, Tensor | None], options: CallOptions
+) -> tuple[dict[str, Tensor | None], CallOptions, torch.dtype]:  # fmt: skip
+    """The real numbers of operands that may be FP8, the options of a call with these, and the dtype of its output."""
+    read = descales.read_by_kernels(name, main, options, options.block_table is not None)
+    given = {n: t for n, t in main.items() if t is not None}
+    if descales.are_quantized([*given.values()]):
+        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+        descales.refuse_gradients(name, wanted)
+    real = descales.real_dtype([*given.values()], options.out_dtype)
+    found = {n: descales.dequantized(t, read.get(descales.OF[n]), real) for n, t in given.items()}
+    out = descales.out_dtype_of(given["query"], given["key"], given.get("value"), descales.out_name(options))
+    return {"value": None, **found}, options.having(**dict.fromkeys(descales.NAMES), out_dtype=None), out
 
 
 def _out_of_pages(
@@ -549,9 +586,8 @@ def _out_of_pages(
     return gathered(key, pages), None if value is None else gathered(value, pages), options
 
 
-def _read_by_kernels(options: CallOptions) -> Mapping[str, Tensor] | None:
-    """The options that kernels read by their names, where they are given."""
-    return {n: value for n in READ_BY_KERNELS if (value := getattr(options, n)) is not None} or None
+def _main(query: Tensor, key: Tensor, value: Tensor | None) -> dict[str, Tensor | None]:
+    return {"query": query, "key": key, "value": value}
 
 
 def _as_method(function: Any, name: str, defined: bool) -> Any:

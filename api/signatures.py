@@ -28,6 +28,8 @@ class Methods:
             form: Form | None = None, kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Tensor: ...  # fmt: skip
         @overload
@@ -39,6 +41,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
@@ -50,6 +54,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Result: ...  # fmt: skip
         def __call__(self, *given: Any, **own: Any) -> Any: ...
@@ -60,8 +66,9 @@ class Methods:
             uk: Tensor | None = None, uv: Tensor | None = None, kv_lens: Tensor | None = None,
             q_lens: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
             cu_seqlens_kv: Tensor | None = None, block_table: Tensor | None = None,
-            seed: int | Tensor | None = None, train: bool = True,
-            operands: Mapping[str, Any] | None = None, **own: Own,
+            seed: int | Tensor | None = None, train: bool = True, q_descale: float | Tensor | None = None,
+            k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
+            out_dtype: torch.dtype | None = None, operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Tensor: ...  # fmt: skip
         @overload
         def reference(
@@ -70,6 +77,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
         @overload
@@ -79,6 +88,8 @@ class Methods:
             kv_lens: Tensor | None = None, q_lens: Tensor | None = None,
             cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
             block_table: Tensor | None = None, seed: int | Tensor | None = None, train: bool = True,
+            q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+            v_descale: float | Tensor | None = None, out_dtype: torch.dtype | None = None,
             operands: Mapping[str, Any] | None = None, **own: Own,
         ) -> Result: ...  # fmt: skip
         def reference(self, *given: Any, **own: Any) -> Any: ...

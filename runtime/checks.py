@@ -14,6 +14,7 @@ from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, collected, counted, shown
 from ..ir.expr import CALL_OPTIONS, INT32_MAX, Scalar, TensorOperand
 from ..ir.foreign import option_hint
+from . import descales
 from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages
 from .torch_private import is_traced
 
@@ -21,6 +22,7 @@ MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these
 DTYPES = named_by_torch()
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TAKEN = (*_FLOATS, *sorted(descales.FP8, key=str))  # of query, key and value
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127  # of float32
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -56,7 +58,7 @@ def _fit(
     tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     if not tensors or query.is_nested or key.is_nested or value.is_nested:
         return False
-    if not (query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _FLOATS):
+    if not (query.dim() == 4 and key.dim() == 4 and value.dim() == 4 and query.dtype in _TAKEN):
         return False
     batch, heads, q_len, dim = query.shape
     key_batch, kv_heads, kv_len, key_dim = key.shape
@@ -73,10 +75,22 @@ def _fit(
         and 0 < dim <= MAX_HEAD_DIM
         and 0 < value_dim <= MAX_HEAD_DIM
         and (longest is None or (q_len <= longest and kv_len <= longest))
-        and query.dtype == key.dtype == value.dtype
+        and (query.dtype == key.dtype == value.dtype or not _mixed([query, key, value]))
         and query.device == key.device == value.device
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and query.stride(3) == key.stride(3) == 1
+        and (value.stride(3) == 1 or _in_columns(value))
     )
+
+
+def _mixed(tensors: Sequence[Tensor]) -> bool:
+    """Whether those that are not FP8 have several dtypes, or one that no kernel takes."""
+    whole = {t.dtype for t in tensors} - descales.FP8
+    return len(whole) > 1 or not whole <= {*_FLOATS}
+
+
+def _in_columns(value: Tensor) -> bool:
+    """Whether an FP8 value has its length contiguous, as `weft.fp8.quantize(layout="columns")` makes it."""
+    return value.dtype in descales.FP8 and value.stride(2) == 1
 
 
 def form_problem(label: str, tensor: object) -> str | None:
@@ -148,15 +162,16 @@ def length_problems(label: str, length: int) -> Iterator[str]:
 
 def kind_problems(named: Mapping[str, Tensor]) -> Iterator[str]:
     query = named["query"]
-    if query.dtype not in _FLOATS:
+    if query.dtype not in _TAKEN:
         yield f"query: expected bfloat16, float16 or float32, got {query.dtype}; cast it, query.to(torch.float32)"
+    whole = next((n for n, t in named.items() if t.dtype not in descales.FP8), "query")
     for label, tensor in named.items():
-        if tensor.dtype != query.dtype:
-            cast = f"cast one of them, {label}.to(query.dtype)"
-            yield f"{label}: expected dtype {query.dtype} as in query, got {tensor.dtype}; {cast}"
+        if tensor.dtype != named[whole].dtype and tensor.dtype not in descales.FP8:
+            cast = f"cast one of them, {label}.to({whole}.dtype)"
+            yield f"{label}: expected dtype {named[whole].dtype} as in {whole}, got {tensor.dtype}; {cast}"
         if tensor.device != query.device:
             yield f"{label}: expected device {query.device} as in query, got {tensor.device}"
-        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1 and not (label == "value" and _in_columns(tensor)):
             strides = list(tensor.stride())
             yield f"{label}: expected a contiguous last dimension, got strides {strides}; call .contiguous()"
 
@@ -170,6 +185,8 @@ def fits(call: Call) -> bool:
     elif not _rows_fit(call):
         return False
     if _without_memory({**call.tensors, **call.operands}):
+        return False
+    if call.read is not None and descales.misfits(call.query, call.key, call.value, call.read):
         return False
     if call.value is None or call.rope is not None:
         return _latent_fits(call)
@@ -211,7 +228,8 @@ def _latent_fits(call: Call) -> bool:
     kv_len, width = key.shape[2], key.shape[3] + (0 if rope is None else rope.shape[3])
     batch = key.shape[0] if isinstance(call.sequences, Pages) else query.shape[0]
     return (
-        all(t.dim() == 4 and t.dtype == query.dtype and t.device == query.device for t in tensors)
+        all(t.dim() == 4 and t.device == query.device for t in tensors)
+        and not _mixed([query, *tensors])
         and all(t.shape[0] == batch and t.shape[2] == kv_len for t in tensors)
         and query.shape[3] == width
         and all(t.shape[3] == 1 or t.stride(3) == 1 for t in (query, *tensors))
@@ -243,6 +261,7 @@ def check_call(attention: Attention, call: Call) -> None:
     if isinstance(call.sequences, Dense):
         check_q_offset(call.q_offset, call.query.shape[0], call.query.device)
     problems = check_operand_kinds(attention, call.operands, call.query.device)
+    problems += descales.misfits(call.query, call.key, call.value, call.read or {})
     if problems:
         raise collected(name, problems)
     if empty := _without_memory({**call.tensors, **call.operands}):

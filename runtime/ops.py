@@ -38,6 +38,7 @@ from .call import (
     arguments_of,
     call_of,
     length_tensors,
+    parse_choices,
     sequences_of,
 )
 from .checks import check_operand_kinds, check_q_offset, refuse_tracing
@@ -139,7 +140,7 @@ def _kind_of(variant: Variant, call: Call, key: tuple[object, ...], needed: tupl
     """Raises WeftError where a gradient that is wanted cannot be computed."""
     names = variant.tensor_names
     wanted = frozenset([n for n, need in zip(names, needed[1:]) if need])
-    check_trainable(variant, call.value is not None, sorted(wanted), paged=call.sequences.kind.keys.pooled)
+    check_trainable(variant, (call.query, call.key, call.value), sorted(wanted), paged=call.sequences.kind.keys.pooled)
     own = kinds_of(call.operands)
     return _Kind(variant, key, names, wanted, own, call.choices, call.head_dim, Repeats())
 
@@ -307,7 +308,9 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
 
 def _fake_forward(*flat: Any) -> tuple[Tensor, Tensor]:
     given = Arguments.of(flat)
-    out, lse = variant_of_text(given.variant).forward_places(given.query, given.value)
+    out, lse = variant_of_text(given.variant).forward_places(
+        given.query, given.key, given.value, parse_choices(given.choices)
+    )
     return out.beside(given.query), lse.beside(given.query)
 
 
@@ -317,7 +320,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *flat
     variant = variant_of_text(given.variant)
     names = variant.tensor_names
     wanted = [n for n, flag in zip(names, flags, strict=True) if flag]
-    check_trainable(variant, given.value is not None, wanted, paged=given.slot("block_table") is not None)
+    check_trainable(variant, given.main, wanted, paged=given.slot("block_table") is not None)
     call = _call(variant, given)
     with named(f"weft::{variant.name}_backward"):
         found = variant.backward(_backward_call(call, out, lse, dout, dlse, frozenset(wanted)))
@@ -339,7 +342,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor
     names = variant.tensor_names  # an exported program may have one more operand, which nobody reads
     flags = list(ctx.needs_input_grad[: len(names)])  # flat here, nested in a backward
     wanted = [n for n, flag in zip(names, flags) if flag]
-    check_trainable(variant, given.value is not None, wanted, paged=given.slot("block_table") is not None)
+    check_trainable(variant, given.main, wanted, paged=given.slot("block_table") is not None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, *given.main, *given.slots, *given.operands, *given.floats)
     target = default_target()  # of the caller's thread; a backward runs in another

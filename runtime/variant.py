@@ -32,6 +32,7 @@ from ..compiler.planning.signature import (
     FEW_QUERIES,
     Described,
     Direction,
+    Dtypes,
     LengthClass,
     Offset,
     Signature,
@@ -49,7 +50,7 @@ from ..ir.errors import UnavailableError, WeftError
 from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
-from . import driver
+from . import descales, driver
 from .call import MAIN, BackwardCall, Call, Choices, Dense, Lengths, Packed, PackedPaged, Paged, Ragged, lengths_of
 from .checks import DTYPES, check_backward, check_call, check_kept, fits
 from .first_key import FirstKey
@@ -166,7 +167,9 @@ class Variant:
                 return found
         ready = self._found("forward", call, self._forwards, at)
         way = ready.launcher.direct
-        out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]
+        out, lse = [
+            place.beside(query) for place in self.forward_places(call.query, call.key, call.value, call.choices)
+        ]
         if _is_empty(call):
             return out.zero_(), self._lse_of_nothing(call, lse)
         _run(ready, call, {"out": out, "lse": lse}, keeps=ready.measures and keeps_tiles())
@@ -221,7 +224,9 @@ class Variant:
                 return found
         return *self.forward_again(call, known), None
 
-    def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
+    def forward_places(
+        self, query: Tensor, key: Tensor, value: Tensor | None, choices: Choices
+    ) -> tuple[Place, Place]:  # fmt: skip
         """Of out and lse."""
         batch, heads, rows, _ = query.shape
         width = value.shape[-1] if value is not None else self.attention.latent.rank  # type: ignore[union-attr]
@@ -229,7 +234,8 @@ class Variant:
         shape, strides = (batch, heads, rows), (heads * rows, rows, 1)
         if self.facts.scores_lie_far:
             shape, strides = (2, *shape), (batch * heads * rows, *strides)  # type: ignore[assignment]
-        return rows_like(query, heads, width), Place(shape, strides, lse_dtype)
+        out = rows_like(query, heads, width)._replace(dtype=descales.out_dtype_of(query, key, value, choices.out))
+        return out, Place(shape, strides, lse_dtype)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     def backward_of(
@@ -467,10 +473,19 @@ class Variant:
             wide=is_wide(call.operands),
             doubles=call.query.is_cuda and has_doubles(call.operands),
             boxed=boxed_of(self.facts, call.operands) if call.query.is_cuda else 0,
-            options=frozenset(call.read or ()),
+            options=frozenset(call.read or ()), scaled_rows=descales.rows_read(call.read or {}),
+            dtypes=dtypes_of(self.attention, call.query, call.key, call.value, call.choices.out),
         )  # fmt: skip
         sums_pairs = self.facts.with_order(call.sequences.kind.in_order).sums_pairs(wanted)
         return signature_of(described, masked=self.attention.is_masked, sums_pairs=sums_pairs)
+
+
+def dtypes_of(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor | None, out: str | None = None
+) -> Dtypes:  # fmt: skip
+    """Those of a call, of its products and of its output."""
+    given = (DTYPES[query.dtype], DTYPES[key.dtype], None if value is None else DTYPES[value.dtype])
+    return Dtypes.of(*given, out, bounded=attention.weighs.weight is None or attention.weighs.name == "sigmoid")
 
 
 def _look(repeats: Repeats, ready: _Ready, call: Call) -> None:
@@ -509,7 +524,7 @@ def key_of(call: Call) -> tuple[object, ...]:
         few = has_few("forward", PACKED_PAGED, rows, number) or share_of("forward", PACKED_PAGED, rows, number)
     found: tuple[object, ...] = (
         query.dtype, key.dtype, query.get_device(), key.get_device(), width, call.head_dim,
-        type(offset), options.target, options.schedule, options.deterministic, few,
+        type(offset), options.target, options.schedule, options.deterministic, options.out, few,
     )  # fmt: skip
     if isinstance(offset, Tensor):
         found += (offset.dtype, offset.get_device(), offset.is_meta, offset.dim())
@@ -532,7 +547,7 @@ def key_of(call: Call) -> tuple[object, ...]:
     if rope is not None:
         found += (rope.dtype, rope.get_device(), rope.dim(), rope.shape[-1])
     if call.read is not None:
-        found += (*call.read, *kinds_of(call.read))
+        found += (*call.read, *kinds_of(call.read), descales.rows_read(call.read))
     return found + kinds_of(call.operands) if call.operands else found
 
 
@@ -706,14 +721,17 @@ def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str], paged: bool = False) -> None:
-    """Raise where a gradient that is wanted cannot be computed."""
+def check_trainable(
+    variant: Variant, main: Sequence[Tensor | None], wanted: Sequence[str], paged: bool = False
+) -> None:  # fmt: skip
+    """Raise where a gradient that is wanted cannot be computed. main: query, key, value and perhaps more."""
+    descales.refuse_gradients(variant.name, wanted=bool(wanted) and descales.are_quantized(main))
     if paged and wanted:
         raise WeftError(
             f"{variant.name}: a call with block_table has no backward: call under torch.no_grad(), or gather the pages "
             "into padded operands, and pass kv_lens= alone, to train"
         )
-    if not has_value and wanted:
+    if main[2] is None and wanted:
         raise WeftError(
             f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
         )

@@ -28,6 +28,7 @@ from ....ir.expr import TensorOperand
 from ...launch.binding import Packer, fitting, function, like
 from ...launch.repeating import Again, Guard
 from ...launch.runs import runs_of
+from ...launch.scaled import Scaled, by_rows
 from ...products import own_attention
 
 MAIN = ("query", "key", "value")  # whose gradients torch's own kernel has
@@ -50,7 +51,8 @@ class CpuLauncher:
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         signature = code.signature
         widths, forward = signature.widths, signature.direction == "forward"
-        plain = not signature.sequences.ragged and not (widths.value_is_key or widths.rope_dim)
+        self.is_scaled = bool(signature.dtypes.quantized)
+        plain = not signature.sequences.ragged and not (widths.value_is_key or widths.rope_dim or self.is_scaled)
         self.direct = self._direct() if plain and forward else _never
         self.keeping = self._keeping() if plain and hasattr(module, "attended_at_once") else None
         by_torch = plain and hasattr(module, "BY_TORCH")
@@ -329,7 +331,12 @@ class CpuLauncher:
         else:
             rows = ragged.rows(call.query, call.key)
             where = runs_of(rows, ragged.kind.rows.packed, self.sink, ragged.tensors.get("table"))
-        arguments = (call.query, call.keys, call.value, operands, where, call.head_dim)
+        main = (
+            self._real(call, None if ragged is None else where)
+            if self.is_scaled
+            else (call.query, call.keys, call.value)
+        )
+        arguments = (*main, operands, where, call.head_dim)
         if self.code.signature.direction == "forward":
             self.module.forward(*arguments, out=results["out"], lse=results["lse"], **self.blocks)
             return []
@@ -337,6 +344,23 @@ class CpuLauncher:
         dkeys = [results.get("dkey"), *([] if call.rope is None else [results.get("drope")])]
         sums = self.module.backward(results["dout"], results["dlse"], *arguments, dkeys=dkeys, **given, **self.blocks)
         return list(sums)
+
+    def _real(self, call: CallTensors, runs: Any) -> tuple[Any, list[Any], Any]:
+        """Query, keys and value as real numbers; where there are runs, these make theirs of it, one at a time."""
+        read = call.read or {}
+        wide = torch.float64 in {call.query.dtype, call.key.dtype}
+        dtype = torch.float64 if wide else torch.float32
+
+        def made(tensor: Tensor | None, name: str) -> Any:
+            if tensor is None:
+                return None
+            descale = read.get(name)
+            rows = None if descale is None else by_rows(descale, tensor.shape[2])
+            found = Scaled(tensor, rows, dtype)
+            return found if runs is not None else found.real()
+
+        keys = [made(call.key, "k_descale"), *(made(t, "") for t in call.keys[1:])]
+        return made(call.query, "q_descale"), keys, made(call.value, "v_descale")
 
 
 def _never(*call: Any, **more: Any) -> None:
