@@ -19,12 +19,12 @@ from .compiler.planning import hardware
 from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
-from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of
+from .compiler.planning.signature import MOST_SHORT, Described, Direction, Dtypes, Signature, Widths, signature_of
 from .compiler.planning.sources import DENSE
 from .ir.errors import UnavailableError, WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.walk import scalars, tensors
-from .runtime import driver
+from .runtime import descales, driver
 from .runtime.checks import (
     DTYPES,
     MAX_HEAD_DIM,
@@ -36,9 +36,9 @@ from .runtime.checks import (
     refuse_tracing,
     tensor_problems,
 )
-from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, check_values
+from .runtime.options import DESCRIBED, LENGTHS, PLAIN, READ_BY_KERNELS, check_values
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, has_doubles, is_wide, offset_kind, variant_of
+from .runtime.variant import boxed_of, dtypes_of, has_doubles, is_wide, offset_kind, variant_of
 
 if TYPE_CHECKING:
     from .attention import Attention
@@ -232,6 +232,7 @@ def request_of(
     asked = options.get("deterministic")
     repeats = True if asked is None and torch.are_deterministic_algorithms_enabled() else asked
     facts, on_gpu = facts_of(attention), machine.kind == "cuda"
+    dtypes, rows_read = _of_fp8(attention, operands, options)
 
     def signature(direction: Direction, wanted: frozenset[str]) -> Signature:
         described = Described(
@@ -239,7 +240,8 @@ def request_of(
             wanted, repeats, rows=(sizes.q_len, sizes.kv_len), number=1 if found is None else len(found.rows),
             lengths=_lengths(sizes, found), wide=is_wide(options), doubles=on_gpu and has_doubles(options),
             boxed=boxed_of(facts, options, sizes.element_bytes * on_gpu),
-            options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None),
+            options=frozenset(n for n in READ_BY_KERNELS if options.get(n) is not None), scaled_rows=rows_read,
+            dtypes=dtypes,
         )  # fmt: skip
         return signature_of(described, masked=attention.is_masked, sums_pairs=facts.sums_pairs(wanted))
 
@@ -278,6 +280,24 @@ def request_of(
         return Request(found, sizes, head_dim, machine, forward, None, (*forward.notes, f"no backward: {error}"), short)
     notes = tuple(dict.fromkeys((*forward.notes, *backward.notes, *([first] if first else []))))
     return Request(found, sizes, head_dim, machine, forward, backward, notes)
+
+
+def _of_fp8(
+    attention: Attention, operands: Sequence[Tensor | Shape], options: Mapping[str, Any]
+) -> tuple[Dtypes | None, frozenset[str]]:  # fmt: skip
+    """The dtypes of a call where they differ, and which of its descales are numbers of rows."""
+    given = [t for t in operands if isinstance(t, Tensor)]
+    asked = [n for n in (*descales.NAMES, "out_dtype") if options.get(n) is not None]
+    if not given:
+        if asked:
+            raise WeftError(f"{attention.name}: {', '.join(asked)}: a plan of FP8 operands wants their tensors")
+        return None, frozenset()
+    if not asked and not descales.are_quantized(given):
+        return None, frozenset()
+    query, key, value = (*given, None)[:3] if len(given) < 3 else given
+    main, own = {"query": query, "key": key, "value": value}, PLAIN.having(**{n: options[n] for n in asked})
+    read = descales.read_by_kernels(str(attention.name), main, own, options.get("block_table") is not None)
+    return dtypes_of(attention, query, key, value, descales.out_name(own)), descales.rows_read(read)
 
 
 def _misfit(

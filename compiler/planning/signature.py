@@ -126,6 +126,11 @@ class Dtypes:
         return frozenset(name for name, dtype in given.items() if dtype in EIGHTHS)
 
     @property
+    def smallest(self) -> str:
+        """Of the operands, the one with the fewest bytes."""
+        return next(iter(sorted(self.quantized and {self.query, self.key, self.value} & EIGHTHS)), self.query)
+
+    @property
     def scales_rows(self) -> bool:
         """Whether rows of the query are scaled by powers of two, so that bf16 numbers fit fp16."""
         return self.query == BF16.name and self.products == FP16.name

@@ -105,6 +105,10 @@ def test_the_reference_is_of_real_numbers() -> None:
 def test_every_variant_over_an_fp8_cache(name: str, target: str) -> None:
     variant, own = VARIANTS[name]
     tensors, options = operands(target, per=("head", "head", "token"))
+    if (name, target) == ("relu", "interpret"):  # weights of any size want bf16
+        with pytest.raises(weft.UnavailableError, match="interpreter computes fp32 and fp16 correctly, not bf16"):
+            variant(*tensors, target=target, **options)
+        tensors[0] = tensors[0].float()
     check(variant, tensors, target, normalizes=check_lse(name), **own, **options)
 
 
@@ -139,7 +143,7 @@ def test_few_queries_behind_many_keys(target: str) -> None:
 @pytest.mark.parametrize("per", ["head", 64, "token"])
 def test_padded_and_packed_sequences(per, target: str) -> None:
     tensors, options = operands(target, per=(per, per, per), dtypes=(E4M3, E4M3, E4M3), rows=(70, 150))
-    lens = {"q_lens": torch.tensor([70, 33]), "kv_lens": torch.tensor([20, 150], dtype=torch.int32)}
+    lens = {"q_lens": torch.tensor([70, 33]), "kv_lens": torch.tensor([90, 150], dtype=torch.int32)}
     for name in ("causal", "documents", "sink"):
         variant, own = VARIANTS[name]
         check(variant, tensors, target, **lens, **own, **options)
@@ -193,11 +197,11 @@ def test_descales_far_from_one_are_exact(target: str) -> None:
     """Weights times descales of values, and rows of the query, would leave the range of fp16."""
     tensors, options = operands(target, per=("head", "token", "token"))
     tensors[0] = tensors[0] * 2.0**-10
-    for size in (2.0**-40, 2.0**40):
-        scaled = {"k_descale": options["k_descale"] / 2.0**8, "v_descale": options["v_descale"] * size}
-        check(CAUSAL, tensors, target, out_dtype=torch.float32, **scaled)
     uneven = options["v_descale"] * torch.logspace(-30, 30, 130, base=2.0)[None, None, :, None]
-    check(CAUSAL, tensors, target, out_dtype=torch.float32, **{**options, "v_descale": uneven})
+    for v_descale in (options["v_descale"] * 2.0**-40, options["v_descale"] * 2.0**40, uneven, uneven.flip(2)):
+        given = {"k_descale": options["k_descale"] * 2.0**-8, "v_descale": v_descale, "out_dtype": torch.float32}
+        out, exact = CAUSAL(*tensors, target=target, **given), CAUSAL.reference(*tensors, **given)
+        assert ((out - exact).norm(dim=-1) <= 2.0**-9 * exact.norm(dim=-1)).all()
 
 
 # -- the output --------------------------------------------------------------------------------------------------------
