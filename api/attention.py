@@ -544,7 +544,8 @@ _OUT_OF_AUTOCAST = frozenset({torch.float64, *descales.FP8})
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 and FP8 stay."""
+    """Under autocast, float operands take the autocast dtype, as those of torch's own attention do; float64 stays, and
+    so does FP8."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # autocast knows no meta
         return tensors

@@ -120,7 +120,10 @@ def _out_problems(main: Main, out_dtype: torch.dtype | None) -> Iterator[str]:
     query, key, value = main["query"], main["key"], main["value"]
     assert query is not None and key is not None
     if not FP8 & {t.dtype for t in (query, key, value) if t is not None} and out_dtype != query.dtype:
-        yield f"out_dtype: expected {query.dtype} as the query is, got {out_dtype}; others are for calls with FP8 operands"
+        yield (
+            f"out_dtype: expected {query.dtype} as the query is, got {out_dtype}; others are for calls with FP8 "
+            "operands"
+        )
 
 
 def out_dtype_of(query: Tensor, key: Tensor, value: Tensor | None, named: str | None = None) -> torch.dtype:

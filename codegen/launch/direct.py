@@ -313,7 +313,11 @@ class DirectWay:
         if not job.backward:
             pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
             conditions = ["call.rope is None"]
-            conditions += [f"call.read is not None and call.read.keys() == {set(job.descales)!r}"] if job.descales else ["call.read is None"]
+            conditions += (
+                [f"call.read is not None and call.read.keys() == {set(job.descales)!r}"]
+                if job.descales
+                else ["call.read is None"]
+            )
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["dlse is None"]

@@ -197,9 +197,8 @@ class Signature:
         d = self.dtypes
         if not d.quantized:
             return d.query
-        return ".".join([d.query, d.key, d.value]) + (
-            f".to.{d.out}" if d.out != usual_out(d.query, d.key, d.value) else ""
-        )
+        usual = usual_out(d.query, d.key, d.value)
+        return ".".join([d.query, d.key, d.value, *(["to", d.out] if d.out != usual else [])])
 
     def __str__(self) -> str:
         wanted = f" wanted {','.join(sorted(self.wanted))}" if self.direction == "backward" else ""

@@ -260,7 +260,7 @@ def test_descales_that_are_none(descale, message: str) -> None:
 
 
 def test_operands_that_do_not_fit() -> None:
-    (query, key, value), options = operands("cpu")
+    (query, key, value), _ = operands("cpu")
     with pytest.raises(weft.WeftError, match="q_descale: expected None, as query is torch.bfloat16"):
         CAUSAL(query, key, value, q_descale=1.0)
     with pytest.raises(weft.WeftError, match="value: expected dtype torch.bfloat16 as in query, got torch.float16"):

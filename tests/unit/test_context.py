@@ -88,7 +88,8 @@ def told(root: str) -> list[type]:
         "triton": [r for r in top_level(of_triton) if r not in (of_triton.Measuring, of_triton.Tables)],
         "hopper": [of_hopper.Operands, of_hopper.Offsets, of_hopper.Boxes, HOPPER.get(root, of_hopper.Forward)],
     }
-    return [*shared, *(r for r in own[family] if backward or r is not of_triton.PairSums)]
+    other = of_triton.Quantized if backward else of_triton.PairSums
+    return [*shared, *(r for r in own[family] if r is not other)]
 
 
 # -- what a template reads ---------------------------------------------------------------------------------------------

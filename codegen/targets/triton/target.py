@@ -15,7 +15,7 @@ from ....compiler.analysis.facts import Facts
 from ....compiler.analysis.records import PAIR_KINDS, Traits
 from ....compiler.planning.cost import sram_bytes
 from ....compiler.planning.distances import levels_of, tables_of
-from ....compiler.planning.dtypes import EIGHTHS, HALVES, ON_GPUS
+from ....compiler.planning.dtypes import E4M3, EIGHTHS, HALVES, ON_GPUS
 from ....compiler.planning.form import Form
 from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
@@ -115,6 +115,8 @@ class TritonTarget:
                 f"{self.name}: expected fp32, fp16, bf16 or FP8 operands, got {lacking.pop()}; use .reference(...) for "
                 "float64"
             )
+        if E4M3.name in astuple(signature.dtypes) and signature.arch in ("sm_80", "sm_86"):
+            return f"{self.name}: has e4m3 from compute capability 8.9 on, this is {signature.arch}; quantise to e5m2"
         return self._why_not(kernel, signature, facts)
 
     def _why_not(self, kernel: Kernel, signature: Signature, facts: Facts) -> str | None:
