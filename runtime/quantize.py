@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..codegen.launch.quantizing import OF_HEAD, OF_TENSOR, quantizing
 from ..compiler.planning.dtypes import dtype_named, named_by_torch
 from .settings import default_target
 
-OF_TENSOR, OF_HEAD = -1, 0  # in place of the rows of a block: one descale for all, or for each head
 LEAST = 2.0**-126  # of descales: smaller ones are 0 in some units
 PADDED = 16  # rows that columns of a value begin at multiples of, so that they are read 16 bytes at a time
 
@@ -90,9 +90,7 @@ def _on_gpu(x: Tensor, rows: int, dtype: str, columns: bool) -> tuple[Tensor, Te
 def _by_kernel(
     x: Tensor, rows: int, data: Tensor, descale: Tensor, device: int, interprets: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from ..codegen.launch.quantizing import quantizing  # lazy: imports triton
-
-    quantizing(device, interprets)(x, rows, data, descale)
+    quantizing(device, interprets).tensor(x, rows, data, descale)
     return data, descale
 
 
