@@ -362,6 +362,8 @@ class Attention(Methods, Declaration):
         if paged:
             validate.check_absorbed(self, form, (query, cache, uk, uv))
             form = "absorbed"
+        if form is None and cache.dtype in descales.FP8:
+            form = "absorbed"  # which reads the cache as it is
         form = form or request.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
             return self._expanded(query, cache, uk, uv, options, operands)
@@ -378,6 +380,10 @@ class Attention(Methods, Declaration):
     ) -> Result:  # fmt: skip
         """Latent attention with keys and values of all heads."""
         assert self.latent is not None
+        if cache.dtype in descales.FP8:
+            main = _main(query, cache, None)
+            real, options, _ = _dequantized(str(self.name), main, options, query.dtype)
+            cache = real["key"]  # type: ignore[assignment]
         if options.are_ragged:  # what lies behind a length must not reach gradients of uk and uv
             sequences = sequences_of(checked(str(self.name), query, cache, options))
             cache = cleared(cache, sequences, query)  # type: ignore[arg-type]
@@ -557,18 +563,23 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _dequantized(
-    name: str, main: Mapping[str, Tensor | None], options: CallOptions
+    name: str, main: Mapping[str, Tensor | None], options: CallOptions, dtype: torch.dtype | None = None
 ) -> tuple[dict[str, Tensor | None], CallOptions, torch.dtype]:  # fmt: skip
-    """The real numbers of operands that may be FP8, the options of a call with these, and the dtype of its output."""
+    """The real numbers of operands that may be FP8, the options of a call with these, and the dtype of its output.
+
+    dtype: of the real numbers; that of the definition where not given.
+    """
     read = descales.read_by_kernels(name, main, options, options.block_table is not None)
     given = {n: t for n, t in main.items() if t is not None}
     if descales.are_quantized([*given.values()]):
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
         descales.refuse_gradients(name, wanted)
-    real = descales.real_dtype([*given.values()], options.out_dtype)
+    real = dtype or descales.real_dtype([*given.values()], options.out_dtype)
     found = {n: descales.dequantized(t, read.get(descales.OF[n]), real) for n, t in given.items()}
     out = descales.out_dtype_of(given["query"], given["key"], given.get("value"), descales.out_name(options))
-    return {"value": None, **found}, options.having(**dict.fromkeys(descales.NAMES), out_dtype=None), out
+    weights = {n: w.to(real) for n in ("uk", "uv") if (w := getattr(options, n)) is not None}
+    none = dict.fromkeys((*descales.NAMES, "out_dtype"))
+    return {"value": None, **found}, options.having(**none, **weights), out
 
 
 def _out_of_pages(

@@ -144,7 +144,10 @@ class Cache:
 
     @property
     def _pools(self) -> list[Tensor]:
-        return [*self._keys, *self._values, *([] if self.scales is None else self.scales.pools)]
+        """All that belongs to blocks, as it is copied: torch copies no FP8 by an index."""
+        if self.scales is None:
+            return [*self._keys, *self._values]
+        return [*(pool.view(torch.uint8) for pool in (*self._keys, *self._values)), *self.scales.pools]
 
     # -- sequences ---------------------------------------------------------------------------------------------------
     def allocate(self, tokens: Iterable[int] | None = None, *, salt: Hashable = None) -> int:

@@ -30,8 +30,7 @@ class DenseCache(Cache):
         head_dim: int | None = None, value_dim: int | None = None, latent: Latent | None = None, dtype: torch.dtype,
         device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None, v_descale: Given = None,
     ) -> None:  # fmt: skip
-        super().__init__(
-            sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
+        super().__init__(sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:
         return {"sequences": blocks, "capacity": page}

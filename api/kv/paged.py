@@ -23,7 +23,7 @@ class PagedCache(Cache):
         with cache.extend([a, b], [3, 1]) as step:  # a gets three rows, b one
             for layer in range(cache.layers):
                 step.append(layer, key, value)  # [2, Hkv, 3, D]
-                out = variant(query, step.keys(layer), step.values(layer), **step.options)
+                out = variant(query, step.keys(layer), step.values(layer), **step.options_of(layer))
 
     Lengths and blocks are kept on the host, so that no step waits for the device. Work on it goes in the order of the
     current stream.

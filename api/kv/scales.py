@@ -84,7 +84,9 @@ class HeadScales(Scales):
 
     def of(self, layer: int, rows: slice | None) -> dict[str, Tensor]:
         if not self._known[layer]:
-            raise WeftError(f"layer {layer}: has no descales yet; append to it first, or give k_descale= and v_descale=")
+            raise WeftError(
+                f"layer {layer}: has no descales yet; append to it first, or give k_descale= and v_descale="
+            )
         return super().of(layer, None)
 
     def append(self, cache: Cache, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
