@@ -3,8 +3,8 @@
     weft::append_rows(key, value, keys, values, slots)
     weft::append_quantized(key, value, keys, values, slots, k_descale, v_descale, by_token)
 
-They change `keys` and `values` in place, and neither read nor wait for what lies in `slots`. The second one is of caches
-of FP8: by token it writes descales too.
+They change `keys` and `values` in place, and neither read nor wait for what lies in `slots`. The second one is of
+caches of FP8: by token it writes descales too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LIBRARY.define(
 
 
 _LIBRARY.define(
-    "append_quantized(Tensor key, Tensor? value, Tensor(a!) keys, Tensor(b!)? values, Tensor slots, Tensor(c!) k_descale, "
-    "Tensor(d!)? v_descale, bool by_token) -> ()",
+    "append_quantized(Tensor key, Tensor? value, Tensor(a!) keys, Tensor(b!)? values, Tensor slots, "
+    "Tensor(c!) k_descale, Tensor(d!)? v_descale, bool by_token) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

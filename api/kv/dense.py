@@ -28,7 +28,8 @@ class DenseCache(Cache):
     def __init__(
         self, sequences: int, capacity: int, *, layers: int = 1, kv_heads: int | None = None,
         head_dim: int | None = None, value_dim: int | None = None, latent: Latent | None = None, dtype: torch.dtype,
-        device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None, v_descale: Given = None,
+        device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
+        v_descale: Given = None,
     ) -> None:  # fmt: skip
         super().__init__(sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
 

@@ -30,15 +30,16 @@ class PagedCache(Cache):
 
     blocks: how many there are. page: tokens of a block, a power of two from 1 to 256. layers: pools. value_dim: Dv, D
     where not given. latent: in place of kv_heads and head_dim, vectors [1, rank + rope] without values, for variants
-    with `latent=`. dtype: bf16, fp16, fp32 or fp64; or torch.float8_e4m3fn or e5m2, whose rows the cache quantises as it
-    appends them, with one descale a row and head, scale="token", or one a head, "head": given as k_descale and v_descale
-    (a number, or [layers, Hkv]), or twice what the first rows of a layer want. Larger rows saturate.
+    with `latent=`. dtype: bf16, fp16, fp32 or fp64; or torch.float8_e4m3fn or e5m2, whose rows the cache quantises as
+    it appends them. scale: "token" for one descale a row and head; "head" for one a head, which is given as k_descale
+    and v_descale, a number or [layers, Hkv], or is twice what the first rows of a layer want: larger ones saturate.
     """
 
     def __init__(
         self, blocks: int, *, layers: int = 1, kv_heads: int | None = None, head_dim: int | None = None,
         value_dim: int | None = None, latent: Latent | None = None, page: int = 16, dtype: torch.dtype,
-        device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None, v_descale: Given = None,
+        device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
+        v_descale: Given = None,
     ) -> None:  # fmt: skip
         if not isinstance(page, int) or not 1 <= page <= LARGEST_PAGE or page & (page - 1):
             raise WeftError(f"PagedCache: page: expected a power of two from 1 to {LARGEST_PAGE}, got {page!r}")

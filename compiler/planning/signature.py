@@ -248,7 +248,8 @@ def signature_of(call: Described, *, masked: bool, sums_pairs: bool) -> Signatur
     forward = call.direction == "forward"
     return Signature(
         direction=call.direction, arch=call.arch, dtypes=call.dtypes or Dtypes.all(call.dtype), widths=call.widths,
-        sequences=kind, offset=call.offset, wanted=call.wanted, deterministic=not forward and call.deterministic is True,
+        sequences=kind, offset=call.offset, wanted=call.wanted,
+        deterministic=not forward and call.deterministic is True,
         atomics=not forward and call.deterministic is False and sums_pairs,
         few=has_few(call.direction, kind, q_len, call.number),
         share=share_of(call.direction, kind, q_len, call.number),
