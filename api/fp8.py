@@ -21,6 +21,8 @@ Per: TypeAlias = Literal["tensor", "head", 64, 128, "token"]
 Layout: TypeAlias = Literal["rows", "columns"]
 _FROM = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+ROWS: dict[Per, int] = {"tensor": op.OF_TENSOR, "head": op.OF_HEAD, 64: 64, 128: 128, "token": 1}  # of a descale
+
 __all__ = ["Quantized", "dequantize", "quantize", "rotate"]
 
 
@@ -59,8 +61,7 @@ def quantize(
         problems.append(f"layout: expected 'rows' or 'columns', got {layout!r}")
     if problems:
         raise collected("weft.fp8.quantize", problems)
-    rows = {"tensor": op.OF_TENSOR, "head": op.OF_HEAD, "token": 1}.get(per, per)  # type: ignore[call-overload]
-    return Quantized(*op.quantize(x, rows, dtype, layout == "columns"))
+    return Quantized(*op.quantize(x, ROWS[per], dtype, layout == "columns"))
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -92,8 +92,8 @@ def _quantized_on_gpu(
 ) -> None:  # fmt: skip
     if slots.numel():
         with torch.cuda.device(key.device):  # Triton launches on the current one
-            rows = (key, value), (keys, values), slots, (k_descale, v_descale), by_token
-            quantizing(key.get_device(), False).append(*rows)
+            kernel = quantizing(key.get_device(), False)
+            kernel.append((key, value), (keys, values), slots, (k_descale, v_descale), by_token)
 
 
 def _quantized_on_cpu(
@@ -101,8 +101,7 @@ def _quantized_on_cpu(
     v_descale: Tensor | None, by_token: bool,
 ) -> None:  # fmt: skip
     if default_target() == "interpret" and slots.numel():
-        rows = (key, value), (keys, values), slots, (k_descale, v_descale), by_token
-        return quantizing(-1, True).append(*rows)
+        return quantizing(-1, True).append((key, value), (keys, values), slots, (k_descale, v_descale), by_token)
     batch, row = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[batch, row].long()
     block, place = slot // keys.shape[2], slot % keys.shape[2]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codegen.launch.quantizing import OF_HEAD, OF_TENSOR, quantizing
+from ..codegen.launch.quantizing import OF_HEAD as OF_HEAD
+from ..codegen.launch.quantizing import OF_TENSOR as OF_TENSOR
+from ..codegen.launch.quantizing import quantizing
 from ..compiler.planning.dtypes import dtype_named, named_by_torch
 from .settings import default_target
 

@@ -31,7 +31,10 @@ class DenseCache(Cache):
         device: torch.device | str = "cpu", scale: Scale | None = None, k_descale: Given = None,
         v_descale: Given = None,
     ) -> None:  # fmt: skip
-        super().__init__(sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device)
+        super().__init__(
+            sequences, capacity, layers, kv_heads, head_dim, value_dim, latent, dtype, device, scale,
+            (k_descale, v_descale),
+        )  # fmt: skip
 
     def _sizes(self, blocks: int, page: int) -> dict[str, object]:
         return {"sequences": blocks, "capacity": page}

@@ -10,6 +10,8 @@ import torch
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 
+from benchmarks import fp8_accuracy
+
 from ..support import check_errors, mostly, poisoned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -372,3 +374,151 @@ def test_a_latent_cache_of_fp8(per: str, target: str) -> None:
         assert (out - exact).norm() <= 2.0**-6 * exact.norm()
     with pytest.raises(weft.WeftError, match="v_descale: the value is columns of the key here"):
         mla(query, cache.data, uk=uk, uv=uv, form="absorbed", v_descale=1.0)
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
+KERNELS = {"cpu": 1e-5, "interpret": 2.0**-10}  # errors of kernels: float32, and weights of fp16
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dim", mostly([128], [64, 128, 256]))
+def test_errors_of_kernels_are_small_beside_those_of_the_format(dim: int, target: str) -> None:
+    length = 1024 if target == "cpu" else 256
+    with weft.settings(target=target):
+        found = {}
+        for kind in fp8_accuracy.KINDS:
+            tensors = [t.to(QUERIES[target]) for t in fp8_accuracy.operands(length, dim, kind, torch.device("cpu"))]
+            found[kind] = {scale: fp8_accuracy.errors(tensors, scale) for scale in fp8_accuracy.SCALES}
+    for errors in found.values():
+        assert all(e.kernel < KERNELS[target] for e in errors.values()), errors
+    assert all(0.02 < e.format < 0.06 for e in found["normal"].values())  # 3 digits, of keys and of values
+    outliers = {scale: e.format for scale, e in found["outliers"].items()}
+    assert outliers["token"] < 0.8 * outliers["tensor"] and outliers["rotated"] < 0.8 * outliers["tensor"]
+
+
+@pytest.mark.parametrize("dim", mostly([64], [64, 128]))
+def test_a_needle_among_16k_keys_is_found(dim: int) -> None:
+    assert fp8_accuracy.needle(16384, dim, torch.device("cpu"), fp8=False) < 0.01
+    assert fp8_accuracy.needle(16384, dim, torch.device("cpu"), fp8=True) < 0.04
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+def step_of(cache, sequences, rows, new, target):
+    """out of a step that appends these rows to both layers, and the exact one over the same stored numbers."""
+    query = torch.randn(len(sequences), 4, max(new), 32, generator=torch.Generator().manual_seed(3)).half()
+    with cache.extend(sequences, new) as step:
+        for layer, (key, value) in enumerate(rows):
+            step.append(layer, key, value)
+        out = CAUSAL(query, step.keys(1), step.values(1), target=target, **step.options_of(1))
+        exact = CAUSAL.reference(query.double(), step.keys(1), step.values(1), **step.options_of(1))
+    return out, exact
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("scale", ["token", "head"])
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_a_cache_quantises_what_is_appended(kind: str, scale: str, target: str) -> None:
+    given = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": E4M3, "scale": scale}
+    cache = weft.kv.PagedCache(24, page=16, **given) if kind == "paged" else weft.kv.DenseCache(4, 64, **given)
+    sequences = [cache.allocate() for _ in range(3)]
+    generator = torch.Generator().manual_seed(1)
+    with weft.settings(target=target):
+        for new in ([20, 1, 7], [1, 1, 1]):
+            rows = [torch.randn(2, 3, 2, max(new), 32, generator=generator).half() for _ in range(2)]
+            for pair in rows:  # what lies behind a length is not read
+                for b, n in enumerate(new):
+                    pair[:, b, :, n:] = torch.nan
+            out, exact = step_of(cache, sequences, rows, new, target)
+            for b, n in enumerate(new):
+                assert (out[b, :, :n] - exact[b, :, :n]).abs().max() < 0.01
+            key = rows[1][0]
+            block, page = cache.blocks(sequences[0])[0], cache.page
+            if new[0] == 20:
+                stored = cache.keys(1)[block, :, :1].float()
+                descale = cache.scales.k_descales[1]
+                descale = descale[block, :, :1] if scale == "token" else descale[0]
+                assert (stored * descale - key[0, :, :1].float()).norm() < 0.06 * key[0, :, :1].float().norm()
+    if kind == "paged":
+        plain = weft.kv.PagedCache(24, page=16, **{**given, "dtype": torch.float16, "scale": None})
+        rows_of_scales = {"token": 2 * 2 * 2 * 4 * 24 * page, "head": 0}[scale]
+        assert cache.usage.bytes == plain.usage.bytes // 2 + rows_of_scales
+
+
+@pytest.mark.parametrize("kind", ["paged", "dense"])
+def test_copies_and_pages_on_the_host_keep_their_descales(kind: str) -> None:
+    given = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": E4M3}
+    cache = weft.kv.PagedCache(24, page=16, **given) if kind == "paged" else weft.kv.DenseCache(4, 64, **given)
+    sequence = cache.allocate()
+    rows = [torch.randn(2, 1, 2, 20, 32) * torch.logspace(-3, 3, 20)[:, None] for _ in range(2)]
+    cache.append([sequence], [r[0] for r in rows], [r[1] for r in rows])
+    query = torch.randn(1, 4, 20, 32)
+
+    def found(sequence):
+        step = cache.view([sequence])
+        return CAUSAL(query, step.keys(1), step.values(1), **step.options_of(1))
+
+    expected, copy = found(sequence), cache.fork(sequence)
+    more = torch.randn(1, 2, 1, 32)
+    cache.append([copy], [more, more], [more, more])
+    cache.swap_out(copy)
+    cache.swap_in(copy)
+    assert torch.equal(found(sequence), expected)
+    cache.truncate(copy, 20)
+    assert torch.equal(found(copy), expected)
+
+
+def test_prefixes_are_found_again_with_their_descales() -> None:
+    cache = weft.kv.PagedCache(24, page=16, kv_heads=2, head_dim=32, dtype=E4M3)
+    tokens = list(range(40))
+    first = cache.allocate(tokens)
+    rows = torch.randn(2, 1, 2, 40, 32) * 7
+    cache.append([first], rows[0], rows[1], tokens=[tokens])
+    second = cache.allocate(tokens)
+    assert cache.length(second) == 32
+    cache.append([second], rows[0][:, :, 32:], rows[1][:, :, 32:], tokens=[tokens[32:]])
+    query = torch.randn(1, 4, 8, 32)
+    outs = [CAUSAL(query, s.keys(), s.values(), **s.options) for s in (cache.view([n]) for n in (first, second))]
+    assert torch.equal(*outs)
+
+
+def test_descales_of_heads_are_given_or_made_of_the_first_rows_and_then_rows_saturate() -> None:
+    given = {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": E4M3, "scale": "head", "page": 16}
+    cache = weft.kv.PagedCache(8, **given)
+    sequence, ones = cache.allocate(), torch.ones(1, 2, 4, 16)
+    with pytest.raises(weft.WeftError, match="layer 0: has no descales yet; append to it first, or give k_descale="):
+        cache.view([sequence]).options_of(0)
+    cache.append([sequence], [ones, 2 * ones], [ones, ones])
+    assert cache.scales.k_descales[1].flatten().tolist() == pytest.approx([4 / 448] * 2)
+    cache.append([sequence], [ones, 100 * ones], [ones, ones])
+    step = cache.view([sequence])
+    assert (step.keys(1).float() * step.options_of(1)["k_descale"]).max() == pytest.approx(4.0)
+    with pytest.raises(weft.WeftError, match=r"options: descales of FP8 differ by layer; pass \*\*step.options_of"):
+        step.options  # noqa: B018
+    known = weft.kv.PagedCache(8, **given, k_descale=torch.tensor([[0.5, 1.0], [2.0, 4.0]]), v_descale=0.25)
+    assert known.scales.of(1, None)["k_descale"].flatten().tolist() == [2.0, 4.0]
+    assert known.scales.of(0, None)["v_descale"].flatten().tolist() == [0.25, 0.25]
+    for wrong, message in (
+        ({"scale": "row"}, "scale: expected 'head' or 'token', got 'row'"),
+        ({"k_descale": 0.0}, "k_descale: expected positive numbers, got 0.0"),
+        ({"scale": "token", "k_descale": 1.0}, "k_descale: expected None; descales that are given are those of scale="),
+        ({"dtype": torch.float16}, "scale: expected None, as dtype is torch.float16"),
+    ):
+        with pytest.raises(weft.WeftError, match=message):
+            weft.kv.PagedCache(8, **{**given, **wrong})
+    with pytest.raises(weft.WeftError, match="key: expected real numbers, which the cache quantises, got torch.float8"):
+        cache.append([sequence], [ones.to(E4M3)] * 2, [ones] * 2)
+
+
+@pytest.mark.parametrize("scale", ["token", "head"])
+def test_a_module_reads_an_fp8_cache(scale: str) -> None:
+    module = weft.nn.Attention(64, heads=4, kv_heads=2, variant=CAUSAL)
+    x = torch.randn(2, 12, 64)
+    with torch.no_grad():
+        expected = module(x)
+        cache = weft.kv.PagedCache(8, kv_heads=2, head_dim=16, dtype=E4M3, scale=scale)
+        sequences = [cache.allocate(), cache.allocate()]
+        with cache.extend(sequences, [11, 11]) as step:
+            module(x[:, :11], cache=step)
+        with cache.extend(sequences, [1, 1]) as step:
+            last = module(x[:, 11:], cache=step)
+    assert (last - expected[:, 11:]).norm() < 0.08 * expected[:, 11:].norm()

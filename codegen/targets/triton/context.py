@@ -168,7 +168,7 @@ def _quantized(code: CodePlan) -> Quantized:
     d = signature.dtypes
     pairs = {"q": (d.query, d.products), "k": (d.key, d.products), "v": (d.value, d.weights)}
     converted = {letter: dtype_named(to).torch_name for letter, (own, to) in pairs.items() if own != to}
-    own = [n for n in ("q_descale", "k_descale", "v_descale") if n in signature.options]
+    own: list[str] = [n for n in ("q_descale", "k_descale", "v_descale") if n in signature.options]
     return Quantized(converted if d.quantized else {}, d.scales_rows, own, signature.scaled_rows)
 
 
