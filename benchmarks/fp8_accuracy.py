@@ -3,10 +3,10 @@
     python benchmarks/fp8_accuracy.py                   on this machine's device; lengths up to 16k on a CPU
     python benchmarks/fp8_accuracy.py --lengths 131072  where there is a GPU
 
-Error of the kernel: of a call with bf16 queries over FP8 keys and values, against float64 over the same numbers. Error of
-the format: of float64 over the quantised numbers, against float64 over those that they were made of. Both are relative, as
-root mean squares over the output. Outliers: 1 % of the entries are ten times as large. The needle is one key that decides
-the output of its query: the error is that of its value.
+Error of the kernel: of a call with bf16 queries over FP8 keys and values, against float64 over the same numbers. Error
+of the format: of float64 over the quantised numbers, against float64 over those that they were made of. Both are
+relative, as root mean squares over the output. Outliers: 1 % of the entries are ten times as large. The needle is one
+key that decides the output of its query: the error is that of its value.
 """
 
 from __future__ import annotations

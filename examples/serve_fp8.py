@@ -2,9 +2,9 @@
 
     python examples/serve_fp8.py         half a minute on two cores; uses the GPU if there is one
 
-The model is that of the server's example, trained for some seconds in float32. The same text is then read token by token
-through caches of several dtypes, each of which answers how likely it found the next character. What differs is the cache
-alone: its rows are quantised by the kernel that appends them, and read with their descales by the kernels of attention.
+The model is that of the server's example, trained for some seconds in float32. The same text is then read token by
+token through caches of several dtypes, each of which answers how likely it found the next character. What differs is
+the cache alone: its rows are quantised by the kernel that appends them, and read with their descales by attention.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def report(text: Text, model: Served, device: torch.device, length: int) -> Tabl
     made = Table("cache", "bytes a token", "bits a character", "lost", "likeliest character is the same")
     tokens = text.tokens[-8 * length :].view(8, length).to(device)
     expected = tokens[:, length // 2 :]
-    wanted: Tensor | None = None
+    first: tuple[float, Tensor] | None = None  # of the first cache: bits, and the likeliest characters
     config = model.model.config
     for name, how in CACHES.items():
         cache = PagedCache(
@@ -57,11 +57,10 @@ def report(text: Text, model: Served, device: torch.device, length: int) -> Tabl
         )  # fmt: skip
         logits = read(model, cache, tokens)
         bits = nn.functional.cross_entropy(logits.flatten(0, 1), expected.flatten()).item() / math.log(2)
-        first = bits if wanted is None else first
-        wanted = logits.argmax(-1) if wanted is None else wanted
-        same = (logits.argmax(-1) == wanted).float().mean().item()
+        first = first or (bits, logits.argmax(-1))
+        same = (logits.argmax(-1) == first[1]).float().mean().item()
         size = cache.usage.bytes / (cache.usage.blocks * cache.page)
-        made.add_row(name, f"{size:.0f}", f"{bits:.4f}", f"{bits - first:+.4f}", f"{same:.1%}")
+        made.add_row(name, f"{size:.0f}", f"{bits:.4f}", f"{bits - first[0]:+.4f}", f"{same:.1%}")
     return made
 
 

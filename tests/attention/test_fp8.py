@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import weft
-from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
-
 from benchmarks import fp8_accuracy
+from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 
 from ..support import check_errors, mostly, poisoned
 
