@@ -214,10 +214,10 @@ class Attention(Methods, Declaration):
         else:
             sequences = Dense(q_offset) if type(q_offset) is int else dense_offset(q_offset)
         target, schedule = options.target, options.schedule
-        read, out = self._read_by_kernels(query, key, value, options) if options.are_read else (None, None)
+        read, out_name = self._read_by_kernels(query, key, value, options) if options.are_read else (None, None)
         choices = choices_of(
             default_target() if target is None else target, None if schedule is None else str(schedule),
-            options.deterministic, out,
+            options.deterministic, out_name,
         )  # fmt: skip
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
@@ -319,7 +319,7 @@ class Attention(Methods, Declaration):
         number, per_row = (None, offset) if isinstance(offset, Tensor) else (offset, None)
         if is_ragged:
             options = checked(str(self.name), query, key, options.having(q_offset=offset))
-        read, out = self._read_by_kernels(query, key, value, options) if options.are_read else (None, None)
+        read, out_name = self._read_by_kernels(query, key, value, options) if options.are_read else (None, None)
         given_read = read or {}
         slots = tuple(
             [per_row if n == "q_offsets" else given_read[n] if n in given_read else getattr(options, n) for n in SLOTS]
@@ -328,7 +328,7 @@ class Attention(Methods, Declaration):
         schedule = None if options.schedule is None else str(options.schedule)
         arguments = Arguments(
             query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3], self.line,
-            choices_text(target, schedule, options.deterministic, out),
+            choices_text(target, schedule, options.deterministic, out_name),
         )  # fmt: skip
         return ops.FORWARD(*arguments.flat)
 

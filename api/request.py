@@ -294,7 +294,7 @@ def _of_fp8(
         return None, frozenset()
     if not asked and not descales.are_quantized(given):
         return None, frozenset()
-    query, key, value = (*given, None)[:3] if len(given) < 3 else given
+    query, key, value = given[0], given[1], given[2] if len(given) > 2 else None
     main, own = {"query": query, "key": key, "value": value}, PLAIN.having(**{n: options[n] for n in asked})
     read = descales.read_by_kernels(str(attention.name), main, own, options.get("block_table") is not None)
     return dtypes_of(attention, query, key, value, descales.out_name(own)), descales.rows_read(read)

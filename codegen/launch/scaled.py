@@ -35,6 +35,10 @@ class Scaled(NamedTuple):
     descale: Tensor | None  # [B, H, rows, 1]; None: 1
     dtype: torch.dtype  # of the real numbers
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.stored.shape
+
     def real(self, take: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:
         """What `take` takes of it, as real numbers."""
         found = take(self.stored).to(self.dtype)
