@@ -98,7 +98,8 @@ def with_fp8(variant: Variant, call: Call) -> Call:
         for name in random.choice(FP8_OPERANDS)
     )
     schedule = None if call.schedule in ("streaming", "standard") else call.schedule
-    return replace(call, fp8=fp8, wanted=(), schedule=schedule)
+    dtype = "float16" if len(fp8) == 3 and call.dtype == "float32" else call.dtype  # products have 16 bits
+    return replace(call, fp8=fp8, wanted=(), schedule=schedule, dtype=dtype)
 
 
 def draw_call(random: Random, variant: Variant, target: str, like: Call | None = None) -> Call:
