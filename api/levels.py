@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import parts
-from .compiler.analysis.distances import DISTANCE
-from .compiler.analysis.facts import Facts
-from .compiler.planning.distances import levels_in, tables_in, watched
+from .compiler.analysis.tiles.facts import Facts
+from .compiler.analysis.values.distances import DISTANCE
+from .compiler.planning.by_distance import levels_in, tables_in, watched
 from .compiler.planning.plan import CodePlan
 from .ir.expr import Expr
 from .ir.reference import evaluate

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from . import parts, validate
-from .compiler.analysis.facts import facts_of
-from .compiler.analysis.measured import Table
-from .compiler.analysis.ranges import Ranges, check_integers
-from .compiler.planning import hardware
+from .compiler.analysis.tiles.facts import facts_of
+from .compiler.analysis.tiles.measured import Table
+from .compiler.analysis.values.ranges import Ranges, check_integers
 from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of

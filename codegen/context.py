@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..compiler.analysis.records import GradientKind, TileSource
+from ..compiler.analysis.tiles.results import GradientKind, TileSource
 from ..compiler.planning.signature import Share
 from ..compiler.planning.sources import SequenceKind
 from ..ir.errors import InternalError

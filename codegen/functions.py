@@ -11,15 +11,15 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..compiler.analysis import affine
-from ..compiler.analysis.affine import is_bool, make
-from ..compiler.analysis.cse import names_that_decide, of_positions, shared
-from ..compiler.analysis.distances import DISTANCE, ByDistance, with_tables
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.places import rows_of_boxes
-from ..compiler.analysis.records import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
-from ..compiler.analysis.survey import Cells, Survey
-from ..compiler.analysis.tiles import lookups
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.programs import lookups
+from ..compiler.analysis.tiles.results import PAIR_KINDS, Assign, OperandGradient, TileProgram, TileSource
+from ..compiler.analysis.tiles.survey import Cells, Survey
+from ..compiler.analysis.values import affine
+from ..compiler.analysis.values.affine import is_bool, make
+from ..compiler.analysis.values.cse import names_that_decide, of_positions, shared
+from ..compiler.analysis.values.distances import DISTANCE, ByDistance, with_tables
+from ..compiler.analysis.values.places import rows_of_boxes
 from ..ir.attention import SEED, Attention
 from ..ir.expr import Call, Const, Expr, Load, Scalar, Symbol, TensorOperand, call, expression, symbol
 from ..ir.operators import OPERATORS, Operator
@@ -231,7 +231,7 @@ class FunctionPrinter:
     def _in_units(self, node: Expr) -> Expr:
         if node.text == _USUAL_SCALE.text:  # as simple as can be, and what most variants have
             return call("mul", Const(LOG2_E), node) if self.base2 else node
-        from ..compiler.analysis.symbolic import simplify  # lazy: imports sympy, which a warm start does without
+        from ..compiler.analysis.values.symbolic import simplify  # lazy: imports sympy, which a warm start does without
 
         if self.base2 and self.language.module == "gl" and not self.facts.attention.weighs.saves_lse:
             return _multiplied(simplify(node))  # an instruction a pair is a larger part there

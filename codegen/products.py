@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.sizes import FAR as FAR
-from ..compiler.planning.hardware import matrix_units
+from ..compiler.analysis.values.magnitudes import FAR as FAR
+from ..compiler.planning.machines.hardware import matrix_units
 
 T = TypeVar("T")
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compiler.analysis.distances import ByDistance
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.measured import LIST_HEAD, SPAN_ROOM
-from ..compiler.analysis.places import differ_by_pair, read_once
-from ..compiler.analysis.records import PAIR_KINDS, Axis, OperandGradient
-from ..compiler.analysis.sizes import largest
-from ..compiler.analysis.survey import Cells, Survey
-from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
+from ..compiler.analysis.tiles.results import PAIR_KINDS, Axis, OperandGradient
+from ..compiler.analysis.tiles.survey import Cells, Survey
+from ..compiler.analysis.values.distances import ByDistance
+from ..compiler.analysis.values.magnitudes import largest
+from ..compiler.analysis.values.places import differ_by_pair, read_once
+from ..compiler.planning.by_distance import Levels, levels_in, tables_in
 from ..compiler.planning.dtypes import HALVES, dtype_named
 from ..compiler.planning.freed import is_freed
 from ..compiler.planning.plan import CodePlan

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.facts import facts_of
-from ..compiler.planning import hardware
+from ..compiler.analysis.tiles.facts import facts_of
 from ..compiler.planning.dtypes import ON_GPUS, dtype_named
+from ..compiler.planning.machines import hardware
 from ..compiler.planning.signature import Described, Direction, Widths, signature_of
 from ..compiler.planning.sources import kind_named
 from ..ir.attention import Attention

@@ -15,12 +15,13 @@ from types import ModuleType
 from ..codegen import normalizers
 from ..codegen.loader import digest_of_templates
 from ..codegen.targets import target_named, targets
-from ..compiler.analysis.facts import Facts, facts_of
+from ..compiler.analysis.tiles.facts import Facts, facts_of
 from ..compiler.planning import sources
-from ..compiler.planning.distances import levels_in, levels_of, tables_in
+from ..compiler.planning.by_distance import levels_in, levels_of, tables_in
 from ..compiler.planning.freed import frees
-from ..compiler.planning.hardware import Hardware, this_machine
+from ..compiler.planning.gradient_sums import ways_of
 from ..compiler.planning.kernel import Algorithm, Kernel, Module
+from ..compiler.planning.machines.hardware import Hardware, this_machine
 from ..compiler.planning.plan import CodePlan, KernelCode, code_plan
 from ..compiler.planning.schedule import Choice, Schedule, asked
 from ..compiler.planning.signature import (
@@ -33,7 +34,6 @@ from ..compiler.planning.signature import (
     in_words,
     signature_of,
 )
-from ..compiler.planning.tables import ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError

@@ -25,9 +25,9 @@ from ..codegen.launch.launcher import KernelLauncher
 from ..codegen.launch.repeating import Again
 from ..codegen.launch.shared import SharedLauncher
 from ..codegen.targets.triton.kernels.measures import PAIR_CELLS
-from ..compiler.analysis.facts import Facts, facts_of
-from ..compiler.analysis.records import PAIR_KINDS, OperandGradient
-from ..compiler.planning import hardware
+from ..compiler.analysis.tiles.facts import Facts, facts_of
+from ..compiler.analysis.tiles.results import PAIR_KINDS, OperandGradient
+from ..compiler.planning.machines import hardware
 from ..compiler.planning.signature import (
     FEW_QUERIES,
     Described,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compiler.analysis.places import rows_of_boxes
+from ...compiler.analysis.values.places import rows_of_boxes
 from ...ir.expr import Load
 from .binding import Binding
 from .job import Job, Mode, Part

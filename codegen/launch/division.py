@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...compiler.planning.cost import parts_of, sizes_of, split_programs_per_sm
-from ...compiler.planning.hardware import Hardware
+from ...compiler.planning.machines.hardware import Hardware
 from ...compiler.planning.quantities import Sizes
 from ...compiler.planning.records import Shape
 from ...compiler.planning.signature import MOST_SHORT

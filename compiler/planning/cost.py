@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, exp
 
-from ..analysis.measured import LONG_AXIS
-from ..analysis.records import Axis, TileCounts, Traits
+from ..analysis.tiles.measured import LONG_AXIS
+from ..analysis.tiles.results import Axis, TileCounts, Traits
 from .dtypes import BF16
 from .form import Form, Machine
-from .hardware import Hardware
 from .kernel import Bound, Kernel
+from .machines.hardware import Hardware
+from .machines.torch_times import CpuTimes, TorchCost
 from .paces import AT_HAND, LANES, Instructions, Pace, instructions_of, longest_of, pace_of
 from .quantities import Formula, Sizes, score_count, uneven_count
 from .records import Shape
 from .segments import Segments
 from .splits import LATENCY, LONE, MOST_PARTS, Parts, divided
-from .torch_times import CpuTimes, TorchCost
 
 CountLongest = Callable[[int, int], int]  # (rows of a query tile, of a key tile) -> tiles of keys
 CountTiles = Callable[[Axis, int, int], TileCounts]  # (axis of the loop, rows of a query tile, of a key tile)

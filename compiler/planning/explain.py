@@ -20,17 +20,17 @@ from rich.text import Text
 from ...ir.attention import Attention
 from ...ir.errors import counted
 from ...ir.normalizer import SOFTMAX
-from ..analysis.measured import LIST_HEAD, LIST_ROOM
-from ..analysis.records import Bounds
-from ..analysis.survey import CELL
+from ..analysis.tiles.measured import LIST_HEAD, LIST_ROOM
+from ..analysis.tiles.results import Bounds
+from ..analysis.tiles.survey import CELL
 from .cost import PairWork, Times, instructions_per_second, l2_bytes_per_second
-from .hardware import Hardware
+from .machines.hardware import Hardware
+from .machines.rates import LEVELS
+from .machines.torch_times import CpuSpeed
 from .paces import PACES
 from .plan import KernelPlan, Plan, Sums
-from .rates import LEVELS
 from .records import Segment
-from .sums import DIAGONAL, LISTED, PUT
-from .torch_times import CpuSpeed
+from .sum_times import DIAGONAL, LISTED, PUT
 
 WIDTH = 100
 _GLOSSARY = (

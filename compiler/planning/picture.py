@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ...ir.errors import UnavailableError, WeftError, counted
-from ..analysis.records import TileCounts
+from ..analysis.tiles.results import TileCounts
 
 if TYPE_CHECKING:
     import numpy

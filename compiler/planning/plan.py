@@ -13,21 +13,21 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from ...ir.errors import InternalError, WeftError
-from ..analysis.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
-from ..analysis.records import Axis, TileCounts, TileProgram, TileSource, Traits
-from ..analysis.survey import Survey
-from ..analysis.tiles import Environment, count_tiles
+from ..analysis.tiles.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measurement
+from ..analysis.tiles.programs import Environment, count_tiles
+from ..analysis.tiles.results import Axis, TileCounts, TileProgram, TileSource, Traits
+from ..analysis.tiles.survey import Survey
 from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict, read_by
 from .form import Form
-from .hardware import Hardware
 from .kernel import Bound, Kernel, Module
+from .machines.hardware import Hardware
+from .machines.torch_times import CpuSpeed, CpuTimes, computed_whole
 from .quantities import Formula, Sizes
 from .records import Quantity, Shape, Stage
 from .schedule import Schedule
 from .segments import Segments
 from .signature import Direction, Signature
 from .stage_words import Tiles
-from .torch_times import CpuSpeed, CpuTimes, computed_whole
 
 
 # -- what code there is ----------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class VisiblePairs:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a backward with gradients of operands takes besides kernels of its modules: see sums.py."""
+    """What a backward with gradients of operands takes besides kernels of its modules: see sum_times.py."""
 
     last: float  # seconds: of the sums that end all
     rows: Quantity  # sums of rows and keys that lie otherwise than the operand

@@ -25,10 +25,10 @@ from triton import knobs
 import weft
 from weft.codegen.ahead import Compilation, compilations
 from weft.codegen.targets.gluon.program import Program
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Traits
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Traits
 from weft.compiler.planning.cost import sizes_of
-from weft.compiler.planning.hardware import Hardware, by_name
+from weft.compiler.planning.machines.hardware import Hardware, by_name
 from weft.compiler.planning.plan import CodePlan, KernelPlan
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.signature import Share, has_few
@@ -248,7 +248,7 @@ def _operands(variant: Attention, sizes: Shape, floats: torch.dtype) -> dict[str
 
 # -- compilation -> machine code -------------------------------------------------------------------------------------
 def compile_ahead(seen: Compilation, machine: Hardware) -> Kernel:
-    """Compile one kernel for a machine of compiler/planning/hardware.py, here and now.
+    """Compile one kernel for a machine of compiler/planning/machines/hardware.py, here and now.
 
     Triton's cache is passed by, because what ptxas says is not in it.
     """

@@ -10,8 +10,8 @@ import torch
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen.ahead import compilations
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import FEW_QUERIES, Dtypes, Signature, Widths
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen import at_once, places, products
+from weft.codegen import at_once, products
+from weft.codegen import kept_positions as places
 from weft.runtime import torch_private
 from weft.runtime.variant import variant_of
 

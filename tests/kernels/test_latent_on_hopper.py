@@ -13,7 +13,7 @@ import torch
 import weft
 from weft import batch, head, kv_len, kv_pos, masks, q_pos, score
 from weft.codegen.targets.hopper import latent_launcher
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.planning.machines.hardware import by_name
 from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged

@@ -15,8 +15,8 @@ from weft.codegen import generate as generator
 from weft.codegen.stages import StageComments, wrapped
 from weft.codegen.targets.triton.kernels.measures import RUNS
 from weft.codegen.targets.triton.modules import measures
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import H200
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import H200
 from weft.compiler.planning.records import Stage
 from weft.compiler.planning.signature import Direction
 from weft.ir.errors import InternalError

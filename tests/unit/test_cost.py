@@ -17,8 +17,8 @@ from weft.codegen.targets.hopper.kernels.forward import FLASH_FORWARD as HOPPER_
 from weft.codegen.targets.triton.forms import Tiling
 from weft.codegen.targets.triton.kernels.measures import Visitor, ends_kernel, long_spans_kernel, spans_kernel
 from weft.codegen.targets.triton.target import KERNELS
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import Measuring, TileCounts, Traits
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import Measuring, TileCounts, Traits
 from weft.compiler.planning.cost import (
     HEADS_TOGETHER,
     CountTiles,
@@ -30,8 +30,8 @@ from weft.compiler.planning.cost import (
 )
 from weft.compiler.planning.form import Form
 from weft.compiler.planning.formulas import formula_text
-from weft.compiler.planning.hardware import A100, B200, CPU, H200, MI300X, Hardware
 from weft.compiler.planning.kernel import Kernel
+from weft.compiler.planning.machines.hardware import A100, B200, CPU, H200, MI300X, Hardware
 from weft.compiler.planning.quantities import Sizes, row_bytes
 from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import for_heads, for_latent

@@ -11,12 +11,12 @@ import weft
 from weft import exp, kv_pos, masks, q_pos, score, tanh
 from weft.codegen import products
 from weft.codegen.targets.cpu.cost import beside_products, causal_share, is_short
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.analysis.records import TorchWork
-from weft.compiler.planning import hardware
-from weft.compiler.planning.hardware import CPU, cpu_with, on_threads
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.analysis.tiles.results import TorchWork
+from weft.compiler.planning.machines import hardware
+from weft.compiler.planning.machines.hardware import CPU, cpu_with, on_threads
+from weft.compiler.planning.machines.rates import OPERATIONS, CpuRates, ProductRate, guessed_rates
 from weft.compiler.planning.plan import KernelPlan, Plan
-from weft.compiler.planning.rates import OPERATIONS, CpuRates, ProductRate, guessed_rates
 
 SIZES = weft.shape(heads=4, q_len=2048, head_dim=64, dtype="fp32")
 SCORES = {

@@ -8,9 +8,9 @@ import torch
 import weft
 from weft import head, kv_pos, masks, q_pos, score, scores
 from weft.compiler.planning.cost import Times, of_sequences
+from weft.compiler.planning.gradient_sums import DIAGONAL_PARTS
 from weft.compiler.planning.plan import KernelPlan, Plan
-from weft.compiler.planning.sums import DIAGONAL, LAST, LISTED, PUT
-from weft.compiler.planning.tables import DIAGONAL_PARTS
+from weft.compiler.planning.sum_times import DIAGONAL, LAST, LISTED, PUT
 
 AWAY = q_pos - kv_pos
 table, lookup = weft.tensor("table", 2), weft.tensor("lookup", 1, int)

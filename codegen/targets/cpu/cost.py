@@ -12,15 +12,15 @@ from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
-from ....compiler.analysis.records import TileCounts, TorchWork, Traits
+from ....compiler.analysis.tiles.results import TileCounts, TorchWork, Traits
 from ....compiler.planning.dtypes import dtype_named
 from ....compiler.planning.form import Machine
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Kernel
+from ....compiler.planning.machines.hardware import Hardware
+from ....compiler.planning.machines.rates import CpuRates, Library
+from ....compiler.planning.machines.torch_times import CpuSpeed, CpuTimes, CpuWork, TorchCost
 from ....compiler.planning.quantities import Sizes, score_count
-from ....compiler.planning.rates import CpuRates, Library
 from ....compiler.planning.signature import Direction
-from ....compiler.planning.torch_times import CpuSpeed, CpuTimes, CpuWork, TorchCost
 from ....ir.normalizer import RELU, SIGMOID
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.planning.distances import tables_in
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.planning.by_distance import tables_in
 from ....compiler.planning.form import Form
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.signature import Dtypes, Offset

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import OperandGradient
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import OperandGradient
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import OperandGradient
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import OperandGradient
 from ....compiler.planning import quantities as formulas
 from ....compiler.planning.buffer import ALWAYS, NEVER, Buffer
+from ....compiler.planning.gradient_sums import Way
 from ....compiler.planning.kernel import Kernel
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.signature import MOST_SHORT, starts_early
 from ....compiler.planning.splits import JOINED_PARTS, tile_rows
-from ....compiler.planning.tables import Way
 from ....compiler.planning.target import CallTensors
 from ...launch.device import Device
 from ...launch.division import Division

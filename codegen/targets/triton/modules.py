@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....compiler.analysis.affine import is_bool
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.measured import LIST_HEAD, LONG_AXIS, SPAN_ROOM
-from ....compiler.analysis.records import Axis, TileProgram
-from ....compiler.analysis.survey import CELL, Survey
-from ....compiler.planning.distances import levels_in, tables_in
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.measured import LIST_HEAD, LONG_AXIS, SPAN_ROOM
+from ....compiler.analysis.tiles.results import Axis, TileProgram
+from ....compiler.analysis.tiles.survey import CELL, Survey
+from ....compiler.analysis.values.affine import is_bool
+from ....compiler.planning.by_distance import levels_in, tables_in
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.segments import Segments
 from ....compiler.planning.sources import DENSE, SequenceKind

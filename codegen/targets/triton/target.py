@@ -10,19 +10,19 @@ from types import ModuleType
 
 import torch
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import PAIR_KINDS, Traits
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import PAIR_KINDS, Traits
+from ....compiler.planning.by_distance import levels_of, tables_of
 from ....compiler.planning.cost import sram_bytes
-from ....compiler.planning.distances import levels_of, tables_of
 from ....compiler.planning.dtypes import HALVES, ON_GPUS
 from ....compiler.planning.form import Form
-from ....compiler.planning.hardware import Hardware
+from ....compiler.planning.gradient_sums import Owner, ways_of
 from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
 from ....compiler.planning.signature import Direction, Signature, Widths
-from ....compiler.planning.tables import Owner, ways_of
 from ....compiler.planning.target import CallTensors, Launcher, Printing
 from ....ir.attention import Attention
 from ....ir.errors import WeftError

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .....compiler.analysis.measured import LIST_HEAD, SPAN_ROOM
-from .....compiler.analysis.records import Axis, Measuring, TileProgram
-from .....compiler.analysis.survey import CELL
+from .....compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
+from .....compiler.analysis.tiles.results import Axis, Measuring, TileProgram
+from .....compiler.analysis.tiles.survey import CELL
 from .....compiler.planning.form import Form
 from .....compiler.planning.kernel import KEYS_AGAIN, QUERIES_AGAIN, Again, Kernel, KernelId, Slot, Words
 from .....compiler.planning.paces import Pace

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....compiler.analysis.distances import ByDistance
-from .....compiler.analysis.records import PAIR_KINDS
+from .....compiler.analysis.tiles.results import PAIR_KINDS
+from .....compiler.analysis.values.distances import ByDistance
 from .....compiler.planning.buffer import ALWAYS, NEVER, Buffer
+from .....compiler.planning.gradient_sums import DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS, MOST_LISTED, Way
 from .....compiler.planning.kernel import Kernel
-from .....compiler.planning.tables import DIAGONAL_PARTS, DIAGONAL_PROGRAMS, DIAGONAL_REGISTERS, MOST_LISTED, Way
 from .....compiler.planning.target import CallTensors, Named
 from .....ir.walk import loads
 from ....launch.adding import by_sequence, by_slot, reduced

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...ir.errors import InternalError
-from ...ir.expr import SYMBOLS
-from ...ir.walk import symbols
-from .records import TileProgram
+from ....ir.errors import InternalError
+from ....ir.expr import SYMBOLS
+from ....ir.walk import symbols
+from .results import TileProgram
 
 _ENDS = {"kv": ("q_first", "q_last"), "q": ("kv_first", "kv_last", "q_offset")}
 _OF_PAIRS = {"qk", "q_pos", "kv_pos"}

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ...ir.expr import Call, Const, Expr, Load
-from ...ir.walk import children, loads, nodes, symbols
-from .places import POSITIONS, by_difference
-from .records import TorchWork, Work
+from ....ir.expr import Call, Const, Expr, Load
+from ....ir.walk import children, loads, nodes, symbols
+from ..values.places import POSITIONS, by_difference
+from .results import TorchWork, Work
 
 # (results of special function units, other instructions) of operators; any other one is an instruction.
 _COSTS = {

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal as Choice
 
-from ...ir.errors import InternalError
-from ...ir.expr import Call, Const, Expr, Symbol, symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import nodes, rewrite, substitute, symbols
-from .affine import (
+from ....ir.errors import InternalError
+from ....ir.expr import Call, Const, Expr, Symbol, symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import nodes, rewrite, substitute, symbols
+from ..values.affine import (
     Sum,
     all_of,
     at_most,
@@ -34,10 +34,10 @@ from .affine import (
     plus,
     simplified,
 )  # fmt: skip
-from .interval_arithmetic import Range, Tile, range_over
+from ..values.interval_arithmetic import Range, Tile, range_over
+from ..values.ranges import fits_64_bits, has_64_bits
 from .intervals import MAX_INTERVALS, Axis, few, limit, merged, without
-from .ranges import fits_64_bits, has_64_bits
-from .records import Bounds, Interval
+from .results import Bounds, Interval
 
 _MAX_TERMS = 16
 _MAX_HIDDEN = 3

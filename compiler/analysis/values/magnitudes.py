@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ...ir.canonical import canonical
-from ...ir.expr import Call, Const, Expr, Symbol
+from ....ir.canonical import canonical
+from ....ir.expr import Call, Const, Expr, Symbol
 from .affine import at_most, const, make, simplified
 from .ranges import has_64_bits
 

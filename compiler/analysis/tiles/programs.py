@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from ...ir.errors import InternalError, WeftError
-from ...ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
-from ...ir.operators import OPERATORS
-from ...ir.walk import rewrite, scalars, substitute, tensors
-from .affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
-from .records import Assign, Bounds, Interval, TileCounts, TileProgram
+from ....ir.errors import InternalError, WeftError
+from ....ir.expr import Call, Const, Expr, Load, Scalar, Symbol, symbol
+from ....ir.operators import OPERATORS
+from ....ir.walk import rewrite, scalars, substitute, tensors
+from ..values.affine import Sum, at_most, choose, const, difference, make, maximum, minimum, name, plus
+from .results import Assign, Bounds, Interval, TileCounts, TileProgram
 
 Value = int | float | bool
 MOST_EXACT = 4096  # tiles of the other axis that count_tiles runs one by one

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ...ir.expr import Const, Expr, Load
 from ...ir.walk import loads, symbols
-from ..analysis.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
-from ..analysis.facts import Facts
+from ..analysis.tiles.facts import Facts
+from ..analysis.values.distances import DISTANCE, ByDistance, levels_off, of_distance, parts_by_distance, replaced
 from .kernel import Algorithm
 from .plan import CodePlan
 from .signature import Signature

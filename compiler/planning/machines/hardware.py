@@ -31,8 +31,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ...ir.errors import WeftError
-from .dtypes import dtype_named
+from ....ir.errors import WeftError
+from ..dtypes import dtype_named
 from .rates import KIB, MIB, Calibration, CpuRates, GpuRates, Machine, guessed_rates
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
-from ...ir.errors import WeftError
+from ....ir.errors import WeftError
 
 Library = Literal["torch", "onednn"]
 FORMAT = 1  # of the file
