@@ -12,7 +12,7 @@ from torch import Tensor
 from . import parts
 from .codegen.products import ANY_LENGTH
 from .codegen.targets.cpu.choice import own_seconds
-from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_share
+from .codegen.targets.cpu.cost import OwnWay, beside_products, causal_fraction
 from .codegen.targets.cpu.target import (
     computes_whole,
     heads_with_mask,
@@ -335,7 +335,7 @@ def _computed_whole(
         way: OwnWay = "mask"
         share, numbers = 1.0, mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
         if whole and visible is not None and _sees_all(facts, r, options, visible):
-            way, share = "whole", 1.0 if visible.count == pairs else causal_share(x.kv_len)
+            way, share = "whole", 1.0 if visible.count == pairs else causal_fraction(x.kv_len)
         elif direction == "backward" and _keeps_weights(facts, r):
             way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
         elif scores >= heads_with_mask(code, facts):
@@ -412,7 +412,7 @@ def _computed_short(facts: Facts, r: Request) -> tuple[str, ...]:
 
 def _many_rows(code: CodePlan) -> tuple[str, ...]:
     """How a schedule for few queries computes many, where the target has no other."""
-    if code.target != "hopper" or code.schedule.algorithm != "split_kv" or code.signature.few:
+    if code.target != "hopper" or code.schedule.algorithm != "split_kv" or code.signature.few_queries:
         return ()
     how = (
         "programs that run at once have equal shares of the keys that all rows see"

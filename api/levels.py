@@ -53,7 +53,7 @@ def ends_of(
         values = [evaluate(each, {**own, **head}, torch.float64, device).expand_as(distance) for each in found]
         before = torch.stack([value != value[-1] for value in values]).any(0).nonzero()
         behind = torch.stack([value != value[0] for value in values]).any(0).nonzero()
-        far_from = least + (int(before[-1]) + 1 if len(before) else 0)
-        return far_from, least + (int(behind[0]) if len(behind) else len(distance)) - 1
+        distant_from = least + (int(before[-1]) + 1 if len(before) else 0)
+        return distant_from, least + (int(behind[0]) if len(behind) else len(distance)) - 1
 
     return ends

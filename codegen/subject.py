@@ -78,8 +78,8 @@ class Subject:
         facts, signature = self.facts, self.signature
         return FunctionPrinter(
             facts, self.target.language, approximate=signature.arch.startswith("sm_") and signature.dtype in HALVES,
-            source=self.code.tile_source, wide=signature.wide, floats=f"torch.{dtype_named(signature.dtype).sums}",
-            tables=self.tables, levels=self._score_of_tiles,
+            source=self.code.tile_source, offsets_64=signature.offsets_64,
+            floats=f"torch.{dtype_named(signature.dtype).sums}", tables=self.tables, levels=self._score_of_tiles,
             boxed=facts.boxed_read if self.code.brings_boxes else None, places_boxed=stores_words(facts, signature),
             adds=self.target.printing.adds and facts.scale_and_rest is not None,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def variant(subject: Subject) -> Variant:
 
 
 def rows(subject: Subject) -> Rows:
-    return Rows(subject.signature.sequences, subject.signature.share, MOST_SHORT)
+    return Rows(subject.signature.sequences, subject.signature.serves, MOST_SHORT)
 
 
 def visits(subject: Subject) -> Visits:
@@ -189,7 +189,7 @@ def _read(subject: Subject, i: int, g: OperandGradient) -> Read:
         kind=g.kind,
         is_freed=is_freed(g, subject.signature, subject.facts),
         name=g.load.tensor.name,
-        of_pairs=g.kind in PAIR_KINDS,
+        both_positions=g.kind in PAIR_KINDS,
         rank=g.load.tensor.rank,
         at=positions[g.load.tensor.name],
         is_block=is_block(g.load),

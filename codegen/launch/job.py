@@ -176,7 +176,7 @@ class Job:
     @property
     def lists_long(self) -> bool:
         """Whether lists have the tiles of long sequences alone, and their number behind them."""
-        return self.signature.share == "long"
+        return self.signature.serves == "long"
 
     def form(self, kernel: str, aligned: bool = True) -> Any:
         """The form of a kernel; where operands are not aligned it may have another one."""

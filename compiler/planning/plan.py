@@ -17,7 +17,7 @@ from ..analysis.tiles.measured import MOST_POSITIONS, MOST_STEPS, Blocks, Measur
 from ..analysis.tiles.programs import Environment, count_tiles
 from ..analysis.tiles.results import Axis, TileCounts, TileProgram, TileSource, Traits
 from ..analysis.tiles.survey import Survey
-from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_share, pair_bytes, predict, read_by
+from .cost import CountLongest, CountTiles, KernelCost, PairWork, Times, busy_fraction, pair_bytes, predict, read_by
 from .form import Form
 from .kernel import Bound, Kernel, Module
 from .machines.hardware import Hardware
@@ -228,7 +228,7 @@ class KernelPlan:
     @property
     def busy(self) -> float:
         """Share of the machine that works, averaged over the waves of programs."""
-        return busy_share(self.programs.value, self.at_once)
+        return busy_fraction(self.programs.value, self.at_once)
 
     @property
     def intensity(self) -> float:
@@ -273,7 +273,7 @@ class Plan:
     def schedule(self) -> Schedule:
         whole = self.codes[0].schedule
         for code in self.codes[1:]:
-            if code.signature.share == "short":  # a schedule of its own, of a call that asks for none
+            if code.signature.serves == "short":  # a schedule of its own, of a call that asks for none
                 continue
             whole = whole.joined(code.schedule)
         return whole
@@ -345,7 +345,7 @@ def make_plan(
         cost for code in codes
         for cost in predict(
             shape, [(k.kernel, k.form) for k in code.kernels], hardware, code.segments, traits, count, longest,
-            code.signature.sequences.ragged, code.signature.few, packed,
+            code.signature.sequences.ragged, code.signature.few_queries, packed,
         )
     ]  # fmt: skip
     whole = {name: computed_whole(seconds) for name, seconds in (own or {}).items()}
@@ -395,7 +395,7 @@ def _kernel_plan(
         sram_bytes=quantity(sram),
         hbm_read=quantity(read),
         hbm_written=quantity(kernel.written),
-        l2_traffic=quantity(moved, letters._replace(k=1, j=1)),
+        l2_traffic=quantity(moved, letters._replace(k=1, neighbours_miss=1)),
         flops=quantity(kernel.flops),
         useful=useful,
         exps=quantity(cost.exps),

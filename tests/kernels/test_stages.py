@@ -80,7 +80,7 @@ def test_a_backward_that_wants_little_says_little(name: str) -> None:
 
 
 def test_the_kernels_that_measure_tiles_do_too() -> None:
-    said = comments(measures(facts_of(VARIANTS["documents"]), wide=False))
+    said = comments(measures(facts_of(VARIANTS["documents"]), offsets_64=False))
     kernels = VARIANTS["documents"].plan(SIZES, device="h200", target="triton").code("backward").kernels
     spans = [k for k in kernels if k.name in RUNS]
     assert {k.name for k in spans} == {*RUNS}

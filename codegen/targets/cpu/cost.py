@@ -183,7 +183,7 @@ def beside_products(
     return OWN_CALLS[way][direction] * rates.call_seconds + (passes / rate + in_rows) / rates.all_products
 
 
-def causal_share(kv_len: int) -> float:
+def causal_fraction(kv_len: int) -> float:
     """Which part of the pairs torch's own kernel computes under a causal mask, as many queries as keys."""
     blocks = ceil(kv_len / OWN_KEYS)
     return (blocks + 1) / (2 * blocks)

@@ -97,7 +97,7 @@ class Measuring:
     kv_ranges: int  # intervals of it
     list_head: int  # numbers before the tiles of a list
     span_room: int  # tiles that a list beside runs has room for
-    few: int  # positions of an axis up to which it is not long
+    long_axis: int  # positions of an axis up to which it is not long
 
 
 @dataclass(frozen=True)

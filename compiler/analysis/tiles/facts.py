@@ -17,7 +17,7 @@ from ....ir.walk import children, loads, substitute, symbols
 from ..values.affine import const, make
 from ..values.defined import is_below_inf, is_below_inf_at_last, is_number
 from ..values.distances import DISTANCE, ByDistance, parts_by_distance, with_tables
-from ..values.magnitudes import FAR, holds, is_clearly_positive, largest, size
+from ..values.magnitudes import NEAR_0, holds, is_clearly_positive, largest, size
 from ..values.places import POSITIONS, by_difference, index_symbols, rows_of_boxes
 from .bounds import anywhere, kv_bounds, q_bounds
 from .measured import measuring
@@ -104,10 +104,10 @@ class Facts:
         ALiBi does, leaves it there.
         """
         score, mask = self.attention.folded_score, self.attention.folded_mask
-        if not self.attention.weighs.saves_lse or self.linear_scale is not None or size(score) <= FAR:
+        if not self.attention.weighs.saves_lse or self.linear_scale is not None or size(score) <= NEAR_0:
             return False
         own = {"kv_pos": symbol("q_pos")}
-        return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= FAR)
+        return not (holds(substitute(mask, own)) and size(substitute(score, own)) <= NEAR_0)
 
     @cached_property
     def first_key_is_seen(self) -> bool:

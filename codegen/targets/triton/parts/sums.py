@@ -180,7 +180,7 @@ class Sums(SummingPart):
 # -- texts that kernels of several targets have in common --------------------------------------------------------------
 def listed(job: Job, n: int, shape: tuple[str, ...], fill: str) -> list[Buffer]:
     """A list of sums, and of the entries that they belong to."""
-    entries = "int64" if job.signature.wide else "int32"
+    entries = "int64" if job.signature.offsets_64 else "int32"
     return [Buffer(f"sum{n}", shape, fill=fill), Buffer(f"entry{n}", shape, entries, fill)]
 
 
