@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.planning.hardware import for_device
+from ...compiler.planning.machines.hardware import for_device
 from ...compiler.planning.signature import starts_early
 from ..loader import without_holes
 from .binding import Binding

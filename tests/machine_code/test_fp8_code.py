@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 import weft
-from weft.compiler.analysis.facts import facts_of
-from weft.compiler.planning.hardware import by_name
+from weft.compiler.analysis.tiles.facts import facts_of
+from weft.compiler.planning.machines.hardware import by_name
 from weft.runtime.call import Call, Choices, Dense, Lengths, Packed, Paged
 from weft.runtime.descales import OF, read_by_kernels
 from weft.runtime.driver import compile_kernels
