@@ -15,7 +15,7 @@ from . import parts, validate
 from .compiler.analysis.tiles.facts import facts_of
 from .compiler.analysis.tiles.measured import Table
 from .compiler.analysis.values.ranges import Ranges, check_integers
-from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.dtypes import FP16, ON_GPUS
 from .compiler.planning.machines import hardware
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
@@ -94,8 +94,9 @@ def _shape_of(
         raise WeftError(f"{attention.name}: nothing is computed for empty operands, and there is no plan")
     width = tensors[2].shape[3] if wanted == 3 else uv.shape[2] if isinstance(uv, Tensor) else attention.latent.rank  # type: ignore[union-attr]
     kv_heads = key.shape[1] if wanted == 3 else query.shape[1]
-    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width,
-                 DTYPES[query.dtype])  # fmt: skip
+    stored = DTYPES[key.dtype] if key.dtype in descales.FP8 else None
+    dtype = DTYPES[query.dtype] if query.dtype not in descales.FP8 else FP16.name  # of products
+    made = Shape(query.shape[0], query.shape[1], kv_heads, query.shape[2], kv_len, query.shape[3], width, dtype, stored)
     return made, str(query.device)
 
 
@@ -148,7 +149,7 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape,
     if form == "expanded":
         return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
     width = latent.rank + latent.rope
-    absorbed = Shape(sizes.batch, sizes.heads, 1, sizes.q_len, sizes.kv_len, width, latent.rank, sizes.dtype)
+    absorbed = dataclasses.replace(sizes, kv_heads=1, head_dim=width, value_dim=latent.rank)
     return absorbed, Widths(width, latent.rank, value_is_key=True)
 
 
@@ -268,6 +269,8 @@ def request_of(
     if found is not None and found.sequences.kind.is_mixed and found.rows:
         sizes = _averaged(sizes, len(found.rows), sizes.q_len)
     lacking = _PAGES_HAVE_NO_BACKWARD if options.get("block_table") is not None else _NO_BACKWARD
+    if dtypes is not None and dtypes.quantized:
+        lacking = _FP8_HAS_NO_BACKWARD
     if widths.value_is_key or lacking != _NO_BACKWARD:
         notes = (*forward.notes, lacking, *([first] if first else []))
         return Request(found, sizes, head_dim, machine, forward, None, notes, short)
@@ -336,6 +339,7 @@ def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
 
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
+_FP8_HAS_NO_BACKWARD = "a call with FP8 operands has no backward: train with bf16 operands"
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
 
 

@@ -126,6 +126,11 @@ class Dtypes:
         return frozenset(name for name, dtype in given.items() if dtype in EIGHTHS)
 
     @property
+    def fp8_key(self) -> str | None:
+        """The dtype of the key where that is FP8."""
+        return self.key if self.key in EIGHTHS else None
+
+    @property
     def smallest(self) -> str:
         """Of the operands, the one with the fewest bytes."""
         return next(iter(sorted(self.quantized and {self.query, self.key, self.value} & EIGHTHS)), self.query)
