@@ -458,8 +458,16 @@ def calibrate(device: str | None, output: str | None) -> None:
 # -- doctor ----------------------------------------------------------------------------------------------------------
 @main.command()
 @click.option("--run", "runs", is_flag=True, help="Also compute a small call on each target that works here.")
-def doctor(runs: bool) -> None:
+@click.option("--matrix", "asks", is_flag=True, help="Print what each target computes, on this machine or not.")
+def doctor(runs: bool, asks: bool) -> None:
     """Say what this machine is, which targets work on it and why others do not, and in what state the cache is."""
+    if asks:
+        from .matrix import matrix  # lazy: nothing else asks for it
+
+        with _busy("asking each target"):
+            text = matrix()
+        click.echo(text, nl=False)
+        return
     for title, rows in (
         ("settings", setting_rows()),
         ("machine", machine_rows()),

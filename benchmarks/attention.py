@@ -41,7 +41,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-host-time", action="store_true", help="leave out the host time of a call")
     parser.add_argument("--seconds", type=float, default=460, help="time budget; what it does not cover is listed")
     parser.add_argument("--json", type=Path, metavar="PATH")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="tables for docs/performance.md")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="the same tables as Markdown")
     found = parser.parse_args(words)
     found.columns = tuple(filter(None, found.columns.split(",")))
     if unknown := [column for column in found.columns if column not in COLUMNS]:

@@ -49,7 +49,10 @@ def commands(path: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(str(p.relative_to(ROOT)) for f in ("docs", "templates") for p in (ROOT / f).rglob("*.md")),
+]
 WEFT = [(path, words) for path in PAGES for words in commands(path) if words[0] == "weft"]
 
 
@@ -150,37 +153,6 @@ def test_python_stands_in_these_pages_alone() -> None:
     assert [path for path in PAGES if blocks(path, "python")] == pages
 
 
-def tables(text: str) -> list[list[dict[str, str]]]:
-    """Rows of each table by the titles of its columns."""
-    found = []
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        titles, _, *rows = (
-            [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()
-        )
-        found.append([dict(zip(titles, row)) for row in rows])
-    return found
-
-
-def test_the_figures_of_the_readme_are_those_of_the_performance_page() -> None:
-    """Also that the best peer is the best of all columns that the page has for the row."""
-    measured: dict[str, dict[str, str]] = {}
-    for table in tables(page("docs/performance.md")):
-        for row in table:
-            name, *_ = row.values()
-            first = measured.setdefault(name.removesuffix(" (e)"), {})
-            measured[name.removesuffix(" (e)")] = {c: v for c, v in row.items() if "/" in v} | first
-    shown = next(t for t in tables(page("README.md")) if "best peer" in t[0])
-    assert len(shown) == 6
-    peers = {"FA2": "FA2 (SDPA)", "cuDNN": "cuDNN (SDPA)", "FLASH": "Flex (FLASH)", "FA4": "FA4"}
-    for row in shown:
-        full = measured[row[""]]
-        figures, name = re.fullmatch(r"(.+) \((\w+)\)", row["best peer"]).groups()  # type: ignore[union-attr]
-        shown_of_row = row["Weft"], figures, row["FlexAttention"]
-        assert shown_of_row == (full["Weft hopper"], full[peers[name]], full["Flex (Triton)"])
-        forwards = {peer: int(full[column].split(" / ")[0]) for peer, column in peers.items() if column in full}
-        assert max(forwards, key=lambda peer: forwards[peer]) == name
-
-
 def test_every_symbol_and_function_is_in_the_language_page() -> None:
     from weft.ir.expr import SYMBOLS
     from weft.ir.operators import function_names
@@ -196,6 +168,40 @@ def test_every_setting_is_in_the_settings_page() -> None:
         assert f"weft.settings({name}=" in page and f"WEFT_{name.upper()}" in page
 
 
-def test_every_link_of_the_readme_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target
+def test_the_table_of_targets_is_what_the_targets_say() -> None:
+    """After a change: weft doctor --matrix, between the marks."""
+    shown = page("docs/targets.md").partition("<!-- matrix: begin -->\n")[2].partition("<!-- matrix: end -->")[0]
+    assert CliRunner().invoke(main, ["doctor", "--matrix"]).output == shown
+
+
+PLACES = [path for path in PAGES if path.endswith(("architecture.md", "design.md")) or path.startswith("templates")]
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_files_and_tests_that_pages_for_contributors_name_are_there(path: str) -> None:
+    tests = [p for p in (ROOT / "tests").rglob("*.py")]
+    functions = {name for p in tests for name in re.findall(r"^def (test_\w+)", p.read_text(), re.MULTILINE)}
+    for name in re.findall(r"`(test_\w+)`", page(path)):
+        assert name in functions, f"{path}: {name}"
+    for name in re.findall(r"`(test_\w+\.py)`", page(path)):
+        assert any(p.name == name for p in tests), f"{path}: {name}"
+    rooms = ("ir/", "compiler/", "codegen/", "runtime/", "api/", "templates/", "tests/", "benchmarks/")
+    for name in re.findall(r"`((?:\w+/)+[\w.]*)`", page(path)):
+        if name.startswith(rooms):
+            assert (ROOT / name).exists() or list((ROOT / name).parent.glob(Path(name).name + ".*")), f"{path}: {name}"
+
+
+def test_the_page_of_places_is_short() -> None:
+    assert len(page("docs/architecture.md").splitlines()) <= 150 and len(page("README.md").splitlines()) < 150
+
+
+WORDS = ("question", "change", "setup", "table", "verdict")
+HEAD = r"# (.+)\n\n\| \| \|\n\| --- \| --- \|\n" + "".join(rf"\| {word} \| (.+) \|\n" for word in WORDS)
+
+
+def test_each_note_of_an_experiment_has_its_head_and_a_line_in_the_index() -> None:
+    index = page("docs/experiments/README.md")
+    for path in (ROOT / "docs/experiments").glob("2*.md"):
+        head = re.match(HEAD, path.read_text())
+        assert head, f"{path.name}: expected a title, then question, change, setup, table and verdict"
+        assert f"| [{head[1]}]({path.name}) | {head[6]} |\n" in index
