@@ -191,9 +191,9 @@ def mask(ctx: click.Context, block_q: int, block_kv: int, head: int, batch_row: 
 def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     """Time the forms of kernels worth trying on this machine and remember the fastest.
 
-    Keys of few queries are divided by kernels of their own (schedule split_kv), which are not timed: decode keeps the
-    form that its target chooses, and so does the short side of a call that mixes chunks of prompts and single tokens
-    over pages. Its long side takes what is found for flash.
+    Keys of few queries are divided by kernels of their own (schedule split_kv), which are not timed. Decode keeps the
+    form that its target chooses. So does the short side of a call that mixes chunks of prompts and single tokens over
+    pages. Its long side takes what is found for flash.
 
     Tensor operands are drawn at random, whether --set NAME=random says so or not. What is found serves calls whose
     queries and keys are about as many: up to 1.4 times more or less.

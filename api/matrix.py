@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -38,7 +38,7 @@ class Kind:
     queries: int = LENGTH
     rows: Rows = "dense"
     page: int = 16
-    operands: dict[str, tuple[int, ...]] = field(default_factory=dict)  # sizes of tensors, of floats
+    operands: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # sizes of tensors, of floats
     reads: torch.dtype | None = None  # of those; None: as query, key and value
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +73,11 @@ def kinds() -> Iterator[Kind]:
     yield Kind("packed queries over pages", causal, rows="packed over pages")
     yield Kind("documents, packed over pages", documents, rows="packed over pages")
     yield Kind("one query behind keys", causal, queries=1, kv_heads=2)
-    latent = {"variant": _named("latent", latent=Latent(rank=512, rope=64)), "dim": 192, "value_dim": 128}
+    latent: dict[str, Any] = {
+        "variant": _named("latent", latent=Latent(rank=512, rope=64)),
+        "dim": 192,
+        "value_dim": 128,
+    }
     yield Kind("latent, expanded", **latent, options={"form": "expanded"})
     yield Kind("latent, absorbed", **latent, options={"form": "absorbed"})
 
@@ -137,12 +141,12 @@ def _plan(kind: Kind, target: str) -> Plan:
     return kind.variant.plan(*tensors, **given, **rows, device=device, target=target)
 
 
-def _tensors(kind: Kind, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def _tensors(kind: Kind, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Query, key and value (or a latent cache), and where their rows lie."""
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
     ends = torch.arange(BATCH + 1, dtype=torch.int32) * LENGTH
     queries = (1, HEADS, BATCH * kind.queries) if "packed" in kind.rows else (BATCH, HEADS, kind.queries)
-    keys, given = (BATCH, kind.kv_heads, LENGTH), {}
+    keys, given = (BATCH, kind.kv_heads, LENGTH), dict[str, Any]()
     if kind.rows == "padded":
         given = {"q_lens": lengths, "kv_lens": lengths}
     elif kind.rows == "packed":

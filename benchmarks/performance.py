@@ -170,8 +170,8 @@ def behind(found: Sequence[Ratio]) -> str:
         key = "h200", "weft_hopper", peer, direction
         slow = [r for r in found if (r.card, r.target, r.peer, r.direction) == key and r.value < 0.98]
         if slow:
-            names = ", ".join(f"{r.row} ({r.value:.2f})" for r in sorted(slow, key=lambda r: r.value))
-            lines.append(f"- More than 2 % behind {COLUMNS[peer]} on an H200, {word}: {names}.")
+            rows = (f"  - {r.row}: {r.value:.2f}" for r in sorted(slow, key=lambda r: r.value))
+            lines += [f"- More than 2 % behind {COLUMNS[peer]} on an H200, {word}:", *rows]
     return "\n".join(lines)
 
 
@@ -254,11 +254,11 @@ def readme(results: Sequence[Result], text: str) -> str:
 def claims(results: Sequence[Result]) -> str:
     """How `hopper` stands beside its peers on an H200, over all rows."""
     found = [r for r in ratios(results) if (r.card, r.target) == ("h200", "weft_hopper")]
-    said = []
+    said = "Weft's speed over that of the other:"
     for peer in ("fa4", "cudnn", "flex_flash", "flex"):
         forward, backward = (_span([r for r in found if (r.peer, r.direction) == (peer, d)]) for d in (0, 1))
-        said.append(f"{COLUMNS[peer]} {forward} forward and {backward} backward")
-    return f"Weft's speed over that of the other: {'; '.join(said)}.\n"
+        said += f" {COLUMNS[peer]} {forward} forward and {backward} backward."
+    return f"{said}\n"
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -16,6 +16,8 @@ import weft
 from weft.cli import main
 from weft.runtime.settings import Settings
 
+from .. import sentences
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -172,6 +174,22 @@ def test_the_table_of_targets_is_what_the_targets_say() -> None:
     """After a change: weft doctor --matrix, between the marks."""
     shown = page("docs/targets.md").partition("<!-- matrix: begin -->\n")[2].partition("<!-- matrix: end -->")[0]
     assert CliRunner().invoke(main, ["doctor", "--matrix"]).output == shown
+
+
+PUBLIC = [path for path in PAGES if path.count("/") < 2 and not path.endswith("design.md")]
+LONG_ELSEWHERE = 201  # sentences of pages for contributors and of notes that are too long: this number may only fall
+
+
+def test_sentences_of_public_pages_and_docstrings_are_short() -> None:
+    """At most 35 words: python -m tests.sentences prints those that are longer."""
+    assert sentences.long_sentences([*PUBLIC, "docstrings"]) == []
+    assert len(sentences.long_sentences([path for path in PAGES if path not in PUBLIC])) <= LONG_ELSEWHERE
+
+
+def test_words_of_a_sentence_are_counted() -> None:
+    text = "A `b c` d, [e f](g/h.md) i. J\nk: l; m.\n\n- n o\n- p\n\n| q | r s |\n| --- | --- |\n\n```python\nt\n```\n"
+    found = sentences.sentences(text)
+    assert [sentences.words(s) for s in found if sentences.words(s)] == [6, 4, 2, 1, 1, 2]
 
 
 PLACES = [path for path in PAGES if path.endswith(("architecture.md", "design.md")) or path.startswith("templates")]
