@@ -83,10 +83,10 @@ class CallOptions:
         "keeps scores in memory in the operands' dtype)", defined=False, described=False, rule=_schedule,
     )] = None
     deterministic: Annotated[bool | None, Option(
-        "`True`: gradients repeat bit for bit, on a CPU for the same number of torch's threads; `None`: as "
-        "`torch.use_deterministic_algorithms` is set, where those of operands repeat in any case; `False`: nothing "
-        "needs to. Faster ways are that of the `hopper` target, whose gradient of the query is summed in any order,"
-        " and atomic additions to [tables](#biases-that-learn); outputs repeat always",
+        "`True`: gradients repeat bit for bit, on a CPU for the same number of torch's threads. `None`: follow "
+        "`torch.use_deterministic_algorithms`; gradients of your own operands repeat either way. `False`: allow any "
+        "order of summation. Then `hopper` sums the gradient of the query in any order, and [tables](#biases-that-"
+        "learn) may have atomic additions. Outputs repeat always",
         defined=False, rule=_flag_or_none,
     )] = None
     uk: Annotated[Tensor | None, Option(
