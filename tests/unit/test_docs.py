@@ -176,6 +176,28 @@ def test_the_table_of_targets_is_what_the_targets_say() -> None:
     assert CliRunner().invoke(main, ["doctor", "--matrix"]).output == shown
 
 
+def launched(variant: weft.Attention, q_len: int, kv_len: int, dim: int = 128, **options) -> set[str]:
+    """The kernels of a forward on an H200, with their forms."""
+    sizes = weft.shape(heads=8, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=dim, dtype="bf16")
+    plan = variant.plan(sizes, device="h200", **options)
+    return {f"{k.code.name} {k.form}" for k in plan.kernels if k.direction == "forward"}
+
+
+def test_what_a_new_length_compiles_is_what_the_readme_says() -> None:
+    """That calls compile these once, and others nothing: test_shortest_way.py, and test_kernels.py on a GPU."""
+    said = "16,384 keys under a mask that reads tensors, divided keys in decoding, short sequences at D64 on sm_90."
+    assert said in " ".join(page("README.md").split())
+    causal = weft.Attention(mask=weft.masks.causal, name="causal")
+    ids = weft.tensor("ids", 1, int)
+    documents = weft.Attention(mask=ids[weft.q_pos] == ids[weft.kv_pos], name="documents")
+    assert launched(causal, 200, 200) == launched(causal, 3000, 3000) == launched(causal, 40000, 40000)
+    found = [launched(documents, n, n, ids=torch.zeros(n, dtype=torch.int32)) for n in (200, 16384, 16385)]
+    assert found[0] == found[1] != found[2]
+    decoded = [launched(causal, 1, n, target="triton") for n in (64, 40000, 80000)]
+    assert decoded[0] < decoded[1] == decoded[2] and any("join_parts" in name for name in decoded[1])
+    assert launched(causal, 200, 200, dim=64) != launched(causal, 3000, 3000, dim=64)
+
+
 PUBLIC = [path for path in PAGES if path.count("/") < 2 and not path.endswith("design.md")]
 LONG_ELSEWHERE = 115  # sentences of pages for contributors and of notes that are too long: this number may only fall
 
