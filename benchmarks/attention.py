@@ -12,6 +12,7 @@ that cannot do a row, or fails, shows why.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import re
 import sys
 import time
@@ -59,9 +60,10 @@ def machine_line() -> str:
     import triton
 
     cudnn = torch.backends.cudnn.version()
+    peers = importlib.metadata.distributions(name="flash-attn-4")  # none where it is not installed
     return (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, "
-        f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" + "".join(f", {d.name} {d.version}" for d in peers)
     )
 
 
