@@ -77,6 +77,7 @@ def rows() -> Iterator[Row]:
     yield from (Row("causal", 2048, dim=dim) for dim in (32, 128))
     yield from (Row(name, length) for name in ("causal", "full") for length in (256, 128, 64))
     yield Row("full", 64, batch=1)
+    yield Row("full", 64, batch=1, heads=4, kv_heads=4)
 
 
 def short_rows() -> Iterator[Row]:

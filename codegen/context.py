@@ -1,8 +1,8 @@
 """What templates are told: records whose fields are the names that they read.
 
 These records serve all families; those of one family stand in codegen/targets/<family>/context.py. Templates read flat
-names, so a module's records are spread over one dictionary. tests/unit/test_context.py holds that a template reads
-nothing that its records do not declare, and that some template reads each field.
+names, so a module's records are spread over one dictionary. tests/machine_code/test_context.py holds that a template
+reads nothing that its records do not declare, and that some template reads each field.
 """
 
 from __future__ import annotations

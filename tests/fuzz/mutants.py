@@ -5,7 +5,7 @@
 
 Every trial is a process of its own with an empty cache. A mutant changes a function of Weft, or text that it generates;
 one that changes nothing any more, because that text was rewritten, is reported as such and not as caught; a unit test
-(tests/unit/test_fuzz_mutants.py) says so without running one.
+(tests/fuzz/test_fuzz_mutants.py) says so without running one.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def named(name: str) -> Expr:
 
 def random_mask(kind: str, seed: int) -> Expr:
     """The mask that the tests of bounds, or of surveys, draw from this seed."""
-    from tests.unit import test_bounds, test_survey  # lazy: imports what tests need
+    from tests.analysis import test_bounds, test_survey  # lazy: imports what tests need
 
     draw = random.Random(seed)
     if kind == "random":

@@ -73,7 +73,7 @@ def machine_code(name: str) -> dict[str, str]:
 
 def _kernels(triple: Triple) -> Iterator[tuple[str, str]]:
     """The kernels that a call launches: direction, number in order and name; PTX."""
-    from ..compile.ahead import compile_ahead, launched  # lazy: imports Triton, which texts do without
+    from ..machine_code.ahead import compile_ahead, launched  # lazy: imports Triton, which texts do without
 
     machine, asked = by_name(triple.card), _asked(triple)
     plan = triple.variant.plan(weft.shape(**triple.sizes), **asked)
