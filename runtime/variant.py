@@ -1,7 +1,7 @@
 """One variant at run time: finds what is prepared for a call, checks the call, and launches.
 
 What is prepared is kept by dtypes, widths, device and options, never by strides or values. Of lengths counts no more
-than whether queries are few, and whether a call is short, where that has a form of its own: a cache that grows by a
+than whether queries are few, and whether a call is short, where that has a form of its own. A cache that grows by a
 token a step, or a scalar that is annealed, finds it again.
 """
 
