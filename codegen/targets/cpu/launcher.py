@@ -27,6 +27,7 @@ from ....ir.expr import TensorOperand
 from ...launch.binding import Packer, fitting, function, like
 from ...launch.repeating import Again, Guard
 from ...launch.runs import runs_of
+from .forms import CpuForm
 from .own import OwnKernel, strides_like
 
 MAIN = ("query", "key", "value")  # whose gradients torch's own kernel has
@@ -46,6 +47,7 @@ class CpuLauncher:
         self.numbers = tuple(p.name for p in parameters if not isinstance(p, TensorOperand))
         self.sink = facts.attention.folded_sink is not None
         form = code.kernels[-1].form
+        assert isinstance(form, CpuForm)
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         signature = code.signature
         widths, forward = signature.widths, signature.direction == "forward"
@@ -165,9 +167,9 @@ class CpuLauncher:
             return None
         launch, keeping = self._launches(call, ways, sizes, grows)
         own = None if grows or self.own is None else self.own.of(*given[:3], call.operands, *given[4:])
-        keeping = None if self.keeping is None else keeping
         by_own, record = (None, None) if own is None else own
-        return Again(found, by_own or launch, keeping, record, checked=not grows)
+        kept = None if self.keeping is None else keeping
+        return Again(found, by_own or launch, kept, record, checked=not grows)
 
     def _fits(self, call: Any, guard: Guard, grows: bool) -> Callable[[Any], bool] | None:
         """Whether a call is like this one; None where none would be."""

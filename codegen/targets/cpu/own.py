@@ -199,7 +199,7 @@ class Made:
             if not all([v.numel() <= MOST_COMPARED for _, v in tensors]):
                 if len(tensors) == 1 and _share(mask, tensors[0][1]):
                     (name, operand) = tensors[0]
-                    place = mask.storage_offset() - operand.storage_offset()
+                    place = int(mask.storage_offset() - operand.storage_offset())
                     self._place = name, tuple(mask.shape), mask.stride(), place
                 return mask, False
             with torch.inference_mode(False):  # what is made in that mode may not be used everywhere
