@@ -51,6 +51,8 @@ class Again(NamedTuple):
     fits: Callable[..., bool]
     launch: Callable[..., Any]  # None, with nothing done, where it cannot be launched so
     keeping: Callable[..., Any] | None = None  # the same with weights for the backward, where a launcher keeps them
+    record: Callable[..., Any] | None = None  # the output alone, whose gradients torch records
+    checked: bool = False  # whether sizes and numbers of calls that fit are those of a call that was checked
 
 
 def repeated(
