@@ -32,7 +32,7 @@ def tiles_compute_short_calls_too() -> None:
     """
     from weft.codegen import at_once, products
 
-    at_once.MOST_OF_A_HEAD = 0
+    at_once.MOST_OF_A_HEAD = at_once.MOST_RECORDED = 0
     products.SHORT_HEAD = products.SHORT_HEAD_BACKWARD = products.MOST_OF_A_HEAD = 0
 
 

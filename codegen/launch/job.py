@@ -195,8 +195,8 @@ class Job:
     @property
     def rounding(self) -> dict[str, int]:
         """Options of a compilation. Far from 0 every kernel must round scores alike: where one of them adds to a
-        product before that is rounded, their scores differ by as much as numbers there lie apart, and weights by its
-        power."""
+        product before that is rounded, their scores differ by as much as neighbouring numbers do there, and weights by
+        its power."""
         return {"enable_fp_fusion": False} if self.shifts else {}
 
     # -- the variant ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Documents in parts that lie apart: tiles between them are not visited, and results are those of float64.
+"""Documents in several parts: tiles between them are not visited, and results are those of float64.
 
 On `cpu`, in Triton's interpreter, and on `hopper` in gluon.py. NaN in values and in gradients of the output of one
 document shows who visits its tiles: a weight of 0 does not hide it.
