@@ -19,7 +19,7 @@
 # Settings: PYTHON=python3.12; WORKERS= and GPU_WORKERS= (no pytest-xdist); WEFT_SYSTEM_PYTHON=1 (use $(PYTHON) itself, make no .venv).
 
 PYTHON ?= python3
-WORKERS ?= -n 2
+WORKERS ?= -n 2 --dist worksteal
 # seconds of one test: what hangs is a failure
 TIMEOUT ?= 900
 CASES ?= 2000
@@ -55,10 +55,10 @@ demo: $(READY)
 	$(RUN) examples/demo.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not gpu and not thorough" tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not thorough" --ignore tests/gpu tests
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) -m "not gpu" tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(WORKERS) --timeout $(TIMEOUT) --ignore tests/gpu tests
 
 lint: $(READY)
 	$(RUN) -m ruff check .

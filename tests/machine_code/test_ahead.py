@@ -22,6 +22,8 @@ pytest.importorskip("triton")
 from ..support import mostly
 from .ahead import Direction, Kernel, Module, compiled, count_opcode, stale_addresses
 
+pytestmark = pytest.mark.compiles
+
 window, prefix = weft.scalar("window", int), weft.scalar("prefix", int)
 slopes = weft.tensor("slopes", 1)
 causal = kv_pos <= q_pos

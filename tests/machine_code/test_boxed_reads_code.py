@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 from . import ahead
 from .ahead import Kernel, Module, compiled, count_opcode
 
+pytestmark = pytest.mark.compiles
+
 BIAS = weft.tensor("bias", 4)
 MASKS = {"full": True, "causal": kv_pos <= q_pos}
 VARIANTS = {

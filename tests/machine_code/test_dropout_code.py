@@ -10,6 +10,8 @@ from weft import masks
 pytest.importorskip("triton")
 from .ahead import Kernel, compiled, count_opcode
 
+pytestmark = pytest.mark.compiles
+
 PLAIN = weft.Attention(mask=masks.causal, name="causal")
 DROPPED = PLAIN.replace(dropout=0.1, name="dropped")
 ROUNDS = 7

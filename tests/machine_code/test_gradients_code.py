@@ -15,6 +15,8 @@ from ..support import mostly
 pytest.importorskip("triton")
 from .ahead import Module, compiled, count_opcode, stale_addresses
 
+pytestmark = pytest.mark.compiles
+
 by_head = weft.tensor("by_head", 2)
 MASK = kv_pos <= q_pos
 VARIANTS = {

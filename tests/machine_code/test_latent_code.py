@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 
@@ -21,6 +19,8 @@ from ..support import mostly
 from .ahead import compile_ahead, count_opcode, stale_addresses
 from .ahead import compiled as compiled_of_widths
 from .test_ahead import PLAN_SLACK, check_full_loops, check_wgmma
+
+pytestmark = pytest.mark.compiles
 
 CAUSAL = weft.Attention(mask=masks.causal, latent=weft.Latent(512, 64), scale=0.1, name="latent_causal")
 ALIBI = weft.Attention(
@@ -62,11 +62,10 @@ def compiled(variant, kind, heads, q_len, page, form, few_queries=True):
     }  # fmt: skip
     operands = {p.name: torch.empty([2] * (p.rank - 1) + [heads]) for p in variant.parameters}
     call = Call(query, key, None, None, operands, kinds[kind], Choices(), width)
-    with tempfile.TemporaryDirectory() as folder, weft.settings(cache_dir=folder):
-        made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
-        results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}
-        found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(variant), call, results)
-        return {seen.name: compile_ahead(seen, machine) for seen in found}
+    made = compile_kernels(variant, signature, machine, None, f"split_kv/split_forward=hopper:{form}")
+    results = {"out": out, "lse": torch.empty(*([2] if facts_of(variant).scores_lie_far else []), *out.shape[:3])}
+    found = compilations(made.resolved.target, made.modules, made.resolved.code, facts_of(variant), call, results)
+    return {seen.name: compile_ahead(seen, machine) for seen in found}
 
 
 CASES = [

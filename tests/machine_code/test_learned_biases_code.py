@@ -10,6 +10,8 @@ from weft import batch, head, kv_pos, q_pos, score
 pytest.importorskip("triton")
 from .ahead import compiled
 
+pytestmark = pytest.mark.compiles
+
 CAUSAL = kv_pos <= q_pos
 BIAS, TABLE = weft.tensor("bias", 4), weft.tensor("table", 2)
 APART = weft.minimum(weft.maximum(weft.tensor("apart", 3, int)[batch, q_pos, kv_pos], 0), 31)

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 from ..support import mostly
 from .ahead import compiled, stale_addresses
 
+pytestmark = pytest.mark.compiles
+
 CAUSAL = weft.Attention(mask=kv_pos <= q_pos, name="causal")
 DOCUMENTS = weft.Attention(mask=(kv_pos <= q_pos) & weft.masks.document(weft.tensor("doc", 2, int)), name="documents")
 LISTS = {"query_work", "key_work"}  # before the others, of packed calls
