@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other cases have; of tests that compile, all cases but one; and those between every n-th of `sampled(n)`."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, ("thorough", "gpu"))):
+        if item.get_closest_marker("thorough") is None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         for item in left_out(cases):

@@ -99,7 +99,6 @@ def spill_limit(variant: str, head_dim: int, kernel: str) -> int:
     return SPILLS_INSIDE.get((variant, head_dim, kernel), SPILL_LIMIT.get(kernel, 0))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "head_dim"), mostly(COMMON, SM90), ids=[f"{n}-D{d}" for n, d in SM90])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: Direction) -> None:
@@ -116,7 +115,6 @@ def test_portable_flash_on_sm_90(name: str, head_dim: int, direction: Direction)
             assert kernel.spills_in_loops() == 0, kernel.name
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     mostly(["causal", "softcap", "prefix", "sink"],
@@ -145,7 +143,6 @@ def test_hopper_forward_of_short_calls(name: str, head_dim: int) -> None:
     check_full_loops(kernel)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["causal", "softcap"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128), (80, 80), (24, 32)])
 def test_hopper_forward_of_other_tiles(name: str, head_dim: int, value_dim: int) -> None:
@@ -167,7 +164,6 @@ HOPPER_BACKWARD_SPILLS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", mostly(["causal", "softcap", "alibi"], ["dense", "causal", "window", "softcap", "alibi", "prefix"])
 )
@@ -199,7 +195,6 @@ def test_hopper_backward(name: str, head_dim: int) -> None:
         assert count_opcode("MUFU.EX2", loop) == 64 * block_q // 128  # a thread's scores, once each
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", mostly([128], [64, 128]))
 def test_a_sink_costs_the_loops_of_hopper_nothing(head_dim: int, deterministic: bool) -> None:
@@ -217,7 +212,6 @@ def test_a_sink_costs_the_loops_of_hopper_nothing(head_dim: int, deterministic: 
         assert loops[0] == loops[1], name
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", mostly(["h200"], ["a100", "h200"]))
 @pytest.mark.parametrize("schedule", ["flash", "streaming", "standard"])
 def test_sinks_of_the_portable_kernels(schedule: str, device: str) -> None:
@@ -231,7 +225,6 @@ def test_sinks_of_the_portable_kernels(schedule: str, device: str) -> None:
             assert kernel.spilled <= plain[name].spilled, name
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", mostly(["causal", "softcap"], ["dense", "causal", "softcap", "alibi"]))
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
@@ -253,7 +246,6 @@ def test_hopper_backward_in_two_passes(name: str, head_dim: int) -> None:
         assert len(kernel.product_loops()) == 2  # of two consumers
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "head_dim", "value_dim", "products"),
     [
@@ -308,7 +300,6 @@ HOPPER_DOCUMENT_BACKWARD_SPILLS = {64: 0, 128: 224}
 HOPPER_DOCUMENT_SPILLS = {64: 24, 128: 56 if triton.__version__.startswith("3.6") else 368}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head_dim", mostly([128], [64, 128]))
 @pytest.mark.parametrize(
     ("target", "direction"),
@@ -339,7 +330,6 @@ def test_kernels_of_a_mask_that_is_measured(target: str, direction: Direction, h
         check_full_loops(kernel)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["standard", "streaming"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_other_schedules_on_sm_90(schedule: str, direction: Direction) -> None:
@@ -352,7 +342,6 @@ def test_other_schedules_on_sm_90(schedule: str, direction: Direction) -> None:
             check_wgmma(kernel)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", ["a100", "b200", "mi300x"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_other_machines(device: str, direction: Direction) -> None:

@@ -30,7 +30,6 @@ LISTED = weft.Attention(score + TABLE[head, APART], CAUSAL, name="graphormer")
 PRODUCTS = {"h200": "wgmma.mma_async", "a100": "mma.sync", "mi300x": "v_mfma"}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_sm_90(kernel: str, head_dim: int) -> None:

@@ -52,7 +52,6 @@ def test_backwards(normalizer: str, deterministic: bool, head_dim: int) -> None:
     check(found)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequences", ["lengths", "packed"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_sequences(sequences, direction) -> None:
