@@ -9,7 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.recorded import Recorded
+
 os.environ.setdefault("WEFT_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write what tests count to tests/machine_code/recorded")
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    """Holds counts to those of tests/machine_code/recorded."""
+    package = "triton" if request.node.get_closest_marker("compiles") else "torch"
+    return Recorded(request.path.stem, request.node.name, package, request.config.getoption("record"))
 
 
 # Folders whose cases take seconds: `make test` runs a part of their cases, `make test-all` every one.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import left_out
+from tests.recorded import Recorded
 
 TESTS = Path(__file__).parents[1]
 
@@ -61,3 +62,20 @@ def test_every_nth_case_of_a_sampled_test(folder: str) -> None:
     assert names_kept([case(folder, sampled=3, name=name) for name in "abcdefg"]) == [["a"], ["d"], ["g"]]
     several = [case("gpu", sampled=5, name=name, width=width) for name in "abc" for width in (1, 2)]
     assert names_kept(several) == [["a", 1], ["c", 2]]
+
+
+def test_counts_are_held_to_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.recorded.FOLDER", tmp_path)
+    monkeypatch.setattr("tests.recorded.LOCK", tmp_path / "lock")
+    Recorded("test_it", "test[a]", "torch", writes=False)(
+        "kernel", spilled=9
+    )  # nothing of this version to compare with
+    Recorded("test_it", "test[a]", "torch", writes=True)("kernel", spilled=8, loops=2)
+    holds = Recorded("test_it", "test[a]", "torch", writes=False)
+    holds("kernel", spilled=8, loops=1)
+    with pytest.raises(
+        AssertionError, match=r"kernel: more than recorded \(found, recorded\): \{'spilled': \(9, 8\)\}"
+    ):
+        holds("kernel", spilled=9, loops=2)
+    with pytest.raises(AssertionError, match="other: nothing is recorded"):
+        holds("other", spilled=0)
