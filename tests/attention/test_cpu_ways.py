@@ -308,14 +308,12 @@ def calls_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiplies", lambda dtype: True)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("way", "name"), pairs(FORWARD))
 def test_forwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(way, name, dtype, "forward", monkeypatch)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("way", "name"), pairs(BACKWARD))
 def test_backwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
