@@ -29,8 +29,8 @@ COLUMNS = {
 }  # fmt: skip
 PEERS = ("cudnn", "fa4", "flex_flash", "flex", "fa2")
 SHOWN = (
-    "decode", "decode_us", "latent_decode", "mixed", "chunks", "host", "host_decode", "first_calls", "cpu", "cpu_short",
-    "memory", "traffic",
+    "decode", "decode_us", "latent_decode", "mixed", "chunks", "host", "host_decode", "first_calls", "cpu", "memory",
+    "traffic",
 )  # fmt: skip
 AIMS = {  # of backwards on an H200, TFLOP/s
     "D64 H32 S2048 causal": 440, "D64 H32 S8192 causal": 560, "D64 H32 S8192 full": 585, "D80 H25 S4096 causal": 480,
