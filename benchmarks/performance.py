@@ -29,9 +29,15 @@ COLUMNS = {
 }  # fmt: skip
 PEERS = ("cudnn", "fa4", "flex_flash", "flex", "fa2")
 SHOWN = (
-    "decode", "decode_us", "latent_decode", "mixed", "chunks", "host", "host_decode", "first_calls", "cpu", "cpu_short",
-    "memory", "traffic",
+    "decode", "decode_us", "latent_decode", "mixed", "chunks", "host", "host_decode", "first_calls", "cpu", "memory",
+    "traffic",
 )  # fmt: skip
+AIMS = {  # of backwards on an H200, TFLOP/s
+    "D64 H32 S2048 causal": 440, "D64 H32 S8192 causal": 560, "D64 H32 S8192 full": 585, "D80 H25 S4096 causal": 480,
+    "D96 H21 S4096 causal": 530, "D128 H16 S2048 causal": 510, "D128 H16 S8192 causal": 640, "D128 H16 S8192 full": 685,
+    "D256 H8 S8192 causal": 460, "D256 H8 S8192 full": 470, "D128 H32/8 S8192 causal": 620,
+    "D64 H32/4 S2048 causal": 420, "D128 H8 S131072 B1 causal": 640,
+}  # fmt: skip
 OF_README = (
     "D128 H16 S8192 causal", "D256 H8 S8192 causal", "D128 H16 S8192 softcap 20", "D128 H16 S8192 alibi",
     "D128 H16 S8192 window 1024", "D128 H16 S8192 documents 1024",
@@ -175,6 +181,16 @@ def behind(found: Sequence[Ratio]) -> str:
     return "\n".join(lines)
 
 
+def below_aims(results: Sequence[Result]) -> str:
+    """Backwards of `hopper` that are short of the project's aims."""
+    reached = {
+        row.name: row.cells["weft_hopper"][0][1] for row in rows_of(results, "h200") if "weft_hopper" in row.cells
+    }
+    lines = [["backward, TFLOP/s", "reached", "aim"]]
+    lines += [[n, f"{r:.0f}", str(aim)] for n, aim in AIMS.items() if (r := reached[n]) is not None and round(r) < aim]
+    return markdown(lines)
+
+
 def table_texts(results: Sequence[Result], key: str) -> str:
     """The newest table of that name for each card."""
     found, cards = [], set()
@@ -222,6 +238,7 @@ def page(results: Sequence[Result]) -> str:
     text = template.render(
         summary=summary(found),
         behind=behind(found),
+        below_aims=below_aims(results),
         cards=cards,
         shown=[text for key in SHOWN if (text := table_texts(results, key))],
         listed=listed(results),

@@ -308,14 +308,12 @@ def calls_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiplies", lambda dtype: True)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("way", "name"), pairs(FORWARD))
 def test_forwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(way, name, dtype, "forward", monkeypatch)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("way", "name"), pairs(BACKWARD))
 def test_backwards(way: Way, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +409,21 @@ def test_a_mask_that_is_kept_is_made_anew_of_other_numbers() -> None:
     operands["slopes"].set_(torch.rand(HEADS))
     bias.data = torch.randn(HEADS, 40, 40)
     check()
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_gradients_of_an_operand_whose_places_are_one_number(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place has its own gradient, as torch has it of an expanded leaf; views of other strides too."""
+    monkeypatch.setattr(at_once, "MOST_RECORDED", 1 << 16)
+    tensors = [torch.randn(1, heads, 40, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    given = {"seen": torch.ones(40, 40, dtype=torch.bool), "x": 0.25}
+    for bias in (torch.randn(1, 40, 40).expand(HEADS, -1, -1), torch.randn(HEADS, 40, 40).mT):
+        for _ in range(times):
+            wide, own = bias.double().requires_grad_(), bias.detach().requires_grad_()
+            exact = VARIANTS["bias"].reference(*(t.double() for t in tensors), bias=wide, **given).square().sum()
+            found = VARIANTS["bias"](*tensors, bias=own, target="cpu", **given).square().sum()
+            pair = [torch.autograd.grad(x, leaf)[0] for x, leaf in ((found, own), (exact, wide))]
+            torch.testing.assert_close(pair[0].double(), pair[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ("full", *SHORT))

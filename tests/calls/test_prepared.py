@@ -166,7 +166,7 @@ def test_gradients_of_a_shared_key_have_one_type_whatever_the_heads(monkeypatch:
     launch, types = KernelLauncher.__call__, []
 
     def recorded(self: Any, call: Any, results: Any, workspace: Any, partition: Any) -> Any:
-        if self.job.backward:
+        if self.job.is_backward:
             given = {**self._given(call, results), **workspace}
             types.append({name: value.dtype for name, value in given.items() if isinstance(value, Tensor)})
         return launch(self, call, results, workspace, partition)

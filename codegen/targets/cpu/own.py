@@ -154,7 +154,9 @@ class OwnKernel:
 
         def record(call: Any) -> Computed | None:
             queries, keys, values = (x.reshape(rows, -1, x.shape[3]) for x in (call.query, call.key, call.value))
-            added = mask_of(call.operands).expand(pairs).reshape(rows, -1, kv_len)
+            # a view of an expanded tensor would share its gradient out among all places of one number
+            operands = {n: v.contiguous() if isinstance(v, Tensor) else v for n, v in call.operands.items()}
+            added = mask_of(operands).expand(pairs).reshape(rows, -1, kv_len)
             weights = torch.softmax(torch.baddbmm(added, queries, keys.mT, alpha=scale), -1)
             torch.threshold_(weights.data, LEAST_WEIGHT, 0.0)  # what the backward sees too
             out = torch.bmm(weights, values)
