@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.tiles.facts import Facts
 from ....ir.walk import symbols
 from ...at_once import LEAST_WEIGHT, Sizes, records_at_once, weighs_at_once
 from ...products import (
