@@ -20,9 +20,9 @@ from ....compiler.analysis.tiles.facts import Facts
 from ....ir.walk import symbols
 from ...at_once import LEAST_WEIGHT, Sizes, records_at_once, weighs_at_once
 from ...products import (
-    FAR,
     FINITE,
     MOST_OF_A_MASK,
+    NEAR_0,
     VERY_SHORT,
     overlap,
     own_attention,
@@ -121,7 +121,7 @@ class OwnKernel:
         of_a_head, rows = q_len * kv_len * head_dim, batch * heads * q_len
         if of_a_head >= short_head_with_mask() or not 0 < numbers <= MOST_OF_A_MASK:
             return Own(None, None)
-        attend, made, far, most = own_attention(), Made(mask_of), self.far, FAR if self.far else FINITE
+        attend, made, far, most = own_attention(), Made(mask_of), self.far, NEAR_0 if self.far else FINITE
         assert attend is not None
         with torch.inference_mode(False):
             zeros = torch.zeros((batch, heads, q_len) if far else 0, dtype=_type_of_scores(query.dtype), device="cpu")
