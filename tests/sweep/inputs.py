@@ -155,7 +155,7 @@ def _others(config: Any, takes: Any) -> Iterator[dict[str, Any]]:
         yield {"past_values": _numbers(2, length)}
         lags = max(getattr(config, "lags_sequence", None) or [0])
         past, future = length + lags, _found(config, "prediction_length", otherwise=8)
-        features = _found(config, "num_time_features", otherwise=1)
+        features = getattr(config, "num_time_features", 0)
         yield {
             "past_values": _numbers(2, past), "past_time_features": _numbers(2, past, features),
             "past_observed_mask": torch.ones(2, past), "future_values": _numbers(2, future),

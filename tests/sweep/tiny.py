@@ -95,8 +95,15 @@ NEEDED: list[tuple[str, dict[str, Any]]] = [
     (r"^(reformer)$", {"is_decoder": True}),
     (r"^(hiera)$", {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4}),
     (r"^lfm2_moe$", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
-    (r"^granitemoehybrid$", {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3}),
-    (r"^diffusion_gemma", {"canvas_length": 8}),
+    (r"^granitemoehybrid$", {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                             "num_hidden_layers": 3}),
+    (r"^cohere_compass\w*$", {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
+                                                 for kind in ("full_attention", "sliding_attention")}}),
+    (r"^mistral4$", {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16}),
+    (r"^hrm_text$", {"num_layers_per_stack": 1, "num_hidden_layers": 8}),
+    (r"^blenderbot$", {"decoder_layers": 2, "encoder_layers": 2}),
+    (r"^moonshine_streaming$", {"num_key_value_heads": 4}),
+    (r"^(chameleon|emu3)$", {"vocabulary_map": {"<image>": 4}}),
     (r"^(mimi|kyutai|csm|pocket)", {"upsample_groups": 64}),
     (r"^gemma3n_text$", {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
                          "num_hidden_layers": 4}),
@@ -109,8 +116,9 @@ def completed(config: Any) -> None:
         for pattern, fields in NEEDED:
             if re.search(pattern, str(getattr(part, "model_type", ""))):
                 for name, value in fields.items():
-                    if hasattr(part, name):
-                        setattr(part, name, value)
+                    setattr(part, name, value)
+        if type(part).__name__ == "DbrxAttentionConfig":
+            part.rope_theta = 1e4
 
 
 def tiny(made: Callable[[], Any]) -> Iterator[Any]:

@@ -35,6 +35,7 @@ from ...products import (
 )
 
 MOST_COMPARED = 1 << 12  # numbers of an operand: to compare more takes as long as to make a mask of them
+GRAIN = 1 << 15  # places that torch reads in one thread
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of numbers with so many bytes
 Operands = Mapping[str, Any]
 MaskOf = Callable[[Operands], Tensor]
@@ -90,7 +91,8 @@ class OwnKernel:
             elif self.masked and takes_masks():
                 found = self._with_mask(query, mask_of, scale, sizes)
         if any([isinstance(v, Tensor) and v.requires_grad for v in operands.values()]):
-            return Own(found.launch, self._weighed(query, mask_of, scale, sizes))
+            in_order = self._adds_in_order(mask_of, operands, sizes)
+            return Own(found.launch, self._weighed(query, mask_of, scale, sizes) if in_order else None)
         # torch's kernel computes all three gradients, tiles those that are wanted
         few = sizes[0] * sizes[1] * sizes[3] * sizes[4] <= VERY_SHORT
         wants_all = query.requires_grad and key.requires_grad and value.requires_grad
@@ -165,6 +167,17 @@ class OwnKernel:
             return out.view(*pairs[:3], -1), None
 
         return record
+
+    def _adds_in_order(self, mask_of: MaskOf, operands: Operands, sizes: Sizes) -> bool:
+        """Whether torch adds up gradients of what a mask reads in one order: in threads it does not, of many places."""
+        if torch.get_num_threads() == 1 or hasattr(self.module, "by_distance"):
+            return True
+        batch, heads, _, q_len, kv_len, _ = sizes
+        if (batch if "batch" in self.axes else 1) * (heads if "head" in self.axes else 1) * q_len * kv_len < GRAIN:
+            return True
+        with torch.no_grad():
+            mask = mask_of(operands)
+        return any([isinstance(v, Tensor) and _share(mask, v) for v in operands.values()])  # a view reads none twice
 
     def _mask(self, dtype: torch.dtype, q_offset: int, sizes: Sizes, operands: Operands) -> Tensor:
         batch, heads, kv_heads, q_len, kv_len, head_dim = sizes
