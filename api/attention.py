@@ -24,7 +24,6 @@ from .ir.expr import Scalar, TensorOperand
 from .ir.philox import drawn_seed
 from .ir.reference import expand_latent, ragged_reference, reference
 from .nested import are_jagged, lengths_given_twice, packed
-from .runtime import ops
 from .runtime import options as call_options
 from .runtime.call import (
     SLOTS,
@@ -44,11 +43,12 @@ from .runtime.call import (
 )
 from .runtime.checks import check_call, check_q_offset, check_tensors, main_problems
 from .runtime.lengths import check_contents, checked, cleared, gathered, given_sequences, packed_of_pages
+from .runtime.ops import dispatch, library
 from .runtime.options import DEFINED, PLAIN, READ_BY_KERNELS, CallOptions, Form, doc_of, signature_of
+from .runtime.run.variant import Variant, say_of_first_key, variant_of
 from .runtime.settings import default_target, traced_target
 from .runtime.torch_private import is_surely_negative, may_autocast
 from .runtime.values import check_offsets, check_reads
-from .runtime.variant import Variant, say_of_first_key, variant_of
 from .signatures import Methods
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -221,7 +221,7 @@ class Attention(Methods, Declaration):
         read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
-            found = ops.run(self._variant, call)
+            found = dispatch.run(self._variant, call)
         except WeftError:
             raise
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
@@ -315,7 +315,7 @@ class Attention(Methods, Declaration):
             query, key, value, rope, tensors, floats, ints, number, slots, head_dim or query.shape[3], self.line,
             choices_text(target, schedule, options.deterministic),
         )  # fmt: skip
-        return ops.FORWARD(*arguments.flat)
+        return library.FORWARD(*arguments.flat)
 
     def _latent(
         self, query: Tensor, cache: Tensor, value: Tensor | None, options: CallOptions, operands: Mapping[str, Any]

@@ -37,8 +37,9 @@ from .runtime.checks import (
     tensor_problems,
 )
 from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, check_values
+from .runtime.run.key import boxed_of, has_doubles, is_wide, offset_kind
+from .runtime.run.variant import variant_of
 from .runtime.settings import default_target
-from .runtime.variant import boxed_of, has_doubles, is_wide, offset_kind, variant_of
 
 if TYPE_CHECKING:
     from .attention import Attention

@@ -25,8 +25,8 @@ from ..compiler.analysis.records import TileProgram
 from ..ir.sequences import padded_rows
 from ..ir.walk import symbols, tensors
 from .call import MAIN, Arguments, Call, Dense, call_of, numbers_of
+from .run.variant import Variant, variant_of_text
 from .torch_private import are_plain
-from .variant import Variant, variant_of_text
 
 COUNTER = "torch.utils.flop_counter"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compiler.planning.hardware import Hardware, for_device
 from .adding import add_listed
 from .binding import Binding
-from .repeating import Guard
+from .fast.ways import Guard, Quick
 from .summing import summing
 
 
@@ -47,6 +47,14 @@ class Device:
 
     def _empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=torch.device("cuda", self.number))
+
+    def goes_by(self, quick: Quick) -> None:
+        """Take quicker functions, on a GPU."""
+        if self.interprets or self.number < 0:
+            return
+        self.guard = quick.guard
+        self.current = quick.current or self.current
+        self.empty = quick.empty or self.empty
 
     # -- what it is ----------------------------------------------------------------------------------------------------
     def hardware(self) -> Hardware:

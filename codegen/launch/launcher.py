@@ -18,8 +18,9 @@ from .binding import OPERAND_STRIDE, Binding, Packer, alignment, evaluating, pac
 from .buffers import PLACING, place_text
 from .descriptors import Descriptors
 from .device import Asked, Device
-from .direct import DirectWay, Prepared, Ways, first_of, may_go_directly
 from .division import Division
+from .fast.direct import DirectWay, Prepared, may_go_directly
+from .fast.ways import Quick, Ways, first_of
 from .job import Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
@@ -48,7 +49,7 @@ class KernelLauncher:
         self._modes: dict[Mode, Prepared] = {}
         self._evaluating: dict[tuple[str, Mode], Callable[[Mapping[str, Any]], Any]] = {}
         self._ways: dict[Mode, Ways] = {}
-        self._follow(Ways())
+        self.fast = Ways()  # replaced as kernels are compiled; read at every call, and so no property
 
     @property
     def code(self) -> CodePlan:
@@ -58,9 +59,8 @@ class KernelLauncher:
     def device(self) -> Device:
         return self.job.device
 
-    def _follow(self, ways: Ways) -> None:
-        """What a call asks first. Each is read at every call, and so no property."""
-        self.direct, self.backward_of, self.repeated, self.growing = ways
+    def goes_by(self, quick: Quick) -> None:
+        self.device.goes_by(quick)
 
     # -- one call ------------------------------------------------------------------------------------------------------
     def partition(self, call: CallTensors, results: Named) -> Partition:
@@ -292,7 +292,7 @@ class KernelLauncher:
         )  # fmt: skip
         self._ways[mode] = way.ways()
         own = [*self._ways.values()] if self.division is not None else [self._ways[mode]]
-        self._follow(first_of(own))
+        self.fast = first_of(own)
 
 
 def _mode_of(partition: Partition) -> Mode:

@@ -5,7 +5,7 @@ Nothing outside a target's own module (codegen/targets/<name>.py) matches on its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -108,11 +108,11 @@ class Launcher(Protocol):
     """A loaded module that is ready for calls of one signature, on one device: lengths, strides and values may vary."""
 
     @property
-    def direct(self) -> Callable[[Any], Any]:
-        """The direct way, for most calls: from a Call to (out, lse), from a BackwardCall to gradients by name.
+    def fast(self) -> Any:
+        """Its fast ways, which a call asks first: `Ways` of codegen/launch/fast."""
 
-        It checks what may vary between calls; None means that nothing was done, and that the way below is to be taken.
-        """
+    def goes_by(self, quick: Any) -> None:
+        """Take quicker functions of torch, `Quick` of the same folder, before the first call."""
 
     def partition(self, call: CallTensors, results: Named) -> Partition:
         """How to divide the work of this call."""

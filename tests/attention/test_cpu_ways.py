@@ -22,7 +22,7 @@ from torch import Tensor
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
 from weft.codegen import at_once, products
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 X, WINDOW = weft.scalar("x", float), weft.scalar("window", int)
 SEEN, BIAS, SLOPES = weft.tensor("seen", 2, bool), weft.tensor("bias", 3), weft.tensor("slopes", 1)

@@ -18,7 +18,7 @@ from weft.compiler.planning.signature import Dtypes, Signature, Widths
 from weft.compiler.planning.sources import kind_named
 from weft.runtime.call import Call, Choices, Dense, Lengths, PackedPaged, Paged
 from weft.runtime.driver import compile_kernels
-from weft.runtime.variant import offset_kind
+from weft.runtime.run.key import offset_kind
 
 from ..support import check_errors, mostly
 from .gluon import Deadlock, Kernels, OnACpu, Pointer

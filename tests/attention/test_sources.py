@@ -24,7 +24,7 @@ from weft.compiler.planning.sources import KeySource, Pointer, RowSource, Sequen
 from weft.ir.errors import UnavailableError, WeftError
 from weft.runtime import driver
 from weft.runtime.call import BackwardCall, Call, Choices, Dense
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 from ..support import poisoned
 

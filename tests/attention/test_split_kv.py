@@ -15,7 +15,7 @@ from weft.compiler.planning.records import Shape
 from weft.compiler.planning.segments import segments_of
 from weft.compiler.planning.signature import Widths
 from weft.compiler.planning.splits import MOST_PARTS, divided, longest_visits, tile_rows
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 from ..support import check_errors, check_variant, mostly, poisoned
 from .test_pages import GARBAGE, paged

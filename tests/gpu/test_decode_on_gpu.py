@@ -7,7 +7,7 @@ import torch
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.runtime.variant import variant_of
+from weft.runtime.run.variant import variant_of
 
 from ..support import check_errors, check_variant, poisoned
 

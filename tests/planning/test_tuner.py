@@ -30,9 +30,9 @@ from weft.compiler.planning.signature import LengthClass, class_of, in_words
 from weft.compiler.planning.tuner import LEAST_ROUNDS, MOST_ROUNDS, Spread, Tuned, search
 from weft.ir.errors import WeftError
 from weft.runtime import driver
+from weft.runtime.run.variant import variant_of
 from weft.runtime.settings import settings
 from weft.runtime.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
-from weft.runtime.variant import variant_of
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
 START = chosen(SHAPE, H200, "triton")
@@ -335,8 +335,8 @@ def launched_by(call: Callable[[], object], variant: weft.Attention, monkeypatch
             CpuLauncher, "__call__", lambda self, *rest: told(lambda *given: run(self, *given), self)(*rest)
         )
         for ready in (*prepared._forwards.values(), *prepared._backwards.values()):
-            for name in ("direct", "backward_of"):
-                patched.setattr(ready.launcher, name, told(getattr(ready.launcher, name), ready.launcher))
+            ways = ready.launcher.fast
+            patched.setattr(ready.launcher, "fast", ways._replace(direct=told(ways.direct, ready.launcher)))
         call()
     return launched
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..codegen.launch.appending import appending
-from .settings import default_target
+from ...codegen.launch.appending import appending
+from ..settings import default_target
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
 _LIBRARY.define(

@@ -24,16 +24,14 @@ from textwrap import indent
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .binding import CURRENT_STREAM, SHAPES, WayText, function
+from ..binding import CURRENT_STREAM, SHAPES, WayText, function
+from .ways import Again, Guard
 
 # methods and attributes of a tensor that a guard of it settles, and those of them that follow from its sizes
 _SETTLED = frozenset({"shape", "dtype", "stride", "numel", "dim", "get_device", "is_neg", "is_contiguous"})
 _OF_SIZES = frozenset({"shape", "numel", "is_contiguous"})
 # what differs from call to call, among the tools of a way
 _CHANGING = frozenset({"empty", "counter", "is_heard", "current_device", "current_stream"})
-
-# of tensors: whether as many others are like them but for their addresses, and for sizes of dimensions that are `free`
-Guard = Callable[..., Callable[..., bool]]
 
 
 class Pin(NamedTuple):
@@ -45,18 +43,10 @@ class Pin(NamedTuple):
     of_address: bool = False  # asked where the tensor is known to be one
 
 
-class Again(NamedTuple):
-    """What was found for a call and serves others like it; the arguments are those of the direct way."""
-
-    fits: Callable[..., bool]
-    launch: Callable[..., Any]  # None, with nothing done, where it cannot be launched so
-    keeping: Callable[..., Any] | None = None  # the same with weights for the backward, where a launcher keeps them
-
-
 def repeated(
     way: WayText, tensors: Mapping[str, str], pins: Sequence[Pin], conditions: Iterable[str], guard: Guard,
     free: Mapping[str, int] = MappingProxyType({}),
-) -> Callable[..., Again | None]:  # fmt: skip
+) -> Callable[[Any], Again | None]:  # fmt: skip
     """The factory of a way: from a call to what serves all calls like it; None for one that the way turns away.
 
     tensors: those that the call brings, as expressions by name; what is known of them is settled by a guard.
@@ -73,7 +63,7 @@ def _text(
 ) -> str:  # fmt: skip
     pinned = {pin.name for pin in pins}
     divided = _Divided(way, frozenset(tensors), pinned, free)
-    launch = [divided.line(line) for line in way.checked]
+    launch = [*way.opening, *(divided.line(line) for line in way.checked)]
     asked = [text for condition in way.conditions if (text := divided.expression(condition)) is not None]
     launch += [f"if not ({' and '.join(asked)}): return None"] if asked else []
     launch += [divided.line(line) for line in way.lines]
@@ -89,11 +79,11 @@ def _text(
     fitting += [f"alike({', '.join(tensors.values())})"]
     fitting += [text for pin, text in same.items() if pin.of_address]
     lines = [
-        *way.checked, f"if not ({' and '.join(way.conditions)}): return None",
+        *way.opening, *way.checked, f"if not ({' and '.join(way.conditions)}): return None",
         *(f"{name} = {expression}" for name, expression in tensors.items() if name != expression),
         *(f"{pin.name} = {pin.expression}" for pin in pins), *divided.settled,
         f"alike = guard({', '.join(tensors)}{_freedom(tensors, free)})",
-        f"def fits({way.given}):", f"    return {' and '.join(fitting)}",
+        f"def fits({way.given}):", *(f"    {line}" for line in way.opening), f"    return {' and '.join(fitting)}",
         f"def launch({way.given}):", *(indent(line, "    ") for line in launch if line), "return Again(fits, launch)",
     ]  # fmt: skip
     return "\n".join([f"def repeated({way.given}):", *(indent(line, "    ") for line in lines)])

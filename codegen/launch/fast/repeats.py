@@ -1,4 +1,4 @@
-"""When a call is like the last one that was looked at closely (codegen/launch/repeating.py), and when to look again.
+"""When a call is like the last one that was looked at closely (repeating.py), and when to look again.
 
 A closer look takes as long as half a call. It is worth it where calls of one layout follow each other, as those of
 layers do and of steps, and not where each has another layout. Of layouts that differ in the number of keys alone, as
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..codegen.launch.repeating import Again
+from .ways import Again
 
-MOST_PATIENCE = 256  # calls between two looks, where none of them led to anything
+MOST_PATIENCE = 1024  # calls between two looks, where none of them led to anything
 WORTH = 4  # calls that a look should have served
 
 
@@ -21,12 +21,12 @@ WORTH = 4  # calls that a look should have served
 class Known:
     """What was found for calls of one layout."""
 
-    fits: Any
-    launch: Any
+    fits: Callable[[Any], bool]
+    launch: Callable[[Any], Any]
     measures: bool  # which tiles to visit, by kernels of its own
     recorded: bool  # whether autograd records such calls, where it is on
-    look: Callable[..., Again | None] | None = None  # closer, at a call of those whose numbers of keys differ
-    keeping: Any = None  # launch of a recorded call whose backward takes weights
+    look: Callable[[Any], Again | None] | None = None  # closer, at a call of those whose numbers of keys differ
+    keeping: Callable[[Any], Any] | None = None  # launch of a recorded call whose backward takes weights
     kind: Any = None  # what ops keep for them, once autograd recorded one
 
 
@@ -51,10 +51,12 @@ class Repeats:
         self._waited += 1
         return self._waited >= self._patience
 
-    def wants_of_grown(self) -> bool:
-        """The same of a call that was served as one of the growing ones."""
-        self._served = True
-        return self.wants()
+    def grew(self, known: Known, call: Any) -> None:
+        """Count a call that this, known of growing ones, served, and look at it closely now and then."""
+        if self.growing is known:
+            self._served = True
+            if self.wants() and known.look is not None:
+                self.learn(known.look(call), known.measures, known.recorded)
 
     def wants_growing(self) -> bool:
         """Whether a look should find the growing ones anew: where layouts differ, and those known served none."""

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..compiler.analysis.facts import Facts
-from ..ir.attention import Attention
-from ..ir.walk import scalars, tensors
-from .call import Call
+from ...compiler.analysis.facts import Facts
+from ...ir.attention import Attention
+from ...ir.walk import scalars, tensors
+from ..call import Call
 
 MOST = 16  # masks with their tensors, of which what was measured is kept
 

@@ -11,35 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ...compiler.planning.buffer import Buffer
-from ...compiler.planning.dtypes import dtype_named
-from ...ir.expr import TensorOperand
-from ...ir.parse import PARSING
-from .binding import SHAPES, Binding, Kept, Packer, Texts, WayText, direct, fitting, like
-from .buffers import ALLOCATING, ROOMS, apart, in_rooms, rows_of, strides_of
-from .finish import Finish, as_read, finishes, typed
-from .job import Job, Mode, Part
-from .repeating import Again, Guard, Pin, repeated
+from ....compiler.planning.buffer import Buffer
+from ....compiler.planning.dtypes import dtype_named
+from ....ir.expr import TensorOperand
+from ....ir.parse import PARSING
+from ..binding import SHAPES, Binding, Kept, Packer, Texts, WayText, direct, fitting, like
+from ..buffers import ALLOCATING, ROOMS, apart, in_rooms, rows_of, strides_of
+from ..finish import Finish, as_read, finishes, typed
+from ..job import Job, Mode, Part
+from .repeating import Pin, repeated
+from .ways import Again, Guard, Ways, nothing_yet
 
 _LISTED = re.compile(r"\b(?:sum|entry|range)\d+")
+_WHERE = "call.sequences"
+_OF_BACKWARD = ("out", "lse", "dout", "dlse")
 _AT_ZERO = {"number": "q_offset == 0", "bottom_right": "q_len == kv_len", "per_row": "False"}
-
-
-def nothing_yet(*arguments: object) -> None:
-    """The direct way before something is prepared."""
-
-
-class Ways(NamedTuple):
-    """What calls of one mode are served by."""
-
-    direct: Callable[..., Any] = nothing_yet  # from a Call to (out, lse), from a BackwardCall to gradients by name
-    backward_of: Callable[..., Any] = nothing_yet  # `direct` of a backward, without the records of its call
-    repeated: Callable[..., Again | None] = nothing_yet  # for calls like one that the direct way took
-    growing: Callable[..., Again | None] = nothing_yet  # for those that have other numbers of keys, too
 
 
 @dataclass(frozen=True)
@@ -53,15 +43,6 @@ class Prepared:
     pack: Callable[[Mapping[str, Any]], Any]  # makes the arguments of all kernels
     typed: Callable[[Mapping[str, Any]], Any]  # the same with tensors in place of addresses
     runs: dict[int, Any]  # those that are compiled, by number
-
-
-def first_of(ways: Sequence[Ways]) -> Ways:
-    """What the first of them finds that takes the call."""
-
-    def among(own: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        return lambda *given: next((found for way in own if (found := way(*given)) is not None), None)
-
-    return ways[0] if len(ways) == 1 else Ways(*map(among, zip(*ways)))
 
 
 def finishes_of(job: Job) -> dict[str, Finish] | None:
@@ -92,17 +73,13 @@ class DirectWay:
     kept: Kept  # of tensor descriptors
 
     def ways(self) -> Ways:
-        way = self._way()
-        launch, job = way.function(), self.job
-        growing: Callable[..., Again | None] = nothing_yet
+        way, job = self._way(), self.job
+        growing: Callable[[Any], Again | None] = nothing_yet
         if not job.backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
             sizes = {"key": "kv_len", "value": "value_len"}
             free = {n: SHAPES[n].index(size) for n, size in sizes.items() if n in job.given_names}
             growing = self._factory(way, free)
-        if not job.backward:
-            return Ways(launch, repeated=self._factory(way), growing=growing)
-        of_records = _of_records(launch, job.gradient_names, job.signature.wanted)
-        return Ways(of_records, launch, self._factory(way))
+        return Ways(way.function(), like=self._factory(way), growing=growing)
 
     def _way(self) -> WayText:
         packer = Packer(
@@ -110,7 +87,8 @@ class DirectWay:
         )
         runs = self.ready.runs
         launches = [runs[n].shortest if n in runs else None for n in range(len(self.ready.bindings))]
-        texts = Texts(self._given, self._conditions(), self._made, self._returns)
+        opening = ["call = b.call"] if self.job.backward else []
+        texts = Texts(self._given, opening, self._conditions(), self._made, self._returns)
         return direct(packer, self.ready.bindings, launches, texts, self._tools(), self.kept)
 
     def _factory(
@@ -130,27 +108,13 @@ class DirectWay:
     def _given(self) -> str:
         """Parameters of the function."""
         if self.job.backward:
-            return "query, key, value, operands, offset, out, lse, dout, dlse"
+            return "b"
         # short sequences go into what the launch of the other module made
         return "call, out, lse" if self._adds_to_results else "call"
 
     @property
     def _adds_to_results(self) -> bool:
         return self.job.signature.share == "short"
-
-    @property
-    def _record(self) -> str:
-        """Where lengths and offset are."""
-        return "offset" if self.job.backward else "call.sequences"
-
-    @property
-    def _offset(self) -> str:
-        """Of a dense call a backward is handed the offset alone."""
-        return self._record if self.job.backward and not self.job.sequences.ragged else f"{self._record}.q_offset"
-
-    @property
-    def _operands(self) -> str:
-        return "operands" if self.job.backward else "call.operands"
 
     @property
     def _lengths(self) -> list[str]:
@@ -160,12 +124,12 @@ class DirectWay:
     def _sources(self) -> dict[str, str]:
         """What a call hands over, as expressions by name."""
         job = self.job
-        found = {n: n if job.backward else f"call.{n}" for n in job.given_names}
-        found |= {n: f"{self._operands}[{n.removeprefix('arg_')!r}]" for n in job.arguments}
-        found |= {n: f"{self._record}.{n}" for n in self._lengths}
-        found |= {"q_offset_ptr" if self.mode.per_row else "q_offset": self._offset}
+        found = {n: f"b.{n}" if n in _OF_BACKWARD else f"call.{n}" for n in job.given_names}
+        found |= {n: f"call.operands[{n.removeprefix('arg_')!r}]" for n in job.arguments}
+        found |= {n: f"{_WHERE}.{n}" for n in self._lengths}
+        found |= {"q_offset_ptr" if self.mode.per_row else "q_offset": f"{_WHERE}.q_offset"}
         if job.backward:  # kernels name what they do not write too
-            found |= {f"d{n}": n for n in ("query", "key", "value") if n not in job.signature.wanted}
+            found |= {f"d{n}": f"call.{n}" for n in ("query", "key", "value") if n not in job.signature.wanted}
         if self._adds_to_results:
             found |= {"out": "out", "lse": "lse"}
         return found
@@ -312,20 +276,20 @@ class DirectWay:
             conditions = ["call.rope is None", "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
-            conditions = ["dlse is None"]
+            conditions = ["b.dlse is None"]
         if not job.backward or job.sequences.ragged:
-            pins += [Pin("sequences", f"type({self._record})")]
-            conditions += [f"{self._record}.{n} is None" for n in job.sequences.pointers if n not in self._lengths]
+            pins += [Pin("sequences", f"type({_WHERE})")]
+            conditions += [f"{_WHERE}.{n} is None" for n in job.sequences.pointers if n not in self._lengths]
         if self._has_number:
-            pins += [Pin("offset_type", f"type({self._offset})"), Pin("q_offset", self._offset, "==")]
+            pins += [Pin("offset_type", f"type({_WHERE}.q_offset)"), Pin("q_offset", f"{_WHERE}.q_offset", "==")]
         elif not self.mode.per_row and job.sequences.ragged:
-            conditions += [f"{self._offset} is None"]
+            conditions += [f"{_WHERE}.q_offset is None"]
         return [*pins, *self._pins_of_operands()], conditions
 
     def _pins_of_operands(self) -> list[Pin]:
         pins = []
         for parameter in self.job.facts.attention.parameters:
-            given = f"{self._operands}[{parameter.name!r}]"
+            given = f"call.operands[{parameter.name!r}]"
             if not isinstance(parameter, TensorOperand):
                 pins += [Pin(f"type_of_{parameter.name}", f"type({given})")]
             elif parameter.rank > 1:  # boxes of it are brought where it begins at 16 bytes
@@ -344,20 +308,4 @@ def _repeating(
         with PARSING:
             return repeated(way, guarded, pins, conditions, guard, free)
 
-    return lambda *given: factory()(*given)
-
-
-def _of_records(found: Callable[..., Any], names: Sequence[str], wanted: frozenset[str]) -> Callable[[Any], Any]:
-    """The direct way of a backward, from a BackwardCall to its gradients by name."""
-
-    def direct(b: Any) -> dict[str, Tensor] | None:
-        call = b.call
-        gradients = found(
-            call.query, call.key, call.value, call.operands, call.ragged or call.sequences.q_offset, b.out, b.lse,
-            b.dout, b.dlse,
-        )  # fmt: skip
-        if gradients is None:
-            return None
-        return {n: g for n, g in zip(names, gradients) if n in wanted}
-
-    return direct
+    return lambda given: factory()(given)

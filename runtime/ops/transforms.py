@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..ir.errors import UnavailableError, WeftError
-from ..ir.walk import symbols
-from .call import MAIN, SLOTS, Arguments, Call, arguments_of
-from .variant import Variant, check_trainable
+from ...ir.errors import UnavailableError, WeftError
+from ...ir.walk import symbols
+from ..call import MAIN, SLOTS, Arguments, Call, arguments_of
+from ..run.variant import Variant, check_trainable
 
 Dim = int | None  # of a tensor that is mapped over
 OPERANDS = len(MAIN) + len(SLOTS)  # where the variant's own begin, behind the main tensors and those of options

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ir.attention import Attention
-from ..ir.caller import warn
-from ..ir.errors import WeftError, counted
-from ..ir.walk import symbols
-from .call import Lengths, Paged, Ragged
-from .settings import checks_values
+from ...ir.attention import Attention
+from ...ir.caller import warn
+from ...ir.errors import WeftError, counted
+from ...ir.walk import symbols
+from ..call import Lengths, Paged, Ragged
+from ..settings import checks_values
 
 
 class FirstKey:

@@ -1,0 +1,67 @@
+"""A call: past torch's dispatcher, which takes the host longer than a launch does, where nothing watches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...ir.errors import UnavailableError, collected
+from ..call import Call, Dense, arguments_of
+from ..checks import check_operand_kinds, check_q_offset, refuse_tracing
+from ..lengths import check_ragged
+from ..run.variant import Variant
+from ..torch_private import PLAIN_TYPES, below_autograd, has_tangent, under_transform, unwatched
+from .library import BACKWARD, FORWARD
+from .recorded import record
+from .transforms import call_under_transform
+
+
+def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse of a call, recorded for autograd where gradients are wanted."""
+    query, repeats = call.query, variant.repeats
+    known = repeats.known
+    if known is None or not known.fits(call):
+        known = repeats.growing
+        if known is not None and not known.fits(call):
+            known = None
+    if known is not None and unwatched():
+        if not (known.recorded and torch.is_grad_enabled()):
+            return variant.forward_like(call, known)
+        own = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
+        return record((variant, call, known), query, call.key, call.value, None, *own)
+    tensors = [query, call.key, call.value, call.rope]
+    if call.operands:
+        tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
+    recording = torch.is_grad_enabled()
+    recorded, is_plain = False, not query.is_meta
+    for t in tensors:
+        if t is not None:
+            recorded = recorded or (recording and t.requires_grad)
+            is_plain = is_plain and type(t) in PLAIN_TYPES and not t.is_neg()
+    if is_plain and unwatched() and not (recorded and call.read):
+        return record((variant, call, None), *tensors) if recorded else variant.forward(call)
+    present = [t for t in tensors if isinstance(t, Tensor)]
+    _refuse_forward_mode(variant.name, present)
+    problems = check_operand_kinds(variant.attention, call.operands, query.device)
+    if problems:
+        raise collected(variant.name, problems)
+    if isinstance(call.sequences, Dense):
+        check_q_offset(call.q_offset, query.shape[0], query.device)
+    else:
+        check_ragged(variant.name, query, call.key, call.sequences)
+    if under_transform():
+        return call_under_transform(variant, call, FORWARD, BACKWARD)
+    arguments = arguments_of(call, variant.kinds, variant.text).flat
+    if recorded:
+        return FORWARD(*arguments)
+    with below_autograd():
+        return FORWARD(*arguments)
+
+
+def _refuse_forward_mode(name: str, tensors: Sequence[Tensor]) -> None:
+    """What torch would drop or refuse in its own words: forward mode and torch.jit.trace."""
+    refuse_tracing(name)
+    if has_tangent(tensors):
+        raise UnavailableError(f"{name}: forward-mode derivatives are not available; use {name}.reference(...)")
