@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import describe, distributed, drawing, request, validate
+from .codegen.torch_private import is_surely_negative, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
 from .compiler.planning.records import Shape
@@ -47,7 +48,6 @@ from .runtime.ops import dispatch, library
 from .runtime.options import DEFINED, PLAIN, READ_BY_KERNELS, CallOptions, Form, doc_of, signature_of
 from .runtime.run.variant import Variant, say_of_first_key, variant_of
 from .runtime.settings import default_target, traced_target
-from .runtime.torch_private import is_surely_negative, may_autocast
 from .runtime.values import check_offsets, check_reads
 from .signatures import Methods
 

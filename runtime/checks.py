@@ -9,13 +9,13 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
+from ..codegen.torch_private import is_traced
 from ..compiler.planning.dtypes import named_by_torch
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError, collected, counted, shown
 from ..ir.expr import CALL_OPTIONS, INT32_MAX, Scalar, TensorOperand
 from ..ir.foreign import option_hint
 from .call import BackwardCall, Call, Dense, Lengths, Packed, PackedPaged, Paged, Pages
-from .torch_private import is_traced
 
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30  # up to it tile programs are proven, in 32 bits where they compute in these

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.torch_private import are_plain
 from ..compiler.analysis.measured import Table
 from ..compiler.analysis.pairs import visible_pairs
 from ..compiler.analysis.records import TileProgram
@@ -26,7 +27,6 @@ from ..ir.sequences import padded_rows
 from ..ir.walk import symbols, tensors
 from .call import MAIN, Arguments, Call, Dense, call_of, numbers_of
 from .run.variant import Variant, variant_of_text
-from .torch_private import are_plain
 
 COUNTER = "torch.utils.flop_counter"
 

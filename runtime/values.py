@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codegen.torch_private import under_transform
 from ..compiler.analysis.ranges import Ranges, cure_of_index
 from ..ir.attention import Attention
 from ..ir.errors import WeftError, collected, counted
@@ -21,7 +22,6 @@ from ..ir.reference import dense_mask, evaluate, positions
 from ..ir.walk import loads, nodes
 from .checks import form_problem
 from .settings import checks_values
-from .torch_private import under_transform
 
 LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
 _TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)

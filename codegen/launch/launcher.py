@@ -20,7 +20,7 @@ from .descriptors import Descriptors
 from .device import Asked, Device
 from .division import Division
 from .fast.direct import DirectWay, Prepared, may_go_directly
-from .fast.ways import Quick, Ways, first_of
+from .fast.ways import Ways, first_of
 from .job import Job, KernelLaunch, Mode, OwnPart, Part, SummingPart
 
 HEAD_BUNCH = 8  # heads whose tiles run together, so that their keys and values are shared in L2
@@ -58,9 +58,6 @@ class KernelLauncher:
     @property
     def device(self) -> Device:
         return self.job.device
-
-    def goes_by(self, quick: Quick) -> None:
-        self.device.goes_by(quick)
 
     # -- one call ------------------------------------------------------------------------------------------------------
     def partition(self, call: CallTensors, results: Named) -> Partition:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ...compiler.planning.target import CallTensors, Launcher, Named, Partition, Place
-from .fast.ways import Quick, Ways
+from .fast.ways import Ways
 
 
 class SharedLauncher:
@@ -16,9 +16,6 @@ class SharedLauncher:
     def __init__(self, long: Launcher, short: Launcher) -> None:
         self._long, self._short = long, short
         self.fast = Ways(self._direct)
-
-    def goes_by(self, quick: Quick) -> None:
-        """Both are bound already."""
 
     def _direct(self, call: Any) -> Any:
         """The direct way. Where the second one turns a call away, what the first one made is dropped."""

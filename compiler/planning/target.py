@@ -111,9 +111,6 @@ class Launcher(Protocol):
     def fast(self) -> Any:
         """Its fast ways, which a call asks first: `Ways` of codegen/launch/fast."""
 
-    def goes_by(self, quick: Any) -> None:
-        """Take quicker functions of torch, `Quick` of the same folder, before the first call."""
-
     def partition(self, call: CallTensors, results: Named) -> Partition:
         """How to divide the work of this call."""
 

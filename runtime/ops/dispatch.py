@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...codegen.torch_private import PLAIN_TYPES, below_autograd, has_tangent, under_transform, unwatched
 from ...ir.errors import UnavailableError, collected
 from ..call import Call, Dense, arguments_of
 from ..checks import check_operand_kinds, check_q_offset, refuse_tracing
 from ..lengths import check_ragged
 from ..run.variant import Variant
-from ..torch_private import PLAIN_TYPES, below_autograd, has_tangent, under_transform, unwatched
 from .library import BACKWARD, FORWARD
 from .recorded import record
 from .transforms import call_under_transform

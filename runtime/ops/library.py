@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ...codegen.torch_private import named, stands_for_many
 from ...ir.errors import UnavailableError, WeftError
 from ...ir.expr import Scalar
 from .. import ending, flops
@@ -28,7 +29,6 @@ from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of
 from ..run.gradients import contiguous_like, rows_like
 from ..run.variant import Variant, check_trainable, variant_of_text
 from ..settings import default_target
-from ..torch_private import named, stands_for_many
 from .transforms import second_derivative
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ...codegen.launch.fast.repeats import Known, Repeats
+from ...codegen.torch_private import are_plain, called_by_the_engine, unwatched
 from ...ir.errors import WeftError
 from ..call import MAIN, BackwardCall, Call, Choices, Dense, arguments_of, length_tensors, sequences_of
 from ..options import LENGTHS, PLAIN
 from ..run.key import key_of, kinds_of
 from ..run.variant import Variant, check_trainable
-from ..torch_private import are_plain, called_by_the_engine, unwatched
 from .library import BACKWARD, as_read, refuse_many
 
 Gradients = Sequence[Tensor | None]

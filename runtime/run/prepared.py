@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ...codegen.launch import starting
-from ...codegen.launch.fast.ways import Quick
 from ...codegen.launch.shared import SharedLauncher
 from ...codegen.targets.triton.kernels.measures import PAIR_CELLS
 from ...compiler.analysis.facts import Facts
@@ -24,7 +23,6 @@ from ...ir.parse import PARSING
 from .. import driver
 from ..call import Call, lengths_of
 from ..settings import keeps_tiles
-from ..torch_private import current_gpu, empty_on_gpu, guard
 from .kept import any_kept, measured_of
 from .key import signature_of_call
 
@@ -135,7 +133,6 @@ def _bound(facts: Facts, resolved: driver.Resolved, modules: Sequence[ModuleType
     target, code = resolved.target, resolved.code
     facts = facts.with_order(code.signature.sequences.in_order)
     launcher = target.bind(modules, code, facts, query.device)
-    launcher.goes_by(Quick(guard, current_gpu, empty_on_gpu))
     measures = code.tile_source != "program" and not code.looks_first
     differs = resolved.by_length or bool(resolved.timed)
     return Prepared(

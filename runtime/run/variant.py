@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...codegen.launch.fast.repeats import Known, Repeats
 from ...codegen.launch.fast.ways import nothing_yet
+from ...codegen.torch_private import are_plain, constant_while_tracing
 from ...compiler.analysis.facts import facts_of
 from ...compiler.planning.signature import Direction, is_short_call
 from ...compiler.planning.target import Place
@@ -30,7 +31,6 @@ from ..checks import check_backward, check_call, check_kept, fits
 from ..lengths import check_contents, check_ragged
 from ..settings import checks_values, keeps_tiles
 from ..sizes import SizeChecks
-from ..torch_private import are_plain, constant_while_tracing
 from .first_key import FirstKey
 from .gradients import gradients_of_nothing, lse_of_nothing, operand_gradients, rows_like
 from .kept import any_kept

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import weft
 from weft import batch, head, kv_pos, masks, q_pos, score
-from weft.codegen import at_once, places, products
-from weft.runtime import torch_private
+from weft.codegen import at_once, places, products, torch_private
 from weft.runtime.run.variant import variant_of
 
 X, BIAS, VALID = weft.scalar("x", float), weft.tensor("bias", 3), weft.tensor("valid", 2, bool)

@@ -43,9 +43,6 @@ class Times:  # a launcher whose out is that of another, times the toy
         self.launcher, self.fast = launcher, Ways()
         self.partition, self.workspace = launcher.partition, launcher.workspace
 
-    def goes_by(self, quick):
-        pass
-
     def __call__(self, call, results, *rest):
         found = self.launcher(call, results, *rest)
         results["out"].mul_(call.read["toy"])

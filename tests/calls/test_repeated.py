@@ -18,9 +18,9 @@ import weft
 from weft import masks
 
 pytest.importorskip("triton")
+from weft.codegen import torch_private
 from weft.codegen.launch.fast.repeats import MOST_PATIENCE, WORTH, Repeats
 from weft.codegen.launch.fast.ways import Again
-from weft.runtime import torch_private
 from weft.runtime.call import Call, Dense, Lengths, Packed, Paged
 
 from .written_launches import (

@@ -28,9 +28,6 @@ class Counted:
         self.fast = Ways()
         self.partition, self.workspace = launcher.partition, launcher.workspace
 
-    def goes_by(self, quick: Any) -> None:
-        """It has no fast ways."""
-
     def __call__(self, *given: Any) -> Any:
         self.launches.append(self.direction)
         return self.launcher(*given)

@@ -21,6 +21,7 @@ from ....compiler.planning.dtypes import FP32, dtype_named
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.sources import DENSE
 from ....ir.expr import TensorOperand
+from ... import torch_private
 from ...products import own_attention
 from ..binding import Packer, fitting, function, like
 from .ways import Again, Guard, Ways
@@ -30,10 +31,11 @@ _FARTHEST = 2**30  # offset of a query
 
 
 class CpuWays:
-    """Those of a module of torch code. guard: what tells whether tensors are like others; None: nothing does."""
+    """Those of a module of torch code."""
 
-    def __init__(self, module: ModuleType, code: CodePlan, facts: Facts, guard: Guard | None) -> None:
-        self.module, self.code, self.guard = module, code, guard
+    def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
+        self.module, self.code = module, code
+        self.guard = torch_private.guard  # what tells whether tensors are like others; None: nothing does
         self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
         parameters = facts.attention.parameters
         self.tensors = tuple(p.name for p in parameters if isinstance(p, TensorOperand))

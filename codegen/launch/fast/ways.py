@@ -22,14 +22,6 @@ class Again(NamedTuple):
 Guard = Callable[..., Callable[..., bool]]
 
 
-class Quick(NamedTuple):
-    """Quicker functions than torch's public ones, where this torch has them."""
-
-    guard: Guard | None = None  # None: no call is known to be like another
-    current: Callable[[], int] | None = None  # the current GPU
-    empty: Callable[..., Any] | None = None  # a tensor there, of sizes, strides and dtype
-
-
 def nothing_yet(*arguments: object) -> None:
     """A way before something is prepared, or where there is none."""
 

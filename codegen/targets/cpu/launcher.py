@@ -12,7 +12,6 @@ from ....compiler.analysis.facts import Facts
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.target import WHOLE, CallTensors, Named, Partition, Place
 from ...launch.fast.on_cpu import MAIN, CpuWays
-from ...launch.fast.ways import Quick
 from ...launch.runs import runs_of
 
 
@@ -20,14 +19,11 @@ class CpuLauncher:
     """Runs a module of torch code."""
 
     def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
-        self.module, self.code, self._facts = module, code, facts
+        self.module, self.code = module, code
         self.sink = facts.attention.folded_sink is not None
         form = code.kernels[-1].form
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
-        self.goes_by(Quick())
-
-    def goes_by(self, quick: Quick) -> None:
-        self.fast = CpuWays(self.module, self.code, self._facts, quick.guard).ways()
+        self.fast = CpuWays(module, code, facts).ways()
 
     def from_weights(self, b: Any) -> tuple[dict[str, Any], list[Any]] | None:
         """The gradients of a call whose weights were kept, by name, and the sums of reads; None where it has tiles."""
