@@ -126,19 +126,20 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Of every input of the op; that of a list is a list."""
-    flags, n_operands, ints, q_offset, *tail = ctx.rest
-    refuse_many(variant_of_text(tail[1]).name, dout, dlse)
+    flags, n_operands, ints, q_offset, head_dim, text, choices = ctx.rest
+    refuse_many(variant_of_text(text).name, dout, dlse)
     out, lse, *more = ctx.saved_tensors
     main, slots, more = more[: len(MAIN)], more[len(MAIN) :][: len(SLOTS)], more[len(MAIN) + len(SLOTS) :]
     operands, floats = more[:n_operands], more[n_operands:]
     dout = torch.zeros_like(out) if dout is None else dout
-    given = Arguments.of([*main, operands, floats, ints, q_offset, *slots, *tail])
+    given = Arguments.of([*main, operands, floats, ints, q_offset, *slots, head_dim, text, choices])
     found = iter(BACKWARD(dout, dlse, out, lse, *given.flat, flags))
     gradients = [next(found) if flag else None for flag in flags]
     gradients += [None] * (len(MAIN) + n_operands - len(flags))
     no_ints: Any = None if ints else []  # an empty list is a node of torch's trees: [] and not None
     of_lists = gradients[len(MAIN) :], [None] * len(floats), no_ints
-    return *gradients[: len(MAIN)], *of_lists, *[None] * (1 + len(slots) + len(tail))
+    behind = (q_offset, *slots, head_dim, text, choices)  # without gradients
+    return *gradients[: len(MAIN)], *of_lists, *[None] * len(behind)
 
 
 def _refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:

@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
         ctx.flags = tuple(ctx.needs_input_grad[3 + place] for place in places)
         wanted = [n for n, flag in zip(names, ctx.flags) if flag]
         paged = tensors[len(MAIN) + SLOTS.index("block_table")] is not None
-        check_trainable(rest.variant, tensors[2] is not None, wanted, paged)
+        check_trainable(rest.variant, tensors[MAIN.index("value")] is not None, wanted, paged)
         ctx.rest, ctx.op, ctx.places = rest, backward, places
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, *tensors)
@@ -126,7 +126,8 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name = inputs[0].variant.name
+        rest, *_ = inputs
+        ctx.name = rest.variant.name
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
@@ -166,7 +167,7 @@ def _mapped(
         each = [
             call(*(t if d is None or t is None else t.select(d, i) for t, d in zip(tensors, dims))) for i in range(size)
         ]
-        return tuple(torch.stack(found) for found in zip(*each)), (0,) * len(each[0])
+        return tuple(torch.stack(found) for found in zip(*each)), (0,) * len(of_results)
     given = [t if t is None or a is None else _joined(t, d, size, a) for t, d, a in zip(tensors, dims, axes)]
     found = call(*given)
     return tuple(t.unflatten(a, (size, -1)) for t, a in zip(found, of_results)), tuple(of_results)

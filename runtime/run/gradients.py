@@ -84,9 +84,10 @@ def operand_gradients(
     totals = {}
     for name, tensor in operands.items():
         own = [(g, total) for g, total in zip(gradients, sums) if g.load.tensor.name == name]
-        if len(own) == 1 and own[0][0].kind in PAIR_KINDS:
-            totals[name] = own[0][1]  # in its shape already: a large one is not gone through again
-            continue
+        match own:
+            case [(gradient, total)] if gradient.kind in PAIR_KINDS:
+                totals[name] = total  # in its shape already: a large one is not gone through again
+                continue
         dtype = torch.float64 if torch.float64 in {total.dtype for _, total in own} else torch.float32
         totals[name] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
         for gradient, total in own:
@@ -141,7 +142,7 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     if device.type == "cuda":
         result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
         return
-    flat = torch.zeros_like(index[0])
+    flat = torch.zeros(sums.shape, dtype=torch.float64, device=device)
     for places, extent in zip(index, result.shape):
         flat = flat * extent + places
     # index_put_ adds in any order on a CPU; bincount goes through its input once, from first to last

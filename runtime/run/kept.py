@@ -77,17 +77,22 @@ def measured_of(facts: Facts, call: Call, make: bool) -> dict[str, Tensor] | Non
 
 def _read(attention: Attention, call: Call) -> list[Tensor]:
     """The tensors that decide which tiles are visited."""
-    own = [call.operands[name] for name in _operands(attention)[0]]
+    own = [call.operands[name] for name in _tensors(attention)]
     sequences = call.sequences
     given: Iterable[object] = (*own, *getattr(sequences, "tensors", {}).values(), sequences.q_offset)
     return [t for t in given if isinstance(t, Tensor)]
 
 
 @lru_cache(maxsize=256)
-def _operands(attention: Attention) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the tensors and of the scalars that the mask reads."""
-    mask = attention.folded_mask
-    return tuple(sorted(t.name for t in tensors(mask))), tuple(sorted(s.name for s in scalars(mask)))
+def _tensors(attention: Attention) -> tuple[str, ...]:
+    """Names of the tensors that the mask reads."""
+    return tuple(sorted(t.name for t in tensors(attention.folded_mask)))
+
+
+@lru_cache(maxsize=256)
+def _scalars(attention: Attention) -> tuple[str, ...]:
+    """Names of the scalars that it reads."""
+    return tuple(sorted(s.name for s in scalars(attention.folded_mask)))
 
 
 def _mask_key(facts: Facts, call: Call) -> tuple[object, ...]:
@@ -96,7 +101,7 @@ def _mask_key(facts: Facts, call: Call) -> tuple[object, ...]:
     offset = None if isinstance(sequences.q_offset, Tensor) else sequences.q_offset
     lengths: Mapping[str, object] = getattr(sequences, "tensors", {})
     given = tuple(name for name, value in lengths.items() if value is not None)
-    numbers = tuple(call.operands[name] for name in _operands(facts.attention)[1])
+    numbers = tuple(call.operands[name] for name in _scalars(facts.attention))
     sizes = (*query.shape[:3], *key.shape[1:3], call.head_dim)
     return facts.attention.folded_mask.text, sequences.kind, given, offset, numbers, sizes
 
