@@ -142,7 +142,7 @@ def scatter(gradient: OperandGradient, total: Tensor, call: Call, result: Tensor
     if device.type == "cuda":
         result.index_put_(tuple(index), sums, accumulate=True)  # sorts, so the order of additions is fixed
         return
-    flat = torch.zeros(sums.shape, dtype=torch.float64, device=device)
+    flat = torch.zeros(sums.shape, dtype=torch.int64, device=device)
     for places, extent in zip(index, result.shape):
         flat = flat * extent + places
     # index_put_ adds in any order on a CPU; bincount goes through its input once, from first to last
