@@ -33,7 +33,7 @@ from .cli_options import (
     values_of,
     variant_of,
 )
-from .codegen.targets import targets
+from .codegen.targets import target_named, targets
 from .compiler.planning import hardware
 from .compiler.planning.dtypes import ON_GPUS
 from .compiler.planning.kernel import Algorithm
@@ -216,7 +216,8 @@ def tune(ctx: click.Context, target: str | None, algorithm: Algorithm) -> None:
     about = in_words(class_of(r.shape.q_len, r.shape.kv_len))
     click.echo(f"fastest of {found.tried}: schedule={str(found.schedule)!r}")
     click.echo(f"kept for calls of about {about} queries and keys")
-    if algorithm == "flash" and any(choice.target != "cpu" for choice in found.schedule.kernels.values()):
+    chosen = [target_named(choice.target) for choice in found.schedule.kernels.values()]
+    if algorithm == "flash" and any(target.serves != "cpu" for target in chosen):
         click.echo("of calls of few queries, and of short sequences in mixed ones (split_kv), nothing is tuned")
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from . import Attention, __version__, installed, parse
-from .codegen.targets import targets
+from .codegen.targets import target_named, targets
 from .compiler.planning import hardware
 from .ir.errors import WeftError, counted
 from .runtime import cache, driver
@@ -91,7 +91,7 @@ def target_rows() -> list[tuple[str, str]]:
     found, by_name = driver.available(), {t.name for t in targets() if t.by_name_only}
     chosen = [name for name, reason in found.items() if reason is None and name not in by_name]
     kind = "the CPU" if hardware.this_machine().kind == "cpu" else "the GPU"
-    defaults = {"cpu": "the CPU"} | ({chosen[0]: kind} if chosen else {})
+    defaults = {t.name: "the CPU" for t in targets() if t.serves == "cpu"} | ({chosen[0]: kind} if chosen else {})
     rows = []
     for name, reason in found.items():
         if reason is not None:
@@ -108,8 +108,9 @@ def small_call(target: str) -> str:
     """What became of a small causal call, against the reference in float64; its kernels are kept nowhere."""
     import torch
 
-    on_cpu = target in ("cpu", "interpret") or not torch.cuda.is_available()
-    dtype = torch.float32 if target == "cpu" else torch.float16
+    found = target_named(target)
+    on_cpu = found.serves == "cpu" or found.interprets or not torch.cuda.is_available()
+    dtype = torch.float32 if on_cpu else torch.float16
     query, key, value = torch.randn(3, 1, 2, 64, 64, dtype=dtype, device="cpu" if on_cpu else "cuda")
     variant, begun = Attention(mask=parse("kv_pos <= q_pos"), name="doctor"), time.perf_counter()
     try:

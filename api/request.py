@@ -21,6 +21,7 @@ from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of
 from .compiler.planning.sources import DENSE
+from .compiler.planning.target import Target
 from .ir.errors import UnavailableError, WeftError, collected
 from .ir.expr import Scalar, TensorOperand
 from .ir.walk import scalars, tensors
@@ -181,6 +182,12 @@ class Request(NamedTuple):
     backward: driver.Resolved | None  # None where there is no backward
     notes: tuple[str, ...]
     short: driver.Resolved | None = None  # of short sequences, where those of `forward` are long ones
+
+    @property
+    def targets(self) -> list[Target]:
+        """The targets of both directions, each once."""
+        found = [each.target for each in (self.forward, self.backward) if each is not None]
+        return list(dict.fromkeys(found))
 
     @property
     def shares(self) -> list[Request]:

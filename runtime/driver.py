@@ -241,9 +241,10 @@ def _has(name: str, given: Schedule, facts: Facts, signature: Signature) -> bool
 
 
 def _most_telling(given: Schedule, facts: Facts, signature: Signature) -> str:
-    """Of why no target can: what the target for this kind of device says."""
-    target = target_named("cpu" if signature.arch == "cpu" else "triton")
-    return why_not(target, given.algorithm, signature, facts) or "no target is left"
+    """Of why no target can: what the target says that serves this kind of machine."""
+    kind = "cpu" if signature.arch == "cpu" else "cuda"
+    reasons = (why_not(t, given.algorithm, signature, facts) for t in targets() if t.serves == kind)
+    return next((reason for reason in reasons if reason is not None), "no target is left")
 
 
 def _kernels(target: Target, algorithm: Algorithm, signature: Signature, facts: Facts) -> Sequence[Kernel]:

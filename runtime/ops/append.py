@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...codegen.launch.appending import appending
+from ...codegen.targets import target_named
 from ..settings import default_target
 
 _LIBRARY = torch.library.Library("weft", "FRAGMENT")
@@ -44,7 +45,8 @@ def _on_gpu(key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | No
 
 
 def _on_cpu(key: Tensor, value: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:
-    if default_target() == "interpret" and slots.numel():
+    name = default_target()
+    if name is not None and target_named(name).interprets and slots.numel():
         return appending(-1, True)(key, value, keys, values, slots)
     batch, row = (slots >= 0).nonzero(as_tuple=True)
     slot = slots[batch, row].long()

@@ -102,7 +102,7 @@ class Variant:
             if found is not None:
                 if repeats.wants():
                     _look(repeats, ready, call)
-                return found  # type: ignore[no-any-return]
+                return found
         ready = self._found("forward", call, at)
         ways = ready.launcher.fast
         out, lse = [place.beside(query) for place in self.forward_places(call.query, call.value)]

@@ -88,6 +88,15 @@ def test_what_gluon_targets_share_names_none_of_them() -> None:
     assert shared and not any(re.search(rf"\b({named})\b", path.read_text().lower()) for path in shared)
 
 
+@pytest.mark.parametrize("room", ["api", "runtime"])
+def test_what_uses_targets_names_none_of_them(room: str) -> None:
+    """What one is told from others by is in its record. Devices have such names too: "cpu" may be one."""
+    names = "|".join(target.name for target in targets.targets())
+    compared = rf"""(target|\.name) *(==|!=|in|not in) *[(\[{{]?["'](?:{names})["']"""
+    asked = rf"""target_named\(["']|["'](?:{names})["'] *(==|!=|in\b) *target|isinstance\([^)]*(Target|Launcher)\b"""
+    assert [*places(room, compared), *places(room, asked)] == []
+
+
 def test_nothing_outside_targets_asks_for_the_class_of_a_form() -> None:
     own = [place for room in ("compiler", "runtime", "api") for place in places(room, r"isinstance\([^)]*Form\b")]
     assert own == []
