@@ -43,9 +43,10 @@ from .compiler.planning.signature import class_of, in_words
 from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError, counted
-from .runtime import cache, calibrated, driver
+from .runtime import driver
 from .runtime.checks import MAX_HEAD_DIM
 from .runtime.settings import size_of
+from .runtime.store import calibrated, files, prune
 
 
 class _Mistake(click.ClickException):
@@ -377,7 +378,7 @@ def cache_group() -> None:
 @cache_group.command("path")
 def cache_path() -> None:
     """Print where it is."""
-    click.echo(cache.cache_dir())
+    click.echo(files.cache_dir())
 
 
 @cache_group.command("list")
@@ -388,7 +389,7 @@ def cache_list() -> None:
     line and nothing else, fields apart by tabs: name, state, bytes, seconds since 1970 when made and when last used,
     path, and why it is not sound.
     """
-    found = cache.entries()
+    found = prune.entries()
     if not sys.stdout.isatty():
         for entry in found:
             state, _, reason = state_of(entry).partition(": ")
@@ -396,7 +397,7 @@ def cache_list() -> None:
             click.echo("\t".join(map(str, fields)))
         return
     size = sum(entry.size for entry in found)
-    click.echo(f"{counted(len(found), 'entry')}, {size / 1024:.0f} KiB in {cache.cache_dir()}")
+    click.echo(f"{counted(len(found), 'entry')}, {size / 1024:.0f} KiB in {files.cache_dir()}")
     if found:
         click.echo(f"{'KiB':>8}  {'made':16}  {'used':10}  entry")
     for entry in found:  # plain lines with the name unbroken: it is there to be copied
@@ -406,7 +407,7 @@ def cache_list() -> None:
     _say_how_to_edit(found)
 
 
-def _say_how_to_edit(found: list[cache.EntryInfo]) -> None:
+def _say_how_to_edit(found: list[prune.EntryInfo]) -> None:
     usable = next((entry for entry in found if state_of(entry) == "sound"), None)
     if usable is not None:
         click.echo("An edited module is named as its entry, without the last dash and what follows:")
@@ -417,15 +418,15 @@ def _say_how_to_edit(found: list[cache.EntryInfo]) -> None:
 @click.option("--max-size", metavar="SIZE", help="Then remove the least recently used entries beyond it, e.g. 200MB.")
 def cache_prune(max_size: str | None) -> None:
     """Remove stale and unsound entries, and what processes that died left behind."""
-    done = cache.prune(None if max_size is None else size_of(max_size, "--max-size"))
+    done = prune.prune(None if max_size is None else size_of(max_size, "--max-size"))
     counts = f"{done.stale} stale entries, {done.over} beyond the size, {done.left_overs} left-overs"
-    click.echo(f"removed {counts} ({done.size / 1024:.0f} KiB) from {cache.cache_dir()}")
+    click.echo(f"removed {counts} ({done.size / 1024:.0f} KiB) from {files.cache_dir()}")
 
 
 @cache_group.command("clear")
 def cache_clear() -> None:
     """Remove all entries."""
-    click.echo(f"removed {counted(cache.clear(), 'entry')} from {cache.cache_dir()}")
+    click.echo(f"removed {counted(prune.clear(), 'entry')} from {files.cache_dir()}")
 
 
 # -- calibrate -------------------------------------------------------------------------------------------------------

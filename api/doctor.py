@@ -15,11 +15,12 @@ from . import Attention, __version__, installed, parse
 from .codegen.targets import target_named, targets
 from .compiler.planning import hardware
 from .ir.errors import WeftError, counted
-from .runtime import cache, driver
+from .runtime import driver
 from .runtime.settings import current, settings
+from .runtime.store import files, prune
 
 
-def state_of(entry: cache.EntryInfo) -> str:
+def state_of(entry: prune.EntryInfo) -> str:
     if entry.problem:
         return f"unsound: {entry.problem}"
     return f"stale: {entry.stale}" if entry.stale else "sound"
@@ -75,7 +76,7 @@ def cache_rows() -> list[tuple[str, str]]:
     if setting_rows():
         return [("folder", "not known while a setting is wrong")]
     try:
-        folder, found = cache.cache_dir(), cache.entries()
+        folder, found = files.cache_dir(), prune.entries()
     except WeftError as error:
         return [("folder", f"cannot be used, so that kernels are generated anew in each process: {error}")]
     states = [state_of(entry).partition(":")[0] for entry in found]

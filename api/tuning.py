@@ -27,8 +27,9 @@ from .drawn import drawn_operands
 from .ir.attention import SEED
 from .ir.errors import WeftError
 from .request import Request, ranges_of, request_of
-from .runtime import driver, tuned
+from .runtime import driver
 from .runtime.run.variant import forget
+from .runtime.store import tuned
 
 _LEAST_SECONDS = 2e-3  # of one run on the clock: shorter calls are repeated, so that the clock's own noise is small
 

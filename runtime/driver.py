@@ -37,7 +37,9 @@ from ..compiler.planning.tables import ways_of
 from ..compiler.planning.target import Target
 from ..ir.attention import Attention
 from ..ir.errors import UnavailableError, WeftError
-from . import cache, calibrated, settings, shelf, tuned  # noqa: F401  says what was measured here, and where templates lie
+from . import settings
+from .store import calibrated, prune, shelf, tuned  # noqa: F401  say what was measured here, where templates lie
+from .store import modules as cache
 
 _built = 0
 

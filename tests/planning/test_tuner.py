@@ -32,7 +32,7 @@ from weft.ir.errors import WeftError
 from weft.runtime import driver
 from weft.runtime.run.variant import variant_of
 from weft.runtime.settings import settings
-from weft.runtime.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
+from weft.runtime.store.tuned import FOLDER, TuneKey, forget, key_of, remember, remembered
 
 SHAPE = Shape(2, 8, 2, 1024, 1024, 128, 128)
 START = chosen(SHAPE, H200, "triton")
@@ -204,7 +204,7 @@ def test_another_key_remembers_nothing() -> None:
 
 @pytest.mark.parametrize("part", ["generator", "triton", "torch"])
 def test_another_version_remembers_nothing(part, monkeypatch) -> None:
-    from weft.runtime import tuned
+    from weft.runtime.store import tuned
 
     remember(KEY, HERE, found_by_search)
     monkeypatch.setattr(tuned, "TuneKey", lambda *known: TuneKey(*known, **{part: "other"}))

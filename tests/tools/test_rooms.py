@@ -97,6 +97,13 @@ def test_what_uses_targets_names_none_of_them(room: str) -> None:
     assert [*places(room, compared), *places(room, asked)] == []
 
 
+def test_stores_have_one_writer() -> None:
+    """And one lock, and one way to ask for the version of a package."""
+    wrote = [p for room in ("runtime", "api") for p in places(room, r"os\.(replace|O_CREAT)|mkstemp|FileLock\(")]
+    wrote += places("runtime", r"importlib\.metadata")
+    assert {place.split(":")[0] for place in wrote} == {"runtime/store/files.py"}
+
+
 def test_nothing_outside_targets_asks_for_the_class_of_a_form() -> None:
     own = [place for room in ("compiler", "runtime", "api") for place in places(room, r"isinstance\([^)]*Form\b")]
     assert own == []

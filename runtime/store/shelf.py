@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
-import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from ..codegen import shelf
-from . import cache
-from .settings import CACHE, trace
+from ...codegen import shelf
+from ..settings import CACHE, trace
+from . import files
+from .modules import TEMPLATES, generator_digest
 
 _DIGEST = hashlib.sha256().digest_size
 
@@ -25,8 +23,8 @@ class _Folder:
     def read(self, name: str) -> bytes | None:
         folder = _folder()
         try:
-            content = b"" if folder is None else cache.read_ours(folder / name)[0]
-        except (OSError, cache.Unsound):
+            content = b"" if folder is None else files.read_ours(folder / name)[0]
+        except (OSError, files.Unsound):
             return None
         digest, found = content[:_DIGEST], content[_DIGEST:]
         return found if digest == hashlib.sha256(found).digest() else None
@@ -35,26 +33,22 @@ class _Folder:
         folder = _folder()
         if folder is None:
             return
-        staging = folder / f"{name}{os.urandom(6).hex()}"
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            cache.write(staging, hashlib.sha256(content).digest() + content)
-            os.replace(staging, folder / name)
+            files.write(folder / name, hashlib.sha256(content).digest() + content)
         except OSError as error:
             trace(CACHE, f"cache keeps no compiled template: {error}")
-            with suppress(OSError):
-                staging.unlink()
 
 
 def _folder() -> Path | None:
-    root = cache.usable_root()
-    return None if root is None else root / f"{cache.TEMPLATES}{_kind()}"
+    root = files.usable_root()
+    return None if root is None else root / f"{TEMPLATES}{_kind()}"
 
 
 @functools.cache
 def _kind() -> str:
     """What compiled templates depend on besides their text."""
-    made_by = (cache.generator_digest(), sys.implementation.cache_tag, importlib.metadata.version("jinja2"))
+    made_by = (generator_digest(), sys.implementation.cache_tag, files.version_of("jinja2"))
     return hashlib.sha256(" ".join(map(str, made_by)).encode()).hexdigest()[:12]
 
 

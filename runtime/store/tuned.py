@@ -8,22 +8,21 @@ temporary name and renamed; a torn or foreign file counts as absent.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..compiler.planning.hardware import Hardware
-from ..compiler.planning.schedule import Schedule, parse_schedule
-from ..compiler.planning.signature import LengthClass, Signature
-from ..compiler.planning.tuner import Tuned
-from ..ir.attention import Attention
-from ..ir.errors import WeftError
-from . import cache
+from ...compiler.planning.hardware import Hardware
+from ...compiler.planning.schedule import Schedule, parse_schedule
+from ...compiler.planning.signature import LengthClass, Signature
+from ...compiler.planning.tuner import Tuned
+from ...ir.attention import Attention
+from ...ir.errors import WeftError
+from .files import cache_dir, folder_of, lock_of, triton_version, version_of, write
+from .modules import generator_digest
 
 FOLDER = ".tuned"
 
@@ -38,9 +37,9 @@ class TuneKey:
     hardware: str  # name of the Hardware record
     target: str
     algorithm: str = "flash"
-    generator: str = field(default_factory=cache.generator_digest)
-    triton: str = field(default_factory=lambda: _version("triton"))
-    torch: str = field(default_factory=lambda: _version("torch"))
+    generator: str = field(default_factory=generator_digest)
+    triton: str = field(default_factory=triton_version)
+    torch: str = field(default_factory=lambda: version_of("torch"))
 
     @property
     def file_name(self) -> str:
@@ -56,19 +55,12 @@ def key_of(
     return TuneKey(attention.digest, signature.direction, signature.label, hardware.name, target, algorithm)
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
 def remembered(
     attention: Attention, signature: Signature, hardware: Hardware, target: str, algorithm: str = "flash"
 ) -> Mapping[LengthClass, Schedule]:
     """The schedules that were timed to be fastest, by the class of lengths that they were timed at."""
     try:
-        folder = cache.cache_dir() / FOLDER
+        folder = cache_dir() / FOLDER
     except WeftError:
         return {}  # the cache folder cannot be used, which its own code warns about
     if not folder.is_dir():
@@ -87,11 +79,9 @@ def remember(key: TuneKey, lengths: LengthClass, search: Callable[[], Tuned]) ->
 
     Raises WeftError if the cache folder cannot be used, before anything is timed.
     """
-    from filelock import FileLock  # lazy: imports asyncio, not wanted in a process that only looks schedules up
-
     folder = _folder()
     path = folder / key.file_name
-    with FileLock(f"{path}.lock"):
+    with lock_of(Path(f"{path}.lock")):
         found = search()
         _write(path, key, {**_read(path, key), _text_of(lengths): _record_of(found)})
     return found
@@ -104,9 +94,8 @@ def forget(key: TuneKey) -> None:
 
 # -- on disk ---------------------------------------------------------------------------------------------------------
 def _folder() -> Path:
-    folder = cache.cache_dir() / FOLDER
+    folder = folder_of(FOLDER, "tuned schedules")
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # known now, and not after minutes of timing
     except OSError as error:
         raise WeftError(f"folder of tuned schedules {folder}: cannot be written ({error.strerror})") from error
@@ -140,12 +129,4 @@ def _record_of(found: Tuned) -> dict[str, Any]:
 
 def _write(path: Path, key: TuneKey, classes: Mapping[str, Any]) -> None:
     kept = {"key": asdict(key), "lengths": classes}
-    text = json.dumps(kept, indent=1)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write(path, json.dumps(kept, indent=1).encode())

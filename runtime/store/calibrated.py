@@ -6,18 +6,16 @@ is left aside with a warning; one that the setting names is refused.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from functools import cache
 from pathlib import Path
 
-from ..compiler.planning import hardware
-from ..compiler.planning.rates import Calibration, Machine, calibration_of, text_of
-from ..ir.caller import warn
-from ..ir.errors import WeftError
-from . import cache as kept
-from .settings import calibration_file
+from ...compiler.planning import hardware
+from ...compiler.planning.rates import Calibration, Machine, calibration_of, text_of
+from ...ir.caller import warn
+from ...ir.errors import WeftError
+from ..settings import calibration_file
+from . import files
 
 FOLDER = ".calibrated"
 SETTING = "WEFT_CALIBRATION"
@@ -28,12 +26,7 @@ def file_of(machine: Machine) -> Path:
 
     Raises WeftError where the cache folder cannot be used.
     """
-    folder = kept.cache_dir() / FOLDER
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise WeftError(f"folder of calibrations {folder}: cannot be made ({error.strerror})") from error
-    return folder / _file_name(machine)
+    return files.folder_of(FOLDER, "calibrations") / _file_name(machine)
 
 
 def _file_name(machine: Machine) -> str:
@@ -44,14 +37,7 @@ def _file_name(machine: Machine) -> str:
 def write(found: Calibration, path: Path) -> None:
     """Keep a calibration in a file, which is whole at any time. Raises WeftError where it cannot be written."""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text_of(found))
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        files.write(path, text_of(found).encode())
     except OSError as error:
         raise WeftError(f"calibration {path}: cannot be written ({error.strerror})") from error
     forget()
@@ -85,7 +71,7 @@ def found_of(machine: Machine) -> Calibration | None:
             )
         return found
     try:
-        folder = kept.cache_dir() / FOLDER
+        folder = files.cache_dir() / FOLDER
     except WeftError:
         return None  # of which the cache itself warns
     return _in_folder(folder, machine)
