@@ -40,8 +40,9 @@ from .call import (
     length_tensors,
     sequences_of,
 )
-from .checks import check_operand_kinds, check_q_offset, refuse_tracing
-from .lengths import check_ragged
+from .check import row_problems
+from .check.operands import operand_problems, share_problems
+from .check.tensors import refuse_tracing
 from .options import LENGTHS, PLAIN
 from .repeated import Known, Repeats
 from .settings import default_target
@@ -94,13 +95,9 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         return _record((variant, call, None), *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
-    problems = check_operand_kinds(variant.attention, call.operands, query.device)
+    problems = [*operand_problems(variant.attention, call.operands, query.device), *row_problems(call)]
     if problems:
         raise collected(variant.name, problems)
-    if isinstance(call.sequences, Dense):
-        check_q_offset(call.q_offset, query.shape[0], query.device)
-    else:
-        check_ragged(variant.name, query, call.key, call.sequences)
     if under_transform():
         return call_under_transform(variant, call, FORWARD, BACKWARD)
     arguments = arguments_of(call, variant.kinds, variant.text).flat
@@ -296,10 +293,8 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     given = Arguments.of(flat)
     variant = variant_of_text(given.variant)
     call, share = _call(variant, given), variant.attention.dropout
-    if isinstance(share, Scalar) and not 0.0 <= call.operands[share.name] < 1.0:  # unseen while a call is traced
-        raise WeftError(
-            f"{variant.name}: {share.name}: expected a dropout from 0 on and below 1, got {call.operands[share.name]}"
-        )
+    if isinstance(share, Scalar) and (problems := share_problems(share.name, float(call.operands[share.name]))):
+        raise collected(variant.name, problems)  # unseen while a call is traced
     with named(f"weft::{variant.name}"):
         out, lse = variant.forward(call)
     return out, lse.contiguous()  # as fake tensors have it

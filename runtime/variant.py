@@ -45,19 +45,22 @@ from ..compiler.planning.signature import (
 from ..compiler.planning.sources import PACKED_PAGED
 from ..compiler.planning.target import Launcher, Place, Target
 from ..ir.attention import Attention
-from ..ir.errors import UnavailableError, WeftError
+from ..ir.errors import UnavailableError, collected
 from ..ir.expr import INT32_MAX, TensorOperand
 from ..ir.parse import PARSING, parse_attention
 from ..ir.reference import evaluate
 from . import driver
 from .call import MAIN, BackwardCall, Call, Choices, Dense, Lengths, Packed, PackedPaged, Paged, Ragged, lengths_of
-from .checks import DTYPES, check_backward, check_call, check_kept, fits
+from .check import check_call, fits
+from .check.sequences import check_ragged
+from .check.sizes import SizeChecks
+from .check.tensors import DTYPES, check_backward, check_kept, trainable_problems
+from .check.values import check_contents
 from .first_key import FirstKey
 from .kept import any_kept, measured_of
-from .lengths import check_contents, check_ragged, queries_of, rows_of, summed_by_sequence
 from .repeated import Known, Repeats
+from .rows import queries_of, rows_of, summed_by_sequence
 from .settings import checks_values, keeps_tiles
-from .sizes import SizeChecks
 from .torch_private import are_plain, constant_while_tracing, current_gpu, empty_on_gpu, guard
 
 _known: dict[str, Variant] = {}
@@ -708,15 +711,8 @@ def _dense_rows(call: Call, device: torch.device) -> dict[str, Any]:
 
 def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str], paged: bool = False) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
-    if paged and wanted:
-        raise WeftError(
-            f"{variant.name}: a call with block_table has no backward: call under torch.no_grad(), or gather the pages "
-            "into padded operands, and pass kv_lens= alone, to train"
-        )
-    if not has_value and wanted:
-        raise WeftError(
-            f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
-        )
+    if problems := trainable_problems(has_value, wanted, paged):
+        raise collected(variant.name, problems)
 
 
 __all__ = ["Variant", "check_trainable", "contiguous_like", "forget", "rows_like", "variant_of", "variant_of_text"]
