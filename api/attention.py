@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from . import describe, distributed, drawing, request, validate
+from . import describe, distributed, drawing, request
 from .codegen.torch_private import is_surely_negative, may_autocast
 from .compiler.planning.picture import Picture
 from .compiler.planning.plan import Plan
@@ -42,13 +42,27 @@ from .runtime.call import (
     float_tensor,
     sequences_of,
 )
-from .runtime.checks import check_call, check_q_offset, check_tensors, main_problems
-from .runtime.lengths import check_contents, checked, cleared, gathered, given_sequences, packed_of_pages
+from .runtime.check import check_call
+from .runtime.check.operands import (
+    as_number,
+    by_position,
+    check_absorbed,
+    check_no_latent,
+    check_operands,
+    check_q_offset,
+    check_share,
+    explain_failure,
+    seed_of,
+)
+from .runtime.check.sequences import checked, given_sequences
+from .runtime.check.tensors import check_latent, check_tensors, main_problems
+from .runtime.check.values import check_contents, check_offsets, check_reads
 from .runtime.ops import dispatch, library
 from .runtime.options import DEFINED, PLAIN, READ_BY_KERNELS, CallOptions, Form, doc_of, signature_of
+from .runtime.pages import gathered, packed_of_pages
+from .runtime.rows import cleared
 from .runtime.run.variant import Variant, say_of_first_key, variant_of
 from .runtime.settings import default_target, traced_target
-from .runtime.values import check_offsets, check_reads
 from .signatures import Methods
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -63,6 +77,7 @@ class Attention(Methods, Declaration):
         _kinds: ClassVar[tuple[str, ...]]  # "tensor", "int" or "float"
         _numbers: ClassVar[tuple[tuple[str, type], ...]]  # the scalars, each with the type that kernels take
         _operands: ClassVar[frozenset[str]]
+        _tensors: ClassVar[tuple[str, ...]]  # those of them that are tensors
         _plain: ClassVar[frozenset[str]]  # the same where no option has the name of one, as a seed has
         _unread: ClassVar[frozenset[str]]
         _has_lse: ClassVar[bool]
@@ -84,6 +99,7 @@ class Attention(Methods, Declaration):
         numbers = tuple((n, int if kind == "int" else float) for n, kind in zip(names, kinds) if kind != "tensor")
         found = {
             "_names": names, "_kinds": kinds, "_numbers": numbers, "_operands": frozenset(names),
+            "_tensors": tuple(n for n, kind in zip(names, kinds) if kind == "tensor"),
             "_plain": frozenset() if self.drops else frozenset(names),
             "_unread": self.unread, "_has_lse": self.weighs.saves_lse, "_variant": variant_of(self),
             "_counts_rows": variant_of(self).first_key.matters,
@@ -115,7 +131,7 @@ class Attention(Methods, Declaration):
         UnavailableError where a target cannot compute the call.
         """
         if more:
-            raise WeftError(validate.by_position(self, more))
+            raise by_position(self, more)
         options, variant, operands = PLAIN, self, given
         if given and given.keys() != self._plain:
             options, operands = call_options.read(str(self.name), given)
@@ -131,7 +147,7 @@ class Attention(Methods, Declaration):
         if self.latent is not None:
             return variant._latent(query, key, value, options, operands)
         if options.uk is not None or options.uv is not None or options.form is not None:
-            validate.check_no_latent(self, options.uk, options.uv, options.form)
+            check_no_latent(self, options.uk, options.uv, options.form)
         return variant._run(query, key, value, None, options, operands)
 
     def _as_trained(self, train: bool, operands: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
@@ -143,10 +159,10 @@ class Attention(Methods, Declaration):
     def _seeded(self, operands: Mapping[str, Any], seed: Any, query: Any) -> dict[str, Any]:
         """Operands with the seed as kernels take it, where weights are dropped."""
         device = query.device if isinstance(query, Tensor) else torch.device("cpu")  # what else it is, is refused later
-        given = validate.seed_of(str(self.name), seed, device)
+        given = seed_of(str(self.name), seed, device)
         if not self._drops:
             return dict(operands)
-        validate.check_share(self, operands)
+        check_share(self, operands)
         return {**operands, SEED.name: drawn_seed(device) if given is None else given}
 
     def _check_lse(self) -> None:
@@ -177,7 +193,9 @@ class Attention(Methods, Declaration):
         try:  # no more than a call of any kind needs: what else is wrong with it fails below, and is told there
             (_, _, q_rows, _), (_, _, kv_rows, _) = query.shape, key.shape
             is_known = operands.keys() == self._operands if operands else not self._operands
-            is_known = is_known and not (query.is_meta or key.is_meta)
+            is_known = is_known and not (query.is_meta or key.is_meta or (value is not None and value.is_nested))
+            if is_known and self._tensors:  # torch ends a process whose guards ask nested ones for strides
+                is_known = True not in [operands[n].is_nested for n in self._tensors]
         except (AttributeError, RuntimeError, TypeError, ValueError):
             is_known = False
         if not is_known:
@@ -195,7 +213,7 @@ class Attention(Methods, Declaration):
             if type(q_offset) is not Tensor and q_offset < 0:  # sizes are tensors under torch.jit.trace
                 self._variant.first_key.dense(q_rows, kv_rows)
         elif q_offset is not None:
-            q_offset = validate.as_number(q_offset, int)
+            q_offset = as_number(q_offset, int)
             if query.is_nested and are_jagged(query, key, value):
                 if is_ragged:
                     raise lengths_given_twice(str(self.name), options)
@@ -205,7 +223,7 @@ class Attention(Methods, Declaration):
         given = {n: operands[n] for n in self._names} if operands else {}
         for name, kind in self._numbers:
             if type(given[name]) is not kind:
-                given[name] = validate.as_number(given[name], kind)
+                given[name] = as_number(given[name], kind)
         sequences: Sequences
         if is_ragged:
             if q_offset is not options.q_offset:
@@ -243,7 +261,7 @@ class Attention(Methods, Declaration):
         if options.are_ragged:
             checked(str(self.name), call.query, call.key, options)
         check_call(self, call)
-        validate.explain_failure(self, call, error)
+        explain_failure(self, call, error)
 
     def _jagged(
         self, query: Any, key: Any, value: Any, options: CallOptions, operands: Mapping[str, Any]
@@ -267,7 +285,7 @@ class Attention(Methods, Declaration):
     ) -> None:
         """Raise for a call that cannot be put together, naming all that is wrong with it."""
         problems = main_problems(query, key, value, paged) if self.latent is None else []
-        validate.check_operands(self, operands, query.device if isinstance(query, Tensor) else None, problems)
+        check_operands(self, operands, query.device if isinstance(query, Tensor) else None, problems)
 
     def _traced(
         self, query: Tensor, key: Tensor, value: Tensor | None, rope: Tensor | None, options: CallOptions,
@@ -327,25 +345,23 @@ class Attention(Methods, Declaration):
             try:  # every step of a decode: what else is wrong with a call fails in it, and is told then
                 return self._run(query, cache, None, None, options, operands)
             except Exception:
-                validate.check_latent(self, query, cache, None, None, options.block_table is not None)
+                check_latent(self, query, cache, None, None, options.block_table is not None)
                 raise
         if value is not None:
             raise WeftError(
                 f"{self.name}: value: latent attention takes query and cache only; its values come from the cache"
             )
-        if form not in (None, "expanded", "absorbed"):
-            raise WeftError(f"{self.name}: form: expected 'expanded' or 'absorbed', got {form!r}")
         query, cache = _autocast(query, cache)
         if uk is not None and uv is not None:
             uk, uv = _autocast(uk, uv)
         paged = options.block_table is not None
-        validate.check_latent(self, query, cache, uk, uv, paged)
+        check_latent(self, query, cache, uk, uv, paged)
         if uk is None or uv is None:
             if form == "expanded":
                 raise WeftError(f"{self.name}: form='expanded' needs uk and uv")
             return self._run(query, cache, None, None, options, operands)
         if paged:
-            validate.check_absorbed(self, form, (query, cache, uk, uv))
+            check_absorbed(self, form, (query, cache, uk, uv))
             form = "absorbed"
         form = form or request.latent_form(self, query, cache, uk, uv, operands)
         if form == "expanded":
@@ -392,10 +408,10 @@ class Attention(Methods, Declaration):
         With lengths, each sequence by itself; their values are read, on whatever device they are.
         """
         if more:
-            raise WeftError(validate.by_position(self, more))
+            raise by_position(self, more)
         own = given.keys() & call_options.OPTIONS.keys()
         if undefined := own - DEFINED:
-            validate.check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, query.device)
+            check_operands(self, {n: given[n] for n in given if n in undefined or n not in own}, query.device)
         options, operands = call_options.read(str(self.name), given)
         if options.return_lse:
             self._check_lse()
@@ -421,9 +437,9 @@ class Attention(Methods, Declaration):
             return made.nested(out), made.nested(lse)
         paged = options.block_table is not None
         if self.latent is not None:
-            validate.check_latent(self, query, key, uk, uv, paged)
+            check_latent(self, query, key, uk, uv, paged)
         else:
-            validate.check_no_latent(self, uk, uv)
+            check_no_latent(self, uk, uv)
             check_tensors(name, query, key, value, paged)
         if paged:  # from here on padded or packed rows, of which those behind a length belong to nobody
             key, value, options = _out_of_pages(name, query, key, value, options)
@@ -439,14 +455,13 @@ class Attention(Methods, Declaration):
         else:
             assert value is not None
             head_dim = query.shape[3]
-        operands = {name: validate.as_number(given, dict(self._numbers).get(name)) for name, given in operands.items()}
+        operands = {name: as_number(given, dict(self._numbers).get(name)) for name, given in operands.items()}
         operands = self._read(operands)
-        validate.check_operands(self, operands, query.device)
-        validate.check_floats(self, operands, query.dtype)
+        check_operands(self, operands, query.device, dtype=query.dtype)
         if q_offset is not None:
-            q_offset = validate.as_number(q_offset, int)
+            q_offset = as_number(q_offset, int)
             if not options.are_ragged:
-                check_q_offset(q_offset, query.shape[0], query.device)
+                check_q_offset(name, q_offset, query.shape[0], query.device)
         elif not options.are_ragged:
             self._variant.first_key.dense(query.shape[2], key.shape[2])
         if options.are_ragged:
@@ -474,12 +489,12 @@ class Attention(Methods, Declaration):
     def _as_called(self, options: Mapping[str, Any]) -> tuple[Attention, dict[str, Any]]:
         """The variant whose kernels a call with these options takes, and the options that are left to describe."""
         seed, train = options.get("seed"), options.get("train", True)
-        validate.seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
+        seed_of(str(self.name), seed, seed.device if isinstance(seed, Tensor) else torch.device("cpu"))
         more = options.get("operands")
         options = {n: value for n, value in options.items() if n not in ("seed", "train", "operands")}
         options = options if more is None else call_options.joined(str(self.name), options, more)
         variant, options = self._as_trained(train, options)
-        validate.check_share(variant, options)
+        check_share(variant, options)
         return variant, variant._read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------

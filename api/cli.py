@@ -44,7 +44,7 @@ from .compiler.planning.tuner import Outcome, Spread
 from .doctor import cache_rows, machine_rows, setting_rows, small_call, state_of, target_rows, version_rows
 from .ir.errors import WeftError, counted
 from .runtime import driver
-from .runtime.checks import MAX_HEAD_DIM
+from .runtime.check.tensors import MAX_HEAD_DIM
 from .runtime.settings import size_of
 from .runtime.store import calibrated, files, prune
 
@@ -60,7 +60,8 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except WeftError as error:
-            raise _Mistake(in_options(str(error), ctx.meta.get(SHARED, {}))) from error
+            known = {option.name for command in self.commands.values() for option in command.params}
+            raise _Mistake(in_options(error, ctx.meta.get(SHARED, {}), known)) from error
         except OSError as error:
             if error.filename is None:  # a closed pipe, which click takes as the end
                 raise

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...codegen.torch_private import PLAIN_TYPES, below_autograd, has_tangent, under_transform, unwatched
 from ...ir.errors import UnavailableError, collected
-from ..call import Call, Dense, arguments_of
-from ..checks import check_operand_kinds, check_q_offset, refuse_tracing
-from ..lengths import check_ragged
+from ..call import Call, arguments_of
+from ..check import row_problems
+from ..check.operands import operand_problems
+from ..check.tensors import refuse_tracing
 from ..run.variant import Variant
 from .library import BACKWARD, FORWARD
 from .recorded import record
@@ -44,13 +45,9 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
         return record((variant, call, None), *tensors) if recorded else variant.forward(call)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
-    problems = check_operand_kinds(variant.attention, call.operands, query.device)
+    problems = [*operand_problems(variant.attention, call.operands, query.device), *row_problems(call)]
     if problems:
         raise collected(variant.name, problems)
-    if isinstance(call.sequences, Dense):
-        check_q_offset(call.q_offset, query.shape[0], query.device)
-    else:
-        check_ragged(variant.name, query, call.key, call.sequences)
     if under_transform():
         return call_under_transform(variant, call, FORWARD, BACKWARD)
     arguments = arguments_of(call, variant.kinds, variant.text).flat

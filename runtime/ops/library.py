@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ...codegen.torch_private import named, stands_for_many
-from ...ir.errors import UnavailableError, WeftError
+from ...ir.errors import UnavailableError, WeftError, collected
 from ...ir.expr import Scalar
 from .. import ending, flops
 from ..call import MAIN, SCHEMA, SLOTS, Arguments, BackwardCall, Call, call_of
+from ..check.operands import share_problems
 from ..run.gradients import contiguous_like, rows_like
 from ..run.variant import Variant, check_trainable, variant_of_text
 from ..settings import default_target
@@ -72,10 +73,8 @@ def _forward(*flat: Any) -> tuple[Tensor, Tensor]:
     given = Arguments.of(flat)
     variant = variant_of_text(given.variant)
     call, share = _call(variant, given), variant.attention.dropout
-    if isinstance(share, Scalar) and not 0.0 <= call.operands[share.name] < 1.0:  # unseen while a call is traced
-        raise WeftError(
-            f"{variant.name}: {share.name}: expected a dropout from 0 on and below 1, got {call.operands[share.name]}"
-        )
+    if isinstance(share, Scalar) and (problems := share_problems(share.name, float(call.operands[share.name]))):
+        raise collected(variant.name, problems)  # unseen while a call is traced
     with named(f"weft::{variant.name}"):
         out, lse = variant.forward(call)
     return out, lse.contiguous()  # as fake tensors have it

@@ -15,7 +15,7 @@ from ...compiler.analysis.records import PAIR_KINDS, OperandGradient
 from ...compiler.planning.target import Place
 from ...ir.reference import evaluate
 from ..call import BackwardCall, Call, Dense
-from ..lengths import queries_of, rows_of, summed_by_sequence
+from ..rows import queries_of, rows_of, summed_by_sequence
 
 
 def rows_like(tensor: Tensor, heads: int, width: int) -> Place:

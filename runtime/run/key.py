@@ -25,7 +25,7 @@ from ...compiler.planning.signature import (
 from ...compiler.planning.sources import PACKED_PAGED
 from ...ir.expr import INT32_MAX
 from ..call import Call, Dense, Packed, PackedPaged, Paged, lengths_of
-from ..checks import DTYPES
+from ..check.tensors import DTYPES
 
 
 def key_of(call: Call) -> tuple[object, ...]:

@@ -22,15 +22,17 @@ from ...compiler.analysis.facts import facts_of
 from ...compiler.planning.signature import Direction, is_short_call
 from ...compiler.planning.target import Place
 from ...ir.attention import Attention
-from ...ir.errors import UnavailableError, WeftError
+from ...ir.errors import UnavailableError, collected
 from ...ir.expr import TensorOperand
 from ...ir.parse import parse_attention
 from .. import driver
 from ..call import MAIN, BackwardCall, Call, Dense
-from ..checks import check_backward, check_call, check_kept, fits
-from ..lengths import check_contents, check_ragged
+from ..check import check_call, fits
+from ..check.sequences import check_ragged
+from ..check.sizes import SizeChecks
+from ..check.tensors import check_backward, check_kept, trainable_problems
+from ..check.values import check_contents
 from ..settings import checks_values, keeps_tiles
-from ..sizes import SizeChecks
 from .first_key import FirstKey
 from .gradients import gradients_of_nothing, lse_of_nothing, operand_gradients, rows_like
 from .kept import any_kept
@@ -307,15 +309,8 @@ def _is_empty(call: Call) -> bool:
 
 def check_trainable(variant: Variant, has_value: bool, wanted: Sequence[str], paged: bool = False) -> None:
     """Raise where a gradient that is wanted cannot be computed."""
-    if paged and wanted:
-        raise WeftError(
-            f"{variant.name}: a call with block_table has no backward: call under torch.no_grad(), or gather the pages "
-            "into padded operands, and pass kv_lens= alone, to train"
-        )
-    if not has_value and wanted:
-        raise WeftError(
-            f"{variant.name}: the absorbed form has no backward; call with uk=, uv= and form='expanded' to train"
-        )
+    if problems := trainable_problems(has_value, wanted, paged):
+        raise collected(variant.name, problems)
 
 
 __all__ = ["Variant", "check_trainable", "forget", "variant_of", "variant_of_text"]

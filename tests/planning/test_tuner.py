@@ -524,9 +524,9 @@ def test_what_cannot_be_tuned() -> None:
     window, table = weft.scalar("window", int), weft.tensor("table", 1)
     with pytest.raises(WeftError, match="tune: expected a variant without latent attention"):
         tuning.tune(weft.Attention(latent=weft.Latent(rank=64, rope=16)), SMALL, {})
-    with pytest.raises(WeftError, match="table: missing values of window"):
+    with pytest.raises(WeftError, match="window: missing; pass window=..., which `table"):
         tuning.tune(weft.Attention(weft.score + table[weft.kv_pos + window]), SMALL, {})
-    with pytest.raises(WeftError, match="tune: missing values of window"):
+    with pytest.raises(WeftError, match="tune: window: missing; pass window="):
         tuning.tune(weft.Attention(mask=weft.q_pos - weft.kv_pos < window), SMALL, {})
 
 

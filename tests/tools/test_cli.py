@@ -388,7 +388,7 @@ def test_what_takes_long_is_said_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             ["--score", "score + t[q_pos]", "--tensor", "t:1", "--set", "t=3"],
-            "--set: t: expected a tensor of float, got int",
+            "--set: t: expected a tensor of float with 1 dimension, got int",
         ),
         (
             ["--mask", "True", "--head-dim", "320"],

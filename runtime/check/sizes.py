@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..codegen.launch.binding import function
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.ranges import IndexProblem, Ranges, check_integers, computes_ints, floats_in_ints
-from ..ir.errors import collected
-from ..ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
-from ..ir.operators import Range
-from ..ir.sequences import Rows
-from .call import Call, Dense, Ragged
-from .checks import FLOAT32_MAX, float_problems, range_problems
-from .settings import checks_values
-from .values import LARGEST_OFFSET, check_entries, check_offsets, computed_with, known_offsets
+from ...codegen.launch.binding import function
+from ...compiler.analysis.facts import Facts
+from ...compiler.analysis.ranges import IndexProblem, Ranges, check_integers, computes_ints, floats_in_ints
+from ...ir.errors import collected
+from ...ir.expr import INT32_MAX, Expr, Scalar, TensorOperand
+from ...ir.operators import Range
+from ...ir.sequences import Rows
+from ..call import Call, Dense, Ragged
+from ..settings import checks_values
+from .operands import FLOAT32_MAX, LARGEST_OFFSET, scalar_problems
+from .values import check_entries, check_offsets, computed_with, known_offsets
 
 MOST_PROVEN = 4096  # sizes, or kinds of them, remembered for each variant
 _Names = Callable[[Call], tuple[object, object] | None]
@@ -112,17 +112,15 @@ class SizeChecks:
         """Raise WeftError for sizes and values that kernels could not compute with, whatever tensors hold."""
         for number in self._numbers:
             if not -FLOAT32_MAX <= call.operands[number.name] <= FLOAT32_MAX:
-                self._check_float(number, call)
+                self._check_number(number, call)
         if not self._of_sizes:
             return
         looked_at = bool(self._computed) and checks_values()
         if self._ranges_needed and not looked_at and self._is_known(call):
             return
         for scalar in self._ints:
-            value = call.operands[scalar.name]
-            assert not isinstance(value, Tensor)
-            if not -INT32_MAX <= value <= INT32_MAX:
-                raise collected(self._name, list(range_problems(scalar, int(value))))
+            if not -INT32_MAX <= call.operands[scalar.name] <= INT32_MAX:
+                self._check_number(scalar, call)
         offset = call.sequences.q_offset
         if isinstance(offset, Tensor) or (offset is not None and not -LARGEST_OFFSET <= offset <= LARGEST_OFFSET):
             check_offsets(self._name, offset)
@@ -141,10 +139,9 @@ class SizeChecks:
         if (names := self._names(call)) is not None:
             self._remember(names[1] if is_rough else names[0])
 
-    def _check_float(self, scalar: Scalar, call: Call) -> None:
-        """Raise WeftError for a number that floats of the call do not have."""
-        value: Any = call.operands[scalar.name]
-        if problems := list(float_problems(scalar, value, call.query.dtype)):
+    def _check_number(self, scalar: Scalar, call: Call) -> None:
+        """Raise WeftError for a number that kernels of the call do not have."""
+        if problems := scalar_problems(scalar, call.operands[scalar.name], call.query.dtype):
             raise collected(self._name, problems)
 
     def _remember(self, sound: object) -> None:

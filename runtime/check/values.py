@@ -7,23 +7,26 @@ call waits for its device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codegen.torch_private import under_transform
-from ..compiler.analysis.ranges import Ranges, cure_of_index
-from ..ir.attention import Attention
-from ..ir.errors import WeftError, collected, counted
-from ..ir.expr import INT32_MAX, SYMBOLS, Call, Expr, Load
-from ..ir.operators import OPERATORS, Range
-from ..ir.reference import dense_mask, evaluate, positions
-from ..ir.walk import loads, nodes
-from .checks import form_problem
-from .settings import checks_values
+from ...codegen.torch_private import under_transform
+from ...compiler.analysis.ranges import Ranges, cure_of_index
+from ...ir.attention import Attention
+from ...ir.errors import Problem, collected, counted
+from ...ir.expr import SYMBOLS, Call, Expr, Load
+from ...ir.operators import OPERATORS, Range
+from ...ir.reference import dense_mask, evaluate, positions
+from ...ir.walk import loads, nodes
+from ..call import PackedPaged, Paged, Pages, Ragged, key_rows, length_options
+from ..pages import used_pages
+from ..settings import checks_values
+from .operands import LARGEST_OFFSET, overflow_problems
+from .tensors import form_problem, wrong
 
-LARGEST_OFFSET = INT32_MAX // 2  # of q_offset, in size
 _TRUSTED = 2**30  # ints read from a tensor are below it in size where they are computed with (analysis/ranges.py)
 
 
@@ -45,14 +48,14 @@ def known_offsets(offset: int | Tensor) -> Range | None:
 def check_offsets(name: str, offset: int | Tensor) -> None:
     """Raise WeftError for positions that no kernel can compute with; what a device holds is not looked at unasked."""
     if isinstance(offset, Tensor) and (problem := form_problem("q_offset", offset)) is not None:
-        raise WeftError(f"{name}: {problem}")
+        raise collected(name, [problem])
     found = known_offsets(offset)
     if found is None or (-LARGEST_OFFSET <= found[0] and found[1] <= LARGEST_OFFSET):
         return
     if isinstance(offset, Tensor):
-        row, value = next((r, v) for r, v in enumerate(offset.tolist()) if abs(v) > LARGEST_OFFSET)
-        raise WeftError(f"{name}: q_offset[{row}]: integer overflow: expected a value within 31 bits, got {value}")
-    raise WeftError(f"{name}: q_offset: integer overflow: expected a value within 31 bits, got {offset}")
+        far = (overflow_problems(value, row) for row, value in enumerate(offset.tolist()))
+        raise collected(name, next(filter(None, far)))
+    raise collected(name, overflow_problems(offset))
 
 
 def computed_with(attention: Attention) -> tuple[str, ...]:
@@ -71,15 +74,73 @@ def check_entries(name: str, operands: Mapping[str, object], computed: Iterable[
     for operand in computed:
         tensor = operands[operand]
         assert isinstance(tensor, Tensor)
-        wrong = ((tensor >= _TRUSTED) | (tensor <= -_TRUSTED)).nonzero()
-        if len(wrong):
-            place = wrong[0].tolist()
-            problems.append(
-                f"{operand}{place}: integer overflow: expected entries below 2**30 in size, as they are computed with, "
-                f"got {tensor[tuple(place)].item()}"
-            )
+        far = ((tensor >= _TRUSTED) | (tensor <= -_TRUSTED)).nonzero()
+        if len(far):
+            place = far[0].tolist()
+            sizes, got = "entries below 2**30 in size, as they are computed with", tensor[tuple(place)].item()
+            problems.append(wrong(operand, sizes, got, what="integer overflow", place=place))
     if problems:
         raise collected(name, problems)
+
+
+# -- lengths and tables ------------------------------------------------------------------------------------------------
+def check_contents(name: str, query: Tensor, key: Tensor, sequences: Ragged) -> None:
+    """Raise WeftError, naming the place, for lengths that no operands can have.
+
+    Looked at on a CPU, and on a device where that is asked for: unasked, kernels cut them to what there is.
+    """
+    problems: list[Problem] = []
+    is_paged = isinstance(sequences, Pages)
+    room = f", {counted(sequences.table.shape[1], 'page')} of {sequences.page} in block_table" if is_paged else ""  # type: ignore[union-attr]
+    rows = (("query", query.shape[2], ""), ("key", key_rows(key, sequences), room))
+    for (label, tensor), (operand, most, room) in zip(length_options(sequences).items(), rows):
+        if tensor is None or not (tensor.is_cpu or checks_values()):
+            continue
+        of = room or f", the rows of {operand}"
+        if label.startswith("cu_"):
+            problems += _starts_problems(label, tensor.tolist(), most, of)
+        else:
+            problems += _lens_problems(label, tensor.tolist(), most, of)
+    if not problems and is_paged and (sequences.table.is_cpu or checks_values()):  # type: ignore[union-attr]
+        problems += _block_problems(sequences, key.shape[0])  # type: ignore[arg-type]
+    if problems:
+        raise collected(name, problems)
+
+
+def _lens_problems(label: str, lens: list[int], most: int, of: str) -> list[Problem]:
+    """The first length that no rows can have."""
+    if not lens or (min(lens) >= 0 and max(lens) <= most):
+        return []
+    b, length = next((b, length) for b, length in enumerate(lens) if not 0 <= length <= most)
+    return [wrong(label, f"a length from 0 to {most}{of}", length, place=[b])]
+
+
+def _starts_problems(label: str, starts: list[int], most: int, of: str) -> list[Problem]:
+    """The first entry that is no first row, or no end."""
+    if starts[0] != 0:
+        return [wrong(label, "0, where the first sequence begins", starts[0], place=[0])]
+    for b, (first, end) in enumerate(pairwise(starts)):
+        if end < first:
+            return [wrong(label, f"at least {first}, where sequence {b} begins", end, place=[b + 1])]
+        if end > most:
+            return [wrong(label, f"at most {most}{of}", end, place=[b + 1])]
+    return []
+
+
+def _block_problems(sequences: Paged | PackedPaged, blocks: int) -> list[Problem]:
+    """The first block that a sequence would read and that no pool has."""
+    table, page = sequences.table, sequences.page
+    used = torch.arange(table.shape[1], device=table.device) < used_pages(sequences)
+    none = (((table < 0) | (table >= blocks)) & used).nonzero()
+    if not len(none):
+        return []
+    b, i = none[0].tolist()
+    keys = counted(int(sequences.kv_lens[b]), "key")
+    expected, how = (
+        f"a block from 0 to {blocks - 1}, as key has {blocks}",
+        f"it holds rows {i * page} on of a sequence of {keys}",
+    )
+    return [wrong("block_table", expected, table[b, i].item(), how, place=[b, i])]
 
 
 # -- the reference, which reads wherever its index leads ---------------------------------------------------------------
@@ -127,7 +188,7 @@ def _check_loads(
             if bool(outside.any()):
                 got = int(places.expand(outside.shape)[outside][0])
                 cure = cure_of_index(index, _range_of(places), extent, ranges)
-                raise WeftError(
-                    f"{attention.name}: `{load}`: index {axis}, `{index}`, is {got} in this call, but "
-                    f"{load.tensor.name} has {counted(extent, 'entry')} there; {cure}"
-                )
+                what = f"`{load}`: index {axis}, `{index}`, is {got} in this call, but {load.tensor.name} has"
+                entries = f"{what} {counted(extent, 'entry')} there"
+                problem = Problem(operand=load.tensor.name, what=entries, next_step=cure, named=True)
+                raise collected(str(attention.name), [problem])
