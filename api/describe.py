@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,24 +24,13 @@ from .compiler.planning.signature import MOST_SHORT
 from .compiler.planning.splits import longest_visits
 from .compiler.planning.sums import sums_of
 from .compiler.planning.target import Planned, Target
-from .ir import parse
+from .ir.attention import Attention
 from .ir.errors import WeftError, counted
 from .ir.reference import dense_mask
 from .ir.walk import symbols
 from .levels import differ_by, ends_of, watched_in
 from .request import Request, described, environment, mask_operands, request_of, to_give
-
-if TYPE_CHECKING:
-    from .attention import Attention
-    from .runtime.options import Form
-
-
-def parse_attention(text: str) -> Attention:
-    """The variant that `str(variant)` printed."""
-    from .attention import Attention  # lazy: the class has the functions of this module as its methods
-
-    declared = parse.parse_attention(text)
-    return Attention(**{field.name: getattr(declared, field.name) for field in dataclasses.fields(declared)})
+from .runtime.options import Form
 
 
 def _counter(attention: Attention, r: Request, options: Mapping[str, Any]) -> tuple[CountTiles | None, tuple[str, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,16 +15,13 @@ from .compiler.analysis.tiles import tile_runs
 from .compiler.planning import picture
 from .compiler.planning.records import Shape
 from .describe import pair_blocks
+from .ir.attention import Attention
 from .ir.errors import Problem, WeftError, collected, counted, shown
 from .ir.numbers import is_int
 from .ir.reference import dense_mask, positions
 from .ir.walk import scalars, symbols, tensors
 from .request import check_read, environment, ranges_of, to_give
 from .runtime.check.operands import check_q_offset, described
-
-if TYPE_CHECKING:
-    from .attention import Attention
-
 
 MOST_TILES = 1 << 26  # of a picture: half a gigabyte while it is drawn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,18 @@ from .compiler.analysis.measured import Table
 from .compiler.analysis.ranges import Ranges, check_integers
 from .compiler.planning import hardware
 from .compiler.planning.dtypes import ON_GPUS
+from .compiler.planning.latent_forms import cheaper_form
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT, Described, Direction, Signature, Widths, signature_of
 from .compiler.planning.sources import DENSE
 from .compiler.planning.target import Target
+from .ir.attention import Attention
 from .ir.errors import Problem, UnavailableError, WeftError, collected, shown
 from .ir.expr import Scalar, TensorOperand
 from .ir.numbers import is_int
 from .ir.walk import scalars, tensors
+from .latent import latent_form
 from .runtime import driver
 from .runtime.check.operands import as_number, check_absorbed, check_no_latent, check_q_offset, operand_problems
 from .runtime.check.operands import described as described_operands
@@ -36,14 +39,10 @@ from .runtime.check.tensors import (
     refuse_tracing,
     width_problems,
 )
-from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, check_values
+from .runtime.options import DESCRIBED, LENGTHS, READ_BY_KERNELS, Form, check_values
 from .runtime.run.key import boxed_of, has_doubles, is_wide, offset_kind
 from .runtime.run.variant import variant_of
 from .runtime.settings import default_target
-
-if TYPE_CHECKING:
-    from .attention import Attention
-    from .runtime.options import Form
 
 
 def shape(
@@ -152,7 +151,7 @@ def _seen(attention: Attention, sizes: Shape, form: Form | None) -> tuple[Shape,
     latent = attention.latent
     if latent is None:
         return sizes, Widths(sizes.head_dim, sizes.value_dim)
-    form = form or cheaper_form(attention, sizes)
+    form = form or cheaper_form(latent, sizes)
     if form == "expanded":
         return sizes, Widths(sizes.head_dim, sizes.value_dim, rope_dim=latent.rope)
     width = latent.rank + latent.rope
@@ -331,35 +330,6 @@ def _lengths(sizes: Shape, found: parts.Described | None) -> tuple[int, int]:
 
 _NO_BACKWARD = "the absorbed form has no backward: call with form='expanded' to train"
 _PAGES_HAVE_NO_BACKWARD = "a call with block_table has no backward: gather the pages to train"
-
-
-def cheaper_form(attention: Attention, sizes: Shape) -> Form:
-    """The form of latent attention with fewer multiplications.
-
-    Expanded multiplies each key vector by uk and uv once, then attends over nope + rope and Dv columns; absorbed
-    multiplies each query instead and attends over rank + rope and rank columns.
-    """
-    latent = attention.latent
-    assert latent is not None
-    nope = sizes.head_dim - latent.rope
-    projected = latent.rank * (nope + sizes.value_dim)
-    expanded = sizes.kv_len * projected + sizes.q_len * sizes.kv_len * (sizes.head_dim + sizes.value_dim)
-    absorbed = sizes.q_len * projected + sizes.q_len * sizes.kv_len * (2 * latent.rank + latent.rope)
-    return "expanded" if expanded <= absorbed else "absorbed"
-
-
-def latent_form(
-    attention: Attention, query: Tensor, cache: Tensor, uk: Tensor, uv: Tensor, operands: Mapping[str, Any]
-) -> Form:
-    """The form of a call: expanded wherever gradients are wanted, else the cheaper one."""
-    if torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in (query, cache, uk, uv, *operands.values())
-    ):
-        return "expanded"
-    sizes = Shape(
-        query.shape[0], query.shape[1], query.shape[1], query.shape[2], cache.shape[2], query.shape[3], uv.shape[2]
-    )
-    return cheaper_form(attention, sizes)
 
 
 def _form_of_call(attention: Attention, operands: Sequence[Any], options: Mapping[str, Any]) -> Form:

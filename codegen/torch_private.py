@@ -63,7 +63,8 @@ current_gpu: Callable[[], int] = _found("_C._cuda_getDevice", torch.cuda.current
 empty_on_gpu: Callable[..., Tensor] | None = _found("_C._dynamo.guards._empty_strided_cuda", None)
 _TensorGuards = _found("_C._dynamo.guards.TensorGuards", None)
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-_any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
+# False where autocast is off for every kind of device
+may_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", lambda: True)
 
 
 def _guard(*tensors: Tensor, free: Sequence[int | None] = ()) -> Callable[..., bool]:
@@ -145,11 +146,6 @@ def unwatched() -> bool:
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether none is of a subclass, which may watch what is done with it."""
     return all([t is None or type(t) in PLAIN_TYPES for t in tensors])
-
-
-def may_autocast() -> bool:
-    """False where autocast is off for every kind of device."""
-    return _any_autocast()
 
 
 def has_tangent(tensors: Iterable[Tensor]) -> bool:

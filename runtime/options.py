@@ -144,6 +144,10 @@ class CallOptions:
         """Those that say where sequences lie and are given, by name."""
         return {n: value for n in LENGTHS if (value := getattr(self, n)) is not None}
 
+    def at(self, q_offset: Any) -> CallOptions:
+        """The same with this q_offset."""
+        return self if q_offset is self.q_offset else self.having(q_offset=q_offset)
+
     def having(self, **given: Any) -> CallOptions:
         """The same but for these."""
         found = CallOptions()

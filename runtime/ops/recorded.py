@@ -104,7 +104,12 @@ class _Recorded(torch.autograd.Function):
             kind = Kind.of(variant, call, tuple(needed))
             if known is not None:
                 known.kind = kind
-        out, lse, weights = variant.forward_keeping(call, kind.key, known)
+        if known is None:
+            out, lse, weights = variant.forward_keeping(call, kind.key)
+        elif known.keeping is None:
+            (out, lse), weights = variant.forward_like(call, known), None
+        else:
+            out, lse, weights = variant.forward_keeping_like(call, known)
         ctx.set_materialize_grads(False)
         sequences = call.sequences
         offset = sequences.q_offset

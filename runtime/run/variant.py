@@ -130,10 +130,8 @@ class Variant:
                 return found
         return self.forward(call)
 
-    def forward_keeping(self, call: Call, key: object, known: Known | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward_keeping(self, call: Call, key: object) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same of a call that has a backward, and the weights, where that takes them."""
-        if known is not None:
-            return self._keeping_like(call, known)
         first: tuple[Tensor, Tensor] | None = None
         at, ready = key, self._forwards.get(key)
         if ready is None:
@@ -151,15 +149,15 @@ class Variant:
                 return found
         return *(first or self.forward(call, key)), None
 
-    def _keeping_like(self, call: Call, known: Known) -> tuple[Tensor, Tensor, Tensor | None]:
-        repeats, keeping = self.repeats, known.keeping
-        if keeping is not None:
-            if self._sizes.needed:
-                self._sizes.check(call)
-            found: tuple[Tensor, Tensor, Tensor] | None = keeping(call)
-            if found is not None:
-                repeats.hits += 1
-                return found
+    def forward_keeping_like(self, call: Call, known: Known) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The same of a call that fits what is known, which keeps weights."""
+        repeats = self.repeats
+        if self._sizes.needed:
+            self._sizes.check(call)
+        found = known.keeping(call)  # type: ignore[misc]
+        if found is not None:
+            repeats.hits += 1
+            return found
         return *self.forward_like(call, known), None
 
     def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
