@@ -36,9 +36,9 @@ from .runtime.check import check_call
 from .runtime.check.operands import (
     as_number,
     by_position,
+    check_dropout,
     check_no_latent,
     check_operands,
-    check_share,
     explain_failure,
     seed_of,
 )
@@ -124,7 +124,7 @@ class Attention(Methods, Declaration):
         given = seed_of(str(self.name), seed, device)
         if not self._internals.drops:
             return dict(operands)
-        check_share(self, operands)
+        check_dropout(self, operands)
         return {**operands, SEED.name: drawn_seed(device) if given is None else given}
 
     def _check_lse(self) -> None:
@@ -186,7 +186,7 @@ class Attention(Methods, Declaration):
         read = _read_by_kernels(options) if READ_BY_KERNELS and options is not PLAIN else None
         call = Call(query, key, value, rope, given, sequences, choices, head_dim or query.shape[3], read)
         try:
-            out, lse = dispatch.run(own.variant, call)
+            out, lse = dispatch.run(own.variant, call, options.return_lse)
         except WeftError:
             raise
         except (RuntimeError, TypeError, LookupError, ArithmeticError, ValueError, AttributeError) as error:
@@ -288,7 +288,7 @@ class Attention(Methods, Declaration):
         options = {n: value for n, value in options.items() if n not in ("seed", "train", "operands")}
         options = options if more is None else call_options.joined(str(self.name), options, more)
         variant, options = self._as_trained(train, options)
-        check_share(variant, options)
+        check_dropout(variant, options)
         return variant, variant._internals.read(options)
 
     # -- the plan -----------------------------------------------------------------------------------------------------

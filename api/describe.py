@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from . import parts
-from .compiler.analysis import proven
-from .compiler.analysis.facts import Facts, facts_of
-from .compiler.analysis.measured import Blocks
-from .compiler.analysis.survey import CELL, Survey
+from .compiler.analysis.tiles import proven
+from .compiler.analysis.tiles.facts import Facts, facts_of
+from .compiler.analysis.tiles.measured import Blocks
+from .compiler.analysis.tiles.survey import CELL, Survey
+from .compiler.planning.by_distance import levels_in, tables_in
 from .compiler.planning.cost import CountLongest, CountTiles
-from .compiler.planning.distances import levels_in, tables_in
-from .compiler.planning.hardware import Hardware, on_threads
+from .compiler.planning.machines.hardware import Hardware, on_threads
 from .compiler.planning.plan import HEADS_COUNTED, CodePlan, Plan, VisiblePairs, counter, make_plan, some_heads
 from .compiler.planning.records import Shape
 from .compiler.planning.schedule import Schedule
 from .compiler.planning.signature import MOST_SHORT
 from .compiler.planning.splits import longest_visits
-from .compiler.planning.sums import sums_of
+from .compiler.planning.sum_times import sums_of
 from .compiler.planning.target import Planned, Target
 from .ir.attention import Attention
 from .ir.errors import WeftError, counted

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..compiler.analysis.distances import ByDistance
-from ..compiler.analysis.facts import Facts
-from ..compiler.analysis.measured import LIST_HEAD, SPAN_ROOM
-from ..compiler.analysis.places import differ_by_pair, read_once
-from ..compiler.analysis.records import PAIR_KINDS, Axis, OperandGradient
-from ..compiler.analysis.sizes import largest
-from ..compiler.analysis.survey import Cells, Survey
-from ..compiler.planning.distances import Levels, levels_in, tables_in
+from ..compiler.analysis.tiles.facts import Facts
+from ..compiler.analysis.tiles.measured import LIST_HEAD, SPAN_ROOM
+from ..compiler.analysis.tiles.results import PAIR_KINDS, Axis, OperandGradient
+from ..compiler.analysis.tiles.survey import Cells, Survey
+from ..compiler.analysis.values.magnitudes import largest
+from ..compiler.analysis.values.places import differ_by_pair, read_once
+from ..compiler.planning.by_distance import Levels, Planned, gradients_in
 from ..compiler.planning.dtypes import HALVES, dtype_named
 from ..compiler.planning.freed import is_freed
 from ..compiler.planning.plan import CodePlan
@@ -29,32 +28,12 @@ from .normalizers import SCORES, Blocks, Terms, blocks_of, with_sink
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(Planned):
     """One direction of a variant on one target."""
 
     facts: Facts
     code: CodePlan
     target: Target
-
-    @property
-    def signature(self) -> Signature:
-        return self.code.signature
-
-    @property
-    def is_backward(self) -> bool:
-        return self.signature.direction == "backward"
-
-    @cached_property
-    def tables(self) -> tuple[ByDistance, ...]:
-        return tables_in(self.code, self.facts)
-
-    @cached_property
-    def levels(self) -> Levels | None:
-        return levels_in(self.code, self.facts)
-
-    @cached_property
-    def gradients(self) -> tuple[OperandGradient, ...]:
-        return gradients_in(self.code, self.facts)
 
     @property
     def summed_elsewhere(self) -> frozenset[int]:
@@ -78,8 +57,8 @@ class Subject:
         facts, signature = self.facts, self.signature
         return FunctionPrinter(
             facts, self.target.language, approximate=signature.arch.startswith("sm_") and signature.dtype in HALVES,
-            source=self.code.tile_source, wide=signature.wide, floats=f"torch.{dtype_named(signature.dtype).sums}",
-            tables=self.tables, levels=self._score_of_tiles,
+            source=self.code.tile_source, offsets_64=signature.offsets_64,
+            floats=f"torch.{dtype_named(signature.dtype).sums}", tables=self.tables, levels=self._score_of_tiles,
             boxed=facts.boxed_read if self.code.brings_boxes else None, places_boxed=stores_words(facts, signature),
             adds=self.target.printing.adds and facts.scale_and_rest is not None,
         )  # fmt: skip
@@ -94,11 +73,6 @@ class Subject:
             found = self.facts.score_of_levels(self.tables)
             return None if found is None else (found[0], None)
         return score
-
-
-def gradients_in(code: CodePlan, facts: Facts) -> tuple[OperandGradient, ...]:
-    """The gradients of operands that a plan has kernels for."""
-    return facts.operand_gradients(code.signature.wanted) if code.signature.direction == "backward" else ()
 
 
 def stores_words(facts: Facts, signature: Signature) -> bool:
@@ -143,7 +117,7 @@ def variant(subject: Subject) -> Variant:
 
 
 def rows(subject: Subject) -> Rows:
-    return Rows(subject.signature.sequences, subject.signature.share, MOST_SHORT)
+    return Rows(subject.signature.sequences, subject.signature.serves, MOST_SHORT)
 
 
 def visits(subject: Subject) -> Visits:
@@ -189,7 +163,7 @@ def _read(subject: Subject, i: int, g: OperandGradient) -> Read:
         kind=g.kind,
         is_freed=is_freed(g, subject.signature, subject.facts),
         name=g.load.tensor.name,
-        of_pairs=g.kind in PAIR_KINDS,
+        both_positions=g.kind in PAIR_KINDS,
         rank=g.load.tensor.rank,
         at=positions[g.load.tensor.name],
         is_block=is_block(g.load),

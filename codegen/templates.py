@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 
 from ..compiler.planning.sources import kinds, parts_outside
 from ..ir.errors import InternalError
-from .shelf import shelf
+from .template_shelf import shelf
 
 _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 

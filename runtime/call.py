@@ -327,7 +327,7 @@ def sequences_of(options: CallOptions, page: int = 0) -> Sequences:
     if table is not None and kv_lens is not None and cu_kv is None and (q_lens is None or cu_q is None):
         if not kv_lens.is_contiguous():
             kv_lens = kv_lens.contiguous()
-        if table.stride(1) != 1 and table.shape[1] > 1:  # rows may lie apart, as of the first columns of a larger one
+        if table.stride(1) != 1 and table.shape[1] > 1:  # rows may have gaps, as of the first columns of a larger one
             table = table.contiguous()
         if cu_q is not None:
             return PackedPaged(cu_q.contiguous(), kv_lens, table, page, q_offset)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.launch.adding import by_sequence
-from ..compiler.analysis.records import GradientKind
+from ..compiler.analysis.tiles.results import GradientKind
 from .call import Packed, PackedPaged, Ragged, key_rows, length_options
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ..attention import Attention
 from ..codegen.torch_private import constant_while_tracing
-from ..compiler.analysis.ranges import check_integers
+from ..compiler.analysis.values.ranges import check_integers
 from ..ir.caller import warn
 from ..ir.errors import WeftError
 from ..ir.expr import Scalar, TensorOperand, scalar, tensor

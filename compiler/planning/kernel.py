@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from ..analysis.records import Axis
+from ..analysis.tiles.results import Axis
 from .paces import Pace
 from .quantities import Formula, head_keys, head_queries, key_visits, none, query_visits
 from .signature import Direction, Widths
 from .sources import SequenceKind, Side
 
 if TYPE_CHECKING:
-    from ..analysis.records import Traits
+    from ..analysis.tiles.results import Traits
     from .form import Form
     from .quantities import Sizes
     from .records import Stage
@@ -99,7 +99,8 @@ class Kernel:
     # -- the form --
     follows: str | None = None  # the kernel whose form it has, being cut as that one is; None: a form of its own
     program: Callable[[Form, Segments, Traits], Declared] | None = None  # that it declares, in place of `sram`
-    refuses: Callable[[Form, Widths], str | None] | None = None  # a form that its text cannot have, in words why
+    # a form that its text cannot have for calls of these widths, in words why
+    refuses: Callable[[Form, Widths, Traits], str | None] | None = None
     registers: Callable[[int, int, int, int], float] = nothing_kept  # 32-bit: of block_q, block_kv, columns of both
     # -- the loop --
     visits: Visits = "visible"

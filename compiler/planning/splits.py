@@ -1,7 +1,7 @@
 """Into how many parts a split-KV kernel divides the keys of a sequence: decided on the host, from sizes alone.
 
-Lengths on the device only decide where parts begin: each sequence is cut into at most `parts` equal ones of at least
-`tiles` tiles, so that programs have as much to do whatever the lengths are, and no two plans differ in a bit.
+Lengths on the device only decide where parts begin. Each sequence is cut into at most `parts` equal ones of at least
+`tiles` tiles. So programs have as much to do whatever the lengths are, and no two plans differ in a bit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ...ir.errors import WeftError
-from ..analysis.records import TileProgram
-from ..analysis.tiles import Environment, count_tiles
+from ..analysis.tiles.programs import Environment, count_tiles
+from ..analysis.tiles.results import TileProgram
 
 MOST_PARTS = 128
 START = 2.0e-6  # seconds that a program takes before its first tile is there, and after its last

@@ -211,7 +211,7 @@ def share_problems(name: str, share: float) -> list[Problem]:
     return [] if 0.0 <= share < 1.0 else [wrong(name, "a dropout from 0 on and below 1", share)]
 
 
-def check_share(attention: Attention, operands: Mapping[str, object]) -> None:
+def check_dropout(attention: Attention, operands: Mapping[str, object]) -> None:
     """That a dropout which the call gives is a share; what is no number at all is refused with the other operands."""
     share = attention.dropout
     if not isinstance(share, Scalar) or torch.compiler.is_compiling():  # read there, each value would compile anew

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...codegen.torch_private import under_transform
-from ...compiler.analysis.ranges import Ranges, cure_of_index
+from ...compiler.analysis.values.ranges import Ranges, cure_of_index
 from ...ir.attention import Attention
 from ...ir.errors import Problem, collected, counted
 from ...ir.expr import SYMBOLS, Call, Expr, Load

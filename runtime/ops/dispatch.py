@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from .recorded import record
 from .transforms import call_under_transform
 
 
-def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
-    """out and lse of a call, recorded for autograd where gradients are wanted."""
+def run(variant: Variant, call: Call, wants_lse: bool) -> tuple[Tensor, Any]:
+    """out and lse of a call, recorded for autograd where gradients are wanted; of lse no more than is wanted."""
     query, repeats = call.query, variant.repeats
     known = repeats.known
     if known is None or not known.fits(call):
@@ -30,8 +31,10 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
     if known is not None and unwatched():
         if not (known.recorded and torch.is_grad_enabled()):
             return variant.forward_like(call, known)
-        own = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
-        return record((variant, call, known), query, call.key, call.value, None, *own)
+        if known.record is not None and not wants_lse and (found := variant.own_again(call, known)) is not None:
+            return found
+        given = [v for v in call.operands.values() if isinstance(v, Tensor)] if call.operands else ()
+        return record((variant, call, known), query, call.key, call.value, None, *given)
     tensors = [query, call.key, call.value, call.rope]
     if call.operands:
         tensors += [v for v in call.operands.values() if isinstance(v, Tensor)]
@@ -42,7 +45,11 @@ def run(variant: Variant, call: Call) -> tuple[Tensor, Tensor]:
             recorded = recorded or (recording and t.requires_grad)
             is_plain = is_plain and type(t) in PLAIN_TYPES and not t.is_neg()
     if is_plain and unwatched() and not (recorded and call.read):
-        return record((variant, call, None), *tensors) if recorded else variant.forward(call)
+        if not recorded:
+            return variant.forward(call)
+        if query.is_cpu and not wants_lse and (own := variant.forward_own(call)) is not None:
+            return own
+        return record((variant, call, None), *tensors)
     present = [t for t in tensors if isinstance(t, Tensor)]
     _refuse_forward_mode(variant.name, present)
     problems = [*operand_problems(variant.attention, call.operands, query.device), *row_problems(call)]

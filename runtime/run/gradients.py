@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...codegen.launch.finish import as_read, read_of, sizes_as_read
-from ...compiler.analysis.facts import Facts
-from ...compiler.analysis.records import PAIR_KINDS, OperandGradient
+from ...compiler.analysis.tiles.facts import Facts
+from ...compiler.analysis.tiles.results import PAIR_KINDS, OperandGradient
 from ...compiler.planning.target import Place
 from ...ir.reference import evaluate
 from ..call import BackwardCall, Call, Dense

@@ -14,8 +14,8 @@ from torch import Tensor
 from ...codegen.launch import starting
 from ...codegen.launch.shared import SharedLauncher
 from ...codegen.targets.triton.kernels.measures import PAIR_CELLS
-from ...compiler.analysis.facts import Facts
-from ...compiler.planning import hardware
+from ...compiler.analysis.tiles.facts import Facts
+from ...compiler.planning.machines import hardware
 from ...compiler.planning.signature import Direction, LengthClass, Signature, class_of, is_short_call
 from ...compiler.planning.target import Launcher, Target
 from ...ir.attention import Attention

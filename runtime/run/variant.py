@@ -18,7 +18,7 @@ from torch import Tensor
 from ...codegen.launch.fast.repeats import Known, Repeats
 from ...codegen.launch.fast.ways import nothing_yet
 from ...codegen.torch_private import are_plain, constant_while_tracing
-from ...compiler.analysis.facts import facts_of
+from ...compiler.analysis.tiles.facts import facts_of
 from ...compiler.planning.signature import Direction, is_short_call
 from ...compiler.planning.target import Place
 from ...ir.attention import Attention
@@ -118,7 +118,7 @@ class Variant:
     def forward_like(self, call: Call, known: Known) -> tuple[Tensor, Tensor]:
         """The same of a call that fits what is known."""
         repeats = self.repeats  # before anything is launched, against `forget`
-        if self._sizes.needed:
+        if self._sizes.needed and (not known.checked or checks_values()):
             self._sizes.check(call)
         if (type(call.sequences) is Dense or not checks_values()) and not (known.measures and keeps_tiles()):
             found: tuple[Tensor, Tensor] | None = known.launch(call)
@@ -152,13 +152,37 @@ class Variant:
     def forward_keeping_like(self, call: Call, known: Known) -> tuple[Tensor, Tensor, Tensor | None]:
         """The same of a call that fits what is known, which keeps weights."""
         repeats = self.repeats
-        if self._sizes.needed:
+        if self._sizes.needed and (not known.checked or checks_values()):
             self._sizes.check(call)
         found = known.keeping(call)  # type: ignore[misc]
         if found is not None:
             repeats.hits += 1
             return found
         return *self.forward_like(call, known), None
+
+    def forward_own(self, call: Call) -> tuple[Tensor, Any] | None:
+        """The same, where torch itself records what computes out, and nobody wants lse; None for other calls."""
+        at: object = key_of(call)
+        ready = self._forwards.get(at)
+        if ready is not None and ready.differs:
+            at, ready = ready.of(self._forwards, at, call)
+        if ready is None:
+            ready = self._found("forward", call, at)
+        elif self._sizes.needed:
+            self._sizes.check(call)
+        found: tuple[Tensor, Any] | None = ready.launcher.fast.recorded(call)
+        if found is not None and self.repeats.wants():
+            with torch.no_grad():  # nobody is to see what is tried, as torch.utils.checkpoint would
+                _look(self.repeats, ready, call)
+        return found
+
+    def own_again(self, call: Call, known: Known) -> tuple[Tensor, Any] | None:
+        """The same of a call that fits what is known."""
+        if self._sizes.needed and (not known.checked or checks_values()):
+            self._sizes.check(call)
+        found: tuple[Tensor, Any] | None = known.record(call)  # type: ignore[misc]
+        self.repeats.hits += found is not None
+        return found
 
     def forward_places(self, query: Tensor, value: Tensor | None) -> tuple[Place, Place]:
         """Of out and lse."""

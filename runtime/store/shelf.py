@@ -11,7 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from ...codegen import shelf
+from ...codegen import template_shelf
 from ..settings import CACHE, trace
 from . import files
 from .modules import TEMPLATES, generator_digest
@@ -52,4 +52,4 @@ def _kind() -> str:
     return hashlib.sha256(" ".join(map(str, made_by)).encode()).hexdigest()[:12]
 
 
-shelf.use(_Folder())
+template_shelf.use(_Folder())

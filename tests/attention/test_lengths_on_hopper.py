@@ -10,7 +10,7 @@ import torch
 import weft
 from weft import batch, head, kv_pos, masks, q_len, q_pos, score
 from weft.codegen.targets.triton.modules import measures
-from weft.compiler.analysis.facts import facts_of
+from weft.compiler.analysis.tiles.facts import facts_of
 from weft.compiler.planning.sources import PACKED
 from weft.runtime.call import Call, Choices, Lengths, Packed, Paged
 
@@ -252,7 +252,6 @@ MEASURED = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MEASURED)
@@ -296,7 +295,6 @@ def check_forward(variant, kind, dim, heads=2, kv_heads=1, offset=None, operands
         check_errors(results[name], exact[n], usual[n], f"{variant.name} {kind} {name}")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [*KINDS, "paged"])
 @pytest.mark.parametrize("name", MEASURED)
 def test_outputs_of_measured_tiles(name, kind):

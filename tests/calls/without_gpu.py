@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from weft.codegen import torch_private
 from weft.codegen.launch import launching
 from weft.codegen.launch.device import Device
-from weft.compiler.planning import hardware
+from weft.compiler.planning.machines import hardware
 
 Compiled = Callable[[Any, Sequence[Any]], Any]  # (binding, arguments with tensors) -> a kernel that can be launched
 

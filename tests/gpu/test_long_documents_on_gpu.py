@@ -8,7 +8,7 @@ from torch import Tensor
 
 import weft
 from weft import head, kv_pos, masks, q_pos
-from weft.compiler.analysis.measured import LONG_AXIS
+from weft.compiler.analysis.tiles.measured import LONG_AXIS
 
 from ..support import check_errors
 
@@ -22,7 +22,7 @@ SEEN = 4  # documents that are looked at
 
 
 def documents(rows: int, length: int, order: str, seed: int = 5) -> Tensor:
-    """Ids of documents of any length: sorted, in any order, or each in several parts that lie apart."""
+    """Ids of documents of any length: sorted, in any order, or each in several parts."""
     generator = torch.Generator().manual_seed(seed)
     number = max(2, length // 700)
     found = torch.randint(0, number, (rows, length), generator=generator).sort().values

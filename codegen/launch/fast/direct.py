@@ -75,7 +75,7 @@ class DirectWay:
     def ways(self) -> Ways:
         way, job = self._way(), self.job
         growing: Callable[[Any], Again | None] = nothing_yet
-        if not job.backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
+        if not job.is_backward and not (job.sequences.keys.packed or job.sequences.keys.pooled):
             sizes = {"key": "kv_len", "value": "value_len"}
             free = {n: SHAPES[n].index(size) for n, size in sizes.items() if n in job.given_names}
             growing = self._factory(way, free)
@@ -87,7 +87,7 @@ class DirectWay:
         )
         runs = self.ready.runs
         launches = [runs[n].shortest if n in runs else None for n in range(len(self.ready.bindings))]
-        opening = ["call = b.call"] if self.job.backward else []
+        opening = ["call = b.call"] if self.job.is_backward else []
         texts = Texts(self._given, opening, self._conditions(), self._made, self._returns)
         return direct(packer, self.ready.bindings, launches, texts, self._tools(), self.kept)
 
@@ -107,14 +107,14 @@ class DirectWay:
     @property
     def _given(self) -> str:
         """Parameters of the function."""
-        if self.job.backward:
+        if self.job.is_backward:
             return "b"
         # short sequences go into what the launch of the other module made
         return "call, out, lse" if self._adds_to_results else "call"
 
     @property
     def _adds_to_results(self) -> bool:
-        return self.job.signature.share == "short"
+        return self.job.signature.serves == "short"
 
     @property
     def _lengths(self) -> list[str]:
@@ -128,7 +128,7 @@ class DirectWay:
         found |= {n: f"call.operands[{n.removeprefix('arg_')!r}]" for n in job.arguments}
         found |= {n: f"{_WHERE}.{n}" for n in self._lengths}
         found |= {"q_offset_ptr" if self.mode.per_row else "q_offset": f"{_WHERE}.q_offset"}
-        if job.backward:  # kernels name what they do not write too
+        if job.is_backward:  # kernels name what they do not write too
             found |= {f"d{n}": f"call.{n}" for n in ("query", "key", "value") if n not in job.signature.wanted}
         if self._adds_to_results:
             found |= {"out": "out", "lse": "lse"}
@@ -165,7 +165,7 @@ class DirectWay:
     @property
     def _made(self) -> dict[str, str]:
         """Results and workspace, as expressions that make them."""
-        made = self._gradients() if self.job.backward else self._results()
+        made = self._gradients() if self.job.is_backward else self._results()
         for buffer in self.buffers:
             made |= apart(buffer) if buffer.name in self._are_tensors else {}
         return made | in_rooms([b for b in self.buffers if b.name not in self._are_tensors])
@@ -185,7 +185,7 @@ class DirectWay:
 
     @property
     def _returns(self) -> str:
-        if not self.job.backward:
+        if not self.job.is_backward:
             return "out, lse"
         found = {n: f"d{n}" for n in ("query", "key", "value")} | {n: f.text for n, f in self._finishes.items()}
         wanted = self.job.signature.wanted
@@ -213,7 +213,7 @@ class DirectWay:
         found += fitting(job.signature.widths.value_is_key, job.sequences.keys)
         if job.sequences.keys.pooled:
             found += [f"kv_len == {self.mode.page}"]
-        if job.backward:
+        if job.is_backward:
             found += self._of_backward()
         found += [*self._of_sequences(), *self._of_memory()]
         for part in self.parts:
@@ -271,13 +271,13 @@ class DirectWay:
         A backward is asked after a forward of its kind, which settles what stands in the call alone.
         """
         job, pins, conditions = self.job, [], []
-        if not job.backward:
+        if not job.is_backward:
             pins = [Pin("options", "call.choices"), Pin("width", "call.head_dim", "==")]
             conditions = ["call.rope is None", "call.read is None"]
             conditions += ["call.value is None"] if job.signature.widths.value_is_key else []
         elif self.mode.no_dlse:
             conditions = ["b.dlse is None"]
-        if not job.backward or job.sequences.ragged:
+        if not job.is_backward or job.sequences.ragged:
             pins += [Pin("sequences", f"type({_WHERE})")]
             conditions += [f"{_WHERE}.{n} is None" for n in job.sequences.pointers if n not in self._lengths]
         if self._has_number:

@@ -6,7 +6,6 @@ may differ are asked for, and what follows from sizes is found once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import PAIR_KINDS
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import PAIR_KINDS
 from ....compiler.planning.dtypes import FP32, dtype_named
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.sources import DENSE
 from ....ir.expr import TensorOperand
 from ... import torch_private
-from ...products import own_attention
 from ..binding import Packer, fitting, function, like
+from .own import OwnKernel, strides_like
 from .ways import Again, Guard, Ways
 
 MAIN = ("query", "key", "value")  # whose gradients torch's own kernel has
@@ -34,14 +33,16 @@ class CpuWays:
     """Those of a module of torch code."""
 
     def __init__(self, module: ModuleType, code: CodePlan, facts: Facts) -> None:
-        self.module, self.code = module, code
+        self.module, self.code, self.facts = module, code, facts
+        self.own: OwnKernel | None = None
         self.guard = torch_private.guard  # what tells whether tensors are like others; None: nothing does
         self.pair = "2, " if facts.scores_lie_far else ""  # statistics of a row
         parameters = facts.attention.parameters
         self.tensors = tuple(p.name for p in parameters if isinstance(p, TensorOperand))
         self.numbers = tuple(p.name for p in parameters if not isinstance(p, TensorOperand))
         self.sink = facts.attention.folded_sink is not None
-        form = code.kernels[-1].form
+        form: Any = code.kernels[-1].form
+        self.in_tiles = form.in_tiles
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         self.sums = [(g.load.tensor.name, g.kind) for g in facts.operand_gradients(code.signature.wanted)]
 
@@ -60,7 +61,9 @@ class CpuWays:
         if hasattr(module, "attended_at_once"):
             found = found._replace(keeping=self._keeping())
         if hasattr(module, "BY_TORCH"):
+            self.own = None if self.sink else OwnKernel(module, self.facts, self.in_tiles)
             found = found._replace(like=self._like, growing=partial(self._like, grows=True))
+            found = found if self.own is None else found._replace(recorded=self._recorded(self.own))
         return found
 
     # -- a forward whose operands fit ----------------------------------------------------------------------------------
@@ -97,6 +100,16 @@ class CpuWays:
         ]  # fmt: skip
         return self._made("keeping", text)
 
+    def _recorded(self, own: OwnKernel) -> Callable[[Any], Any]:
+        """From a call to its output, where torch records the gradients."""
+        _, packed, _ = self._packed()
+        text = [
+            "def recorded(call):", *packed, "    sizes = batches, heads, kv_heads, q_len, kv_len, call.head_dim",
+            "    found = own.of(query, key, value, call.operands, q_offset, sizes)",
+            "    return None if found.record is None else found.record(call)",
+        ]  # fmt: skip
+        return self._made("recorded", text, own=own)
+
     def _packed(self) -> tuple[dict[str, str], list[str], str]:
         """Texts of the output, of what takes a call apart and leaves where operands do not fit, and of the operands."""
         sources = {n: f"call.{n}" for n in ("query", "key", "value")} | {"q_offset": "call.sequences.q_offset"}
@@ -113,9 +126,15 @@ class CpuWays:
         lines += [f"    out_strides = {out['out_strides']}"]
         return out, lines, "call.operands.values()" if self.tensors or self.numbers else "()"
 
-    def _made(self, name: str, text: list[str]) -> Callable[[Any], Any]:
-        tools = {"forward": self.module.forward, "module": self.module, "blocks": self.blocks, "float32": torch.float32}
-        return function("\n".join(text), name, {**tools, "autocast": torch.is_autocast_enabled})
+    def _made(self, name: str, text: list[str], **more: object) -> Callable[[Any], Any]:
+        tools = {
+            **more,
+            "forward": self.module.forward,
+            "module": self.module,
+            "blocks": self.blocks,
+            "float32": torch.float32,
+        }
+        return function("\n".join(text), name, {**tools, **more, "autocast": torch.is_autocast_enabled})
 
     # -- forwards like one before --------------------------------------------------------------------------------------
     def _like(self, call: Any, grows: bool = False) -> Again | None:
@@ -125,15 +144,19 @@ class CpuWays:
             return None
         (_, heads, q_len, _), (_, kv_heads, kv_len, _) = call.query.shape, call.value.shape
         sizes = call.query.shape[0], heads, kv_heads, q_len, kv_len, call.head_dim
-        given = call.query, call.key, call.value, call.operands.values(), call.sequences.q_offset, sizes
+        q_offset = call.sequences.q_offset
+        given = call.query, call.key, call.value, call.operands.values(), q_offset, sizes
         ways = self.module.BY_TORCH
         if not grows:  # the same one computes all of them
             ways = next(([way] for way in ways if way(*given) is not None), [])
         if not ways:
             return None
         launch, keeping = self._launches(call, ways, sizes, grows)
-        whole = None if grows else self._whole(ways[0], given)
-        return Again(fits, whole or launch, keeping if hasattr(self.module, "attended_at_once") else None)
+        query, key, value, *_ = given
+        own = None if grows or self.own is None else self.own.of(query, key, value, call.operands, q_offset, sizes)
+        kept = keeping if hasattr(self.module, "attended_at_once") else None
+        by_own, record = (None, None) if own is None else own
+        return Again(fits, by_own or launch, kept, record, checked=not grows)
 
     def _fits(self, call: Any, guard: Guard, grows: bool) -> Callable[[Any], bool] | None:
         """Whether a call is like this one; None where none would be."""
@@ -167,7 +190,7 @@ class CpuWays:
         """What computes calls like the first one, and what keeps the weights of one too."""
         module, q_offset, width = self.module, first.sequences.q_offset, first.value.shape[3]
         batch, heads, kv_heads, q_len, _, head_dim = sizes
-        shape, strides = (batch, heads, q_len, width), _strides_like(first.query, width)
+        shape, strides = (batch, heads, q_len, width), strides_like(first.query, width)
 
         def placed(call: Any) -> tuple[Any, ...]:
             given = call.query, call.key, call.value, call.operands.values()
@@ -199,29 +222,6 @@ class CpuWays:
             return (out if out.stride() == strides else laid_out(out)), lse, weights
 
         return launch, keeping
-
-    def _whole(self, way: Callable[..., Any], given: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Launches calls like this one, where torch's own kernel computes them as they are: all else is settled."""
-        query, key, _, operands, q_offset, (batch, heads, kv_heads, q_len, kv_len, head_dim) = given
-        attend, module = own_attention(), self.module
-        if way.__name__ != "attended_as_a_whole" or self.tensors or self.sink or attend is None:
-            return None
-        env = (0, 0, 0, heads // kv_heads, q_len, kv_len, head_dim, *operands)
-        scale = module.score_scale(*env)
-        first, end, up_to_own = module.run_of_keys(q_offset, scale, env)
-        if end - first < kv_len:
-            return None
-        rows, in_16_bits, strides = batch * heads * q_len, query.dtype.itemsize == 2, _strides_like(query, key.shape[3])
-        count = torch.count_nonzero
-
-        def launch(call: Any) -> tuple[Tensor, Tensor] | None:
-            out, lse = attend(call.query, call.key, call.value, 0.0, up_to_own, scale=scale)
-            # as `attended_as_a_whole` has it
-            if int(count(lse)) < rows or (in_16_bits and not math.isfinite(lse.sum())) or out.stride() != strides:
-                return None
-            return out, lse
-
-        return launch
 
     # -- backwards -----------------------------------------------------------------------------------------------------
     def _backward_like(self, b: Any) -> Again | None:
@@ -294,14 +294,6 @@ class CpuWays:
         main = [g if n in wanted else None for n, g in zip(MAIN, found)]
         of_operands = [None if at is None else sums[at].to(operands[n].dtype) for n, at in zip(self.tensors, finish)]
         return *main, None, *of_operands
-
-
-def _strides_like(query: Tensor, width: int) -> tuple[int, ...]:
-    """Of an output in the memory order of its query."""
-    _, heads, q_len, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return heads * q_len * width, width, heads * width, 1
-    return heads * q_len * width, q_len * width, width, 1
 
 
 def _finish_of(

@@ -16,6 +16,8 @@ class Again(NamedTuple):
     fits: Callable[[Any], bool]
     launch: Callable[[Any], Any]
     keeping: Callable[[Any], Any] | None = None  # the same with weights for the backward, where a launcher keeps them
+    record: Callable[[Any], Any] | None = None  # the output alone, whose gradients torch records
+    checked: bool = False  # whether sizes and numbers of calls that fit are those of a call that was checked
 
 
 # of tensors: whether as many others are like them but for their addresses, and for sizes of dimensions that are `free`
@@ -35,6 +37,7 @@ class Ways(NamedTuple):
 
     direct: Callable[..., Any] = nothing_yet  # results of a call whose operands fit
     keeping: Callable[..., Any] = nothing_yet  # (out, lse, weights), which the backward of the call takes
+    recorded: Callable[..., Any] = nothing_yet  # (out, None), whose gradients torch records
     like: Callable[[Any], Again | None] = nothing_yet  # for calls like one that the direct way took
     growing: Callable[[Any], Again | None] = nothing_yet  # for those that have other numbers of keys, too
 

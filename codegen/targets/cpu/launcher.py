@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from ....compiler.analysis.facts import Facts
+from ....compiler.analysis.tiles.facts import Facts
 from ....compiler.planning.plan import CodePlan
 from ....compiler.planning.target import WHOLE, CallTensors, Named, Partition, Place
 from ...launch.fast.on_cpu import MAIN, CpuWays
 from ...launch.runs import runs_of
+from .forms import CpuForm
 
 
 class CpuLauncher:
@@ -22,6 +23,7 @@ class CpuLauncher:
         self.module, self.code = module, code
         self.sink = facts.attention.folded_sink is not None
         form = code.kernels[-1].form
+        assert isinstance(form, CpuForm)
         self.blocks = {"block_q": form.block_q, "block_kv": form.block_kv}
         self.fast = CpuWays(module, code, facts).ways()
 

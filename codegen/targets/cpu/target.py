@@ -7,14 +7,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ....compiler.analysis.cse import of_positions
-from ....compiler.analysis.distances import of_distance
-from ....compiler.analysis.facts import Facts
-from ....compiler.analysis.records import OperandGradient
+from ....compiler.analysis.tiles.facts import Facts
+from ....compiler.analysis.tiles.results import OperandGradient
+from ....compiler.analysis.values.cse import of_positions
+from ....compiler.analysis.values.distances import of_distance
 from ....compiler.planning.dtypes import FP32, FP64, HALVES, dtype_named
 from ....compiler.planning.form import Form
-from ....compiler.planning.hardware import CPU, Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel
+from ....compiler.planning.machines.hardware import CPU, Hardware
 from ....compiler.planning.plan import CodePlan, KernelCode
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments, segments_of
@@ -30,6 +30,7 @@ from ... import at_once, products
 from ...dialects import is_uniform
 from ...functions import TORCH_LANGUAGE, surveyed_by_torch
 from ...launch.allocating import keep_tiles_at_hand
+from ...launch.fast.own import axes_of_mask
 from ...loader import load
 from ...normalizers import lacks
 from ...products import one_dnn_linear, own_attention, own_backward
@@ -144,7 +145,7 @@ def _mask_told(facts: Facts) -> context.Mask:
     found = surveyed_by_torch(facts)
     return context.Mask(
         per_head_bounds=facts.bounds_differ_by_head,
-        mask_reads=_axes_of_mask(facts),
+        mask_reads=axes_of_mask(facts),
         remembers=all(not isinstance(p, TensorOperand) and p.dtype == "int" for p in facts.attention.parameters),
         survey=found is not None,
         values={} if found is None else values_of(found),
@@ -228,13 +229,6 @@ def _differs_by_head(facts: Facts) -> bool:
     return bool(symbols(facts.attention.folded_mask) & {"head", "kv_head"}) or facts.bounds_differ_by_head
 
 
-def _axes_of_mask(facts: Facts) -> frozenset[str]:
-    """Which of batch and head what torch's own attention is handed differs by."""
-    rest = () if facts.scale_and_rest is None else symbols(facts.scale_and_rest[1])
-    read = symbols(facts.attention.folded_mask).union(rest)
-    return frozenset(axis for axis in ("batch", "head") if read & {axis, f"kv_{axis}"})
-
-
 def _settles(facts: Facts, signature: Signature) -> bool:
     """Whether something of what is added to scores follows from positions alone, and needs no operand."""
     if facts.scale_and_rest is None:
@@ -272,7 +266,7 @@ def mask_numbers(facts: Facts, batch: int, heads: int, q_len: int, kv_len: int) 
     """Of the mask that torch's own attention is handed; 0 where it is handed none."""
     if not _adds_to_products(facts):
         return 0
-    axes = _axes_of_mask(facts)
+    axes = axes_of_mask(facts)
     return (batch if "batch" in axes else 1) * (heads if "head" in axes else 1) * q_len * kv_len
 
 

@@ -9,7 +9,7 @@ from ....compiler.planning.signature import Direction
 from ....compiler.planning.target import Planned, Said
 from ...products import ANY_LENGTH
 from .choice import own_seconds
-from .cost import OwnWay, beside_products, causal_share
+from .cost import OwnWay, beside_products, causal_fraction
 
 PRODUCTS_OF_WEIGHTS = 4 / 5  # of a backward's, where the forward kept the weights
 
@@ -60,7 +60,7 @@ class _Words:
             way: OwnWay = "mask"
             share, numbers = 1.0, self.known.mask_numbers(facts, x.batch, x.heads, x.q_len, x.kv_len)
             if whole and self.sees_all():
-                way, share = "whole", 1.0 if self.call.visible == pairs else causal_share(x.kv_len)
+                way, share = "whole", 1.0 if self.call.visible == pairs else causal_fraction(x.kv_len)
             elif direction == "backward" and self._keeps_weights():
                 way, share, numbers = "weights", PRODUCTS_OF_WEIGHTS, pairs
             elif scores >= self.known.heads_with_mask(code, facts):

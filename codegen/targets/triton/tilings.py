@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import log
 
-from ....compiler.analysis.records import Traits
+from ....compiler.analysis.tiles.results import Traits
 from ....compiler.planning.cost import Times, cost_of, dense_counts, sram_bytes
 from ....compiler.planning.dtypes import dtype_named
-from ....compiler.planning.hardware import Hardware
 from ....compiler.planning.kernel import Algorithm, Kernel, Slot
+from ....compiler.planning.machines.hardware import Hardware
 from ....compiler.planning.records import Shape
 from ....compiler.planning.segments import Segments
 from ....ir.errors import WeftError
@@ -24,7 +24,7 @@ REGISTER_LIMIT = 224  # a thread has 255; the rest is for addresses and loads on
 _ALTERNATIVES = 12  # tilings of one kernel that are worth timing
 
 # Tilings (forward, backward_q, backward_kv) of the flash kernels of target `triton`, by the wider head dimension up to
-# which they are meant. 16-bit operands. Those of sm_90 were measured on one H200 (docs/experiments.md) and also serve
+# which they are meant. 16-bit operands. Those of sm_90 were measured on one H200 (docs/experiments) and also serve
 # later NVIDIA chips; a mask makes smaller tiles pay, because less of an edge tile is wasted.
 _FLASH_SM90_DENSE = {
     64: (Tiling(128, 64, 8, 3), Tiling(128, 64, 4, 3), Tiling(32, 128, 4, 4)),
@@ -152,7 +152,7 @@ _SPLIT_32 = (Tiling(16, 32, 4, 2), Tiling(16, 32, 8, 1), Tiling(16, 16, 8, 1))
 
 
 # Where all sequences are as long as each other, one program an SM with more bytes on their way reads as fast as some,
-# and most calls then need no parts. docs/experiments.md has what was measured.
+# and most calls then need no parts. docs/experiments has what was measured.
 _SPLIT_EVEN = {128: Tiling(64, 128, 4, 3)}
 
 
