@@ -118,7 +118,8 @@ def _code_alone(line: str, width: int, inside: bool) -> list[str]:
         rows = list(_rows(line, places, start, len(line), " " * start, width))
         return [line[:start] + rows[0].lstrip(), *rows[1:]]
     rows = [*_rows(line, places, start, end, f"{indent}    ", width)]
-    return [line[:start], *rows, *_code_alone(indent + line[end:], width, inside)]
+    head, tail = line[:start], indent + line[end:]
+    return [*_code_alone(head, width, inside), *rows, *_code_alone(tail, width, inside)]
 
 
 def _breaks(line: str) -> tuple[list[_Break], dict[int, int]]:
