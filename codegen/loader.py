@@ -37,7 +37,7 @@ def load(path: Path, interpret: bool = False, source: str | None = None) -> Modu
 
 
 def register_templates(folder: Path) -> None:
-    """Find templates in another folder, too: parts of features, or kernels, of another package."""
+    """Find templates in another folder, too: kernels, features or sources of rows of another package."""
     _folders.append(folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import jinja2
 from jinja2.bccache import Bucket
 from jinja2.ext import Extension
 
-from ..compiler.planning.sources import kinds, parts_outside
 from ..ir.errors import InternalError
 from .functions import taken_from_here
 from .shelf import shelf
@@ -24,7 +23,7 @@ _HOLE = re.compile(r"^([ \t]*):: ((?:.*\\\n)*.*)\n", re.MULTILINE)
 @lru_cache(maxsize=4)
 def environment(*folders: Path) -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.FileSystemLoader(folders), jinja2.FunctionLoader(_outside)]),
+        loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -36,14 +35,6 @@ def environment(*folders: Path) -> jinja2.Environment:
     made.filters |= {"lines": lines, "listed": listed, "quoted": quoted, "complete": complete, "of_dtype": of_dtype}
     made.filters |= {"tupled": tupled, "taken": taken, "from_here": from_here}
     return made
-
-
-def _outside(name: str) -> tuple[str, str, Callable[[], bool]] | None:
-    """A template part of a source of rows from outside the package, as it is now."""
-    if Path(name) not in parts_outside(kinds()):
-        return None
-    text = Path(name).read_text(encoding="utf-8")
-    return text, name, lambda: Path(name).read_text(encoding="utf-8") == text
 
 
 def lines(text: str, column: int) -> str:

@@ -50,6 +50,7 @@ from .....compiler.planning.stage_words import (
     loads,
     stores,
 )
+from ..features import SINK
 from .backward import ROW_STATISTICS, ROWS, column_sums, dkey_dvalue_registers, weights_again
 from .forward import forward_registers
 
@@ -327,7 +328,7 @@ STREAMING = (
         KernelId("triton", "streaming_forward"), "forward", "forward", "q", _SWEEPS, _streaming_forward,
         programs=head_programs, read=streaming_forward_read, written=streaming_forward_written,
         sram=streaming_forward_sram, flops=forward_flops, exps=forward_exps,
-        again=Again(query_visits, head_running), registers=forward_registers, weighs=True,
+        again=Again(query_visits, head_running), registers=forward_registers, weighs=True, features=(SINK,),
     ),
     ROW_STATISTICS,
     Kernel(
@@ -346,7 +347,7 @@ STANDARD = (
     Kernel(
         KernelId("triton", "standard_softmax"), "forward", "forward", "kv", ROWS, _standard_softmax,
         programs=query_programs, read=matrix_bytes, written=standard_softmax_written, exps=standard_softmax_exps,
-        again=_KEY, visits="all",
+        again=_KEY, visits="all", features=(SINK,),
     ),
     Kernel(
         KernelId("triton", "standard_output"), "forward", "forward", "kv", _ALL_KEYS, _standard_output,
